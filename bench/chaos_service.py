@@ -133,7 +133,7 @@ class Service:
         return False
 
     def strike(self, kind: str, draw: random.Random) -> Recovery | None:
-        """Kills a process of a kind and returns the recovery to wait for; None if there is no such process."""
+        """Kills a process of a kind and returns the recovery to wait for; None without such a process."""
         with contextlib.suppress(psutil.Error):
             if kind == "database":
                 return self._strike_database(draw)

@@ -116,7 +116,7 @@ class PlainDDP(Side):
 
 
 def blocks_of(model: Any) -> set[str]:
-    """Returns the class names of the modules that transformers does not split, but for those with tied weights.
+    """Returns the class names of the modules that transformers does not split, except those with tied weights.
 
     FSDP2 requires these (BERT's embeddings) in one group with the modules they are tied to.
     """

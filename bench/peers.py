@@ -13,7 +13,7 @@ from redline.tuner.samplers.encoding import Encoding
 from tables import Surface
 
 Ask = Callable[[list[Trial]], Config | None]
-"""Returns the next configuration for the trials so far; None if there is none."""
+"""Returns the next configuration for the trials so far; None if none is left."""
 
 
 def peer_optuna(surface: Surface, seed: int, kind: str) -> Ask:

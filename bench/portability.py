@@ -1,4 +1,4 @@
-"""Checks that the numeric tests pass on other machines, by varying what differs between machines.
+"""Checks that the numeric tests pass on other machines, by varying the properties that differ between machines.
 
     python bench/portability.py                                       # or: make test-portable
     python bench/portability.py --seeds 3 tests/schedule -k pipeline  # with options of pytest

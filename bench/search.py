@@ -13,7 +13,7 @@ their own libraries:
     batch-search            the largest micro-batch that fits, by doubling, for one layout after the other
 
 `--emulate-first` looks at a proposal's memory before its dry run, as `redline tune --emulate-first` does on one device; a
-proposal that does not fit is no dry run. Memory is known up to `EMULATED_STD`, the error of emulated ranks.
+proposal that does not fit does not count as one. Memory is known up to `EMULATED_STD`, the error of emulated ranks.
 
 A peer's suggestion that is not a row, or was tried before, is replaced by the nearest remaining row, which favours
 peers. A table whose rows all failed is reported separately: the number of dry runs until the search ended with
@@ -171,7 +171,7 @@ class Rows(Runner):
 
 
 class EmulatedRows(Rows):
-    """Returns what an emulated rank knows of a row: whether it fits, up to the error of its memory."""
+    """Runs an emulated rank of a row: it determines whether the row fits, up to the error of its memory."""
 
     def __init__(self, surface: Surface, seed: int) -> None:
         super().__init__(surface)

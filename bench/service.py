@@ -76,7 +76,7 @@ class Search:
 
 
 class PaperPool:
-    """A pool in simulated time: dry runs start as `decide` says, and end after their duration."""
+    """A pool in simulated time: dry runs start as `decide` returns them, and end after their duration."""
 
     def __init__(
         self, hosts: int, per_host: int, searches: list[Search], users: dict[int, float], seed: int,

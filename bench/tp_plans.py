@@ -1,10 +1,10 @@
-"""Counts the architectures that can be cut over two ranks among those that transformers has a tensor-parallel plan for.
+"""Counts the architectures that can be sharded over two ranks among those with a tensor-parallel plan in transformers.
 
     python bench/tp_plans.py                 # all, some minutes
     python bench/tp_plans.py phi3 olmo2
 
-Each is made without memory from its configuration's default sizes. Prints a line for each one that is not cut, with the
-reason, and the counts.
+Each is built without memory at its configuration's default sizes. Prints a line with the reason for each architecture
+that is refused, and the counts.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 def main() -> None:
-    """Tries every architecture, or those that are named."""
+    """Tries every architecture, or the named ones."""
     warnings.filterwarnings("ignore")
     cut, refused, unmade = [], [], []
     for name in sys.argv[1:] or sorted(CONFIG_MAPPING.keys()):
@@ -41,13 +41,13 @@ def main() -> None:
 
 
 def configuration(name: str) -> type | None:
-    """The kind of configuration of an architecture that has a plan; None for others."""
+    """The configuration class of an architecture that has a plan; None for others."""
     kind: type = CONFIG_MAPPING[name]
     return kind if getattr(kind, "base_model_tp_plan", None) else None
 
 
 def made(kind: type) -> torch.nn.Module:
-    """The model of a kind of configuration, on the meta device; of a part that no automatic class knows, by its module."""
+    """Builds a model on the meta device. A configuration without an automatic class is resolved by its module."""
     config = kind()
     with torch.device("meta"):
         for automatic in (AutoModelForCausalLM, AutoModel):

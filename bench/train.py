@@ -221,8 +221,10 @@ def steady(folder: Path) -> float:
 
 
 def overhead(folder: Path) -> float:
-    """Share of time that a training with a checkpoint a minute would lose to them: what it stands still, and by how much
-    steps take longer while one is written. The median over checkpoints."""
+    """Share of time that a training with a checkpoint a minute would lose to checkpoints.
+
+    The lost time is the stall, and the increase of step times while a checkpoint is written. Median over checkpoints.
+    """
     saves = {each["step"]: each for each in lines(folder) if each["kind"] == "checkpoint" and not each["failure"]}
     times = {each["step"]: each["step_ms"] / 1e3 for each in lines(folder) if each["kind"] == "step"}
     costs = []
@@ -238,7 +240,7 @@ def overhead(folder: Path) -> float:
 
 
 def changes(folder: Path) -> list[tuple[int, str]]:
-    """Steps at which a strategy was taken up."""
+    """Steps at which each strategy starts, with its name."""
     import yaml
 
     document = yaml.safe_load((folder / "train.yaml").read_text())
@@ -259,7 +261,7 @@ def generated(folder: Path) -> str:
 
 
 def drawn(expected: dict[int, list[float]], found: dict[int, list[float]], marks: list[tuple[int, str]]) -> str:
-    """Both curves, one on the other."""
+    """An SVG of both curves, overlaid."""
     width, height, left, top, bottom = 720, 320, 50, 20, 40
     last = max(expected)
     high = max(max(each) for each in expected.values())

@@ -1,4 +1,4 @@
-"""Ranks for tests that need several, seeds for those that compute, interrupts for those that send them."""
+"""Shared fixtures: groups of ranks, seeds of numeric tests, thread counts and interrupts."""
 
 import json
 import multiprocessing
@@ -10,10 +10,10 @@ import sys
 import tempfile
 import traceback
 
-# torchao and Liger-Kernel, see the Makefile; before transformers looks for them.
+# torchao and Liger-Kernel (see the Makefile): they must be importable before transformers looks for them.
 sys.path.append(os.path.join(sys.prefix, "beside"))
 
-# Before numpy is there; for the processes of tests, too. Where several run beside each other, threads wait by spinning.
+# Set before numpy is imported, also for child processes: threads spin while they wait, which slows parallel tests.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import cloudpickle
@@ -22,13 +22,13 @@ import pytest
 import torch
 from kept_agent import _one_agent, kept_agent  # noqa: F401
 
-# What inductor keeps of earlier compilations it finds again under another set of vector instructions, which
-# it was not compiled for.
+# Inductor would reuse earlier compilations with other vector instructions than they were compiled for.
+# A separate cache avoids that.
 if "ATEN_CPU_CAPABILITY" in os.environ:
     kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
 
-# A shell starts what it runs in the background with interrupts ignored, and so would every process of a test.
+# A shell starts background jobs with SIGINT ignored, and every child process would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `-m gpu` only files with such tests are imported: others need Ray or Optuna, which a GPU machine may lack."""
+    """With `-m gpu` only files with GPU tests are imported: others need Ray or Optuna, which a GPU machine may lack."""
     if config.option.markexpr != "gpu" or collection_path.name == "conftest.py":
         return None
     files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
@@ -63,13 +63,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def seed():
-    """Of a numeric test's weights and data."""
+    """Seed of a numeric test's weights and data."""
     return 0
 
 
 @pytest.fixture(scope="session")
 def threads(pytestconfig):
-    """Threads that tests compute with: of tiny models, more only get in the way."""
+    """Threads of the tests' computations: for tiny models more threads are slower."""
     return pytestconfig.getoption("threads")
 
 
@@ -98,7 +98,7 @@ def _margins_file(pytestconfig):
 
 @pytest.fixture(autouse=True)
 def _margins(request, _margins_file):
-    """Keeps for each numeric test its worst share of a tolerance and its least planted fault, over seeds."""
+    """Records each numeric test's largest share of a tolerance and its smallest planted fault, over seeds."""
     numeric.checks.clear()
     yield
     if "seed" in request.fixturenames:
@@ -116,17 +116,17 @@ def _margins(request, _margins_file):
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_before_threads(request, threads):
-    # A process that has computed on several threads cannot be forked into one that does.
+    # A process that has computed with several threads cannot fork one that does.
     if threads > 1:
         for name in {"two", "four", "eight"} & {each for item in request.session.items for each in item.fixturenames}:
             request.getfixturevalue(name).start()
 
 
 class Ranks:
-    """Processes with one process group over all of them, for many checks in a row.
+    """Processes in one process group, for many checks in a row.
 
-    `run(function, *args)` calls `function(*args)` on every rank and returns their results in order. Gloo on
-    CPUs; NCCL where there is a GPU for every rank. Its timeout ends what hangs, however busy the machine.
+    `run(function, *args)` calls `function(*args)` on every rank and returns their results in order. The backend is
+    Gloo on CPUs, and NCCL with a GPU for every rank. Its timeout ends a hang, however busy the machine.
     """
 
     def __init__(self, size: int, threads: int = 1) -> None:
@@ -137,8 +137,8 @@ class Ranks:
     def start(self) -> None:
         if self.workers:
             return
-        # Forked, they have torch and transformers imported. CUDA would not survive a fork, but the tests'
-        # own process only counts devices.
+        # Forked ranks inherit torch and transformers. CUDA would not survive a fork, but the tests' process
+        # only counts devices.
         gpus = torch.cuda.device_count() >= self.size
         context = multiprocessing.get_context("fork")
         self.folder = tempfile.TemporaryDirectory()
@@ -166,7 +166,7 @@ class Ranks:
                 done, value, checks = cloudpickle.loads(pipe.recv_bytes())
                 numeric.checks += checks
                 if not done:
-                    # The others may wait for it in a collective: none of them is of use any more.
+                    # The other ranks may wait for it in a collective, so none can be reused.
                     self.stop()
                     raise AssertionError(f"rank {rank}:\n{value}")
                 results[rank] = value
@@ -217,17 +217,14 @@ def _ranks(size, threads):
 
 @pytest.fixture(scope="session")
 def two(threads):
-    """Two ranks."""
     yield from _ranks(2, threads)
 
 
 @pytest.fixture(scope="session")
 def four(threads):
-    """Four ranks."""
     yield from _ranks(4, threads)
 
 
 @pytest.fixture(scope="session")
 def eight(threads):
-    """Eight ranks."""
     yield from _ranks(8, threads)

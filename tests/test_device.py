@@ -1,4 +1,4 @@
-"""What the machine lets this process use."""
+"""Resources that the machine permits this process to use."""
 
 import os
 import subprocess

@@ -1,9 +1,8 @@
-"""What the documentation shows works: its Python runs, its commands run, its links lead somewhere.
+"""Documentation examples work: Python blocks and commands run, and links resolve.
 
-Python blocks of a page run one after the other in a process of their own, as they stand. Commands (lines that
-start with `$ ` in `console` blocks) run in a shell, in order, with `SHIM` for redline: see `scaled` for the one
-rule by which a search is made small. A block that cannot run anywhere says so, with its reason, in
-`<!-- not run: REASON -->` on the line before.
+Python blocks of a page run unmodified, in order, in a separate process. Commands (lines that start with `$ ` in
+`console` blocks) run in a shell, in order, with `SHIM` for redline; `scaled` makes searches small. A block that
+cannot run here has `<!-- not run: REASON -->` on the line before.
 """
 
 import configparser
@@ -25,7 +24,7 @@ ROOT = Path(redline.__file__).parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n+)?^```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # tests/test_readme.py runs the first alone; tests/schedule/test_schedule_docs.py and tests/training/test_numerics.py
-# the others, of which parts need two ranks.
+# run the others, parts of which need two ranks.
 ELSEWHERE = {"README.md", "schedule.md", "add-a-model.md"}
 
 CONFIG = (
@@ -45,7 +44,7 @@ TINY = {"gpt2": "gpt2-tiny", "bert": "bert-tiny", "roberta": "bert-tiny"}
 
 
 def blocks(page, kind):
-    """The blocks of a kind on a page, without those that say why they are not run."""
+    """The blocks of a kind on a page, except those with a reason not to run."""
     return [text for skipped, found, text in BLOCK.findall(PAGES[page]) if found == kind and not skipped]
 
 
@@ -55,10 +54,12 @@ def commands(page):
 
 
 def scaled(arguments):
-    """A command as the tests run it: a search of one trial (two with --set, so that something varies for a later
-    one to learn from; one more with --resume) of short measurements, without Ray, on a small batch where the
-    workload is not its own; the family's tiny model for a full-size one; two devices at most. Everything else is
-    as it stands."""
+    """Returns the command that the tests run instead of a documented one.
+
+    A search has one trial (two with --set, so that a later search has something to learn from; one more with --resume),
+    short measurements and two devices at most, and runs without Ray. A workload without its own batch gets a small
+    one, and a full-size model is replaced by its family's tiny one. All other arguments are unchanged.
+    """
     if arguments[:1] not in (["tune"], ["space"]):
         return arguments
     name, *given = arguments
@@ -78,14 +79,14 @@ def scaled(arguments):
 
 
 def find_model(name):
-    """Whether a preset has this name."""
+    """True if a preset has this name."""
     from redline.models.presets import PRESETS
 
     return name in PRESETS
 
 
 def redline_commands(line):
-    """The arguments of each call of redline in a line of shell."""
+    """The arguments of each call of redline in a shell command line."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words = list(lexer)
@@ -120,7 +121,7 @@ def test_there_is_something_to_check():
     ids=lambda value: value if isinstance(value, str) else "-".join(value)[:60],
 )
 def test_every_command_and_option_that_is_named_exists(page, arguments):
-    # As the group makes it: click keeps a command's help option from its first context.
+    # Created like the group's: click keeps a command's help option from its first context.
     parent = click.Context(command_line, info_name="redline", **command_line.context_settings)
     if arguments[0].startswith("-"):
         return
@@ -129,7 +130,7 @@ def test_every_command_and_option_that_is_named_exists(page, arguments):
     try:
         command.make_context(arguments[0], list(arguments[1:]), parent=parent)
     except click.exceptions.Exit:
-        return  # -h and --list say something and leave
+        return  # -h and --list print and exit
 
 
 INTERPRETER = """
@@ -150,8 +151,10 @@ for folder in iter(sys.stdin.readline, ""):
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """Runs `page.py` in each folder that it is told of, in a process of its own that need not import torch again; says how
-    it exited, and leaves what it printed in `said`."""
+    """A process that runs `page.py` in each folder that it reads, in a fork with torch already imported.
+
+    It prints the exit code; the page's output is in the file `said`.
+    """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", INTERPRETER], stdin=pipe, stdout=pipe, text=True) as process:
         yield process
@@ -187,7 +190,7 @@ def test_the_commands_of_a_page_run_in_a_terminal(page, tmp_path):
     tools.mkdir()
     write_tool(tools / "redline", SHIM.format(python=sys.executable, tests=str(Path(__file__).parent)))
     write_tool(tools / "python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    # What these would do takes minutes and a network; that they could is checked below.
+    # These would take minutes and a network; their existence is checked below.
     for name in ("make", "pip"):
         write_tool(tools / name, "#!/bin/sh\nexit 0\n")
     place = tmp_path / "work"

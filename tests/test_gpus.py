@@ -1,4 +1,4 @@
-"""GPUs are found by CUDA's rules, on a faked NVML: what `CUDA_VISIBLE_DEVICES` shows, or an error, and never the CPU instead."""
+"""GPUs are found by CUDA's rules, on a faked NVML: those visible by `CUDA_VISIBLE_DEVICES`, or an error, never the CPU."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ NVML_ERROR_NO_PERMISSION, NVML_ERROR_LIB_RM_VERSION_MISMATCH = 4, 18
 
 @dataclass(eq=False)
 class Fake:
-    """A GPU, or an instance of one."""
+    """A GPU or a MIG instance."""
 
     uuid: str
     model: str = "NVIDIA H100"
@@ -29,7 +29,7 @@ class Fake:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Has NVML find these GPUs, and the variable be set so; None leaves it away."""
+    """Makes NVML return these GPUs, and sets CUDA_VISIBLE_DEVICES; None unsets it."""
 
     def nvml(name, function):
         monkeypatch.setattr(pynvml, name, function)
@@ -85,7 +85,7 @@ def four():
 
 
 def divided():
-    """A GPU in two instances, one in none, and a whole one."""
+    """A GPU with two MIG instances, one in MIG mode without instances, and one without MIG."""
     parts = [Fake("MIG-aa11", "NVIDIA H100 MIG 1g.10gb", 10), Fake("MIG-aa22", "NVIDIA H100 MIG 2g.20gb", 20)]
     return [Fake("GPU-00", mig=True, instances=parts), Fake("GPU-11", mig=True), Fake("GPU-22", mig=None)]
 
@@ -155,7 +155,7 @@ def test_a_divided_gpu_without_instances_is_an_error(machine):
 
 @pytest.mark.parametrize(("setting", "names"), [(None, ["0"]), ("0", ["0"]), ("GPU-3", ["GPU-3"])])
 def test_a_task_with_one_gpu_counts_from_it(machine, setting, names):
-    """Slurm hides the others by a control group; in a Kubernetes container they do not exist, which is the first GPU alone."""
+    """Slurm hides the others by a control group. In a Kubernetes container the others do not exist: the first is the only one."""
     found = four()
     for each in found[:3]:
         each.hidden = True

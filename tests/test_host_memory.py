@@ -1,4 +1,4 @@
-"""Control groups are found as the kernel shows them, of both versions, and the tightest one counts."""
+"""Control groups of both versions are found as the kernel shows them, and the tightest limit counts."""
 
 import psutil
 import pytest
@@ -15,7 +15,7 @@ NONE = {1: str(2**63 - 4096), 2: "max"}
 
 
 class Kernel:
-    """/proc and a mounted hierarchy, as files."""
+    """Files that imitate /proc and a mounted hierarchy."""
 
     def __init__(self, folder, version, path="/jobs/7", root="/"):
         self.version, self.proc, self.point = version, folder / "proc", folder / "mounted"

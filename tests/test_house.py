@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md: packages import only from lower layers, and there are no import cycles."""
+"""The layers of docs/architecture.md: packages import only from lower layers, without import cycles."""
 
 import re
 
@@ -21,7 +21,7 @@ LAYERS = (
 
 
 def package(name):
-    """The package at the top that a module is in, or the module itself where it stands there."""
+    """The top-level package of a module, or the name of a top-level module."""
     return (name.split(".") + [""])[1]
 
 
@@ -88,7 +88,7 @@ def test_every_relative_import_leads_to_a_module_of_the_package(tmp_path):
 
 
 def test_imports_inside_the_package_are_relative():
-    # Run with -m, these must know themselves by their import path.
+    # These run with -m and must use their import path.
     assert importers("redline") <= {"runners/agent.py", "runners/ray_driver.py", "runners/slurm_host.py"}
 
 

@@ -1,4 +1,4 @@
-"""The example notebook runs from its first cell to its last, as it stands, and shows what it says."""
+"""The example notebook runs unmodified from its first cell to its last and shows the results."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed: pi
 
 
 def shown(cell):
-    """What a cell shows, by MIME type."""
+    """A cell's outputs by MIME type."""
     found = {}
     for output in cell.outputs:
         found |= output.get("data", {})

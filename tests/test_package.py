@@ -1,4 +1,4 @@
-"""What is packaged, what is public, and what an import costs."""
+"""Contents of the package, public names, and the cost of an import."""
 
 import configparser
 import importlib
@@ -81,13 +81,13 @@ rl.tune("gpt2", trials="three")
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
 def test_type_checkers_find_redline_in_an_editable_install(tmp_path, checker):
-    """In a fresh environment with what the Makefile links, a script's two mistakes are found, and nothing else."""
+    """In a fresh environment with the Makefile's link they find exactly the two mistakes of a script."""
     program = shutil.which(checker, path=str(Path(sys.executable).parent))
     if program is None:
         pytest.skip(f"{checker} is not installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
     (tmp_path / "user.py").write_text(USER)
-    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')  # pyright's own
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')  # pyright's default
     python = tmp_path / "venv" / "bin" / "python"
     more = (
         ["--python-executable", str(python)] if checker == "mypy" else ["--pythonpath", str(python), "--level", "error"]

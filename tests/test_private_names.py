@@ -1,4 +1,4 @@
-"""What is not public of torch, transformers and Optuna stands in one file a library, and is there."""
+"""Private names of torch, transformers and Optuna are in one file per library, and exist."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from redline.base.errors import MissingDependency
 
 FILES = {"_torch.py", "_transformers.py", "_optuna.py", "_private.py"}
 OF_OTHERS = {*_torch.OF_MODULES, *_transformers.OF_MODELS, "_erased", "_schema", "_study_id", "_trial_id"}
-"""Attributes of other libraries' objects that have names of their own there."""
+"""Private attributes of other libraries' objects."""
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_name_that_is_gone_is_told_in_words(monkeypatch):
 
 
 def private(text):
-    """Names of torch, transformers and Optuna in a file's text that are not public."""
+    """Private names of torch, transformers and Optuna in a file's text."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{each.name}" for each in node.names]
@@ -69,7 +69,7 @@ def test_no_other_file_takes_such_a_name():
         for path in sources(ROOT).values()
         if path.name not in FILES
     }
-    # What `nn.init` draws by is replaced for a while, in place.
+    # The random function of `nn.init` is temporarily replaced in place.
     allowed = {"schedule/deferred.py": ["nn.init._no_grad_trunc_normal_"]}
     assert {name: names for name, names in found.items() if names and names != allowed.get(name)} == {}
 

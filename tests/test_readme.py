@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""Examples of the README run unmodified."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def test_every_option_the_readme_names_exists():
         [sys.executable, "-m", "redline.cli", "tune", "-h"], capture_output=True, text=True, check=True
     ).stdout
     for line in re.findall(r"\$ redline tune (.*)", README):
-        words = shlex.split(line, comments=True)  # a command that is tuned is one word
+        words = shlex.split(line, comments=True)  # the tuned command is one word
         for option in [word for word in words if word.startswith("--")]:
             assert option in out, f"`redline tune {line}` names {option}"
 

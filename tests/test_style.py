@@ -1,4 +1,4 @@
-"""What tools can tell of the code: its types hold, and it is written by the rules of pyproject.toml."""
+"""The code passes the type checker, and the linter and formatter with the rules of pyproject.toml."""
 
 import subprocess
 import sys
@@ -15,21 +15,21 @@ sch['0'].checkpoint().hook('fwd_pre', print)
 rl.tune('gpt2', trials='many')
 rl.tune('gpt2', trials=3).best.throughput.upper()
 """
-"""A user's program, with mistakes."""
+"""A user's program with mistakes."""
 
 
 @pytest.mark.slow
 def test_the_types_hold_and_a_user_s_mistakes_are_found(tmp_path):
-    """Of the repository, which is `redline` here however it is called; what users write is checked down to primitives.
+    """Checks the repository, linked as `redline` since its folder may have another name, and a user's program.
 
-    One test, for mypy's cache is one database: where two look at once, one may find it locked.
+    This is one test because mypy's cache is one database, which concurrent runs could find locked.
     """
     (tmp_path / "redline").symlink_to(ROOT, target_is_directory=True)
     (tmp_path / "theirs.py").write_text(THEIRS)
     command = [sys.executable, "-m", "mypy", "--show-traceback", "--config-file", str(ROOT / "pyproject.toml")]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), "-p", "redline", "-m", "theirs"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 1, done.stdout + done.stderr  # there are mistakes; 2 would be a fault of its own
+    assert done.returncode == 1, done.stdout + done.stderr  # 1 means that mistakes were found, 2 a fault of mypy
     mistakes = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert [line for line in mistakes if not line.startswith("theirs.py:")] == []
     assert {line.split(":")[1] for line in mistakes if line.startswith("theirs.py:")} == {"4", "5", "7", "8"}

@@ -89,7 +89,7 @@ def _until_back(before: list[float]) -> float:
 
 
 def _fill(context: Any, leave_mib: float, step_mib: int = 64) -> list[torch.Tensor]:
-    """Allocates the memory of the rank but for `leave_mib`."""
+    """Allocates the memory of the rank except for `leave_mib`."""
     device, step = torch.device(context.device_type), step_mib * 2**20
     if device.type == "cuda":
         torch.zeros(1, device=device)

@@ -36,7 +36,7 @@ class Run:
     step_ms: float | None = None
     """None if it is not stated or the run failed."""
     memory_mib: float | None = None
-    """Peak of PyTorch's allocator: allocated memory if `setup` says so, otherwise reserved."""
+    """Peak of PyTorch's allocator: allocated memory if `setup` has `reserved_memory=False`, otherwise reserved."""
     failed: bool = False
     """True if the run produced no number."""
     choices: tuple[Mapping[str, Any], ...] = ()
@@ -116,7 +116,7 @@ def number(text: Any) -> float | None:
 
 
 def whole(text: Any, default: int | None = None) -> int | None:
-    """Returns a cell that is a whole number of at least 1; the default if it is empty or says that there is none.
+    """Returns a cell that is a whole number of at least 1; the default if it is empty or states none.
 
     Raises:
         Left: it is another number.
@@ -261,6 +261,6 @@ def step_of(
 
 
 def check_source(name: str, known: list[str]) -> None:
-    """Raises UsageError, with the known names, if there is no source of that name."""
+    """Raises UsageError, with the known names, for an unknown source."""
     if name not in known:
         raise UsageError(f"there is no source '{name}': there are {', '.join(known) or 'none'}")

@@ -47,7 +47,7 @@ RECOMPUTED = tuple({"checkpoint_ratio": step / 8} for step in range(9))
 
 
 def _open(pp: int, layers: int, stated: bool) -> tuple[dict[str, Any], ...]:
-    """Returns what recipes do not state: recomputation, and chunks of a pipeline if no column has them."""
+    """Returns the settings that recipes do not state: recomputation, and chunks of a pipeline if no column has them."""
     if stated:
         return RECOMPUTED
     chunks = [each for each in range(2, layers // pp + 1) if layers % (pp * each) == 0]

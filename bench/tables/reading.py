@@ -46,7 +46,7 @@ def read_tables(folder: Path, only: Iterable[str] = ()) -> list[Source]:
     """Returns the sources in a folder, one for each subfolder; a folder without subfolders is a source itself.
 
     Raises:
-        UsageError: there is no source with the requested name.
+        UsageError: no source has the requested name.
     """
     inside = (
         sorted(each for each in folder.iterdir() if each.is_dir() and each.name not in APART) if folder.is_dir() else []

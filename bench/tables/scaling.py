@@ -85,7 +85,7 @@ def _fastest(table: Measured) -> float:
 
 
 def _calibrated(surface: Measured, count: int, seed: int) -> Estimator:
-    """Returns the estimator of a table, corrected by some of its runs, the fastest among them, as a search's are."""
+    """Returns the estimator of a table corrected by some of its runs, including the fastest, as in a search."""
     ok = np.flatnonzero(surface.ok)
     fastest = ok[np.argmax(surface.table["throughput"].to_numpy(float)[ok])]
     chosen = [fastest, *np.random.default_rng(seed).permutation(ok)[: count - 1]]

@@ -1,4 +1,4 @@
-"""The allocator's model against blocks that follow by hand from the constants of c10/cuda/CUDACachingAllocator.cpp."""
+"""The allocator's model compared with blocks computed by hand from constants of c10/cuda/CUDACachingAllocator.cpp."""
 
 from itertools import pairwise
 
@@ -73,7 +73,7 @@ def test_streams_do_not_share_blocks():
 
 def test_fragments_cost_reserved_memory_that_expandable_segments_avoid():
     def peak(allocator):
-        for size in (20, 30, 40, 50):  # grows: no freed block is large enough for the next
+        for size in (20, 30, 40, 50):  # grows: every freed block is too small for the next
             allocator.free(allocator.allocate(size * MIB))
         return allocator.peak
 
@@ -88,7 +88,7 @@ def test_an_expandable_segment_grows_by_its_free_end():
     assert allocator.reserved == 40 * MIB
     assert allocator.segments() == [[(15 * MIB, True), (15 * MIB, True), (10 * MIB, False)]]
     allocator.free(first)
-    allocator.allocate(8 * MIB)  # the gap rather than the end, which can grow
+    allocator.allocate(8 * MIB)  # the gap, not the end, which can grow
     assert allocator.segments()[0][:2] == [(8 * MIB, True), (7 * MIB, False)]
 
 
@@ -106,7 +106,7 @@ def test_the_end_of_an_expandable_segment_is_released():
     kept = allocator.allocate(10 * MIB)
     allocator.free(allocator.allocate(45 * MIB))
     assert allocator.reserved == 60 * MIB
-    allocator.allocate(512)  # of the small pool
+    allocator.allocate(512)  # in the small pool
     assert (allocator.retries, allocator.reserved) == (1, 22 * MIB)
     allocator.allocate(30 * MIB)
     assert allocator.reserved == 42 * MIB

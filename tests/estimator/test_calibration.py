@@ -1,4 +1,4 @@
-"""Calibration: it corrects from a few trials, survives bad ones, and says how sure it is."""
+"""Calibration corrects predictions from a few trials, survives bad ones, and states its uncertainty."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def plain():
 
 
 def truth(plain, rng, noise_time=0.08, noise_memory=0.05, factors=None):
-    """A cluster that differs from the estimate by factors on its terms, and scatters."""
+    """A cluster that differs from the estimate by factors on its terms and by noise."""
     table = plain.table(CONFIGS)
     factors = factors or {"time.matmul": 1.3, "time.tensor parallel": 1.6, "memory.activations": 1.25}
     time = sum(value * factors.get(name, 1.0) for name, value in table.breakdown.items() if name.startswith("time."))
@@ -101,11 +101,11 @@ def test_one_wild_trial_does_not_spoil_it(plain, count):
         clean.append(error(plain.calibrate(trials(chosen, step, memory)), step, chosen))
         spoilt.append(error(plain.calibrate(trials(chosen, wild, memory)), step, chosen))
     assert np.mean(spoilt) < np.mean(clean) + 0.1
-    assert np.max(spoilt) < 0.5  # the wild one was off by log(20) = 3
+    assert np.max(spoilt) < 0.5  # the outlier was off by log(20) = 3
 
 
 def test_intervals_contain_80_percent_of_what_follows_the_model(plain):
-    # The truth is drawn from what the estimator believes: factors from its prior, noise of its size.
+    # The truth follows the estimator's assumptions: factors from its prior, noise of its size.
     constants = plain.constants
     inside_before, inside_after, inside_memory = [], [], []
     for seed in range(25):
@@ -214,7 +214,7 @@ def test_fit_finds_the_factors_it_is_shown():
     measured = (groups * factors).sum(1) * np.exp(0.05 * rng.standard_normal(400))
     found = fit(groups, measured, PRIOR, 0.1)
     np.testing.assert_allclose(np.exp(found.theta), factors, rtol=0.03)
-    assert 0.3 < found.scale < 0.8  # noise was half of what was expected
+    assert 0.3 < found.scale < 0.8  # noise was half of the expected
     assert found.trials == 400
 
 
@@ -255,7 +255,7 @@ def test_effects_are_what_is_common_in_the_spread(plain, trained):
     common = (table.log_throughput_effects**2).sum(axis=1)
     assert table.log_throughput_effects.shape == (len(CONFIGS), 5)
     assert (common > 0).all() and (common < table.log_throughput_std**2).all()
-    # To first order: a factor that is a little off moves every throughput by its effect.
+    # To first order, a small error of a factor changes every throughput by the factor's effect.
     rng = np.random.default_rng(1)
     shift = 0.01 * rng.standard_normal(5)
     moved = object.__new__(Estimator)
@@ -274,7 +274,7 @@ def test_an_impossible_configuration_has_no_effects(plain):
 
 
 def test_what_is_carried_over_is_what_the_joint_normal_distribution_says():
-    """Measurements z_r = theta_r + error of two trainings, and theta of a third, as one Gaussian that is conditioned."""
+    """Measurements z_r = theta_r + error of two trainings, and theta of a third, as one conditioned Gaussian."""
     rng = np.random.default_rng(3)
     roots = rng.normal(size=(2, 3, 3)) * PRIOR
     errors = [root @ root.T + 1e-4 * np.eye(3) for root in roots]

@@ -1,4 +1,4 @@
-"""A check of another trainer's file: it fits or not, its shares add up, and its changes do what they promise."""
+"""The check of another trainer's file: it fits or not, its shares add up, and its changes have the predicted effect."""
 
 import json
 

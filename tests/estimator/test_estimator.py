@@ -1,4 +1,4 @@
-"""The estimator as its users call it: one configuration, many, and none that makes sense."""
+"""The estimator's interface: one configuration, many, and invalid ones."""
 
 import math
 
@@ -20,7 +20,7 @@ CONSTANTS = {
         stall_ms=265.0, stall_nodes=34.0, stalls_without_zero=True, stall_least=0.02, stall_fatal=0.3, slack_lasting=0.1
     ),
 }
-"""Of frameworks."""
+"""Constants of some frameworks."""
 MADE: dict[tuple[str, str], Estimator] = {}
 
 
@@ -78,7 +78,7 @@ def test_a_table_says_what_each_call_says(configs):
     estimator = made()
     table = estimator.table(configs)
     assert len(table) == len(configs)
-    # Knobs that do not apply are not there in a configuration, and None in a table.
+    # Knobs that do not apply are missing from a configuration, and None in a table.
     columns = {name: [each[name] for each in configs] for name in configs[0]}
     configs = [{name: value for name, value in each.items() if value is not None} for each in configs]
     np.testing.assert_allclose(estimator.table(columns).step_ms, table.step_ms)
@@ -131,9 +131,9 @@ def test_a_full_device_retries_and_a_roomy_or_exact_one_does_not():
 
     assert retries(3) < 1e-6
     assert retries(1.0) > 0
-    # Where what is live does not fit either the run fails, or it lived because it needed less than predicted.
+    # If live memory does not fit either, the run fails, or needed less than predicted.
     assert retries(0.9) > retries(1.3)
-    # A device is as full, whatever a measurement states of it.
+    # The device is equally full whichever memory a measurement states.
     assert retries(1.0, reserved_memory=False) == retries(1.0)
 
 

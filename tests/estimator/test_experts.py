@@ -1,4 +1,4 @@
-"""What experts that ranks share take: weights, rows on their way, and the wait for the fullest rank."""
+"""Experts that ranks share: their weights, the exchange of rows, and the wait for the fullest rank."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS = 64, 4, 2048, 1024, 16
 
 
 def mixture():
-    """A mixture of experts by numbers: attention as of a Llama, and products of experts in place of the others."""
+    """Facts of a mixture of experts: a Llama's attention, with experts' products instead of the dense ones."""
     dense = ModelFacts.from_shape(
         layers=LAYERS, hidden=HIDDEN, heads=16, intermediate=INNER, vocabulary=32000, precision="bf16"
     )
@@ -62,7 +62,7 @@ def test_a_rank_has_its_share_of_experts_and_all_else():
     rest = FACTS.parameters - STACKS
     for ep in (1, 2, 8, 64):
         assert memory("parameters", ep=ep) == pytest.approx(4 * (rest + STACKS / ep))
-        # What all replicas cut is the same however they share the experts.
+        # Sharded states of all replicas are the same however they share the experts.
         assert memory("optimizer", ep=ep, zero=1) == pytest.approx(8 * FACTS.parameters / 64)
         assert memory("parameters", ep=ep, zero=3) == pytest.approx(4 * FACTS.parameters / 64)
     assert memory("parameters", ep=8, tp=2) == pytest.approx(memory("parameters", ep=8) / 2, rel=0.01)
@@ -95,13 +95,13 @@ def test_imbalance_grows_with_ranks_and_is_that_of_one_expert_at_most():
     ranks = np.array([1, 2, 8, 64])
     found = imbalance(64, ranks, Constants())
     assert found[0] == 1 and (np.diff(found) > 0).all()
-    # 64 ranks of an expert each: 1 + s sqrt(2 ln 64).
+    # 64 ranks of one expert each: 1 + s sqrt(2 ln 64).
     assert found[-1] == pytest.approx(1 + 0.25 * np.sqrt(2 * np.log(64)))
     assert imbalance(64, np.array([2]), Constants(expert_spread=100.0)) == 2
 
 
 def test_rows_travel_four_times_a_block_and_twice_more_where_it_is_recomputed():
-    """Of 8 ranks of a node each sends 7 of 8 parts to the others, 4 x 2048 numbers of 2 bytes a token."""
+    """Each of a node's 8 ranks sends 7 of 8 parts, 4 x 2048 numbers of 2 bytes per token."""
     link = H100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
     moved = 4096 * CHOSEN * HIDDEN * 2 * 7 / 8 / link
     fixed = 2 * Constants().collective_us * 1e-6 + H100.intra_node.latency_us / 4 * 1e-6
@@ -119,7 +119,7 @@ def test_rows_between_nodes_go_by_each_ranks_own_share_of_the_network():
 
 
 def test_rows_that_are_sent_once_to_each_node_take_less_of_the_network():
-    """Four choices among eight nodes meet 8 (1 - (7 / 8)^4) of them, 3.31 instead of 4 rows."""
+    """Four choices among eight nodes reach 8 (1 - (7 / 8)^4) of them: 3.31 instead of 4 rows."""
     setup = TrainingSetup(devices=64, seq_len=4096, global_batch=512)
     config = {"micro_batch": 1, "ep": 64}
     each, once = (
@@ -131,7 +131,7 @@ def test_rows_that_are_sent_once_to_each_node_take_less_of_the_network():
 
 
 def test_products_of_experts_with_more_rows_each_are_faster():
-    """The same arithmetic: as many experts fewer as there are rows more."""
+    """The arithmetic is the same: rows per expert grow as the number of experts falls."""
     item = next(each for part in FACTS.parts for each in part.matmuls if each.experts > 1)
 
     def seconds(ep, tokens=8192):
@@ -146,7 +146,7 @@ def test_products_of_experts_with_more_rows_each_are_faster():
 @pytest.mark.parametrize(
     ("parameters", "sizes"),
     [
-        # Mixtral-8x7B and Qwen3-30B-A3B, whose norms of queries and keys shape numbers do not know.
+        # Mixtral-8x7B and Qwen3-30B-A3B; shape numbers do not include the latter's norms of queries and keys.
         (46_702_792_704, {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336,
                           "vocabulary": 32000, "experts": 8, "experts_per_token": 2}),
         (30_532_122_624 - 48 * 256, {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128,
@@ -190,7 +190,7 @@ def test_mixtures_that_cannot_be_are_refused(wrong, words):
 
 
 def test_with_a_capacity_rows_follow_it_and_no_rank_waits_for_another():
-    """Exchanges carry f times the rows, by one collective instead of two, as their sizes are known."""
+    """Exchanges send f times the rows in one collective instead of two, as their sizes are known."""
     link = H100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
     moved = 4096 * CHOSEN * HIDDEN * 2 * 7 / 8 / link
     fixed = Constants().collective_us * 1e-6 + H100.intra_node.latency_us / 4 * 1e-6
@@ -201,7 +201,7 @@ def test_with_a_capacity_rows_follow_it_and_no_rank_waits_for_another():
     for ep in (1, 8):
         half, one, two = (time("matmul", ep=ep, capacity_factor=factor) for factor in (0.5, 1.0, 2.0))
         assert half < one < two
-        # As many rows; clocks are a little higher while ranks wait.
+        # The number of rows is the same; clocks are slightly higher while ranks wait.
         assert one == pytest.approx(time("matmul", ep=ep), rel=0.02)
 
 
@@ -210,10 +210,10 @@ def test_with_a_capacity_a_rank_keeps_its_rows_and_the_returned_ones():
     products = HIDDEN + 2 * INNER + INNER + HIDDEN
     for ep in (1, 8):
         kept = {factor: memory("activations", ep=ep, capacity_factor=factor) for factor in (0, 0.5, 1.0, 2.0)}
-        # Inputs and outputs of experts' products, and rows that come back to be weighed.
+        # Inputs and outputs of experts' products, and returned rows that are weighted.
         assert kept[2.0] - kept[1.0] == pytest.approx(LAYERS * tokens * CHOSEN * width * (products + HIDDEN))
         assert kept[1.0] - kept[0.5] == pytest.approx(LAYERS * tokens * CHOSEN * width * (products + HIDDEN) / 2)
-        # Instead of the rows of the fullest rank; a rank that has all experts weighs what it computes at once.
+        # They replace the fullest rank's rows; a rank with all experts weights its results at once.
         assert kept[1.0] > kept[0] if ep == 1 else kept[1.0] < kept[0]
 
 
@@ -221,12 +221,12 @@ def test_whole_experts_are_on_ranks_of_a_layer_and_their_tokens_are_divided():
     rest = FACTS.parameters - STACKS
     cut = {"tp": 4, "ep": 4}
     sharded = memory("parameters", **cut)
-    # As many ranks have a share of all experts, by experts or by their columns.
+    # The same number of ranks share all experts, whether by experts or by columns.
     assert memory("parameters", **{**cut, "ep": 16}, etp=1) == pytest.approx(sharded)
     assert memory("parameters", tp=4, ep=1, etp=1) == pytest.approx(memory("parameters", tp=4) + 4 * STACKS * 3 / 4)
     assert memory("optimizer", **cut, etp=1, zero=1) == pytest.approx(memory("optimizer", **cut, zero=1))
     assert rest > 0 and time("expert exchange", **cut, etp=1) < time("expert exchange", **cut) / 3
-    # Experts have whole columns, for as many rows in total.
+    # Experts have whole columns, for the same total of rows.
     assert time("matmul", tp=4, ep=16, etp=1) < time("matmul", **cut)
     assert time("tensor parallel", **cut, etp=1) < time("tensor parallel", **cut)
     with_sequence = time("tensor parallel", **cut, etp=1, sequence_parallel=True)

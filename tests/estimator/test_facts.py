@@ -1,4 +1,4 @@
-"""Facts by tracing: parameters and FLOPs are those of the shape numbers, kept bytes those of a real step."""
+"""Facts by tracing: parameters and FLOPs equal those of the shape numbers, kept bytes those of a real step."""
 
 import json
 import signal
@@ -59,7 +59,7 @@ def test_bert_is_traced_with_its_head_of_two_products(tmp_path):
 
 
 def _saved_bytes(model: nn.Module, step) -> int:
-    """What a real step keeps, storages counted once, parameters and buffers left out."""
+    """Returns the bytes that a real step keeps; storages count once, parameters and buffers do not."""
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     kept = {}
 
@@ -126,7 +126,7 @@ def test_fusion_keeps_less_and_moves_less(tmp_path):
 
 
 class Own(nn.Module):
-    """No transformer: two kinds of layers, and nothing that is repeated."""
+    """Not a transformer: two kinds of layers, and no repeated block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,12 +151,12 @@ def test_a_module_of_ones_own_is_traced(tmp_path):
     assert facts.parameters == 16 * 32 + 32 + 32 * 4 + 4 + 7
     assert facts.model_flops(1) == 6 * (16 * 32 + 32 * 4)
     assert {part.name: part.parameters for part in facts.parts}["unused"] == 7
-    # relu keeps its result, which the next product keeps too; the loss its two operands.
+    # relu keeps its result, which is also the next product's input; the loss keeps its two operands.
     assert sum(part.saved.sequence for part in facts.parts) == pytest.approx(4 * (16 + 32 + 4 + 4), abs=8)
 
 
 class Reads(Own):
-    """Looks at values, which fake tensors do not have."""
+    """Reads values, which fake tensors do not have."""
 
     def forward(self, x):
         return self.last(torch.relu(self.first(x))) if self.first(x).sum().item() > 0 else self.last(x)
@@ -177,7 +177,7 @@ def test_facts_come_back_from_the_disk_as_they_were(tmp_path, monkeypatch):
     first = trace_facts(workload, precision="bf16", folder=tmp_path)
     monkeypatch.setattr("redline.estimator.facts.traced._trace", None)
     assert trace_facts(workload, precision="bf16", folder=tmp_path) == first
-    with pytest.raises(TypeError):  # another variant is not on the disk
+    with pytest.raises(TypeError):  # another variant is not in the file
         trace_facts(workload, precision="fp32", folder=tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_tf32_is_not_traced_beside_fp32(monkeypatch):
 
 
 class Signals:
-    """In the place of what is traced: what its process does when it is asked to end."""
+    """Replaces a traced source and records its process's signal handlers."""
 
     def __init__(self):
         self.found = []
@@ -277,7 +277,7 @@ class Signals:
 
 
 def test_processes_that_trace_end_without_a_word_when_they_are_ended(monkeypatch):
-    """They are forked from a command, which has signals raise KeyboardInterrupt."""
+    """They are forked from a command whose signal handlers raise KeyboardInterrupt."""
     monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
     monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_pa
 
 
 def test_a_model_of_many_equal_blocks_has_the_layout_of_each():
-    """Their division is found on a few of them."""
+    """The layout is determined from a few of them."""
     deep = rl.workload("llama-tiny", seq_len=16)
     layout = Layout.of(deep)
     whole = _sharded(deep.schedule, skeleton(deep, deep.probe))
@@ -315,7 +315,7 @@ def test_a_model_of_many_equal_blocks_has_the_layout_of_each():
 
 
 def test_facts_do_not_depend_on_the_global_batch(tmp_path):
-    """They are in the cache for any."""
+    """The cache stores them for any global batch."""
     trained = rl.workload("gpt2-tiny", seq_len=16, global_batch=8)
     trace_facts(trained, precision="fp32", folder=tmp_path)
     other = TracedFacts(trained.with_global_batch(32), folder=tmp_path)

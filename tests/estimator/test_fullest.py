@@ -1,4 +1,4 @@
-"""Which rank of a configuration is the fullest, and why."""
+"""The fullest rank of a configuration, and the reason."""
 
 import pytest
 from redline.estimator import Estimator, TrainingSetup

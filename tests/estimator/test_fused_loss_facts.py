@@ -1,4 +1,4 @@
-"""What the estimator makes of `kernels`: the memory of a chunk's logits, the products of all."""
+"""Estimates with `kernels`: memory of a chunk's logits, time of all products."""
 
 import copy
 
@@ -56,7 +56,7 @@ def test_a_model_without_a_vocabulary_says_that_nothing_changes(folder):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peak_of_the_loss_is_what_its_tensors_take(folder, precision):
-    """Of the head alone, for 512 tokens: hidden states' gradient, the weight's, and what a chunk has."""
+    """The head alone with 512 tokens: gradients of the hidden states and of the weight, and a chunk's tensors."""
     hidden, vocabulary, tokens = 64, 16384, 512
     head = torch.nn.Linear(hidden, vocabulary, bias=False)
     sch = rl.create_schedule(torch.nn.Sequential(copy.deepcopy(head)))
@@ -80,14 +80,14 @@ def memory(estimator, **knobs):
 def test_memory_and_time_of_the_loss(folder):
     setup, unlimited = TrainingSetup(devices=1, global_batch=32), Constants(limited_rate=1.0)
     estimator = Estimator(rl.workload("gpt2-tiny"), "h100", setup, constants=unlimited)
-    term, logits = "logits and loss", 16384 * 4 * 64 / 2**20  # of a sample, MiB
+    term, logits = "logits and loss", 16384 * 4 * 64 / 2**20  # per sample, MiB
     small, large = ({k: memory(estimator, micro_batch=m, kernels=k) for k in (False, True)} for m in (8, 32))
-    # Without: kept, and twice in passing. With: a chunk of 128 tokens, whatever the micro-batch.
+    # Without kernels: kept, and two temporary copies. With kernels: a chunk of 128 tokens for any micro-batch.
     assert large[False][term] - small[False][term] == pytest.approx(24 * 3 * logits, rel=0.01)
-    # Besides, the gradients of hidden states, and labels.
+    # Gradients of the hidden states and labels are added.
     chunk, gradient, states = 2 * logits, 4.0, 64 * (64 * 4 + 8) / 2**20
     assert large[True][term] == pytest.approx(chunk + 32 * states, rel=0.01)
-    # Between micro-batches the new gradient of the head is there beside the old one.
+    # Between micro-batches the head's new gradient exists beside the old one.
     assert small[True][term] == pytest.approx(chunk + gradient + 8 * states, rel=0.01)
     tiny = memory(estimator, micro_batch=1, kernels=True)
     assert tiny[term] == pytest.approx(logits / 2 + gradient + states, rel=0.01)

@@ -1,4 +1,4 @@
-"""Hardware: what is known by name, and files that lack or hold what cannot be."""
+"""Hardware: devices known by name, and files with missing or impossible values."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_every_number_of_a_device_has_a_source(name):
 def test_a_device_with_less_power_sustains_less_and_one_with_power_to_spare_all():
     h100, h20, b200, gb300 = (find_hardware(each) for each in ("h100-80gb", "h20-96gb", "b200", "gb300"))
     usual = products_of(h100).sustained
-    # A quarter of 700 W is memory's and leakage's; voltage rises with the clocks.
+    # A quarter of 700 W is for memory and leakage; voltage rises with the clocks.
     assert products_of(h100.replace(watts=500)).sustained == pytest.approx(usual * (325 / 525) ** (1 / 3))
     assert products_of(h100.replace(watts=None)).sustained == usual
     assert products_of(h20).sustained == 1.0  # a seventh of the rate, and more than half of the power
@@ -63,7 +63,7 @@ def test_h100_is_what_its_datasheet_says():
         ("h100", "h100-80gb"), ("H100-SXM", "h100-80gb"), ("H100_80GB", "h100-80gb"), ("h200", "h200-141gb"),
         ("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("4090", "rtx-4090"), ("A100 40G", "a100-40gb"),
         ("a100-80gb-sxm", "a100-80gb"), ("A100 80 GB", "a100-80gb"), ("B200 180GB", "b200"), ("T4 16G", "t4"),
-        # As nvidia-smi, rocm-smi and torch.cuda.get_device_name print them.
+        # Names as printed by nvidia-smi, rocm-smi and torch.cuda.get_device_name.
         ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("NVIDIA H200", "h200-141gb"), ("NVIDIA B200", "b200"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("A100-SXM4-80GB", "a100-80gb"), ("Tesla T4", "t4"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("Tesla V100-SXM2-16GB", "v100-16gb"), ("NVIDIA L4", "l4"),

@@ -17,7 +17,7 @@ from redline.knobs.layers import BlockStrategy, of_blocks, parse
 from redline.results import Measurement, Status, Trial
 
 SLOWER_HERE = 3
-"""How much longer the same takes where other tests run beside it."""
+"""Factor for time limits, as other tests run at the same time."""
 LAYER = BlockStrategy(1, 1, 0, False)
 SHAPE = Shape(layers=24, hidden=2048, heads=16, vocabulary=50000, name="1.3b")
 
@@ -65,7 +65,7 @@ def test_where_memory_is_short_something_is_gained_within_the_limit():
     assert layerwise.gain > 0
     assert layerwise.peak_memory_mib <= request.estimator.memory_limit_mib
     assert layerwise.throughput > uniform.estimate.throughput
-    # Fewer blocks are recomputed than in the uniform winner, whose ratio is coarser.
+    # Fewer blocks are recomputed than by the uniform winner, which has a coarser ratio.
     assert (
         sum(each.ckpt for each in layerwise.layers) < 24 * uniform.config["checkpoint_ratio"]
         or layerwise.config["micro_batch"] != uniform.config["micro_batch"]
@@ -85,7 +85,7 @@ def test_earlier_stages_of_a_pipeline_recompute_more():
     _, found = refined(hardware="a100-40gb", global_batch=256, fix=fix)
     layers = found.layerwise.layers
     stages = [sum(each.ckpt for each in layers[6 * stage : 6 * stage + 6]) for stage in range(4)]
-    # 1F1B: the first stage holds four micro-batches, the last one.
+    # 1F1B: the first stage has four micro-batches in flight, the last one.
     assert stages == sorted(stages, reverse=True) and stages[0] > stages[3]
 
 
@@ -110,7 +110,7 @@ def test_the_refined_configuration_is_predicted_as_it_was_reported(asked):
     request, found = refined(**asked)
     refinement = found.layerwise
     assert refinement.gain > 0
-    # One by itself, one among uniform ones in a table, and one given in words.
+    # Predicted alone, among uniform ones in a table, and by its text.
     alone = request.estimator(refinement.config)
     table = request.estimator.table([found.ranked[0].config, refinement.config])
     again = estimate_document(request, config=refinement.config).ranked[0].estimate
@@ -165,7 +165,7 @@ def test_where_blocks_are_recomputed_only_in_early_stages_the_fullest_may_be_a_l
     texts = ("0-5:ckpt 6-23:-", "0-23:ckpt", "0-17:- 18-23:ckpt")
     first, all_of_them, last = (predict(strategy=text) for text in texts)
     nothing = predict(strategy="0-23:-")
-    # The first stage holds most: the last one's blocks save nothing of the peak, but cost the slowest stage its time.
+    # The first stage needs most: recomputing the last stage's blocks does not lower the peak but slows the slowest stage.
     assert last.peak_memory_mib == nothing.peak_memory_mib > first.peak_memory_mib > all_of_them.peak_memory_mib
     assert nothing.step_ms < first.step_ms < all_of_them.step_ms
     assert nothing.step_ms < last.step_ms
@@ -245,7 +245,7 @@ def test_a_refinement_that_treats_all_blocks_alike_is_said_to_be_the_uniform_con
     assert made("0-23:ckpt") == {**base, "checkpoint_ratio": 1.0}
     assert made("0-23:zero2", zero=3) == {**base, "zero": 2, "checkpoint_ratio": 0.0}
     assert made("0-4:zero2 5-23:-", zero=3) is None
-    # What is in no block stays cut over the mesh's ranks.
+    # Parameters outside of blocks stay sharded over the mesh's ranks.
     assert made("0-23:tp1", tp=2) is None
 
 
@@ -274,7 +274,7 @@ def test_a_deep_model_on_many_devices_is_planned_in_seconds():
 
 
 def test_stages_with_the_head_get_fewer_blocks_where_that_is_faster():
-    """A head of 128,256 tokens costs two and a half blocks."""
+    """A head of 128,256 tokens takes as long as two and a half blocks."""
     shape = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256, name="llama3-8b")
     fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, "tp": 1, "pp": 4}
     request = estimate_request(
@@ -287,7 +287,7 @@ def test_stages_with_the_head_get_fewer_blocks_where_that_is_faster():
     assert plan.throughput > 1.05 * even.throughput
     without = {name: value for name, value in plan.config.items() if name != "stage_blocks"}
     assert request.estimator(plan.config).throughput > 1.05 * request.estimator(without).throughput
-    # A fixed division stays as it is.
+    # A fixed division is kept.
     assert request.estimator({**without, "stage_blocks": "8,8,8,8"}).throughput == request.estimator(without).throughput
 
 
@@ -311,7 +311,7 @@ GPT_2_7B = Shape(
 @pytest.mark.parametrize(
     ("shape", "hardware", "gib", "batch", "plan"),
     [
-        # Plans of Galvatron's searches on 8 GPUs, by the files of its repositories on GitHub.
+        # Plans of Galvatron's searches on 8 GPUs, from the files of its repositories on GitHub.
         # Time-has-wings/Hetu-Galvatron 098c220b: galvatron_config_llama-7b_1nodes_8gpus_per_node_24GB_bf16_[tpconsec_off].json
         (LLAMA_7B, "rtx4090", 24, 16, {"tp": 4, "pp": 2, "micro_batch": 8, "strategy": "0-31:ckpt"}),
         # AFDWang/Hetu-Galvatron bd3ab5ff: galvatron_config_hidden4096_head32_1nodes_8gpus_per_node_36GB_bf16_[tpconsec_off].json
@@ -355,7 +355,7 @@ def test_blocks_spread_their_experts_as_memory_allows():
     plan = refine(request.estimator, winner, facts, others)
     assert plan.throughput >= winner.estimate.throughput
     assert request.estimator(plan.config).throughput == pytest.approx(plan.throughput, rel=1e-9)
-    # As many blocks as memory asks for spread their experts.
+    # The more blocks spread their experts, the less memory is needed.
     base = {name: value for name, value in winner.config.items() if name not in ("ep", "checkpoint_ratio")}
     peaks = [
         request.estimator({**base, "strategy": text}).peak_memory_mib

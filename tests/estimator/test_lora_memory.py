@@ -1,4 +1,4 @@
-"""What adapters save is measured: frozen weights cost neither optimizer state nor gradients."""
+"""Measured savings of adapters: frozen weights need neither optimizer state nor gradients."""
 
 import pytest
 from redline.base.device import detect
@@ -28,6 +28,6 @@ def test_measured_memory_lacks_gradients_and_optimizer_state_of_what_is_frozen()
         assert done.status == "ok", done.reason
         peak[lora] = done.peak_memory_mib
     weights = sum(each.numel() for each in skeleton(adapted).parameters()) * 4 / 2**20
-    # All of them: weights, gradients and two values each for AdamW. Adapters: weights, and some MiB of the rest.
+    # Full training: weights, gradients and two values each for AdamW. Adapters: weights, and some MiB for the rest.
     assert peak[None] > 3.9 * weights
     assert peak["r=1"] < 1.9 * weights

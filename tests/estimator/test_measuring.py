@@ -1,4 +1,4 @@
-"""Measuring the machine at hand, and the hardware file it leaves."""
+"""Measuring this machine, and the hardware file that it writes."""
 
 import json
 from dataclasses import asdict
@@ -84,7 +84,7 @@ def test_this_machine_is_measured_once(quick, tmp_path, monkeypatch):
 
 
 class Busy(measuring._Load):
-    """Says of each measurement what others took of the cores."""
+    """Returns a given share of the cores used by other processes for each measurement."""
 
     shares: ClassVar[list[float]] = []
 
@@ -103,13 +103,13 @@ def test_a_busy_machine_says_so_and_is_measured_anew_soon(shares, tmp_path, monk
     shares += [0.8, 0.5, 0.6]
     found = this_machine(tmp_path)
     assert "other processes took 50 % of its cores" in found.note
-    assert this_machine(tmp_path) == found  # for some minutes
+    assert this_machine(tmp_path) == found  # it is kept for some minutes
     later = measuring.time.time() + measuring.BUSY_AGE_S + 1
     monkeypatch.setattr(measuring.time, "time", lambda: later)
     shares.append(0.01)
     assert this_machine(tmp_path).note == ""
     later += 20 * 24 * 3600
-    assert this_machine(tmp_path).note == ""  # what was measured at rest is kept
+    assert this_machine(tmp_path).note == ""  # a measurement of an idle machine is kept
     assert shares == []
 
 
@@ -171,7 +171,7 @@ def test_load_is_what_others_take_of_the_cores_not_what_this_process_does():
 def test_calls_that_something_came_between_do_not_count():
     calls = [(1.0, 0.99), (1.1, 1.05), (0.98, 0.97), (1.02, 1.0), (5.0, 1.0), (7.0, 1.1)]
     assert measuring._undisturbed(calls, on_cpu=True) == pytest.approx(0.985, abs=0.01)
-    # Where all were disturbed, the shortest is nearest; a GPU's thread waits anyway.
+    # If all were disturbed, the shortest is the best; a GPU's thread always waits.
     assert measuring._undisturbed([(5.0, 1.0), (7.0, 1.1)], on_cpu=True) == 5.0
     assert measuring._undisturbed([(1.0, 0.1)] * 8, on_cpu=False) == 1.0
 

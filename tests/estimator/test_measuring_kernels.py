@@ -1,4 +1,4 @@
-"""Curves of products and attention that are fitted to measured times."""
+"""Curves of products and attention fitted to measured times."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Predicted memory: known formulas, published numbers, and what must grow or shrink with a knob."""
+"""Predicted memory: known formulas, published numbers, and monotonicity in knobs."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def test_parameters_are_those_of_the_published_models():
 
 @pytest.mark.parametrize(
     ("zero", "bytes_"),
-    # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and what 64 replicas share.
+    # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and the parts that 64 replicas share.
     [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)],
 )
 def test_states_are_cut_over_the_ranks_of_a_sequence_as_over_other_replicas(zero, bytes_):
@@ -48,7 +48,7 @@ def test_states_are_cut_over_the_ranks_of_a_sequence_as_over_other_replicas(zero
 
 @pytest.mark.parametrize(
     ("zero", "bytes_"),
-    # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and what 64 replicas share.
+    # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and the parts that 64 replicas share.
     [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)],
 )
 def test_states_are_zeros_sixteen_bytes_a_parameter(zero, bytes_):
@@ -174,7 +174,7 @@ def test_weights_gathered_in_fp32_are_twice_those_in_bf16_and_products_that_are_
     block, ends = 202_383_360, 2 * 32000 * 4096 + 4096
     assert (wide["buffers"] - narrow["buffers"]) * MIB == pytest.approx(2 * (2 * block + ends))
     assert narrow["weight copies"] == 0
-    # Of recomputed blocks none; the head's, and half of what else the head's matrix and the norms round to.
+    # Recomputed blocks keep no copies: the copies are those of the head's matrix, and little for norms.
     assert wide["weight copies"] * MIB == pytest.approx(2 * 32000 * 4096, rel=0.01)
     assert (kept["weight copies"] - wide["weight copies"]) * MIB == pytest.approx(32 * 2 * block, rel=0.001)
 
@@ -204,11 +204,10 @@ def test_autocast_keeps_fp32_weights_and_casts_them():
 
 def test_gradients_are_there_only_when_they_are():
     setup = TrainingSetup(seq_len=1024, devices=1, global_batch=64, precision="fp32")
-    # One micro-batch a step: activations are at their peak before there are gradients,
-    # but the head's.
+    # One micro-batch a step: at the activations' peak the head's gradient is the only one.
     assert terms(GPT2, setup, micro_batch=64)["gradients"] * MIB == 50257 * 768 * 4
     assert terms(GPT2, setup, micro_batch=32)["gradients"] * MIB == 124_439_808 * 4
-    # Little to keep: the peak is at the end, with all gradients.
+    # Few activations: the peak is at the end, with all gradients.
     assert terms(GPT2, setup.replace(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB == 124_439_808 * 4
 
 
@@ -228,7 +227,7 @@ def test_a_cpu_rank_has_no_cuda_context():
     )  # fmt: skip
     setup = TrainingSetup(seq_len=64, global_batch=4, precision="fp32")
     plain = Estimator(tiny, cpu, setup)
-    # Measured from the fork on, a dry run of a model of a megabyte takes some tens of MiB; compiled, some more.
+    # Measured from the fork on, a dry run of a 1 MB model takes some tens of MiB; compiled, some more.
     assert plain({}).peak_memory_mib < 80
     assert plain({"fusion": True}).peak_memory_mib > plain({}).peak_memory_mib + 20
     assert plain.memory_limit_mib == 4096
@@ -293,7 +292,7 @@ def test_zero_2_has_the_pieces_it_updates_beside_the_weights_it_gathers():
         assert found["parameters"] * MIB == pytest.approx(parameters * 4 / 64)
         assert found["buffers"] * MIB >= parameters * width
         whole = [sum(terms(setup=setup, zero=zero, micro_batch=1).values()) for zero in range(4)]
-        # In float32 these pieces are what ZeRO 2 has more than ZeRO 1, whose weights are whole as well.
+        # In float32 ZeRO 2 has these pieces in addition to ZeRO 1, which also has whole weights.
         assert whole[0] > whole[1] and whole[2] > whole[3]
         assert whole[2] - whole[1] == pytest.approx(parameters * 4 / 64 / MIB, rel=0.2) or precision == "bf16"
         assert precision == "fp32" or whole[1] > whole[2]

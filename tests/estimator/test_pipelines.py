@@ -1,4 +1,4 @@
-"""The formulas of pipelines against the orders of actions that torch makes, played through."""
+"""The formulas of pipelines compared with a simulation of torch's orders of actions."""
 
 from types import SimpleNamespace
 
@@ -16,9 +16,9 @@ LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "voca
 
 
 def actions(kind, pp, chunks, micro_batches):
-    """For each rank its (F, B, I or W, stage, micro-batch) in order, as torch's class has it."""
+    """For each rank its (F, B, I or W, stage, micro-batch) in the order of torch's class."""
     if kind == "1f1b":
-        # torch shows the order it runs with the last rank's forwards misnumbered.
+        # torch's order for 1F1B numbers the last rank's forwards incorrectly.
         return {rank: one_forward_one_backward(rank, pp - 1 - rank, micro_batches) for rank in range(pp)}
     made = [
         SimpleNamespace(
@@ -43,7 +43,7 @@ def actions(kind, pp, chunks, micro_batches):
 
 
 def one_forward_one_backward(rank, ahead, micro_batches):
-    """`ahead` forwards, then one and a backward in turns."""
+    """`ahead` forwards, then alternately a forward and a backward."""
     order = [("F", rank, number) for number in range(ahead)]
     for number in range(micro_batches):
         if number + ahead < micro_batches:
@@ -53,7 +53,7 @@ def one_forward_one_backward(rank, ahead, micro_batches):
 
 
 def played(kind, pp, chunks, micro_batches, seconds):
-    """Seconds until all are through, and the most micro-batches each rank holds at once.
+    """Simulates the actions: seconds until all are done, and the most micro-batches in flight on each rank.
 
     Args:
         seconds: forward, gradients of inputs, and gradients of weights, of one micro-batch on a rank.
@@ -75,7 +75,7 @@ def played(kind, pp, chunks, micro_batches, seconds):
                 if any(each not in done for each in needs):
                     break
                 rest.pop(0)
-                # Of the first stage torch computes all gradients where those of the weights are due.
+                # In the first stage torch computes all gradients at the time of the weights' gradients.
                 whole = stage == 0 and what in "IW"
                 takes = {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}[what]
                 takes = (inputs + weights) * (what == "W") if whole else takes
@@ -165,13 +165,13 @@ def test_orders_with_a_smaller_bubble_are_faster_and_hold_more():
     assert four.step_ms < two.step_ms < plain.step_ms
     assert turned.step_ms < zero.step_ms < plain.step_ms
     assert plain.peak_memory_mib < four.peak_memory_mib < two.peak_memory_mib
-    # What a setup says holds where there is no such knob.
+    # Without such a knob the setup's value applies.
     assert steps(SETUP.replace(pipeline="interleaved", virtual_stages=2)).step_ms == two.step_ms
 
 
 def test_gradients_that_wait_for_those_of_weights_take_memory():
     one, four = (steps(pipeline_schedule="zero_bubble", virtual_stages=many) for many in (1, 4))
-    # Of the last rank seven micro-batches wait for the head's gradient, or seven chunks of a quarter each.
+    # On the last rank seven micro-batches, or seven chunks of a quarter each, wait for the head's gradient.
     assert one.peak_memory_mib > four.peak_memory_mib
 
 
@@ -189,10 +189,10 @@ def test_time_and_memory_follow_the_blocks_of_each_stage():
     assert given.breakdown == even.breakdown
     lopsided = steps(stage_blocks="11,3,3,3,3,3,3,3")
     assert lopsided.step_ms > 1.8 * even.step_ms and lopsided.peak_memory_mib > 2 * even.peak_memory_mib
-    # 1F1B keeps the most micro-batches in the first stage.
+    # 1F1B has the most micro-batches in flight in the first stage.
     early = steps(stage_blocks="3,4,4,4,4,4,4,5")
     assert early.peak_memory_mib < even.peak_memory_mib
-    # A head of five blocks, which the last stage has besides its own.
+    # A head as large as five blocks, in the last stage.
     wide = Estimator(ModelFacts.from_shape(**{**LLAMA, "vocabulary": 256_000}), find_hardware("a100-80gb"), SETUP)
     uniform, fewer = wide.table(
         [{"pp": 8, "micro_batch": 1, "stage_blocks": each} for each in (None, "5,5,5,4,4,4,4,1")]
@@ -201,7 +201,7 @@ def test_time_and_memory_follow_the_blocks_of_each_stage():
 
 
 def test_runs_of_a_strategy_follow_the_blocks_into_their_stages():
-    """Blocks 0 to 7 are recomputed: two stages of four, or one of eight and none of the others."""
+    """Blocks 0 to 7 are recomputed: two stages of four, or one stage of eight."""
     runs = {"strategy": "0-7:ckpt 8-31:-"}
     spread, together = steps(**runs), steps(**runs, stage_blocks="8,4,4,4,3,3,3,3")
     assert together.step_ms > 1.5 * spread.step_ms

@@ -1,4 +1,4 @@
-"""Blocks that are stood in for while a step is traced, and models whose operators need values."""
+"""Stand-ins for blocks while a step is traced, and models whose operators need values."""
 
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ def both(workload, **variant):
         ("llama-tiny", {"precision": "fp32", "attention": "eager", "device_type": "cpu"}),
         ("gpt2-tiny", {"precision": "bf16_pure"}),  # tied
         ("mixtral-tiny", {"precision": "bf16"}),  # a mixture of experts
-        ("t5-tiny", {"precision": "bf16"}),  # two stacks, whose first blocks hold the bias of all
+        ("t5-tiny", {"precision": "bf16"}),  # two stacks, whose first blocks have the bias of all
     ],
 )
 def test_a_step_is_traced_alike_whether_every_block_runs_or_three_of_a_kind(name, variant):
@@ -32,7 +32,7 @@ def test_a_step_is_traced_alike_whether_every_block_runs_or_three_of_a_kind(name
 
 
 class Block(nn.Module):
-    """Keeps one tensor more where `wide` is set, and says that it ran."""
+    """Keeps an additional tensor if `wide` is set, and records that it ran."""
 
     ran: ClassVar[list[int]] = []
 
@@ -106,7 +106,7 @@ def test_experts_count_with_the_rows_that_come_to_each(tmp_path):
     facts = trace_facts(rl.workload("mixtral-tiny"), precision="fp32", folder=tmp_path)
     block = next(part for part in facts.parts if part.role == "block")
     experts = {(each.k, each.n): each for each in block.matmuls if each.count == 4}
-    # 4 experts of which a token sees 2, gate and up projection together; 64 wide, 128 inside.
+    # 4 experts, 2 per token, gate and up projection together; 64 wide, 128 inside.
     assert {shape: (each.split, each.rows) for shape, each in experts.items()} == {
         (64, 256): ("column", 0.5), (128, 64): ("row", 0.5),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tables as their sources publish them are read into runs: bad rows, unknown columns and unknown sources are said, not read."""
+"""Published tables are read as runs: bad rows, unknown columns and unknown sources are reported and left out."""
 
 import math
 import subprocess
@@ -112,7 +112,7 @@ def test_megatrons_goldens_have_their_degrees_and_the_last_ranks_memory(tables, 
     want = {"tp": 2, "pp": 2, "cp": 1, "dp": 2, "micro_batch": 2, "grad_accum": 8, "zero": 1, "virtual_stages": 4}
     assert want.items() <= run.config.items()
     assert run.setup["reported_rank"] == "last" and run.memory_mib == 4096 and run.step_ms == 500
-    assert run.model.vocabulary == 50432 and not run.model.tied  # 50,257 in a multiple of 256
+    assert run.model.vocabulary == 50432 and not run.model.tied  # 50,257 rounded up to a multiple of 256
     assert mixture.model.experts == 8 and mixture.config.get("ep", 1) == 1
     assert len(found.left) == 1
 
@@ -201,7 +201,7 @@ def test_recipes_are_asked_about_as_a_file_would_state_them_and_those_called_unf
 
 
 def _as_if(tables, scales, name, device):
-    """A source whose rows took what constants with these factors predict."""
+    """A source whose step times are predictions with these factors of the constants."""
     from dataclasses import replace
 
     from tables import refitting
@@ -229,7 +229,7 @@ def test_a_source_that_is_left_out_is_predicted_by_what_the_others_say(tables):
     one, _, last = found
     assert one.plain > 0.05 and one.out < 0.02 and one.together < 0.02
     assert one.scales[power] == pytest.approx(0.9, abs=0.02)
-    # The others say nothing of an A100's power, and little of what it shares with them.
+    # The other sources do not determine an A100's power, and hardly the constants that it shares with them.
     assert last.scales[refitting.LIMITED[refitting.OLDER]] == pytest.approx(1.0, abs=1e-6)
     assert last.plain < 1e-9 and last.out < 0.02
 

@@ -1,4 +1,4 @@
-"""Predicted time: what must grow or shrink with a knob, and published speeds."""
+"""Predicted time: monotonicity in knobs, and published speeds."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ LLAMA2_7B = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "
 A100 = find_hardware("a100-80gb")
 SETUP = TrainingSetup(devices=8, seq_len=2048, global_batch=256, precision="bf16_pure")
 UNLIMITED = Constants(limited_rate=1.0)
-"""Of a device whose clocks do not depend on what it does: terms do not depend on each other."""
+"""Constants of a device with fixed clocks: terms are independent."""
 
 
 def terms(setup=SETUP, shape=LLAMA2_7B, hardware=A100, constants=None, **config):
@@ -82,7 +82,7 @@ def test_on_a_core_of_their_own_ranks_of_a_pipeline_idle_on_a_shared_one_another
     apart, shared = (terms(ON_CPU, SMALL, SHARED.replace(cores=cores), CPU, **config) for cores in (2, 1))
     assert apart["bubble"] > 0 == shared["bubble"]
     assert sum(shared.values()) < sum(apart.values())
-    # Nothing is computed twice or less: what the stages have to do is shared out evenly.
+    # No work is repeated or skipped: the stages' work is divided evenly.
     work = terms(ON_CPU.replace(devices=1), SMALL, SHARED, CPU, pp=1, dp=1, micro_batch=4)
     assert shared["matmul"] == pytest.approx(work["matmul"] / 2)
 
@@ -94,7 +94,7 @@ def test_a_collective_among_ranks_that_share_a_core_waits_for_their_turns():
             made = terms(ON_CPU, SMALL, SHARED.replace(cores=cores), CPU, micro_batch=4, **knobs)
             found[cores, len(knobs)] = made["tensor parallel"]
     more = [found[1, knobs] - found[2, knobs] for knobs in (1, 2)]
-    # Four reductions a block and micro-batch, one each way around the embedding and the head.
+    # Four reductions per block and micro-batch, one each way around the embedding and the head.
     assert more[0] == pytest.approx(4 * (8 * 4 + 4) * CPU.switch_us * 1e-6)
     assert more[1] > 2 * more[0]
 
@@ -128,16 +128,16 @@ def test_a_ring_across_nodes_is_slower_and_waits_for_the_network_in_every_step()
     assert ring(8).latency[0] * 1e6 == pytest.approx(7 * A100.intra_node.latency_us / 4)
     assert ring(16).latency[0] * 1e6 == pytest.approx(15 * A100.inter_node.latency_us)
     assert ring(8, stride=8).latency[0] * 1e6 == pytest.approx(7 * A100.inter_node.latency_us)
-    # Such a ring has one network share, where one of eight members a node has eight.
+    # Such a ring has one network share; one with eight members per node has eight.
     assert ring(8, stride=8).bandwidth[0] < ring(64).bandwidth[0]
 
 
 def test_an_all_reduce_of_little_goes_by_a_tree_and_moves_what_a_ring_moves():
     network, within = A100.inter_node.latency_us, A100.intra_node.latency_us / 4
-    # 8 nodes of 8: up and down 3 levels of nodes and through the chain in each.
+    # 8 nodes of 8: up and down 3 levels of nodes, and through the chain inside each node.
     assert ring(64).reduce(one(0.0), 0.0)[0] * 1e6 == pytest.approx(2 * (3 * network + 7 * within))
     assert ring(64).reduce(one(0.0), 0.0)[0] < 0.1 * 2 * ring(64).gather(one(0.0), 0.0)[0]
-    # On one node both are the same chain.
+    # On one node both use the same chain.
     assert ring(8).reduce(one(0.0), 0.0)[0] == pytest.approx(2 * ring(8).gather(one(0.0), 0.0)[0])
     more = ring(64).reduce(one(1e9), 0.0)[0] - ring(64).reduce(one(0.0), 0.0)[0]
     assert more == pytest.approx(2 * 1e9 * 63 / 64 / ring(64).bandwidth[0])
@@ -157,10 +157,10 @@ def test_shards_are_gathered_block_by_block_and_each_block_waits_anew():
         return found["parameter gathers"], found["data parallel"]
 
     waits = np.array(gathers(3, 30.0)) - np.array(gathers(3, 20.0))
-    # 32 blocks and the rest: gathered for forward and, but for the last and the rest, for backward; all scattered.
+    # 32 blocks and the rest: gathered for forward, and for backward except the last block and the rest; all scattered.
     assert waits[0] == pytest.approx((33 + 31) * 63 * 10e-6)
     assert waits[1] == pytest.approx(33 * 63 * 10e-6)
-    # ZeRO 1 scatters and gathers everything at once.
+    # ZeRO 1 scatters and gathers all parameters at once.
     assert gathers(1, 30.0)[1] - gathers(1, 20.0)[1] == pytest.approx(2 * 63 * 10e-6)
 
 
@@ -182,7 +182,7 @@ def test_a_collective_of_nothing_still_costs_its_start():
 
 @pytest.mark.parametrize(("pp", "accum"), [(2, 4), (4, 8), (8, 32), (8, 8)])
 def test_the_bubble_is_p_minus_1_slots_of_m(pp, accum):
-    # arXiv:2104.04473, section 2.2.1: (p - 1) / m of the ideal time, for stages that all take the same.
+    # arXiv:2104.04473, section 2.2.1: (p - 1) / m of the ideal time, for equal stages.
     shape = {**LLAMA2_7B, "vocabulary": 16}
     setup = SETUP.replace(devices=pp, global_batch=accum)
     found = terms(setup, shape, pp=pp, dp=1, grad_accum=accum, micro_batch=1)
@@ -192,7 +192,7 @@ def test_the_bubble_is_p_minus_1_slots_of_m(pp, accum):
 
 
 def test_a_heavy_head_is_waited_for_by_no_bubble():
-    # The last stage's head is in every slot of that stage, but fills and drains pass through the others.
+    # The last stage's head is in every slot of that stage, but filling and draining pass through the others.
     shape = {**LLAMA2_7B, "vocabulary": 2_000_000}
     found = terms(SETUP.replace(devices=4, global_batch=4), shape, pp=4, dp=1, grad_accum=4, micro_batch=1)
     in_slots = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel")
@@ -250,7 +250,7 @@ def test_gradients_are_reduced_once_a_step_below_zero_2_and_every_micro_batch_ab
     }
     assert reduced[0][0] == pytest.approx(reduced[0][1])
     assert reduced[1][0] == pytest.approx(reduced[1][1])
-    # Both with the gather of updated parameters, once a step.
+    # Both include the gather of updated parameters, once a step.
     assert reduced[2][1] > 2 * reduced[2][0]
 
 
@@ -269,20 +269,20 @@ def test_groups_of_replicas_gather_within_a_node_and_sum_pieces_over_the_network
     def found(**config):
         return terms(setup, constants=constants, zero=3, micro_batch=1, **config)
 
-    # Within a node it is as on a node alone.
+    # Within a node the time is that of a single node.
     alone = terms(setup.replace(devices=8), constants=constants, zero=3, micro_batch=1, grad_accum=8)
     many = found(hsdp=4, grad_accum=8)
     assert many["parameter gathers"] == pytest.approx(alone["parameter gathers"])
     assert many["parameter gathers"] < found(grad_accum=8)["parameter gathers"]
     sums = many["data parallel"] - alone["data parallel"]
     few = found(hsdp=4, grad_accum=2)["data parallel"] - alone["data parallel"] / 4
-    assert sums == pytest.approx(few) and sums > 0  # however many micro-batches there are
-    # An all-reduce of an eighth of the gradients over four nodes, by one member of a ring in each.
+    assert sums == pytest.approx(few) and sums > 0  # for any number of micro-batches
+    # An all-reduce of an eighth of the gradients over four nodes, in a ring with one member per node.
     piece = 2 * 6_738_415_616 / 8
     ring = group(one(4), one(8), one(32.0), A100, constants)
     moved = 2 * piece * 3 / 4 / ring.bandwidth[0]
     assert moved < sums < 1.2 * moved
-    # In a pipeline of as many replicas each micro-batch is summed.
+    # A pipeline with the same number of replicas sums gradients at each micro-batch.
     staged = setup.replace(devices=64)
     few, many = (
         terms(staged, constants=constants, zero=3, micro_batch=1, pp=2, hsdp=4, grad_accum=accum)["data parallel"]
@@ -300,7 +300,7 @@ def test_a_tensor_parallel_group_across_nodes_is_slow():
 
 
 def test_ranks_of_a_sequence_exchange_what_attention_is_given_and_gives():
-    """Queries, keys, values and the output of 32 layers, 2 bytes a number, of which a rank sends 7 of 8 parts."""
+    """A rank sends 7 of 8 parts of queries, keys, values and the output of 32 layers, 2 bytes a number."""
     setup = SETUP.replace(global_batch=1)
     found = terms(setup, micro_batch=1, sp=8, zero=3)
     link = A100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
@@ -309,7 +309,7 @@ def test_ranks_of_a_sequence_exchange_what_attention_is_given_and_gives():
     assert found["sequence exchange"] == pytest.approx(passes * (moved + start), rel=1e-3)
     again = terms(setup, micro_batch=1, sp=8, zero=3, checkpoint_ratio=1.0)["sequence exchange"]
     assert again == pytest.approx(1.5 * found["sequence exchange"])
-    # Keys of one head for four queries are fewer bytes, but each rank needs one.
+    # One head's keys for four queries take fewer bytes, but each rank needs at least one head.
     grouped = {**LLAMA2_7B, "kv_heads": 8}
     fewer = terms(setup, grouped, micro_batch=1, sp=8, zero=3)["sequence exchange"]
     assert fewer == pytest.approx(passes * (moved * (1 + 1 / 4) / 2 + start), rel=1e-3)
@@ -318,8 +318,10 @@ def test_ranks_of_a_sequence_exchange_what_attention_is_given_and_gives():
 
 
 def test_a_ring_waits_for_what_attention_does_not_hide():
-    """Keys and values of 32 layers, 2 bytes a number and 4 of their gradients, of which a rank sends 7 of 8 parts; and
-    once more an eighth of the gradients, when nothing is left to compute."""
+    """A rank sends 7 of 8 parts of keys and values of 32 layers, 2 bytes a number, and their gradients, 4 bytes a number.
+
+    A last eighth of the gradients is sent when no computation is left.
+    """
     setup = SETUP.replace(global_batch=1)
     constants = Constants()
     link = A100.intra_node.gb_per_s * 1e9 * constants.link_efficiency
@@ -332,7 +334,7 @@ def test_a_ring_waits_for_what_attention_does_not_hide():
     assert found["sequence exchange"] == pytest.approx(32 * (there - 7 / 8 * passes + back), rel=1e-3)
     grouped = {**LLAMA2_7B, "kv_heads": 8}
     assert terms(setup, grouped, micro_batch=1, cp=8, zero=3)["sequence exchange"] < found["sequence exchange"] / 2
-    # With more tokens a rank computes for longer than keys are on their way: what is left is their way home.
+    # With more tokens computation hides the keys' exchange: only the last send of the gradients is left.
     long = terms(setup.replace(seq_len=131072), grouped, micro_batch=1, cp=8, zero=3)
     home = 2 * 1024 * 131072 * 7 / 8 / link * 4 + start
     assert long["sequence exchange"] == pytest.approx(32 * home / 7, rel=1e-3)
@@ -343,14 +345,14 @@ def test_ranks_of_a_sequence_divide_its_work(axis):
     setup = SETUP.replace(global_batch=8)
     whole = terms(setup, micro_batch=1, zero=3, grad_accum=1)
     cut = terms(setup.replace(global_batch=8), micro_batch=8, zero=3, grad_accum=1, **{axis: 8})
-    # A rank has as many tokens either way, and as much of their attention.
+    # A rank has the same number of tokens either way, and the same share of their attention.
     for name in ("matmul", "data parallel", "parameter gathers", "optimizer"):
         assert cut[name] == pytest.approx(whole[name])
     assert whole["sequence exchange"] == 0
     if axis == "sp":
         assert cut["attention"] == pytest.approx(whole["attention"])
         assert cut["memory-bound"] == pytest.approx(whole["memory-bound"])
-    else:  # in 8 calls with an eighth of the keys each, whose outputs are merged
+    else:  # in 8 calls with an eighth of the keys each, and merged outputs
         shares = [attention_share(A100, "flash2", keys, 128) for keys in (2048, 256)]
         assert cut["attention"] == pytest.approx(whole["attention"] * shares[0] / shares[1])
         merged = (
@@ -408,7 +410,7 @@ def test_stalls_are_of_pipelines_between_nodes_and_likelier_with_more_of_them():
 
 @pytest.mark.parametrize(("gpus", "published"), [(8, 204.67), (16, 197.22), (32, 196.04), (64, 195.14)])
 def test_llama2_7b_under_fsdp_is_as_fast_as_published(gpus, published):
-    # DLRover's atorch/examples/llama2: TFLOPs a device with blocks counted four times, the head thrice, attention whole.
+    # DLRover's atorch/examples/llama2: TFLOPs a device, with blocks counted four times, the head thrice, attention whole.
     setup = find_trainer("fsdp").training(
         devices=gpus, seq_len=4096, global_batch=4 * gpus, micro_batch=4, zero=3, checkpoint_ratio=1.0, precision="bf16",
         gather_dtype="fp32", keeps_cache=True,
@@ -449,7 +451,7 @@ SELECTIVE = "selective op"
     ],
 )
 def test_torchtitans_published_speeds_on_a100_are_met(shape, seq_len, micro_batch, ratio, published):
-    # docs/performance.md of pytorch/torchtitan: tokens/s a device under FSDP2 on 64 A100-80GB, by plain operators.
+    # docs/performance.md of pytorch/torchtitan: tokens/s a device with FSDP2 on 64 A100-80GB, by plain operators.
     setup = find_trainer("torchtitan").training(
         devices=64, seq_len=seq_len, global_batch=64 * micro_batch, micro_batch=micro_batch, zero=3,
         checkpoint_ratio=0.0 if ratio == SELECTIVE else ratio, keeps_products=ratio == SELECTIVE,

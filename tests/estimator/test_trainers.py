@@ -1,4 +1,4 @@
-"""Facts of other trainers change memory and time as they must, and an unknown trainer is refused."""
+"""Facts of other trainers change memory and time as expected; an unknown trainer is refused."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ def test_attention_and_head_stay_in_16_bits_where_products_are_in_8():
     )
     assert eight.breakdown["time.attention"] == half.breakdown["time.attention"]
     assert 0.5 < eight.breakdown["time.matmul"] / half.breakdown["time.matmul"] < 0.8
-    assert eight.breakdown["time.memory-bound"] > half.breakdown["time.memory-bound"]  # numbers are cast
+    assert eight.breakdown["time.memory-bound"] > half.breakdown["time.memory-bound"]  # casts take time
 
 
 def test_a_product_takes_another_wave_where_it_has_one_tile_too_many():
@@ -86,7 +86,7 @@ def test_a_product_takes_another_wave_where_it_has_one_tile_too_many():
         )
 
     waves = 128 * like.units  # rows of one wave of tiles of 128 x 256
-    # Smaller tiles fill part of the wave that one tile too many begins.
+    # Smaller tiles fill part of the additional wave.
     assert 1.1 < seconds(waves + 1) / seconds(waves) <= 2 and seconds(waves) == pytest.approx(
         seconds(waves - 64), rel=0.01
     )
@@ -118,7 +118,7 @@ def test_what_fsdp_offloads_are_pieces_of_weights_and_gradients_too():
     assert states.breakdown["memory.parameters"] > 0
     assert pieces.breakdown["memory.parameters"] == pieces.breakdown["memory.gradients"] == 0
     assert pieces.breakdown["time.offload"] > states.breakdown["time.offload"] > 0
-    # Weights that are whole stay on the device.
+    # Whole weights stay on the device.
     whole = {**away, "zero": 1}
     assert memory(whole, offload_weights=True).breakdown["memory.parameters"] > 0
 

@@ -1,4 +1,4 @@
-"""A stand-in for `redline.space.Config`, some knobs and outcomes, and code run in a process of its own."""
+"""A stand-in for `redline.space.Config`, sample knobs and outcomes, and functions run in a child process."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from redline.results import Measurement, RunFolder, Status
 
 
 class Point(Mapping[str, Any]):
-    """As much of a configuration as results need."""
+    """The part of a configuration that results need."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -66,7 +66,7 @@ ASKED = {
 
 
 def point(number: int = 0, **knobs: Any) -> Point:
-    """A configuration; another one for another number."""
+    """A configuration that differs by number."""
     values = {
         "micro_batch": 2 ** (number % 4),
         "checkpoint_ratio": KNOBS["checkpoint_ratio"][number // 4 % 5],
@@ -78,27 +78,27 @@ def point(number: int = 0, **knobs: Any) -> Point:
 
 
 def ok(throughput: float = 1000.0, **more: Any) -> Measurement:
-    """A success."""
+    """A successful measurement."""
     return Measurement(status=Status.OK, throughput=throughput, unit="tokens/s", **more)
 
 
 def oom(peak: float | None = None, **more: Any) -> Measurement:
-    """A candidate that did not fit."""
+    """A measurement of a candidate that did not fit."""
     return Measurement(status=Status.OOM, reason="out of memory", peak_memory_mib=peak, **more)
 
 
 def open_run(path: Path, **more: Any) -> RunFolder:
-    """A run of the standard request."""
+    """Opens a run of the standard request."""
     asked = more.pop("asked", ASKED)
     return RunFolder.open(path, asked, **{"knobs": KNOBS, "make_config": Point} | more)
 
 
 def in_child(function: Callable[[], Any], *, unprivileged: bool = False) -> Any:
-    """What `function` returns in a forked process; an exception there is raised here with its traceback.
+    """Calls `function` in a forked process and returns its result; an exception there is raised here with its traceback.
 
     Args:
         function: called in the child.
-        unprivileged: give up root first, to which no folder is read-only.
+        unprivileged: drop root first, since root can write to read-only folders.
     """
     fork = multiprocessing.get_context("fork")
     mine, theirs = fork.Pipe(duplex=False)
@@ -131,7 +131,7 @@ def _given(name: str, value: Any) -> Any:
     return pytest.fixture(scope="session", name=name)(lambda: value)
 
 
-# The helpers above, by fixtures: test modules cannot import a conftest.
+# Fixtures for the helpers above: test modules cannot import a conftest.
 _fixtures = [
     _given(name, value)
     for name, value in {

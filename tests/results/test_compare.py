@@ -1,4 +1,4 @@
-"""Runs side by side: values, what differs, and significance that follows from the recorded spread."""
+"""Runs side by side: values, differences, and significance computed from the recorded spread."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_without_recorded_spread_no_significance_is_claimed(make):
 
 
 def test_the_error_holds_what_a_simulation_shows():
-    """Of two equally fast candidates about 5 % of comparisons are called different at 0.05."""
+    """About 5 % of comparisons of equally fast candidates are called different at 0.05."""
     draw = random.Random(0)
     error, called, count = 0.03, 0, 4000
     for _ in range(count):
@@ -106,7 +106,7 @@ def test_a_conditional_knob_that_no_trial_of_one_run_had_does_not_make_it_anothe
 
 def test_a_run_without_a_winner_is_shown(make, oom):
     made = compare([make("a"), make("b", winner=oom(900.0))])
-    assert made.differences[0].ratio == pytest.approx(0.5)  # its default still ran
+    assert made.differences[0].ratio == pytest.approx(0.5)  # its default configuration still ran
     assert dict(made.numbers)["winner is trial"] == ("1", "0")
 
 

@@ -1,4 +1,4 @@
-"""Knobs become the narrowest Optuna distributions that hold their values."""
+"""Knobs are converted to the narrowest Optuna distributions that contain their values."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Exports: every knob is carried over or stated, values mean what they meant, bad input is named."""
+"""Exports: every knob is carried over or mentioned in a note, values keep their meaning, bad input is named."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ FULL = {
     "fused_optimizer": False, "kernels": True, "offload": "optimizer", "pipeline_schedule": "1f1b",
 }  # fmt: skip
 ONE_STAGE = {**FULL, "pp": 1}
-"""The same for DeepSpeed, which has no tensor parallelism beside a pipeline."""
+"""The same for DeepSpeed, which does not combine tensor parallelism with a pipeline."""
 DOCUMENT = {
     "asked": {
         "model": "llama3-8b",
@@ -36,7 +36,7 @@ FORMS = [(name, form) for name in TARGETS for form in export_targets()[name].for
 
 
 def trial(number=7, status=Status.OK, **knobs):
-    """A trial with these knobs, measured on as many devices as they say."""
+    """A trial with these knobs, measured on the number of devices that they require."""
     devices = knobs.get("tp", 1) * knobs.get("pp", 1) * knobs.get("dp", 1)
     ok = status is Status.OK
     measured = Measurement(
@@ -51,13 +51,13 @@ def trial(number=7, status=Status.OK, **knobs):
 
 
 def parsed(target, form=None, document=DOCUMENT, **knobs):
-    """What a YAML or JSON export says, and its notes."""
+    """Parses a YAML or JSON export. Returns its content and its notes."""
     made = render(target, trial(**knobs), document, form=form)
     return yaml.safe_load(made.text), " ".join(made.notes)
 
 
 def flags(target, environment=None, **knobs):
-    """The arguments of a shell export, as bash makes them, and its notes."""
+    """The arguments of a shell export as bash passes them, and its notes."""
     made = render(target, trial(**knobs), DOCUMENT)
     text, given = made.text, {"LAUNCH": "printf %s\\n", "MASTER_ADDR": "host-0"}
     if target == "megatron":
@@ -105,7 +105,7 @@ def test_every_note_stands_in_the_text_of_a_form_with_comments(target, form):
     said = said.replace('\\", \\" ', " ").replace('\\"', '"').replace('\\\\"', '"')
     for note in made.notes:
         words = note.split()
-        # Lines are wrapped, and JSON puts quotes around each: the words are there in their order.
+        # Lines are wrapped, and JSON quotes each: only the order of the words is compared.
         place = -1
         for word in words[:4]:
             place = said.find(word.strip('"'), place + 1)
@@ -137,7 +137,7 @@ def test_every_precision_can_be_exported(target, precision):
 
 @pytest.mark.parametrize("target", ["accelerate", "deepspeed", "lightning", "trainer"])
 def test_an_optimizer_that_is_not_fused_is_torch_s_choice(target):
-    # With fused=False AdamW goes over the parameters one by one, on GPUs too; trials left it out.
+    # With fused=False AdamW loops over the parameters, on GPUs too; the trials did not set it.
     own = {"asked": {**DOCUMENT["asked"], "workload": {"id": "3f2a", "spec": "net.py:workload"}}}
     for document in (DOCUMENT, own):
         made, noted = parsed(target, document=document, fused_optimizer=False)
@@ -346,7 +346,7 @@ def test_several_stages_a_rank_are_carried_over_or_stated():
         knobs = {"pp": 2, "virtual_stages": 2, "pipeline_schedule": kind}
         given, _ = flags("torchtitan", environment=environment, **knobs)
         assert value(given, "--parallelism.pipeline_parallel_schedule") == word
-        # Two stages a rank are what torchtitan makes by itself.
+        # torchtitan's default is two stages a rank.
         assert "--parallelism.pipeline_parallel_layers_per_stage" not in given
         for target in ("deepspeed", "megatron"):
             notes = render(target, trial(**knobs), DOCUMENT).notes
@@ -359,7 +359,7 @@ def test_several_stages_a_rank_are_carried_over_or_stated():
         assert ("--num-virtual-stages-per-pipeline-rank" in given) is (kind != "zbv")
     document = {"asked": {**DOCUMENT["asked"], "shape": {"layers": 30}}}
     four = {"pp": 2, "virtual_stages": 4, "pipeline_schedule": "interleaved"}
-    # 30 layers, embedding and head in 8 stages.
+    # 30 layers, the embedding and the head, in 8 stages.
     text = render("torchtitan", trial(**four), document).text
     assert "--parallelism.pipeline_parallel_layers_per_stage 4" in text
     document["asked"]["shape"] = {"layers": 31}

@@ -1,4 +1,4 @@
-"""Exports are read by the frameworks' own loaders."""
+"""The frameworks' own loaders read the exports."""
 
 import argparse
 import ast
@@ -104,7 +104,7 @@ def export(target, name, path, form=None, device="cuda"):
 
 
 def results(code, asked, folder):
-    """What code prints of each entry of `asked`, in a process of its own: imports take seconds."""
+    """Runs code in a separate process, as imports take seconds. Returns what it prints for each entry of `asked`."""
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(asked)],
         capture_output=True,
@@ -185,13 +185,13 @@ def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
     program, command, *arguments = shlex.split(line)
     assert (program, command) == ("accelerate", "launch")
     given, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-    prepare_multi_gpu_env(given)  # what torchrun is started with
+    prepare_multi_gpu_env(given)  # sets the arguments that torchrun is started with
     assert (given.nnodes, given.nproc_per_node, given.node_rank) == ("8", "8", 3)
     assert (given.rdzv_backend, given.rdzv_endpoint) == ("static", "n1:4321")
 
 
 def test_on_a_cpu_accelerate_reads_its_file_for_every_rank(tmp_path):
-    """What it hands its script keeps how the ranks meet, which torchrun has told them."""
+    """The script's environment keeps the rendezvous address and port that torchrun set."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
@@ -225,7 +225,7 @@ def test_replicas_are_whole_on_a_cpu_where_accelerate_has_no_fsdp(target):
 
 @pytest.fixture(scope="module")
 def lightning_reads(tmp_path_factory):
-    """What LightningCLI makes of every configuration's export."""
+    """Every configuration's export as LightningCLI parses it."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     folder = tmp_path_factory.mktemp("lightning")
     code = """
@@ -276,7 +276,7 @@ def test_lightnings_cli_takes_its_file(name, lightning_reads):
     assert made["strategy"] == ("ModelParallelStrategy" if sharded else "ddp" if replicas > 1 else "auto")
     if sharded:
         assert made["sizes"] == [replicas, tp]
-        # It would be made before the weights are cut, and train none of them.
+        # An optimizer here would be created before the weights are sharded, and would train none of them.
         assert made["optimizer"] is None
         return
     kind, settings = made["optimizer"]
@@ -294,7 +294,7 @@ def test_the_optimizer_of_an_export_is_the_one_that_trials_have():
 
 
 def test_the_trainer_is_told_of_models_that_average_their_loss_themselves():
-    """Their forward takes anything, and passes nothing on to a loss."""
+    """Such models' `forward` takes any keyword and passes none to a loss function."""
     found = {}
     for family in FAMILIES:
         if family == "wide_resnet":
@@ -320,7 +320,7 @@ def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
 
     path = tmp_path / f"args.{form}"
     config = export("trainer", name, path, form)
-    # So that transformers does not refuse bf16 on this machine.
+    # Otherwise transformers refuses bf16 on this machine.
     read, write = (json.loads, json.dumps) if form == "json" else (yaml.safe_load, yaml.safe_dump)
     path.write_text(write({**read(path.read_text()), "use_cpu": True}))
     parser = HfArgumentParser(TrainingArguments)
@@ -340,7 +340,7 @@ def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
 
 @pytest.fixture(scope="module")
 def deepspeed_reads(tmp_path_factory):
-    """What DeepSpeed makes of every configuration's export."""
+    """Every configuration's export as DeepSpeed parses it."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     folder = tmp_path_factory.mktemp("deepspeed")
     code = """
@@ -373,7 +373,7 @@ for name, (path, replicas, started) in json.loads(sys.argv[1]).items():
     asked = {}
     for number, name in enumerate(CONFIGURATIONS):
         path = folder / f"{number}.json"
-        if name != "tp, pp, dp":  # which is refused
+        if name != "tp, pp, dp":  # DeepSpeed's export refuses it
             config = export("deepspeed", name, path)
             (start,) = (
                 line for line in json.loads(path.read_text())["_comment"] if line.startswith("Start: deepspeed ")
@@ -405,7 +405,7 @@ def test_deepspeed_accepts_its_config(name, deepspeed_reads):
 
 @every_configuration
 def test_deepspeed_knows_every_key_of_its_config(name, tmp_path):
-    """It passes over those that it does not know."""
+    """DeepSpeed ignores unknown keys."""
     found = importlib.util.find_spec("deepspeed")
     if found is None:
         pytest.skip("deepspeed is not installed")
@@ -414,7 +414,7 @@ def test_deepspeed_knows_every_key_of_its_config(name, tmp_path):
     export("deepspeed", name, tmp_path / "config.json")
     given = json.loads((tmp_path / "config.json").read_text())
     assert given.pop("_comment")
-    # What its optimizers and PyTorch's take is held above by what they are made with.
+    # The optimizers' parameters are compared in the tests above.
     given["optimizer"].pop("params")
     known = texts(Path(found.origin).parent / "runtime") | texts(Path(found.origin).parent / "utils")
     known |= texts(Path(found.origin).parent / "module_inject")
@@ -423,7 +423,7 @@ def test_deepspeed_knows_every_key_of_its_config(name, tmp_path):
 
 
 def keys(given):
-    """Keys of a mapping and of those within."""
+    """Keys of a mapping, including nested ones."""
     return set(given) | {each for value in given.values() if isinstance(value, dict) for each in keys(value)}
 
 
@@ -433,7 +433,7 @@ def sources(folder):
 
 
 def texts(folder):
-    """Texts of a folder's sources, and names of fields that its classes have."""
+    """Strings in a folder's sources, and names of its classes' fields."""
     found = set()
     for tree in sources(folder):
         for node in ast.walk(tree):
@@ -445,7 +445,7 @@ def texts(folder):
 
 
 def reads(folder, without=()):
-    """(owner, name) of every attribute that a package's sources read, but for what stands in some folders."""
+    """(owner, name) of every attribute that a package's sources read, except in the given folders."""
     found = set()
     for path in Path(folder).rglob("*.py"):
         if path.relative_to(folder).parts[0] in without:
@@ -478,7 +478,7 @@ for name, arguments in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def torchtitan_reads(tmp_path_factory):
-    """What torchtitan's own parser makes of every configuration's export, with an argument more."""
+    """Every configuration's export with one more argument, as torchtitan's parser reads it."""
     pytest.importorskip("torchtitan", reason="torchtitan is not installed")
     folder = tmp_path_factory.mktemp("torchtitan")
     asked = {}
@@ -500,7 +500,7 @@ def torchtitan_reads(tmp_path_factory):
 
 
 def test_torchtitan_reads_every_setting_that_an_export_writes():
-    """Its parser takes what no training looks at, too."""
+    """The parser also accepts settings that no training reads."""
     found = importlib.util.find_spec("torchtitan")
     if found is None:
         pytest.skip("torchtitan is not installed")
@@ -528,7 +528,7 @@ def test_torchtitan_parses_its_flags(name, torchtitan_reads):
     config, made = CONFIGURATIONS[name], torchtitan_reads[name]
     pipelined, precision = config.get("pp", 1) > 1, config.get("precision", "fp32")
     replicas, zero = config.get("dp", 1), config.get("zero", 0)
-    assert made["steps"] == 7  # an argument of the script's own
+    assert made["steps"] == 7  # the script's own argument
     assert made["local_batch_size"] == config["micro_batch"] * (config["grad_accum"] if pipelined else 1)
     assert made["global_batch_size"] == config["micro_batch"] * config["grad_accum"] * replicas
     assert made["seq_len"] == 128
@@ -621,14 +621,15 @@ MODELS = (
 
 @cache
 def architecture(model):
-    """A preset's, which takes a second to look up."""
+    """A preset's architecture, cached because it takes a second."""
     return workload(model).model
 
 
 def megatron_arguments(model, name, seq_len=128):
-    """The arguments that an export gives Megatron, as bash makes them, and whether it sets what tp needs.
+    """The arguments that an export gives Megatron as bash passes them, and whether it sets the variable that tp needs.
 
-    `name` is that of a configuration, or a configuration itself."""
+    `name` is the name of a configuration, or a configuration.
+    """
     config = CONFIGURATIONS[name] if isinstance(name, str) else name
     devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
     asked = {**DOCUMENT["asked"], "model": model, "shape": shape_of(architecture(model)), "seq_len": seq_len}
@@ -683,7 +684,7 @@ def test_megatron_is_told_the_models_sizes(model):
 
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"])
 def test_megatrons_model_has_the_parameters_of_the_preset(model):
-    """Counted from the flags as Megatron's GPT has them."""
+    """The count is computed from the flags by the structure of Megatron's GPT."""
     made = parse(megatron_arguments(model, "one device")[0])
     hidden, heads = made.hidden_size, made.num_attention_heads
     width = made.kv_channels or hidden // heads
@@ -746,13 +747,13 @@ def test_what_megatron_cannot_be_told_of_a_model_is_stated():
 
 
 def test_megatron_reads_every_flag_that_an_export_writes():
-    """Its parser takes flags that no training looks at, too."""
+    """The parser also accepts flags that no training reads."""
     try:
         core = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:
         pytest.skip("megatron-core is not installed (it needs Python 3.12)")
     read = reads(Path(core.locate_file("megatron")))
-    stored = {  # flags that go by another name within
+    stored = {  # flags with another internal name
         "no_gradient_accumulation_fusion": "gradient_accumulation_fusion", "fp8_format": "fp8",
         "norm_epsilon": "layernorm_epsilon", "disable_bias_linear": "add_bias_linear",
     }  # fmt: skip
@@ -764,7 +765,7 @@ def test_megatron_reads_every_flag_that_an_export_writes():
     }
     for flag in flags:
         name = flag[2:].replace("-", "_")
-        # What a class of its own calls so is not yet what a flag gives it.
+        # An equal name in another class does not count: only reads of `args` and `config` do.
         assert any((owner, stored.get(name, name)) in read for owner in ("args", "config")), flag
     assert not any((owner, "rope_scaling_factor") in read for owner in ("args", "config"))
 
@@ -790,7 +791,7 @@ for name, (devices, connections, given) in json.loads(sys.argv[1]).items():
 
 
 def test_megatrons_own_parser_takes_its_flags(tmp_path):
-    """Parsed and validated for so many ranks, every model in every configuration."""
+    """Flags are parsed and validated for their number of ranks, for every model and configuration."""
     try:
         metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

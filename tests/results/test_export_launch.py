@@ -1,4 +1,4 @@
-"""Trainings are started on the hosts there are: lines, scripts of a scheduler, what each host is told."""
+"""Launches of trainings on the available hosts: command lines, scheduler scripts, and each host's arguments."""
 
 import os
 import re
@@ -126,7 +126,7 @@ def test_a_launch_says_what_it_is_of(target, launch):
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    """What a script finds: a scheduler that starts its command here, launchers that do nothing, and harm to be done."""
+    """A PATH for scripts: a scheduler that runs its command here, launchers that do nothing, `touch` and `rm`."""
     folder = tmp_path_factory.mktemp("tools")
     for name, text in {"srun": 'shift\nexec "$@"\n', "scontrol": "echo n1\n", "torchrun": "", "accelerate": ""}.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}")
@@ -140,25 +140,25 @@ def tools(tmp_path_factory):
 @pytest.mark.parametrize("target", STARTED)
 @pytest.mark.parametrize("model", ["llama3-8b", "x'\"$(touch pwned)`touch pwned`\nrm #"])
 def test_scripts_are_bash(target, launch, model, tmp_path, tools):
-    """Of which no part of a name is run: no file has come of it."""
+    """No part of a name is executed: no file is created."""
     around = {"PATH": tools, "MASTER_ADDR": "n1", "NODE_RANK": "0", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n1"}
     for text in (
         made(target, launch, model=model).text,
         made(target, launch, model=model, pp=1, tp=1, dp=4).text,
     ):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-        # Some begin with files that they lie beside, and end for want of them.
+        # Some scripts start with files that are missing here, and end with an error.
         subprocess.run(["bash", "-c", text], cwd=tmp_path, env=around, check=False, capture_output=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def stage(folder, target, text):
-    """Runs a launch beside the target's file, with stand-ins for what they call, and gives what those got."""
+    """Runs a launch beside the target's file, with stand-ins for its programs. Returns the stand-ins' arguments."""
     tools = folder / "tools"
     tools.mkdir()
     for name in ("torchrun", "accelerate", "deepspeed"):
         (tools / name).write_text(STANDIN)
-    # Slurm's srun starts its command once on each of the hosts.
+    # Slurm's srun starts its command once on each host.
     (tools / "srun").write_text(
         '#!/usr/bin/env bash\necho "$1" >> "$SEEN"\nshift\n'
         'for each in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$each "$@"; done\n'
@@ -187,7 +187,7 @@ def test_a_batch_script_starts_every_host_with_its_number(target, tmp_path):
     hosts = 4 if target in WITHOUT_PIPELINES else 8
     directives = re.findall(r"^#SBATCH --(\S+)$", text, re.MULTILINE)
     assert {f"nodes={hosts}", "ntasks-per-node=1", "gpus-per-node=8", "job-name=llama3-8b"} <= set(directives)
-    # sbatch reads directives up to the first command only.
+    # sbatch reads directives only before the first command.
     assert text.index("#SBATCH --exclusive") < text.index("set -euo")
     run = stage(tmp_path, target, text)
     binding, *seen = run("--more", "a b", SLURM_JOB_NODELIST="n[1-8]", SLURM_NNODES=str(hosts))
@@ -238,7 +238,7 @@ def test_a_pytorchjob_has_a_replica_a_host_and_holds_the_file(target):
     for replica in replicas.values():
         pod = replica["template"]["spec"]
         (container,) = pod["containers"]
-        assert container["name"] == "pytorch"  # the operator finds it by this name
+        assert container["name"] == "pytorch"  # the operator requires this name
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
         assert {each["mountPath"] for each in container["volumeMounts"]} == {"/redline", "/dev/shm"}
         assert {"name": "redline", "configMap": {"name": config["metadata"]["name"]}} in pod["volumes"]
@@ -275,7 +275,7 @@ def test_on_cpus_no_gpus_are_asked_for():
 @pytest.mark.parametrize("target", ["python", "trainer", "accelerate", "deepspeed", "lightning"])
 @pytest.mark.parametrize(("cores", "ranks", "each"), [(16, 2, 8), (2, 2, None), (2, 4, None), (16, 1, None)])
 def test_ranks_on_a_cpu_have_the_threads_they_were_measured_with(target, cores, ranks, each):
-    """torchrun itself gives one to each of several ranks, and all to one alone."""
+    """torchrun's default is one thread for each of several ranks, and all threads for a single rank."""
     devices = {"type": "cpu", "used": ranks, "per_host": ranks}
     asked = {"model": "m", "workload": {"spec": "llama-tiny"}, "seq_len": 64, "devices": devices}
     document = {"asked": asked, "environment": {"host": {"cores": cores}}}

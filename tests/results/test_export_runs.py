@@ -1,13 +1,13 @@
-"""What an export trains in the framework it names is what the dry run trained: on two ranks, step by step.
+"""An export trains in its framework what the dry run trained: on two ranks, step by step.
 
-Each framework trains llama-tiny and bert-tiny by the file that an export wrote, started by the line that
-the export names, in a script as the framework's documentation has it (`bench/export_trainers.py`). Weights
-are those of the dry run's seed, batches its batches, dropout (BERT's) its draws.
+Each framework trains llama-tiny and bert-tiny with the file that an export wrote, started by the line that
+the export names, in a script as in the framework's documentation (`bench/export_trainers.py`). Weights
+have the dry run's seed; batches and dropout (BERT's) are the dry run's, too.
 
-Losses are held to what rounding may do (`schedule/rounding.py`). Frameworks sum gradients in another order,
-so that weights depart with the first update; what follows is granted as much again with every step, as
-there. A gradient that is nothing but rounding moves its weight by a whole learning rate either way, but as
-little as it does the loss feels that.
+Losses may differ by as much as rounding permits (`schedule/rounding.py`). Frameworks sum gradients in another
+order, so weights differ from the first update on; the tolerance of step s is 2^s - 1 times that of the first.
+A gradient that consists of rounding errors moves its weight by a whole learning rate in either direction, but the
+loss hardly depends on that weight.
 """
 
 import json
@@ -31,13 +31,13 @@ CONFIG = {
     "precision": "fp32", "attention": "sdpa", "fusion": False, "fused_optimizer": True,
 }  # fmt: skip
 SHARDED = {**CONFIG, "zero": 3, "precision": "bf16", "checkpoint_ratio": 1.0}
-"""What frameworks that shard on a CPU shard, and the others say that they do not."""
+"""Sharded where a framework shards on a CPU; exports to other frameworks state that they do not."""
 SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 16, 3
 FRAMEWORKS = {
     "python": "torch", "trainer": "transformers", "accelerate": "accelerate", "deepspeed": "deepspeed",
     "lightning": "lightning",
 }  # fmt: skip
-"""Targets, and the package that runs what they write."""
+"""Targets, and the package that runs their files."""
 RUNS = [
     pytest.param(target, model, config, marks=() if quick else pytest.mark.exhaustive, id=f"{target}, {model}, {name}")
     for target in FRAMEWORKS
@@ -65,15 +65,15 @@ def workload(model):
 
 
 def train(model, config=CONFIG, scale=1.0, shift=0, drawn=None, by_step=False):
-    """As a rank of a dry run trains: losses, norm of the first gradient, settings of the optimizer.
+    """Trains as a rank of a dry run. Returns losses, norm of the first gradient, and settings of the optimizer.
 
     Args:
         model: a preset.
         config: its configuration.
         scale: a wrong factor of the gradients.
-        shift: of which step later the first batch is.
+        shift: number of steps by which the batches are shifted.
         drawn: a wrong seed of dropout.
-        by_step: have dropout follow from the step, as a training does that can go on, not from all draws before.
+        by_step: seed dropout by the step, as a resumable training does, instead of by all previous draws.
     """
     import torch
     import torch.distributed as dist
@@ -101,7 +101,7 @@ def train(model, config=CONFIG, scale=1.0, shift=0, drawn=None, by_step=False):
 
 
 def tolerances(model, config=CONFIG):
-    """By the rule: of each step's loss, relative; of the first gradient's norm, relative."""
+    """Relative tolerances of each step's loss and of the first gradient's norm, by the rule above."""
     import torch
     from redline.schedule.rounding import allowance, loss_allowance
 
@@ -114,7 +114,7 @@ def tolerances(model, config=CONFIG):
 
 @pytest.fixture(scope="module")
 def dry_run(two):
-    """What the dry run of a preset trains, made once."""
+    """Result of a preset's dry run, cached."""
     known = {}
 
     def of(model, config=CONFIG, by_step=False):
@@ -131,7 +131,7 @@ def departures(found, expected):
 
 
 def exported(target, model, folder, config=CONFIG):
-    """Runs an export by the line it names; what its training told."""
+    """Runs an export by the line it names. Returns the values that its training printed."""
     measured = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", devices=2)
     made = render(target, Trial(number=0, config=config, measurement=measured), document(model))
     name = {"python": "train.py", "deepspeed": "deepspeed.json"}.get(target, f"{target}.yaml")
@@ -141,7 +141,7 @@ def exported(target, model, folder, config=CONFIG):
     if target == "python":
         more += ["--log-every", "1"]
     else:
-        # This script takes as arguments what people would write into theirs.
+        # The script takes as arguments the settings that users would write into their own.
         script = f"{ROOT / 'bench' / 'export_trainers.py'} {target} {name}"
         start = re.sub(r"train\.py\b.*", script, start)
         more += ["--model", model, "--seq-len", str(SEQ_LEN), "--global-batch", str(GLOBAL_BATCH)]
@@ -150,9 +150,9 @@ def exported(target, model, folder, config=CONFIG):
         more += ["--reshard"] if config["zero"] == 3 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # The package's folder stands for an installation of it.
+    # The package's folder replaces an installed package.
     environment["PYTHONPATH"] = f"{ROOT.parent}:{os.environ.get('PYTHONPATH', '')}"
-    # Each run meets on a port of its own.
+    # Each run uses its own port.
     start = start.replace("torchrun ", "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 ", 1)
     done = subprocess.run(
         ["bash", "-c", f'{start} "$@"', "bash", *more],
@@ -183,7 +183,7 @@ def test_an_export_trains_what_the_dry_run_trained(target, model, config, dry_ru
         assert (lr, tuple(betas), eps, fused) == (
             optimizer["lr"], tuple(optimizer["betas"]), optimizer["eps"], optimizer["fused"],
         )  # fmt: skip
-        # The Trainer spares biases and norms, which its file says.
+        # The Trainer does not decay biases and norms, as its file states.
         spared = {0.0} if target == "trainer" else set()
         assert weight_decay in {optimizer["weight_decay"], *spared}
     assert found["optimizer"][0][4] == optimizer["weight_decay"]
@@ -191,10 +191,10 @@ def test_an_export_trains_what_the_dry_run_trained(target, model, config, dry_ru
 
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
 def test_another_training_is_told_from_it(model, dry_run, two):
-    """By the tolerances above. A learning rate hardly shows in losses of random tokens, and is compared."""
+    """The tolerances above detect another training. The learning rate is compared itself: it hardly affects these losses."""
     losses, gradient, _ = dry_run(model)
     allowed, allowed_gradient = tolerances(model)
-    doubled = two.run(train, model, CONFIG, 2.0)[0][1]  # a sum over two micro-batches in place of their mean
+    doubled = two.run(train, model, CONFIG, 2.0)[0][1]  # a sum over two micro-batches instead of their mean
     numeric.caught(abs(doubled / gradient - 1), allowed_gradient, "the norm of twice the gradient")
     later = two.run(train, model, CONFIG, 1.0, 1)[0][0]
     numeric.caught(departures(later, losses)[0], allowed[0], "the first loss on another batch")
@@ -202,7 +202,7 @@ def test_another_training_is_told_from_it(model, dry_run, two):
     if model == "bert-tiny":
         numeric.caught(departures(other, losses)[0], allowed[0], "the first loss with other dropout")
     else:
-        assert other == losses  # there is none
+        assert other == losses  # the model has no dropout
 
 
 @pytest.mark.exhaustive

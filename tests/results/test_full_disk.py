@@ -1,4 +1,4 @@
-"""A full or read-only disk: known before the first trial, and nothing is lost later."""
+"""A full or read-only disk is reported before the first trial, and a later one loses nothing."""
 
 import os
 import resource
@@ -17,7 +17,7 @@ MIB = 1024 * 1024
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder on a disk of its own of 24 MiB."""
+    """A folder on a separate disk of 24 MiB."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a small disk")
     disk = tmp_path / "disk"
@@ -112,7 +112,7 @@ def test_a_table_that_cannot_be_written_is_one_warning_and_made_up_for_later(tmp
         for number in range(3):
             run.start(point(number), sampler="tpe")
         run.finish(0, ok())
-        # What it is written to first is in the way: the same errors as a table on a bad disk, for root too.
+        # A folder blocks the temporary file: the same errors as for a table on a bad disk, for root too.
         (tmp_path / ".trials.csv.tmp").mkdir()
         run.finish(1, ok())
         run.finish(2, ok())
@@ -156,7 +156,7 @@ def test_a_ledger_at_its_file_size_limit_fails_loudly_and_stays_whole(tmp_path, 
 
 
 def test_a_read_only_folder_is_an_error_before_the_first_trial(open_run, in_child):
-    # Not below pytest's own folder, which only its owner may enter.
+    # Not below pytest's own folder, which only its owner can enter.
     folder = Path(tempfile.mkdtemp())
     try:
         folder.chmod(0o555)
@@ -183,7 +183,7 @@ def test_a_disk_turned_read_only_is_an_error_and_keeps_the_outcome_in_memory(sma
     for number in range(2):
         run.start(point(number), sampler="tpe")
     run.finish(0, ok(5.0))
-    # A disk with open files cannot be remounted read-only from outside; a read-only view laid over it can.
+    # A disk with open files cannot be remounted read-only from outside; a read-only view mounted over it can.
     subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)
     with pytest.raises(StudyError, match=r"outcome of trial 1 could not be stored: .*Read-only file system"):

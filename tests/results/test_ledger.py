@@ -1,4 +1,4 @@
-"""The ledger keeps every trial, in Optuna's terms."""
+"""The ledger stores every trial in Optuna's terms."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ ALL = Measurement(
 
 @pytest.fixture(params=["journal", "sqlite", "memory"])
 def source(request, tmp_path):
-    """Somewhere to keep a ledger: a journal file, a database by its URL, or a storage object."""
+    """A place for a ledger: a journal file, a database by its URL, or a storage object."""
     return {
         "journal": tmp_path / "study.log",
         "sqlite": f"sqlite:///{tmp_path / 'study.db'}",
@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_a_number_is_kept_in_valid_json(tmp_path, open_ledger
 def test_hostile_reasons_are_kept_exactly(source, open_ledger, point):
     reason = 'line 1\nline 2\r\n\t"quoted", \x00 \x1b[31m é 漢 \U0001f600 \ud800'
     if isinstance(source, str):
-        reason = reason.replace("\x00", "")  # databases have no NUL in texts
+        reason = reason.replace("\x00", "")  # databases cannot store NUL in texts
     ledger = open_ledger(source)
     ledger.start(point(), sampler="tpe")
     ledger.finish(0, Measurement(status=Status.CRASH, reason=reason))
@@ -288,7 +288,7 @@ def test_a_ledger_can_be_read_while_it_is_written(tmp_path, open_ledger, point, 
     ledger.start(point(0), sampler="tpe")
     ledger.finish(0, ok(3.0))
     with open(path, "ab") as file:
-        file.write(b'{"op_code":4,"worker')  # just being written
+        file.write(b'{"op_code":4,"worker')  # a record that is still being written
     before = sorted(each.name for each in tmp_path.iterdir()), path.read_bytes()
     seen = Ledger.load(path)
     assert seen.trials()[0].measurement.throughput == 3.0

@@ -1,4 +1,4 @@
-"""Lossy values are marked wherever they show, and the best without any stands beside them."""
+"""Lossy values are marked everywhere, and the best configuration without any is reported with them."""
 
 import io
 import json

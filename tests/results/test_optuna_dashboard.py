@@ -20,7 +20,7 @@ def fetch(port, path):
 
 @pytest.fixture
 def served(tmp_path, open_run, point, ok, oom):
-    """The port of an optuna-dashboard over the ledger of a run."""
+    """Serves the ledger of a run with optuna-dashboard. Returns its port."""
     command = Path(sys.executable).with_name("optuna-dashboard")
     if not command.exists() and shutil.which("optuna-dashboard") is None:
         pytest.skip("optuna-dashboard is not installed")

@@ -1,4 +1,4 @@
-"""The report: what it says of a run, and that a table from anywhere gets one."""
+"""The report of a run, and of any table."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ def trial(number, status=Status.OK, throughput=None, config=None, sampler="gp", 
 
 
 def embedded(text):
-    """The data in a page."""
+    """The data embedded in a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
@@ -83,7 +83,7 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     found = document(Source.read(run))
     head = found["headline"]
     assert (head["winner"]["trial"], head["winner"]["throughput"], head["gain"]) == (1, 2000.0, 2.0)
-    # Two measured again each, of the standard deviations 1.41 % and 0, moderated by 2.5 % and 5 % within one.
+    # Each was measured again twice: standard deviations of 1.41 % and 0, moderated by 2.5 % and 5 % within a measurement.
     deviations = zip((0.01 * math.sqrt(2), 0.0), (0.1 / 4, 0.4 / 8))
     variances = [(among**2 + 4 * (within / 1.959963984540054) ** 2) / 5 for among, within in deviations]
     winner, base = (2.5706 * math.sqrt(variance / 2) for variance in variances)
@@ -195,7 +195,7 @@ def test_predictions_are_judged_by_ratio_error_and_rank():
 
 
 def test_effects_tell_confounded_knobs_apart():
-    """micro_batch doubles the speed, and the sampler tried fast values mostly with fusion, which does nothing."""
+    """micro_batch doubles the speed; fusion has no effect, but the sampler tried fast values mostly with fusion."""
     trials = []
     for number in range(48):
         micro = (1, 2, 4)[number % 3]
@@ -246,7 +246,7 @@ def test_lanes_are_trials_where_devices_are_many_or_all_trials_take_as_many():
     def at(number, started, devices):
         return trial(number, throughput=1.0, started=started, seconds_total=150.0, devices=devices)
 
-    # As of a simulated run of old: started by this machine's clock, as long as on the cluster's.
+    # An older version's simulated run: start times by this machine's clock, durations by the cluster's.
     told = lanes([at(number, 100.0 + number, 64) for number in range(20)])
     assert (told["of"], told["lanes"]) == ("trials", 20)
     assert [item[:3] for item in told["items"]] == [[number, number, 1] for number in range(20)]

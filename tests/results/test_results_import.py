@@ -1,4 +1,4 @@
-"""Results stay light to import, and know where they are."""
+"""`redline.results` is light to import and knows its location."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A run's folder: begun, refused, resumed, and described."""
+"""A run's folder: created, refused, resumed, and described."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from redline.space import Space
 
 
 def changed(asked, path, value):
-    """A copy of a request with one entry changed, named by a dotted path."""
+    """A copy of a request with a changed entry, named by a dotted path."""
     asked = copy.deepcopy(asked)
     *keys, last = path.split(".")
     place = asked
@@ -142,7 +142,7 @@ def test_configurations_of_a_real_space_come_back_equal(tmp_path, open_run, aske
 def test_closing_brings_the_table_up_to_date(tmp_path, open_run, point, ok):
     run = open_run(tmp_path)
     run.start(point(), sampler="tpe")
-    run.ledger.finish(0, ok(3.0))  # as if an interrupt came before the row was written
+    run.ledger.finish(0, ok(3.0))  # simulates an interrupt before the row was written
     run.close()
     assert list(read_table(tmp_path / "trials.csv")[0]["throughput"]) == [3.0]
     (tmp_path / "trials.csv").unlink()
@@ -395,7 +395,7 @@ def test_best_yaml_says_what_won_and_how_to_have_it_again(tmp_path, open_run, po
 
 
 def test_best_yaml_says_what_was_trained(tmp_path, open_run, point, ok):
-    """So that it can be trained from where the run's folder is not."""
+    """best.yaml suffices to train on a machine without the run's folder."""
     with open_run(tmp_path) as run:
         run.start(point(0), sampler="default")
         run.finish(0, ok(100.0))

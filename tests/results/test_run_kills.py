@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the table parses, the ledger loads, and the run goes on."""
+"""After kill -9 at any moment the table parses, the ledger loads, and the run can be resumed."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from redline.results import Ledger, View, read_table
 
 
 def work(open_run, point, ok, folder, done):
-    """Runs trials until killed, and says which ones are finished."""
+    """Runs trials until killed, and sends the number of each finished one."""
     run = open_run(folder, resume=True)
     for trial in run.pending():
         run.finish(trial.number, ok(trial.number + 0.5))

@@ -1,4 +1,4 @@
-"""What `redline show` prints."""
+"""Output of `redline show`."""
 
 import csv
 import io

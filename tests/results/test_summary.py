@@ -1,4 +1,4 @@
-"""Winners, leaders, counts and the reason why there is no winner."""
+"""Winners, leaders, counts and the reason for a missing winner."""
 
 import pytest
 from redline.results import Measurement, Status, Trial, summary
@@ -44,7 +44,7 @@ def test_the_gain_is_over_the_default_configuration_measured_in_this_run():
     base = trial(0, 100.0, sampler="default", remeasured=(80.0,))
     winner = trial(1, 200.0, remeasured=(160.0,))
     assert summary.gain([base, winner]).ratio == 2.0
-    assert summary.gain([trial(0, 0.0, sampler="default"), winner]) is None  # as what a callable returns may be
+    assert summary.gain([trial(0, 0.0, sampler="default"), winner]) is None  # a callable may return 0
     assert summary.gain([base]).ratio == 1.0 and not summary.gain([base]).shown
     assert summary.gain([winner]) is None
     assert summary.gain([trial(0, sampler="default"), winner]) is None

@@ -1,4 +1,4 @@
-"""The log of a training as curves: what is kept of millions of steps, of steps done twice, and of damage."""
+"""The log of a training as curves: thinning of millions of steps, repeated steps, and damage."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def test_few_points_are_all_kept():
     assert curve.points() == points
 
 
-@pytest.mark.parametrize(("stride", "window"), [(1, 128), (10, 1024)])  # the width that a stretch has by then
+@pytest.mark.parametrize(("stride", "window"), [(1, 128), (10, 1024)])  # a stretch's width at the end
 def test_of_many_points_each_stretch_keeps_its_lowest_highest_and_last(stride, window):
     drawn = random.Random(0)
     values = {step: drawn.gauss(0, 1) for step in range(stride, 20_000 * stride + 1, stride)}

@@ -170,7 +170,7 @@ def test_hostile_values_come_back(tmp_path_factory, rows):
         assert (seen["knob.count"], seen["knob.ratio"]) == (config["count"], config["ratio"])
         assert bool(seen["knob.flag"]) is config["flag"]
     by_pandas = pandas.read_csv(path, keep_default_na=False, dtype={"reason": str})
-    # What begins a formula has an apostrophe before it.
+    # A value that starts a formula gets an apostrophe prefix.
     assert list(map(unquoted, by_pandas["reason"])) == [fold(outcome.reason) for outcome, _, _ in rows]
 
 
@@ -341,7 +341,7 @@ def test_a_long_table_grows_by_its_last_row_and_is_whole_at_every_moment(tmp_pat
     assert appended == 3
     both(1, 2.0)  # a row in the middle: replaced
     both(6, 1.0)
-    both(5, 1.0)  # a row that comes before another
+    both(5, 1.0)  # a row before another
     path.write_bytes(path.read_bytes() + b"somebody else's\n")
     both(7, 1.0)
     (tmp_path / "elsewhere").write_bytes(path.read_bytes())

@@ -11,7 +11,7 @@ from redline.runners.job import Job, Outcome, Rendezvous
 
 
 class Bench:
-    """Runs programs as trials and checks that nothing is left of them."""
+    """Runs programs as trials and checks that they leave no process."""
 
     def __init__(self, agent: HostAgent) -> None:
         self.agent = agent
@@ -29,8 +29,11 @@ class Bench:
         )
 
     def hang(self, program, shows, **job) -> tuple[Outcome, float, str]:
-        """A program that is to outlive its deadline, with longer ones until `shows(log)`: only then had it
-        come as far as it should. Returns the outcome, the deadline, and the log."""
+        """Runs a program that must exceed its deadline, with longer deadlines until `shows(log)` is true.
+
+        A shorter deadline ends the program before it comes as far as it should. Returns the outcome, the deadline,
+        and the log.
+        """
         for deadline in (2, 8, 32, 128):
             outcome = self.run(program, timeout_s=deadline, **job)
             log = Path(job["log"]).read_text()
@@ -39,7 +42,7 @@ class Bench:
         return outcome, deadline, log
 
     def left_behind(self) -> list[psutil.Process]:
-        """Processes below the agent, which must be none between trials (but for a moment's reaping)."""
+        """Processes below the agent. None may remain between trials, except while they are reaped."""
         return left_of(psutil.Process(self.agent.pid).children(recursive=True), timeout=60)
 
 

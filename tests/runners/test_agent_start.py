@@ -1,4 +1,4 @@
-"""A host agent starts whatever its imports print, read or break, and says what went wrong when it does not."""
+"""A host agent starts whatever its imports print, read or break, and names the cause when it does not."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
-    """Makes an agent that imports a module of this source and nothing else, which keeps its start short."""
+    """Makes an agent that imports only a module with this source, so that it starts quickly."""
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
@@ -207,7 +207,7 @@ def test_a_module_that_initialises_cuda_is_named(agent, tmp_path):
         subprocess.run(command, check=True)
         made[initialised] = agent(f"import ctypes\nctypes.CDLL({str(library)!r})")
         if initialised:
-            made[initialised].wait_ready()  # a driver that is merely loaded
+            made[initialised].wait_ready()  # a driver that is loaded but not initialised
     with pytest.raises(
         RunnerError, match=f"importing {made[0]._imports[0]} initialises CUDA, so that no process forked"
     ):

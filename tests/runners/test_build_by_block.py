@@ -1,4 +1,4 @@
-"""A model that no rank could hold whole is built piece by piece: the memory of building stays below that of training."""
+"""A model larger than a rank's memory is built piece by piece: building takes less memory than training."""
 
 import sys
 
@@ -67,7 +67,7 @@ def workload():
 
 @pytest.fixture(scope="module")
 def agent():
-    """Of ranks whose freed memory goes back at once: glibc otherwise keeps aligned pieces that fit nothing later."""
+    """An agent whose ranks return freed memory at once: glibc otherwise keeps aligned pieces that nothing later fits into."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))
         made = HostAgent(PLAIN_IMPORTS)
@@ -89,7 +89,7 @@ def test_replicas_train_a_model_whose_whole_none_of_them_may_hold(agent):
     found = ran(agent, config, devices=2, limit_mib=limit_mib)
     assert found.ok, found.reason
     for rank in found.ranks:
-        # A quarter of the float32 weights, one block as it is drawn and cut, and the process's own.
+        # A quarter of the float32 weights, one block while it is drawn and cut, and the process's own memory.
         assert rank.build_memory_mib < WHOLE_MIB / 4 + 2.5 * BLOCK_MIB + 20
         assert rank.build_memory_mib < rank.peak_memory_mib + BLOCK_MIB
     alone = ran(agent, {"precision": "fp32", "micro_batch": 4}, limit_mib=limit_mib)
@@ -104,7 +104,7 @@ def test_weights_without_a_float32_copy_never_have_one(agent):
 
 
 def same_as_in_place(zero, precision):
-    """Names of the weights that differ from those of a model that was made whole."""
+    """Names of the weights that differ from those of a model that was built as a whole."""
     made = Workload(
         model=lambda: Stack(64, 4), batch=batch, loss=loss, optimizer=sgd, global_batch=4, name="small stack"
     )
@@ -127,7 +127,7 @@ def test_weights_cut_block_by_block_are_those_of_the_whole_model(two, zero, prec
 
 
 def test_a_part_is_cast_and_cut_before_the_next_is_made(monkeypatch):
-    """What there is at once, in the order in which weights get their values."""
+    """Records the weights that exist each time values are drawn."""
     seen = []
 
     class Watched(nn.Module):
@@ -167,7 +167,7 @@ def test_the_estimate_has_what_building_takes_beyond_training():
     shape = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 128_000}
     made = Estimator(shape, "h100", TrainingSetup(devices=8, seq_len=16, global_batch=8, optimizer="sgd"))
     found = {zero: made({"dp": 8, "zero": zero, "micro_batch": 1, "precision": "bf16"}).breakdown for zero in (0, 3)}
-    assert found[0]["memory.build"] == 0  # gradients take as much as the weights
+    assert found[0]["memory.build"] == 0  # gradients need as much memory as the weights
     pieces, ends, block = 6.44e9 / 8 + 1.05e9 / 8, 2 * 128_000 * 4096, 12 * 4096**2
     expected = (pieces + ends + block) * 4 / 2**20
     rest = sum(value for name, value in found[3].items() if name.startswith("memory.") and name != "memory.build")

@@ -1,4 +1,4 @@
-"""Whether runs of a command can be compared with its first one: by what they count, and by what they learn."""
+"""Runs of a command are comparable with its first one if they count the same units and have the same loss curve."""
 
 import math
 
@@ -12,7 +12,7 @@ def told(unit="samples/s"):
 
 
 def curve(start=10.0, rate=0.02, noise=0.0, steps=40):
-    """A loss that falls, with a scatter that is the same each time."""
+    """A decreasing loss with deterministic scatter."""
     return {step: start * math.exp(-rate * step) + noise * math.sin(7 * step * step) for step in range(steps)}
 
 
@@ -20,14 +20,14 @@ def curve(start=10.0, rate=0.02, noise=0.0, steps=40):
     ("losses", "compares"),
     [
         (curve(), True),
-        (curve(start=10.5), True),  # another order of the data, another format
+        (curve(start=10.5), True),  # another order of the data, or another format
         (curve(rate=0.021), True),
         ({step: 1.5 * loss for step, loss in curve().items()}, False),
         ({step: 10.0 + step for step in range(40)}, False),  # it diverges
-        ({step: loss / 8 for step, loss in curve().items()}, False),  # summed or averaged otherwise
+        ({step: loss / 8 for step, loss in curve().items()}, False),  # summed or averaged differently
         ({}, True),
         ({0: 99.0, 1: 99.0}, True),  # too few
-        ({step + 1000: 99.0 for step in range(40)}, True),  # of other steps
+        ({step + 1000: 99.0 for step in range(40)}, True),  # other steps
     ],
 )
 def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(losses, compares):

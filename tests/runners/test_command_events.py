@@ -1,4 +1,4 @@
-"""TensorBoard's event files, read while a command writes them; by a real writer in a process of its own."""
+"""TensorBoard's event files are read while a real writer in a separate process writes them."""
 
 import subprocess
 import sys
@@ -35,12 +35,12 @@ class SummaryWriter(EventFileWriter):
 
 writer = SummaryWriter(sys.argv[1])
 """
-"""What torch's is made of, which starts in a fifth of the time."""
+"""The parts of torch's SummaryWriter; it starts in a fifth of the time."""
 
 
 @pytest.fixture
 def writer(tmp_path):
-    """Starts a script that has a `writer` and goes on whenever it is told."""
+    """Starts a script that has a `writer` and waits for a line of input before each further part."""
     begun = []
 
     def begin(text, folder=tmp_path / "runs", by=WRITER):
@@ -92,7 +92,7 @@ def test_scalars_are_read_by_tag_with_their_own_times_while_they_are_written(tmp
     assert begin < first[0].at <= first[1].at < time.monotonic() and events.read(time.monotonic()) == []
     go_on(process)
     until_it_says(process, "second")
-    time.sleep(0.2)  # when it is read is not when it was written
+    time.sleep(0.2)  # the time of reading differs from the time of writing
     read_at = time.monotonic()
     (second,) = events.read(read_at)
     assert second.values == {"step": 20.0, "steps_per_second": 3.5}
@@ -147,7 +147,7 @@ def space():
 
 @pytest.fixture
 def run(space, tmp_path, monkeypatch):
-    """Runs a trial of a script that writes events to the folder it is given."""
+    """Runs a trial of a script that writes events to the given folder."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     monkeypatch.chdir(checkout)
@@ -178,7 +178,7 @@ def test_a_trial_is_timed_by_the_steps_of_its_events_and_ended_once_they_are_ste
         metric=["step", "train/loss"],
     )
     assert measured.status is Status.OK, measured.reason
-    # Steps of 20 ms and of two samples, whatever the ten of them that come at once.
+    # Steps of 20 ms and of two samples, although ten of them arrive at once.
     assert measured.unit == "samples/s" and 20 <= measured.step_ms < 40 and 50 < measured.throughput <= 100
     assert measured.loss == 3.0 and time.monotonic() - begin < 60
 

@@ -1,4 +1,4 @@
-"""What another tool's file has a command told: in the place of what it says, and never of a template of its own."""
+"""Options that another tool's file adds to a command: they replace the command's own values, but not its templates."""
 
 import pytest
 from redline.base.errors import UsageError

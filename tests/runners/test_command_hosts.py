@@ -1,4 +1,4 @@
-"""A command on several hosts of a Ray cluster: one process on each, which find each other, and none is left."""
+"""A command on several hosts of a Ray cluster: one process per host; they find each other, and none is left."""
 
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def test_each_host_starts_its_part_and_what_one_tells_or_suffers_is_the_trials(t
     lines = done.stdout.splitlines()
     assert "PER_HOST 1" in lines
     train, oom, crash, silent, again = (line for line in lines if line.startswith("TRIAL"))
-    # A step of two ranks is told as 10 ms, and takes four samples.
+    # A step of two ranks is reported as 10 ms and processes four samples.
     assert train.startswith("TRIAL train ok samples/s"), train + logs
     assert oom.startswith("TRIAL oom oom") and "Tried to allocate 3.00 GiB" in oom and "WITHIN True" in lines
     assert crash.startswith("TRIAL crash crash") and "ValueError: rank one fails" in crash

@@ -1,4 +1,4 @@
-"""Launchers: what is said to each is what its own parser takes, and what a command has already stays its own."""
+"""Launchers: each gets the arguments of its own parser, and keeps those that a command already has."""
 
 import importlib.util
 import json
@@ -88,7 +88,7 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
         work = Commands(Command(command=command, launcher=name), space, devices=devices, global_batch=global_batch)
         return [work._work(work.values(config, 0, Path())) for config in space]
 
-    # What one says is what a step has; what Megatron is not told is one pass of all replicas.
+    # An explicit batch is a step's; Megatron's default is one pass of all replicas.
     assert samples("megatron", "sh t.sh --global-batch-size 512") == [512.0, 512.0]
     assert samples("megatron", "sh t.sh --global-batch-size=512") == [512.0, 512.0]
     assert samples("megatron", "sh t.sh", tp=[2]) == [4.0, 32.0]

@@ -1,4 +1,4 @@
-"""What a command tells: lines of known frameworks as they print them, one's own patterns, files that grow, reports."""
+"""Output of a command: lines of known frameworks, user-defined patterns, growing files, and reports."""
 
 import json
 import math
@@ -53,7 +53,7 @@ TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0
         (DEEPSPEED, {"samples_per_second": 33.5}),
         (NEMO, {"loss": 9.871, "step_s": 1.234}),
         (OLD_NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
-        # Its time is a micro-batch's, and those within a step tell the step before.
+        # LitGPT prints a micro-batch's time; lines within a step show the previous step.
         (LITGPT, {"loss": 9.871, "step": 12.0}),
         (LITGPT_INSIDE, {"loss": 9.871, "step": 12.0}),
         (TQDM, {"step": 3.0}),
@@ -160,12 +160,12 @@ def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
     ("said", "expected"),
     [
         ([(0, 0.0), (1, 0.02), (2, 0.04)], [20, 20]),
-        ([(0, 0.0), (0, 0.01), (1, 0.02), (1, 0.03), (2, 0.04)], [20, 20]),  # drawn twice a step
-        ([(0, 0.0), (5, 0.1), (10, 0.2)], [20, 20]),  # drawn every five steps
+        ([(0, 0.0), (0, 0.01), (1, 0.02), (1, 0.03), (2, 0.04)], [20, 20]),  # printed twice a step
+        ([(0, 0.0), (5, 0.1), (10, 0.2)], [20, 20]),  # printed every five steps
         ([(0, 0.0), (1, 0.02), *((step, 0.12) for step in range(2, 7)), (7, 0.14)], [20, 20, 20]),  # a burst
-        ([(0, 0.0), (1, 0.0199), (2, 0.02), (3, 0.06)], [19.9, 20.05]),  # a late line, and the next in time
-        ([(step, step / 1000) for step in range(1, 20)], [1.0] * 3),  # faster than lines can be told apart
-        ([(0, 0.0), (8, 0.08), (0, 0.3), (1, 0.32)], [10, 20]),  # a bar that begins anew
+        ([(0, 0.0), (1, 0.0199), (2, 0.02), (3, 0.06)], [19.9, 20.05]),  # a late line; the next one is on time
+        ([(step, step / 1000) for step in range(1, 20)], [1.0] * 3),  # faster than lines can be distinguished
+        ([(0, 0.0), (8, 0.08), (0, 0.3), (1, 0.32)], [10, 20]),  # a progress bar that restarts
         ([(0, 0.0), (8, 0.08), (6, 0.09), (9, 0.1), (7, 0.11)], [10, 20]),  # a rank that is behind
     ],
 )
@@ -176,7 +176,7 @@ def test_steps_are_timed_by_when_their_numbers_are_told(said, expected):
         times += [steps.add(step, at) for step, at in said if at == moment]
         times.append(steps.step_ms())
     assert [each for each in times if each] == pytest.approx(expected)
-    # As where several moments are read at once, such as from a file.
+    # Several moments read at once, such as from a file.
     steps = StepNumbers()
     times = [*(steps.add(step, at) for step, at in said), steps.step_ms()]
     assert [each for each in times if each] == pytest.approx(expected)
@@ -272,7 +272,7 @@ def test_lines_that_nearly_matched_are_found():
 def test_a_report_is_written_where_the_search_listens_and_by_the_first_rank_alone(tmp_path, monkeypatch):
     from redline import report
 
-    report(step=1, tokens=5)  # nobody tunes
+    report(step=1, tokens=5)  # a knob that is not tuned
     path = tmp_path / "report.jsonl"
     monkeypatch.setenv("REDLINE_REPORT", str(path))
     report(step=2, tokens=10)

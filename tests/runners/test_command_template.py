@@ -1,4 +1,4 @@
-"""Templates of commands and of files: knobs and expressions in their places, typed, quoted and refused where wrong."""
+"""Templates of commands and of files: knobs and expressions are inserted, typed and quoted; wrong ones are refused."""
 
 import configparser
 import json

@@ -1,4 +1,4 @@
-"""What a command says of its own training: by the names that trainers have for it, in its words and in its files."""
+"""Settings of a command's own training, read from trainers' argument names in its words and its files."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_flags_of_megatron_describe_a_model():
     made = Trained.by(Command(command=f"{MEGATRON} {llama} --untie-embeddings-and-output-weights")).architecture
     assert made.model_type == "llama" and made.configuration().num_key_value_heads == 8
     assert made.arguments["intermediate_size"] == 11008 and not made.arguments["tie_word_embeddings"]
-    # As many parameters as without a gate: Megatron's own default.
+    # Megatron's default gives a gated MLP as many parameters as one without a gate.
     assert Trained.by(Command(command=f"{MEGATRON} --swiglu")).architecture.arguments["intermediate_size"] == 10880
     assert Trained.by(Command(command=MEGATRON.replace("4096", "{hidden}"))).architecture is None
 

@@ -1,4 +1,4 @@
-"""Trials of commands, with real processes: measured while they run, ended in time, and nothing is left of them."""
+"""Trials of commands with real processes: measured while they run, ended in time, and no process is left."""
 
 import socket
 import sys
@@ -31,7 +31,7 @@ def space():
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Writes a script to a folder in which the command is started; the command that starts it."""
+    """Writes a script to a folder where the command starts. Returns the command that starts it."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     monkeypatch.chdir(checkout)
@@ -45,7 +45,7 @@ def script(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(space, tmp_path):
-    """Runs a trial of a command, on a runner that is made for it."""
+    """Runs a trial of a command on a runner of its own."""
     runners = []
 
     def run(command, *, number=0, timeout_s=60, best=None, limit_mib=None, config=None, **more):
@@ -53,7 +53,7 @@ def run(space, tmp_path):
         terms = TrialTerms(
             device=detect(), timeout_s=timeout_s, memory_limit_mib=limit_mib, plan=TimingPlan(seconds=1.0)
         )
-        # What the agent holds is no part of a limit: here it is to be as small as a command's agent is.
+        # The agent's own memory does not count against a limit, but this one is kept as small as a command's agent.
         agent = HostAgent(work.imports) if limit_mib else None
         runners.append(LocalRunner(work, terms, agent=agent))
         log = tmp_path / "run" / "logs" / f"{number}.log"
@@ -274,7 +274,7 @@ def test_one_rank_out_of_memory_ends_the_others_that_wait_for_it_at_once(run, sc
     )
     ended = time.monotonic()
     assert measured.status is Status.OOM and said[:60] in measured.reason
-    if needed is None:  # what the process that reads along holds is not the command's
+    if needed is None:  # memory of the process that reads the output is not the command's
         assert measured.peak_memory_mib is None
     else:
         assert measured.peak_memory_mib >= needed
@@ -289,7 +289,7 @@ def test_a_process_that_the_memory_limit_stops_is_out_of_memory(run, script):
 
 @pytest.mark.parametrize(("limit_mib", "status"), [(1000.0, Status.OOM), (8000.0, Status.OK)])
 def test_on_gpus_memory_is_theirs_and_so_is_its_limit(space, tmp_path, script, monkeypatch, limit_mib, status):
-    """What the command's processes hold of the host is no matter; without a GPU the driver's answer is made here."""
+    """Host memory of the command's processes does not count. Without a GPU a stub replaces the driver's answer."""
 
     class Held:
         def held_mib(self, pids):

@@ -1,4 +1,4 @@
-"""A compilation that was killed leaves nothing behind that a later one would load."""
+"""A killed compilation leaves nothing behind that a later one would load."""
 
 import os
 import shutil
@@ -90,8 +90,10 @@ def empty_libraries(cache):
 
 
 def killed_while_it_links(command, cache, folder, how):
-    """Starts a command in a session of its own whose compilations do not come beyond an empty library, and ends the session
-    when there is one; returns the environment for the next command."""
+    """Starts a command whose compilations stop at an empty library, and kills its session once there is one.
+
+    Returns the environment for the next command.
+    """
     linker, flag = folder / "linker", folder / "slow"
     linker.write_text(SLOW_LINKER.format(flag=flag, compiler=shutil.which("g++")))
     linker.chmod(0o755)
@@ -147,7 +149,7 @@ def test_a_search_that_was_killed_while_a_trial_compiled_is_resumed(tmp_path):
 
 
 class Listed(Work):
-    """Gives what was to be measured as the status of the outcome."""
+    """Returns the outcome's status as the measurement."""
 
     def job(self, request, terms):
         return None

@@ -1,4 +1,4 @@
-"""Compilation neither uses up a trial's time nor its warm-up, on whatever rank it happens; one that hangs is killed."""
+"""Compilation on any rank counts neither towards a trial's time nor its warm-up; one that hangs is killed."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0
 
 
 def slow_compiler(until):
-    """A compiler that is not through before this moment of the machine's clock."""
+    """A compiler that finishes at this moment of the machine's clock."""
 
     def compiler(graph, inputs):
         time.sleep(max(0.0, until - time.monotonic()))

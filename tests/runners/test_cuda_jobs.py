@@ -1,4 +1,4 @@
-"""What the ranks of a job on GPUs are given: compilers, network, time to end."""
+"""The ranks of a job on GPUs get compilers, network settings, and time to end."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A trial's time and that of its compilations are two: each ends it, neither eats the other."""
+"""A trial's time and its compilations' time are counted separately, and each ends the trial."""
 
 import math
 
@@ -15,7 +15,7 @@ def test_without_compilation_it_is_the_trials_own_time():
 def test_the_trials_time_stands_still_while_something_compiles():
     deadline = Deadline(0.0, 30.0, 300.0)
     deadline.compiling(True, 10.0)
-    deadline.compiling(True, 15.0)  # another rank as well
+    deadline.compiling(True, 15.0)  # another rank compiles as well
     deadline.compiling(False, 200.0)
     assert deadline.at == 30.0 + 190.0
     assert deadline.reason == "no result within 30 s"

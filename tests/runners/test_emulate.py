@@ -1,4 +1,4 @@
-"""Trials of which some ranks run alone on one device."""
+"""Trials with emulated ranks: some ranks of a job run alone on one device."""
 
 import pytest
 import redline as rl
@@ -95,7 +95,7 @@ def test_memory_alone_is_measured_and_the_time_predicted(emulate):
     workload = rl.workload("gpt2-tiny", global_batch=256)
     estimate = rl.Estimator(workload, H100, {"devices": 64})(Config(micro_batch=4, zero=1, pp=2))
     assert measured.step_ms == pytest.approx(estimate.step_ms)
-    # From an interval of 80 % to one of 95 %.
+    # Conversion from an 80 % interval to a 95 % one.
     assert measured.step_ms_spread == pytest.approx(
         1.529 * (estimate.step_ms_high - estimate.step_ms_low) / 2, rel=1e-3
     )
@@ -104,7 +104,7 @@ def test_memory_alone_is_measured_and_the_time_predicted(emulate):
 
 def test_what_does_not_fit_is_out_of_memory_and_names_the_rank(emulate, tmp_path):
     log = tmp_path / "3.log"
-    # Logits are in the last stage, and only there.
+    # Only the last stage has logits.
     measured = emulate(
         "llama-tiny", 2, {"pp": 2, "pipeline_schedule": "gpipe", "micro_batch": 8}, limit_mib=110.0, log=log
     )
@@ -158,7 +158,7 @@ def test_ranks_that_share_experts_are_all_emulated_up_to_four():
     assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1, 2, 3]
     config = {"tp": 2, "ep": 2}
     assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 2]
-    # Whole experts are on neighbours that share layers.
+    # Ranks that share layers, which are neighbours, hold whole experts.
     config = {"tp": 2, "ep": 2, "etp": 1}
     assert emulated_ranks(World.of(config, 0, 8), config, EmulationTerms(hardware=H100)) == [0, 1]
 

@@ -1,4 +1,4 @@
-"""Exceptions and exit codes become the right status, whatever allocator or library they come from."""
+"""Exceptions and exit codes get the right status, whichever allocator or library raises them."""
 
 import signal
 
@@ -202,7 +202,7 @@ def test_nccl_without_shared_memory_is_told_from_a_full_disk():
 
 
 class _Meter(MemoryMeter):
-    """Of a device that is as full as it says."""
+    """A meter of a device that is as full as `short` states."""
 
     def __init__(self, short):
         self._short = short

@@ -1,4 +1,4 @@
-"""The tier for GPUs runs here as it does there, at tiny sizes: a lease of a GPU is too short to find its mistakes."""
+"""The GPU benchmark tier runs here at tiny sizes: leased GPU time is too short to find its mistakes."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture
 def without_ray_and_optuna(tmp_path):
-    """The environment of processes that find neither."""
+    """An environment for processes in which neither can be imported."""
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(WITHOUT)
@@ -48,7 +48,7 @@ def test_every_check_runs_on_a_cpu_at_tiny_sizes(tmp_path, without_ray_and_optun
 
 @pytest.fixture(scope="module")
 def bench():
-    """bench/gpu.py as a module, with checks of its own in the place of the real ones."""
+    """bench/gpu.py as a module, with stub checks instead of the real ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "bench"))
         spec = importlib.util.spec_from_file_location("bench_gpu", ROOT / "bench" / "gpu.py")

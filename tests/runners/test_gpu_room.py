@@ -1,4 +1,4 @@
-"""A trial starts when its GPUs are free, and what others hold is subtracted wherever memory is counted; on a faked NVML."""
+"""A trial starts when its GPUs are free, and memory of other processes is always subtracted; on a faked NVML."""
 
 import time
 from multiprocessing import Pipe
@@ -31,7 +31,7 @@ LLAMA = {"layers": 16, "hidden": 2048, "heads": 32, "vocabulary": 128_000}
 
 
 def used(*mib, name="0"):
-    """Readings of one GPU, the last of which stays."""
+    """Readings of one GPU; the last one repeats."""
     left = list(mib)
 
     def read(names):
@@ -42,7 +42,7 @@ def used(*mib, name="0"):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only by sleeping."""
+    """A clock that moves only by sleeping."""
     now = [0.0]
     monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(memory.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
@@ -108,7 +108,7 @@ def test_a_supervisor_waits_before_it_starts_ranks_and_counts_the_trial_s_time_f
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Two GPUs of 80,000 MiB, of which these are used; the driver keeps 500 to itself."""
+    """Two GPUs of 80,000 MiB with this much memory in use; the driver reserves 500 MiB."""
 
     def made(first, second, versioned=True):
         held = {"first": first, "second": second}
@@ -142,7 +142,7 @@ def test_nvml_tells_what_is_used_of_the_gpus_that_are_named(nvml, monkeypatch):
     assert [each.used_mib for each in gpu_use(("GPU-second",))] == [9000]
     monkeypatch.setenv(gpus.VARIABLE, "1")
     assert [each.name for each in gpu_use()] == ["1"]
-    nvml(100, 9000, versioned=False)  # a driver that counts its own
+    nvml(100, 9000, versioned=False)  # a driver that includes its own memory
     assert [each.used_mib for each in gpu_use(("1",))] == [9500]
 
 

@@ -1,4 +1,4 @@
-"""Every way of dying, with real processes: the outcome is told, the next trial runs, nothing is left."""
+"""Every way to die, with real processes: the outcome is reported, the next trial runs, no process is left."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def test_cuda_style_oom_is_oom(bench):
     assert outcome.status is Status.OOM
     assert outcome.reason.startswith("requested 2,048 MiB with ")
     assert outcome.ranks[0].needed_memory_mib == 4096
-    # Without a limit nobody knows whose memory it was, and so what was held of it.
+    # Without a limit the memory's owner is unknown, and so is how much of it was in use.
     outcome = bench.run(program)
     assert outcome.reason.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
     assert outcome.ranks[0].needed_memory_mib == 2048
@@ -171,7 +171,7 @@ def test_exception_in_one_rank_while_the_other_waits_ends_both(bench, tmp_path):
     def program(context):
         if context.rank == 1:
             raise ValueError("rank one fails")
-        time.sleep(600)  # not even a collective that would notice
+        time.sleep(600)  # without a collective, which would notice
 
     outcome = bench.run(program, ranks=2, log=str(tmp_path / "0.log"))
     assert bench.left_behind() == []
@@ -266,12 +266,12 @@ def test_a_hundred_megabytes_of_output_neither_block_nor_fill_the_disk(bench, tm
 
 def test_grandchildren_are_killed_wherever_they_hide(bench, tmp_path):
     pids = tmp_path / "pids"
-    sleep = ["sleep", str(600 + os.getpid())]  # nobody else's
+    sleep = ["sleep", str(600 + os.getpid())]  # a duration that no other process uses
 
     def program(context):
         for _ in range(2):
             subprocess.Popen(sleep, start_new_session=True)
-        # A daemon by the double fork: orphaned, in a session of its own.
+        # A daemon started by a double fork: orphaned, in a separate session.
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Programs of one job are in memory together and take turns; what becomes of one is no other's affair."""
+"""Programs of one job share memory and take turns; one that fails does not affect the others."""
 
 import itertools
 import multiprocessing
@@ -22,7 +22,7 @@ from redline.space import Config
 
 @dataclass(frozen=True)
 class Program:
-    """Notes when each of its turns began and ended; ends itself in one of them, if it is to."""
+    """Records when each of its turns starts and ends. Ends itself in one of them if `fails` is set."""
 
     name: str
     notes: str
@@ -76,7 +76,7 @@ def take_turns(bench, programs, *, ranks=1, **job):
 
 
 def noted(path):
-    """Turns in their order: whose, from when, until when."""
+    """Turns in their order: name, start, end."""
     lines = [line.split() for line in Path(path).read_text().splitlines()]
     return [(name, float(begin), float(end)) for name, begin, end in lines]
 
@@ -95,7 +95,7 @@ def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, t
     for reports in told:
         assert [each.status for each in reports] == [Status.OK] * 3
         assert [each.report[0] for each in reports] == [len(turns) // 3] * 3
-    # Each in a process of its own, none built while another one is.
+    # Each program has a process of its own, and they are built one at a time.
     assert len({each.report[1] for reports in told for each in reports}) == 3 * ranks
     ready = [each.report[2] for each in told[0]]
     assert ready == sorted(ready) and ready[-1] <= turns[0][1]
@@ -199,7 +199,7 @@ def test_a_longer_measurement_has_more_turns_and_a_shorter_one_no_fewer(seconds,
 
 @pytest.mark.slow
 def test_turns_outlast_what_keeps_a_core_busy_for_a_while(bench, tmp_path):
-    """Turns in which others compute do not count: they go on until enough have passed without, or patience ends."""
+    """Turns disturbed by other work do not count: turns repeat until enough undisturbed ones or until `patience_s` is over."""
     notes = tmp_path / "notes"
     with beside(notes, 4.0):
         take_turns(
@@ -221,7 +221,7 @@ def test_patience_ends(bench, tmp_path):
 
 @contextmanager
 def beside(notes, seconds):
-    """Another process that computes for so long from the first turn on."""
+    """Runs another process that computes for so many seconds from the first turn on."""
 
     def compute():
         while not notes.exists():

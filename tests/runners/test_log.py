@@ -1,4 +1,4 @@
-"""A trial's log on a disk that is full: it ends there, and the trial goes on."""
+"""A trial's log on a full disk: the log ends there, and the trial continues."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A process's memory where it has several GPUs, as a callable may: the limit holds on each, the fullest counts."""
+"""Memory of a process with several GPUs, such as a callable's: each GPU has the limit, and the fullest counts."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A candidate that does not train the same model is wrong, however fast: by how much numbers may depart, and why."""
+"""A candidate that does not train the same model is wrong, however fast: tolerances and reasons."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ def verdict(found, reference=REFERENCE, loss=9.1, last_loss=8.0):
 
 
 def changed(**values):
-    """The reference's numbers, some of those on the fixed batch replaced."""
+    """The reference's numbers with some of those on the fixed batch replaced."""
     return replace(PROBE, quiet=replace(QUIET, **values))
 
 
@@ -75,7 +75,7 @@ def test_a_reference_in_a_narrow_format_is_granted_its_own():
     coarse = Reference(probe=replace(PROBE, roundoff=BF16, loss_roundoff=BF16))
     moved = changed(blocks=(1.03, 1.2))
     assert verdict(moved, coarse) == ""
-    # Both sides round: twice as much.
+    # Both sides round: the tolerance doubles.
     assert verdict(replace(changed(blocks=(1.07, 1.2)), roundoff=BF16), coarse) == ""
     assert verdict(changed(blocks=(1.07, 1.2)), coarse) != ""
 
@@ -101,7 +101,7 @@ def test_dropout_may_draw_other_masks_but_not_be_off_or_stronger():
     assert verdict(noisy(0.37), reference) == verdict(noisy(0.43), reference) == ""
     assert "depart by 0 of their size from those without dropout, the reference's by 0.4" in verdict(PROBE, reference)
     assert "by 0.57" in verdict(noisy(0.57), reference)  # twice the rate
-    assert "by 0.28" in verdict(noisy(0.28), reference)  # half of them
+    assert "by 0.28" in verdict(noisy(0.28), reference)  # half of the dropouts
 
 
 def test_the_noise_of_a_few_numbers_is_left_to_chance_but_not_its_being_there():
@@ -142,7 +142,7 @@ def test_parts_of_ranks_add_up():
         Computed(loss=8.0, gradient=norm, blocks=(of_block,), vectors=(0.0, 0.0), samples=8)
         for norm, of_block in ((2.0, 1.0), (3.0, 2.0), (6.0, 2.0))
     ]
-    # Of a pipeline: the first rank sees no logits.
+    # A pipeline's parts: the first rank has no logits.
     parts = [
         part((9.0, 1.0), (), loss_roundoff=0.0, roundoff=BF16),
         part((0.0, 6.0), (0.25, 0.5), brought=("x",), changed=1.0, size=4.0, noise_numbers=64, roundoff=BF16),

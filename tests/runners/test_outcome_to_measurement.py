@@ -1,4 +1,4 @@
-"""What a trial's ranks report becomes one measurement: the slowest rank's time, the fullest rank's memory, MFU."""
+"""Reports of a trial's ranks become one measurement: the slowest rank's time, the fullest rank's memory, MFU."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ MODEL = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda ou
 
 
 class Answers(DryRunner):
-    """Ranks that report what they are given."""
+    """A work whose ranks return the given reports."""
 
     def __init__(self, name, *reports):
         terms = TrialTerms(device=Device(type="cuda", name=name, count=2, memory_mib=81_079), devices=2)

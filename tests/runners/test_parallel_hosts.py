@@ -117,7 +117,7 @@ finally:
 
 
 def lines_of(script, folder):
-    """What a script printed: by the first word of a line, the rest of each."""
+    """Runs a script and groups the lines that it prints by their first word."""
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line.partition(" ") for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""Every fault that is planted is found, one at a time, and no sound configuration is called wrong."""
+"""Every planted fault is found, one at a time, and no correct configuration is called wrong."""
 
 import sys
 from dataclasses import replace
@@ -39,8 +39,9 @@ EVERYWHERE = (
     faults.labels_are_shifted,
     faults.weights_of_one_block_are_not_updated,
 )
-"""On one process."""
-# Llama has no dropout, BERT no causal mask; of the four Llama and BERT have buffers, and none a boolean one, which
+"""Faults on a single process."""
+# Llama has no dropout, BERT no causal mask. Only Llama and BERT have buffers, and neither has a boolean one:
+# tests/training/test_probe.py tests that with its own model.
 # tests/training/test_probe.py empties in a model of its own.
 OWN = {
     "gpt2-tiny": (faults.causal_mask_is_dropped, faults.dropout_is_off, faults.dropout_is_twice_as_strong),
@@ -62,7 +63,7 @@ UNFORMED = (
     faults.labels_are_shifted,
     faults.loss_is_not_averaged_over_micro_batches,
 )
-"""With `kernels`, whose logits the probe forms itself."""
+"""Faults with `kernels`, whose logits the probe computes itself."""
 DP, PP = {"dp": 2, "micro_batch": 8, "grad_accum": 2}, {"pp": 2, "micro_batch": 8, "grad_accum": 4}
 TP = {"tp": 2, "micro_batch": 8, "grad_accum": 4}
 ON_TWO = (
@@ -81,7 +82,7 @@ MORE_ON_TWO = (
     (faults.partial_sums_are_not_added, {**TP, "kernels": True}),
     (faults.pipeline_does_not_average_the_loss, {**PP, "kernels": True}),
 )
-"""What is larger than one of those, or one of one process seen from two."""
+"""Faults larger than those of `ON_TWO`, and single-process faults on two ranks."""
 
 
 def workload(name):
@@ -98,7 +99,7 @@ def one(name):
 
 @pytest.fixture(scope="module")
 def subject():
-    """A candidate of a model, built once, and what it computes as long as it has no fault."""
+    """A candidate of a model, built once, and its numbers without a fault."""
     made = {}
 
     def get(name):
@@ -121,14 +122,14 @@ def subject():
 def test_a_planted_fault_is_found(subject, name, fault):
     training, expected = subject(name)
     if fault is faults.weights_of_one_block_are_not_updated:
-        training = one(name)  # of which a step is taken
+        training = one(name)  # this fault needs a training that takes a step
         with fault(training):
             found = together([take(training)], [first_step(training)[1]])
         assert verdict(found, expected) != ""
         return
     with fault(training):
         assert verdict(together([take(training)]), expected) != ""
-    # It is the fault that was found.
+    # It is the planted fault that was found.
     if fault in (EVERYWHERE[0], EVERYWHERE[-3], OWN[name][0], OWN[name][-1]):
         assert verdict(together([take(training)]), expected) == ""
 
@@ -159,7 +160,7 @@ def test_a_fault_is_found_without_all_logits(subject, unformed, name, fault):
 
 
 def part_with(name, knobs, fault):
-    """This rank's part, with a fault that a step is taken with where it shows in that."""
+    """This rank's part with a fault. A step is taken if the fault appears only in one."""
     training = Training(workload(name), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
     with fault(training):
         part = take(training)
@@ -210,7 +211,7 @@ def test_a_fault_that_takes_two_ranks_is_found_in_every_model(two, two_as_they_s
     hold_on_two(two, two_as_they_should_be(name), name, fault, knobs)
 
 
-# Sound configurations
+# Correct configurations
 
 
 def part_of(made, knobs):
@@ -246,7 +247,7 @@ def test_a_sound_candidate_is_not_wrong(subject, name, knobs):
 
 
 def sampled(name, devices, count):
-    """Configurations of a preset's default space, all formats of a CPU among them, none compiled."""
+    """Configurations of a preset's default space, without compilation, with all formats of a CPU."""
     made = workload(name)
     device = Device(type="cpu", name="a CPU", count=4, memory_mib=8192, features=frozenset({"bf16"}))
     space = make_space(made, device, devices)
@@ -256,7 +257,7 @@ def sampled(name, devices, count):
 
 
 def hold_sound(pool, made, configs, base):
-    """Of how many configurations none is wrong, against a reference in float32 and one in bfloat16."""
+    """Asserts that no configuration is wrong against a float32 and a bfloat16 reference. Returns their number."""
     references = [run(pool, made, {**base, "precision": each}) for each in ("fp32", "bf16")]
     for knobs in configs:
         found = run(pool, made, knobs)
@@ -282,7 +283,7 @@ def test_no_configuration_of_a_preset_is_wrong(two, four, name, devices):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", numerics.FAMILIES)
 def test_no_cell_of_the_table_is_wrong(two, four, family):
-    # 15 families in 11 combinations but for those that they cannot follow: another 150 in every format's turn.
+    # 15 families in 11 combinations, except those that a family does not support: another 150, formats in turn.
     formats = ("fp32", "bf16", "bf16_pure")
     cells = [
         (combination, numerics.COMBINATIONS[combination])

@@ -1,4 +1,4 @@
-"""Calls between two processes: replies to their calls, errors with class and traceback, notes, cancellation, lost peers."""
+"""Calls between two processes: replies, errors with class and traceback, notes, cancellation, lost peers."""
 
 import json
 import multiprocessing
@@ -27,7 +27,7 @@ class OwnUsageError(UsageError):
 
 
 class Peer:
-    """What the other process does with each method."""
+    """The other process's handler of each method."""
 
     def __init__(self):
         self.cancelled = threading.Event()
@@ -70,7 +70,7 @@ def _run(connection, plain):
 
 @pytest.fixture
 def peer():
-    """Makes a caller of a new process, for pickles or JSON."""
+    """Makes a caller of a new process that exchanges pickles or JSON."""
     made = []
 
     def make(plain=False, **options):
@@ -185,7 +185,7 @@ def test_a_peer_that_is_silent_is_lost(watched):
     caller = Caller(here, str, start_s=30, silence_s=0.3, watched=watched)
     call = caller.begin("echo", 1)
     with pytest.raises(TimeoutError):
-        call.result(0.5)  # before the first sign of life the longer time counts
+        call.result(0.5)  # before the first message the longer time applies
     keep_alive(Channel(there))
     begin = time.monotonic()
     with pytest.raises(RunnerError, match=r"has not answered for 0\.3 s"):

@@ -1,4 +1,4 @@
-"""What a host of a trial does when what placed it is gone."""
+"""A host of a trial ends with the process that placed it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The Ray runner: real Ray, trials in placement groups, quiet, and nothing left behind."""
+"""The Ray runner: real Ray, trials in placement groups, no extra output, no process left."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Steps of emulated ranks, played with the time of their communication."""
+"""Replays steps of emulated ranks with the time of their communication."""
 
 import pytest
 from redline.estimator.wire import Price
@@ -103,7 +103,7 @@ def test_ranks_that_share_cores_take_turns_and_one_that_waits_leaves_its_core():
     alone = step(0, 2.0)
     assert play([alone], second, cores=2, world_size=8).seconds == pytest.approx(8.0)
     assert play([alone], second, cores=8, world_size=8).seconds == pytest.approx(2.0)
-    # While the second stage waits for the first, this has the only core for itself.
+    # While the second stage waits for the first, the first has the only core for itself.
     first = step(0, 2.0, (2.0, Act.BEGIN, 1, hop(Kind.SEND, 1)), (2.0, Act.WAIT, 1))
     behind = step(1, 3.0, (0.0, Act.BEGIN, 1, hop(Kind.RECEIVE, 0)), (0.0, Act.WAIT, 1))
     assert play([first, behind], free, cores=1).seconds == pytest.approx(5.0)
@@ -121,7 +121,7 @@ def test_a_price_gets_what_its_ranks_computed_since_their_last_communication():
 
 
 def test_threads_that_communicate_take_cores_from_computing():
-    # Two ranks compute 4 s each on two cores; a reduction of 1 s, which takes half a core of each rank, runs meanwhile.
+    # Two ranks compute 4 s each on two cores, during a reduction of 1 s that takes half a core of each rank.
     traces = [step(rank, 4.0, (1.0, Act.BEGIN, 1, reduction()), (4.0, Act.WAIT, 1)) for rank in (0, 1)]
 
     def price(message, computed_s):
@@ -138,7 +138,7 @@ def test_computing_in_company_takes_longer_and_communication_does_not():
 
 
 def test_a_stream_delays_only_streams_that_wait_for_its_event():
-    """A gather on stream 7, ahead of its use: the step's own stream waits at 2 s for the event behind it."""
+    """A gather on stream 7 runs ahead of its use: the step's own stream waits at 2 s for the event behind it."""
 
     def played(awaits):
         entries = [

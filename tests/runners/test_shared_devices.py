@@ -1,4 +1,4 @@
-"""Devices that trials of several runners share: each is one trial's at a time."""
+"""Devices that trials of several runners share: one trial uses a device at a time."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A killed rank is an OOM only where something says that memory was short; real processes, real kills."""
+"""A killed rank is an OOM only with evidence of a memory shortage; real processes, real kills."""
 
 import contextlib
 import mmap
@@ -27,8 +27,10 @@ def die(*_):
 
 
 def supervised(program, make=lambda: None, enter=lambda: None, **job):
-    """The outcome of a trial whose supervisor is a process of its own, which calls `enter` first and then watches
-    memory by what `make` returns."""
+    """The outcome of a trial whose supervisor is a separate process.
+
+    The supervisor calls `enter` first and watches memory with the result of `make`.
+    """
 
     def serve(theirs):
         enter()
@@ -52,7 +54,7 @@ def supervised(program, make=lambda: None, enter=lambda: None, **job):
 
 
 class Host:
-    """A process's folder in /proc that puts it into a control group of version 1 or 2, all of them files."""
+    """A process's folder in /proc and its control group of version 1 or 2, both made of files."""
 
     def __init__(self, folder, version):
         self.proc, self.group = folder / "proc", folder / "group"
@@ -112,7 +114,7 @@ def test_a_kill_from_outside_is_a_crash(bench, tmp_path):
 
 @contextlib.contextmanager
 def small_group(limit_mib):
-    """A real control group with this limit, below this process's own; skips where it cannot be made."""
+    """A real control group with this limit below this process's own. Skips if it cannot be created."""
     groups = memory_groups()
     if not groups:
         pytest.skip("no control group with the memory controller")
@@ -245,7 +247,7 @@ def test_what_a_process_took_since_memory_was_last_looked_at_counts(host, mib, s
 def test_a_thread_that_finds_no_room_for_its_stack_is_oom(bench):
     def program(context):
         held = [mmap.mmap(-1, 62 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
-        for _ in range(100):  # the first may find stacks that threads before them left
+        for _ in range(100):  # the first may reuse stacks of earlier threads
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
         return held
 
@@ -257,7 +259,7 @@ def test_a_thread_that_finds_no_room_for_its_stack_is_oom(bench):
 def test_a_primitive_that_finds_no_room_for_its_code_is_oom(bench):
     def program(context):
         _held = mmap.mmap(-1, 62 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # oneDNN's words. Really without room for them it may as well end the process by SIGSEGV.
+        # oneDNN's message. In a real shortage the process may also end by SIGSEGV.
         raise RuntimeError("could not create a primitive")
 
     outcome = bench.run(program, memory_limit_mib=64)

@@ -1,4 +1,4 @@
-"""The simulated cluster: noise and failures as real ones have them, the same for the same seed."""
+"""The simulated cluster: realistic noise and failures, equal for equal seeds."""
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_a_deadline_holds_in_simulated_time(question, configs, measured):
     (late,) = tried(runner_of(question, timeout_s=10.0), [at])
     assert late.status is Status.TIMEOUT and "deadline of 10 s" in late.reason
     assert late.seconds_total == 10.0
-    # Compilation is outside of the deadline.
+    # Compilation time is not part of the deadline.
     compiled = next(config for config in ran if config["fusion"])
     (late,) = tried(runner_of(question, timeout_s=10.0), [compiled])
     assert late.status is Status.TIMEOUT
@@ -109,7 +109,7 @@ def test_starts_and_durations_are_of_one_clock(question, configs, slots):
     runner = SimulateRunner(question.estimator, SimulationTerms(devices=64, begun=1e9), slots=slots)
     spans = [(each.started, each.started + each.seconds_total) for each in tried(runner, configs[:40])]
     assert [begin for begin, _ in spans[:slots]] == [1e9] * slots
-    # As soon as a slot is free the next trial starts there, and no more run at once than there are slots.
+    # The next trial starts as soon as a slot is free, and no more trials run at once than there are slots.
     assert all(begin in {end for _, end in spans} for begin, _ in spans[slots:])
     assert max(sum(begin <= now < end for begin, end in spans) for now, _ in spans) == slots
     assert max(end for _, end in spans) - 1e9 >= sum(end - begin for begin, end in spans) / slots

@@ -1,4 +1,4 @@
-"""Trials in a Slurm allocation: two nodes of a real Slurm, both of them this machine."""
+"""Trials in a Slurm allocation: two nodes of a real Slurm, both on this machine."""
 
 import os
 import queue
@@ -78,7 +78,7 @@ def free_ports(count):
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """The environment in which `salloc` gives two nodes."""
+    """The environment in which `salloc` provides two nodes."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "salloc"))):
         pytest.skip("Slurm's daemons (slurm-wlm, munge) are not installed, or this is not root")
     folder = tmp_path_factory.mktemp("slurm")

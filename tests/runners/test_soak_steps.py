@@ -1,4 +1,4 @@
-"""The steps of a soak: their lengths, their data, and that every way of sharing out a model follows them."""
+"""The steps of a soak: their lengths and data, and that every form of parallelism supports them."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def images():
 
 
 class Seen:
-    """Notes the batches that a training is given."""
+    """Records the batches that a training gets."""
 
     def __init__(self, training):
         self.batches, passes = [], training.passes

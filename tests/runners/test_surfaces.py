@@ -1,4 +1,4 @@
-"""Recorded surfaces: those that are kept can be replayed, and recording goes on where it was stopped."""
+"""Recorded surfaces: the stored ones can be replayed, and recording resumes after an interruption."""
 
 import importlib.util
 import sys
@@ -15,7 +15,7 @@ BENCH = Path(redline.__file__).parent / "bench"
 
 
 def bench(name):
-    """A module of bench/, which imports what is beside it as a script does."""
+    """Imports a module of bench/ with bench/ in the path, as for a script."""
     if str(BENCH) not in sys.path:
         sys.path.append(str(BENCH))
     spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
@@ -76,10 +76,10 @@ def test_recording_goes_on_where_it_was_stopped(space, tmp_path):
     table.add(first, ok(20.0))
     again = record.Table(path, space, "tokens_per_second")
     assert [again.done(each, 1) for each in (first, second, *rest)] == [True, True, *[False] * len(rest)]
-    assert again.done(second, 2) and not again.done(first, 2)  # what failed is not tried again
+    assert again.done(second, 2) and not again.done(first, 2)  # a failure is not repeated
     lines = path.read_text().splitlines()
     assert lines[0].startswith("dp,zero,micro_batch,status,reason,tokens_per_second,step_ms,")
-    assert lines[1] == "1,0,4,ok,,50000.0,20.00,,0.50000,,1"  # no replicas to share among: zero has its default
+    assert lines[1] == "1,0,4,ok,,50000.0,20.00,,0.50000,,1"  # without replicas zero has its default
     assert lines[2].startswith("1,0,8,oom,too much,")
 
 
@@ -123,11 +123,11 @@ def test_a_failure_that_a_hungrier_run_outlived_was_no_lack_of_memory():
     rows = [
         # tp, pp, dp, zero, micro_batch, grad_accum, ran
         (2, 4, 4, 1, 2, 8, True),
-        (2, 4, 8, 1, 2, 8, False),  # states shared by more: outlived
-        (2, 4, 2, 1, 2, 8, False),  # by fewer
+        (2, 4, 8, 1, 2, 8, False),  # states shared by more ranks: outlived
+        (2, 4, 2, 1, 2, 8, False),  # by fewer ranks
         (2, 4, 4, 1, 4, 8, False),  # a larger micro-batch
-        (2, 4, 4, 1, 1, 2, False),  # fewer in flight of a smaller one: outlived
-        (4, 4, 4, 1, 1, 2, False),  # sharded otherwise, so nothing is known
+        (2, 4, 4, 1, 1, 2, False),  # fewer in flight, and smaller ones: outlived
+        (4, 4, 4, 1, 1, 2, False),  # sharded differently: unknown
         (2, 4, 4, 0, 1, 2, False),  # states not shared
     ]
     table = pd.DataFrame(rows, columns=["tp", "pp", "dp", "zero", "micro_batch", "grad_accum", "ran"])

@@ -9,7 +9,7 @@ from redline.runners.timing import HostClock, TimingPlan, measure, median_interv
 
 
 class ScriptedClock(HostClock):
-    """A clock that moves by a script of step times, ms, so that decisions can be checked exactly."""
+    """A clock that advances by a script of step times in ms, so that decisions can be checked exactly."""
 
     def __init__(self, times):
         self._times = iter(times)
@@ -69,7 +69,7 @@ def test_a_candidate_near_the_best_is_measured_in_full():
 
 
 def test_every_rank_takes_the_slowest_ranks_decisions():
-    """The other one takes 70 ms a step."""
+    """The other rank takes 70 ms a step."""
     timing, _ = run(
         itertools.repeat(50),
         agree=lambda values: [1.4 * values[0], *values[1:]],
@@ -99,7 +99,7 @@ def test_the_interval_of_few_values_is_their_range():
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """Measures steps of which some compile for a while (s, by the step's number), all on one scripted clock."""
+    """Measures steps on a scripted clock. `seconds` has the compile time of some steps by their number."""
 
     def measured(times, seconds, **options):
         def compiled():
@@ -138,7 +138,7 @@ def test_what_is_clearly_slower_once_it_is_compiled_still_stops_early(compiling)
 def test_a_long_compilation_leaves_the_warm_up_its_own_time(compiling):
     unsteady = itertools.chain([900, 800, 700, 600, 500, 400, 300], itertools.repeat(200))
     timing, _ = compiling(unsteady, {0: 60.0})
-    assert timing.warmup_steps == 8  # not two, as the time for it were used up
+    assert timing.warmup_steps == 8  # two would mean that compilation used up the warm-up
 
 
 def test_a_step_that_compiles_while_measuring_is_left_out(compiling):
@@ -180,14 +180,14 @@ def test_the_interval_of_thousands_of_steps_is_known_and_continues_that_of_few()
 
 
 def test_clocks_settle_before_what_counts_is_measured():
-    """A GPU that lowers its clocks as it gets warm: 100 ms a step at first, 130 ms in the end."""
+    """A GPU that lowers its clocks while it warms up: 100 ms a step at first, 130 ms in the end."""
     warm_up, falling = [100, 100], np.linspace(100, 130, 60)
     begun = []
     clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
     plan = TimingPlan(settle_seconds=60)
     timing = measure(clock.step, clock, plan, measuring=lambda: begun.append(clock.steps))
     assert timing.step_ms == pytest.approx(130, rel=1e-3)
-    # Three windows of two seconds in a row that are alike, from where the steps nearly are.
+    # Three equal windows of two seconds in a row, from where the steps are almost steady.
     assert 62 + 2 * 15 <= begun[0] <= 62 + 4 * 17 and timing.seconds_settle < 20
     clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
     assert measure(clock.step, clock, TimingPlan()).step_ms < 105
@@ -200,7 +200,7 @@ def test_what_never_settles_is_measured_when_the_time_for_it_is_over():
 
 
 def test_a_delay_that_passes_from_rank_to_rank_counts_once():
-    """Two stages whose steps take 10 and 20 ms in turns, each when the other takes the other: two steps take 30 ms."""
+    """Two stages' steps take 10 and 20 ms alternately, in opposite phase: two steps take 30 ms."""
     times = {0: itertools.cycle([10.0, 20.0]), 1: itertools.cycle([20.0, 10.0])}
     other = iter(times[1])
     chunks = []

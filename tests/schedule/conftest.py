@@ -73,7 +73,7 @@ def transformer(name: str, device: str = "meta", dropout: float = 0.0, layers: i
 
 @pytest.fixture
 def mlp(request):
-    # Numeric tests make it from their seed.
+    # Numeric tests draw weights from their seed.
     torch.manual_seed(request.getfixturevalue("seed") if "seed" in request.fixturenames else 0)
     return MLP()
 

@@ -1,6 +1,6 @@
-"""Graphs as Slapo's tests have them: patterns, fusion, replacement, traces, one section a file of Slapo's.
+"""Counterparts of Slapo's graph tests: patterns, fusion, replacement, traces; one section per file of Slapo's.
 
-docs/schedule.md lists all of Slapo's tests; the counterparts that are not here are among the other tests of this folder.
+docs/schedule.md lists all of Slapo's tests; the other counterparts are among the other tests of this folder.
 """
 
 import copy
@@ -19,7 +19,7 @@ IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def calls(sch):
-    """What a traced module calls, of its children."""
+    """Children that a traced module calls."""
     return [node.target for node in sch.graph.nodes if node.op == "call_module"]
 
 
@@ -46,12 +46,12 @@ def test_a_residual_is_found_whatever_form_its_activation_has(function):
     (found,) = sch.find(lambda y, x: F.relu(y) + x)
     assert found.names == ["relu" if function else "act", "add"]
     assert len(sch.find(lambda y, x: call_module("act", y) + x)) == (0 if function else 1)
-    # One name in a pattern is one value.
+    # A name in a pattern matches one value.
     assert sch.find(lambda x: F.relu(x) + x) == []
 
 
 class Letters(nn.Module):
-    """Convolutions, then linear layers, as in LeNet."""
+    """Convolutions followed by linear layers, as in LeNet."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ def test_patterns_have_several_ways_and_several_inputs():
 
 
 class Heads(nn.Module):
-    """Three projections whose heads are turned the same way."""
+    """Three projections whose heads are transposed the same way."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ def test_the_same_shape_beside_itself_is_found_each_time():
     assert [node.target for node in found[-1].nodes[1:]] == ["unflatten", "permute"]
 
 
-# test_fusion.py, and what test_verify.py has of fusion
+# test_fusion.py, and the fusion tests of test_verify.py
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_what_a_replacement_contains_is_not_replaced_again(seed):
     torch.manual_seed(seed)
     sch = create_schedule(Nested())
     with verify(sch, torch.randn(2, 4)):
-        # Behind each there was an activation already, which a second one leaves alone.
+        # An activation followed each already: a second one would have no effect.
         sch.replace_all(nn.Linear, lambda old: nn.Sequential(old, nn.ReLU()))
     assert [type(each) for each in sch["fc1"].module] == [nn.Linear, nn.ReLU]
     assert type(sch["list.0.0"].module) is nn.Linear and "inner.0.1" in sch
@@ -291,7 +291,7 @@ class Joined(nn.Module):
 
 @pytest.fixture
 def layer(make_transformer, seed):
-    """A layer of BERT, whose attention is computed step by step, and what it is given."""
+    """A layer of BERT with step-by-step attention, and its inputs."""
     torch.manual_seed(seed)
     model = make_transformer("bert", device="cpu")
     model.set_attn_implementation("eager")
@@ -328,7 +328,7 @@ def test_attention_by_hand_becomes_the_efficient_one_and_mixed_up_arguments_are_
     sch = create_schedule(block).trace(flatten=True, examples=(x,))
     wrong = sch.copy()
     attention = create_schedule(copy.deepcopy(block.attention.self)).trace(examples=(x,))
-    with pytest.raises(ScheduleError, match="is used by output"):  # it returns the weights, too, which a layer drops
+    with pytest.raises(ScheduleError, match="is used by output"):  # it also returns the weights, which a layer drops
         attention.replace(efficient, attention.find(scores, explain=True))
     with verify(sch, x):
         sch.replace(efficient, sch.find(scores, explain=True))

@@ -1,6 +1,6 @@
-"""Several ranks as Slapo's tests have them: cutting, exchanges, weights, stages, one section a file of Slapo's.
+"""Counterparts of Slapo's multi-rank tests: sharding, exchanges, weights, stages; one section per file of Slapo's.
 
-docs/schedule.md lists all of Slapo's tests; the counterparts that are not here are among the other tests of this folder.
+docs/schedule.md lists all of Slapo's tests; the other counterparts are among the other tests of this folder.
 """
 
 import copy
@@ -104,7 +104,7 @@ def test_a_rule_of_ones_own_gives_weights_on_one_rank_and_on_several(two):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions with norms over the batch, as in a residual network."""
+    """Convolutions with batch norms, as in a residual network."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ def test_a_weight_in_three_places_is_cut_at_all_of_them(two, seed):
 
 
 def rows_of(sch, *names):
-    """Of the batch each rank has a part, and so a part of these modules' gradients."""
+    """Sums these modules' gradients over ranks, as each rank has a part of the batch."""
     for name in names:
         sch[name].sync("bwd_post", "all_reduce", on="parameters")
 
@@ -245,7 +245,7 @@ def check_schemes(seed):
         sch = create_schedule(Pair(), mesh(tp=2))
         with verify(sch, torch.randn(4, 6, 8)):
             scheme(sch)
-    # The gradients of what sees a part of the batch are parts, which nothing sums here.
+    # Gradients of modules that see a part of the batch are partial, and nothing sums them here.
     torch.manual_seed(seed)
     wrong = create_schedule(Pair(), mesh(tp=2))
     with pytest.raises(ScheduleError, match="gradient of fc"), verify(wrong, torch.randn(4, 6, 8)):
@@ -261,18 +261,18 @@ def test_two_layers_are_computed_in_eight_ways_of_cutting_what_is_between_them(t
 
 
 def gathering(block, regions):
-    """Weights are cut along their outputs, and what goes into each is whole."""
+    """Cuts weights along their outputs; each layer's input is whole."""
     for name in ("query", "key", "value"):
         block[f"attention.self.{name}"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     block["attention.output.dense"].sync("fwd_pre", "all_gather", axis=-1)
     for name in ("attention.output.dense", "intermediate.dense", "output.dense"):
         dense = block[name].shard(["weight", "bias"], axis=0).sync("fwd_post", "all_gather", axis=-1)
-        if name != "attention.output.dense":  # what was gathered before it has its gradient reduce-scattered
+        if name != "attention.output.dense":  # the gradient of its gathered input is reduce-scattered
             dense.sync("bwd_post", "all_reduce")
 
 
 def scattering(block, regions):
-    """What is between the cut parts lies in pieces of the sequence."""
+    """Ranks hold pieces of the sequence between the cut layers."""
     for name in ("query", "key", "value"):
         block[f"attention.self.{name}"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     block["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
@@ -322,7 +322,7 @@ def check_neo(cuts, seed):
     model, _ = build(sch)
     model.pipeline.step(**batch)
     size = 8 // model.pipeline.micro_batches
-    # Masks, positions and shapes are computed by each stage from the batch: it is what blocks return that crosses.
+    # Each stage computes masks, positions and shapes from the batch: only the blocks' outputs cross.
     leaves = [[shape for shape, _, tensor in form.leaves if tensor] for form in model.pipeline.board.forms]
     assert leaves == [[(size, 16, 32), (size, 4, 16, 16)]] * len(cuts)
     return sorted({name.split(".h.")[1][0] for name in model.state_dict() if ".h." in name})
@@ -337,7 +337,7 @@ def test_four_stages_of_gpt_neo_have_a_block_each(four, seed):
 
 
 class Looking(nn.Module):
-    """Looks at what it is given, so that it cannot be traced."""
+    """Branches on its input, so it cannot be traced."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""An optimizer in host memory moves each gradient out and each weight in once, and waits for the device once a step."""
+"""An optimizer in host memory moves each gradient out and each weight in once, and synchronizes once a step."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def made():
 
 
 class Copies:
-    """Counts bytes by direction: from parameters and gradients of the model, and to its parameters."""
+    """Counts bytes by direction: from the model's parameters and gradients, and to its parameters."""
 
     def __init__(self, monkeypatch, model):
         self.out = self.back = 0
@@ -41,7 +41,7 @@ class Copies:
 
         def copy_(tensor, source, non_blocking=False):
             size = source.numel() * source.itemsize
-            if source.dtype == torch.bool:  # which weights have changed
+            if source.dtype == torch.bool:  # the flags of changed weights
                 return real(tensor, source, non_blocking)
             if tensor.data_ptr() in params:
                 self.back += size
@@ -79,7 +79,7 @@ def test_weights_changed_on_the_device_are_what_the_next_step_begins_with():
         with torch.no_grad():
             if step == 0:
                 model[0].weight.mul_(0.5)  # changed in place
-                model[0].bias.data.add_(1e-3)  # of which no version tells
+                model[0].bias.data.add_(1e-3)  # without a change of version
             else:
                 model[1].weight.data = model[1].weight.detach() * 0.5  # other memory
 
@@ -121,7 +121,7 @@ def test_copies_of_cuda_tensors_are_pinned_and_waited_for_once(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "cores", "each"), [(4, 32, 8), (8, 4, 1)])
 def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, cores, each):
-    """Ray starts its workers with OMP_NUM_THREADS=1, by which one thread would update all offloaded states."""
+    """Ray starts its workers with OMP_NUM_THREADS=1, so one thread would update all offloaded states."""
     asked = []
     monkeypatch.setattr(rank, "usable_cores", lambda: cores)
     monkeypatch.setattr(rank, "share_compile_threads", lambda ranks: None)

@@ -1,4 +1,4 @@
-"""Replicas average their gradients once a step, in buckets, while the backward pass still runs."""
+"""Replicas average their gradients once a step, in buckets, during the backward pass."""
 
 import copy
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Tower(nn.Module):
-    """Layers of which some may be left out of the forward pass."""
+    """Layers, some of which the forward pass can omit."""
 
     def __init__(self, layers=4, width=8, bias=True):
         super().__init__()
@@ -50,7 +50,7 @@ def tower(**sizes):
 
 
 class Exchanges:
-    """Counts collectives, and notes what the backward pass has reached when each starts."""
+    """Counts collectives and records the progress of the backward pass when each starts."""
 
     def __init__(self, patch, *names):
         self.calls = []
@@ -76,7 +76,7 @@ def check_buckets(zero):
         first.register_hook(lambda grad: begun.append(len(made.calls)))
         for seed in range(3):
             model(data(seed)[1]).sum().backward()
-            assert bool(made.calls) == (seed == 2)  # only the last pass of a step sends anything
+            assert bool(made.calls) == (seed == 2)  # only the last pass of a step sends
         sent = [size for _, size, _ in made.calls]
         held = sum(each.grad is not None for each in model.parameters())
         optimizer.step()
@@ -85,9 +85,9 @@ def check_buckets(zero):
 
 def test_gradients_travel_in_buckets_once_a_step_while_the_backward_pass_runs(two):
     for sent, begun, held, names, _ in two.run(check_buckets, 0):
-        # Two layers a bucket, and behind them a number a parameter.
+        # A bucket has two layers, followed by one number per parameter.
         assert sent == [2 * 72 + 4, 2 * 72 + 4] and names == ["all_reduce"] * 2
-        assert begun == 1  # the last two layers' bucket, before the first layer's gradient is there
+        assert begun == 1  # the last two layers' bucket, before the first layer's gradient exists
         assert held == 8
 
 
@@ -96,13 +96,13 @@ def test_with_owners_a_parameter_is_reduced_to_one_rank_and_sent_from_it(two):
     for _, begun, _, names, _ in found:
         assert begun >= 1
         assert names == ["reduce"] * (len(names) // 2) + ["broadcast"] * (len(names) // 2)
-    # Each rank has gradients and state of what it owns, which is half.
+    # Each rank has gradients and optimizer state of the half that it owns.
     assert [held for *_, held, _, _ in found] == [4, 4]
     assert [len(state) for *_, state in found] == [4, 4]
 
 
 def check_training(zero, seed, layers, without, bias):
-    """Replicas of which rank r leaves out the layers `without[r]`, and one process that does the same."""
+    """Compares replicas in which rank r omits the layers `without[r]` with one process that does the same."""
     torch.manual_seed(seed)
     plain = Tower(layers, bias=bias)
     model, optimizer = replicated(copy.deepcopy(plain), zero, numerics.adamw)
@@ -135,7 +135,7 @@ def check_training(zero, seed, layers, without, bias):
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("without", [[[3], [3]], [[2], []], [[0], [1, 3]]], ids=["none", "one", "others"])
 def test_what_some_replicas_do_not_use_is_averaged_and_what_none_uses_left_alone(two, seed, zero, without):
-    # AdamW would shrink what no replica uses, had it a gradient of zeros.
+    # With a gradient of zeros AdamW would shrink parameters that no replica uses.
     assert all(two.run(check_training, zero, seed, 4, without, True))
 
 
@@ -154,7 +154,7 @@ def check_format(seed):
     plain(whole).mean().backward()
     expected = {name: each.grad for name, each in plain.named_parameters()}
     found = {name: each.grad for name, each in model.named_parameters()}
-    # Each half is rounded, and their sum.
+    # Each half and their sum are rounded.
     numeric.same(found, expected, 3 * unit_roundoff(torch.bfloat16))
     rounded = any(not torch.equal(expected[name], found[name]) for name in found)
     return {dtype for *_, dtype in made.calls}, {each.dtype for each in found.values()}, rounded

@@ -1,4 +1,4 @@
-"""What ranks are to hold alike: weights at build, inputs at the first step; and what a cut in the wrong place says."""
+"""Ranks must agree on weights at build and on inputs at the first step; a misplaced cut raises an error."""
 
 import pytest
 import torch
@@ -138,7 +138,7 @@ def check_given():
     model, _ = build(sch)
     with pytest.raises(ScheduleError, match="but shift is not"):
         model(inputs(0), shift=inputs(dist.get_rank()))
-    # Looked at once: afterwards nothing stands between the caller and the model.
+    # Inputs are checked once: afterwards no wrapper remains around the model.
     assert model._compiled_call_impl is None
     sch = create_schedule(made(0), mesh(tp=2))
     with pytest.raises(ScheduleError, match="but input 0 is not"), verify(sch, inputs(dist.get_rank())):
@@ -176,11 +176,11 @@ def test_a_norm_that_is_given_a_piece_says_what_to_do(two):
     two.run(check_norm)
 
 
-# Words
+# Messages
 
 
 class Loop(nn.Module):
-    """Its forward calls the model by another name than self."""
+    """Its forward names the model differently from `self`."""
 
     def __init__(self):
         super().__init__()

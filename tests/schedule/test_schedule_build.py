@@ -1,4 +1,4 @@
-"""build: seeded weights, ties, names, copies."""
+"""build: seeded weights, tied weights, names, copies."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ def test_weights_follow_the_models_own_initialisation(make_transformer, name):
     for key, value in eager.state_dict().items():
         mine = built.state_dict()[key]
         assert mine.dtype == value.dtype and mine.device.type == "cpu"
-        # 0.02 is the initial deviation; what two samples of n differ by is within five standard errors.
+        # 0.02 is the initial deviation; two samples of n differ by at most five standard errors.
         error = 5 * 0.02 * (2 / value.numel()) ** 0.5
         assert abs(mine.std() - value.std()) < error and abs(mine.mean() - value.mean()) < error, key
     for (key, value), (_, mine) in zip(eager.named_buffers(), built.named_buffers()):

@@ -1,4 +1,4 @@
-"""What is done around the calls of a module whose operations a graph above it has itself: refused, never lost."""
+"""Hooks and exchanges of a module whose operations an enclosing graph contains are refused, never lost."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Exchanges along other dimensions, those of one's own modules, and the random streams of ranks."""
+"""Exchanges along other dimensions, exchanges in users' own modules, and the random streams of ranks."""
 
 import pytest
 import redline as rl
@@ -22,7 +22,7 @@ def whole():
 def check_all_to_all():
     axis, rank = rl.collectives.axis(mesh(tp=2)), dist.get_rank()
     mine = whole().chunk(2, 1)[rank].clone().requires_grad_()  # a piece of the sequence
-    out = rl.collectives.all_to_all(mine, dim=2, join=1, axis=axis)  # of the features
+    out = rl.collectives.all_to_all(mine, dim=2, join=1, axis=axis)  # a piece of the features
     assert torch.equal(out, whole().chunk(2, 2)[rank])
     weight = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
     (out * weight.chunk(2, 2)[rank]).sum().backward()
@@ -44,7 +44,7 @@ def check_gather():
         mine = whole().chunk(2, 1)[rank].clone().requires_grad_()
         out = rl.collectives.all_gather(mine, 1, axis, gradient)
         assert torch.equal(out, whole())
-        (out * (rank + 1)).sum().backward()  # other work on each
+        (out * (rank + 1)).sum().backward()  # different work on each rank
         assert torch.equal(mine.grad, torch.full_like(mine, factor))
     for function, expected, slope in (
         (lambda x: rl.collectives.all_reduce(x, axis), whole() * 2, 1.0),
@@ -65,7 +65,7 @@ def test_collectives_of_ones_own_modules_pass_gradients(two):
 
 
 class Mixed(nn.Module):
-    """Its two parts compute along other dimensions."""
+    """Two parts that compute along different dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Pair(nn.Module):
 
 
 def check_sequence():
-    """What is gathered goes into a layer that is cut: ranks go on with different work."""
+    """Compares gradients when a gathered tensor enters a sharded layer, so that ranks compute different work."""
     torch.manual_seed(0)
     x = (whole() / 48).requires_grad_()
     for gradient in ("reduce_scatter", "scatter"):

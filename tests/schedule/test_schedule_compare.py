@@ -1,4 +1,4 @@
-"""The one comparison of two models: what departs, what is named of it, and what rounding may do to each kind."""
+"""The comparison of two models: departures, their names, and the rounding tolerance of each kind."""
 
 import math
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_the_first_kind_that_departs_is_named_by_its_gravest_and_of_those_that_a
 
     assert named(a=0.1, b=0.5).startswith("the gradient of b")
     assert named(a=0.49, b=0.5).startswith("the gradient of a")
-    assert named(a=0.97 * LIMIT, b=1.03 * LIMIT).startswith("the gradient of b")  # the other is rounding
+    assert named(a=0.97 * LIMIT, b=1.03 * LIMIT).startswith("the gradient of b")  # the other difference is rounding
     everything = replace(PLAIN, loss=3.0, weights={"a": torch.zeros(2)})
     assert compare(PLAIN, everything, TENSORS).wrong.kind == "loss"
 
@@ -102,7 +102,7 @@ def test_norms_may_depart_by_format_and_depth_of_both_sides():
     error = 2 * 2.0**-8 * math.sqrt(4)
     assert tolerance.gradients == 2.0 * error + 2 * FLOOR and tolerance.vectors == 6.0 * error + 2 * FLOOR
     expected = norms(1.0, 1.0, 2.0)
-    assert compare(expected, norms(1.0, 1.09, 2.0), tolerance).holds  # a norm of vectors
+    assert compare(expected, norms(1.0, 1.09, 2.0), tolerance).holds  # the norm of vectors
     wrong = compare(expected, norms(1.09, 1.0, 2.0), tolerance).wrong
     assert wrong.description == "a on the probe is 1.09, the reference's 1 (tolerance 0.031)"
 

@@ -1,4 +1,4 @@
-"""What contradicts itself on real ranks is refused; linear layers come apart beside sharding; the split loss."""
+"""Contradictory schedules are refused on real ranks; decomposed linear layers with sharding; the split loss."""
 
 import numeric
 import pytest
@@ -104,7 +104,7 @@ def test_contradictions_are_refused_and_leave_the_schedule_as_it_was(two, make_t
 
 def check_traced_counts():
     class Heads(nn.Module):
-        """Counts its heads, as attention modules do."""
+        """Stores its number of heads, as attention modules do."""
 
         def __init__(self):
             super().__init__()
@@ -134,7 +134,7 @@ def check_decompose(make, first, seed):
         cut_mlp(sch)
         if not first:
             sch.trace().decompose()
-        # The bias of the layer cut along its input is added behind the sum, once and on every rank.
+        # The bias of a layer cut along its input is added after the sum, once, on every rank.
         assert len(sch.find(lambda y, b: torch.relu(y + b))) == 1
     gathered = create_schedule(make(), mesh(tp=2))
     gathered["fc1"].shard(["weight", "bias"], axis=0).sync("fwd_post", "all_gather", axis=-1)
@@ -190,7 +190,7 @@ def check_loss(seed):
 
     axis = axis_of(mesh(tp=2), "tp")
     logits = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 30
-    # Rounded once to float32. A loss follows its logits by at most 2 to 1, a gradient of it by 1 to 1.
+    # One rounding to float32. A loss changes by at most 2 times a change of its logits, its gradient by at most 1 time.
     rounded = unit_roundoff(torch.float32) * float(logits.abs().max())
     target = torch.tensor([0, 4, 5, 9, -100, 3])
     for smoothing in (0.0, 0.1):

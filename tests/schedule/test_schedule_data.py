@@ -58,7 +58,7 @@ def test_replicas_train_as_one_process_on_the_whole_batch(two, make_transformer,
     if zero == 0:
         assert all(state >= 2 * whole for state in states)
     else:
-        # AdamW keeps two numbers a weight, and a step counter a tensor.
+        # AdamW has two numbers per weight, and a step counter per tensor.
         assert sum(states) == pytest.approx(2 * whole, rel=0.01)
         assert max(states) < 1.3 * whole
 
@@ -70,7 +70,7 @@ def test_data_and_tensor_parallel_together(four, make_transformer, seed):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_groups_of_replicas_train_as_one_process(four, make_transformer, seed, zero):
     results = four.run(check_stage, make_transformer, "llama", zero, {"dp": 4}, seed, 2)
-    # Each of the two groups holds all of AdamW's state.
+    # Each of the two groups has all of AdamW's state.
     assert sum(state for state, _ in results) == pytest.approx(2 * 2 * results[0][1], rel=0.02)
 
 

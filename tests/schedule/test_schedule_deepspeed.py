@@ -1,4 +1,4 @@
-"""DeepSpeed's engine of a scheduled model: it trains as one process does, on real ranks; refusals in words."""
+"""DeepSpeed's engine of a scheduled model trains on real ranks as one process does; unsupported schedules are refused."""
 
 import json
 import os
@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn import functional as F
 
 slow = pytest.mark.slow
-"""DeepSpeed takes seconds to import, and minutes to compile its exchange over shared memory the first time."""
+"""DeepSpeed takes seconds to import, and minutes for the first compilation of its shared-memory exchange."""
 SIZE = {"train_micro_batch_size_per_gpu": 4}
 
 
 def mesh(**axes):
     from torch.distributed.device_mesh import init_device_mesh
 
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun has it
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun sets it
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -40,7 +40,7 @@ def pool(of, size):
 
 @pytest.fixture(scope="module")
 def pair(two):
-    """Two ranks of their own: DeepSpeed keeps what it was told of them for the whole process."""
+    """Two separate ranks: DeepSpeed keeps the first settings for the whole process."""
     yield from pool(two, 2)
 
 
@@ -55,7 +55,7 @@ def octet(two):
 
 
 def language(seed):
-    """A batch of eight sentences, some of whose tokens are masked."""
+    """A batch of eight sentences with some masked tokens."""
     tokens = torch.randint(3, 96, (8, 16), generator=torch.Generator().manual_seed(1 + seed))
     mask = torch.ones_like(tokens)
     mask[1, 12:] = 0
@@ -67,7 +67,7 @@ def part(batch, count, index):
 
 
 def share(batch, mesh):
-    """What this replica is given."""
+    """This replica's part of the batch."""
     if "dp" not in mesh.mesh_dim_names:
         return batch
     return part(batch, mesh.get_group("dp").size(), mesh.get_local_rank("dp"))
@@ -82,7 +82,7 @@ def mean(loss, mesh):
 
 
 def hold(make, name, seed, batch, model, passes):
-    """Asserts that an engine's model has after some steps the weights that one process has; `passes` is a step."""
+    """Asserts that an engine's model has one process's weights after some steps. `passes` runs a step."""
     plain, optimizer = build(create_schedule(make(name)), optimizer=numerics.adamw, seed=seed)
     losses = []
 
@@ -95,7 +95,7 @@ def hold(make, name, seed, batch, model, passes):
     expected = numeric.trained(plain, optimizer, alone)
     found = [passes() for _ in losses]
     weights = weights_of(model)
-    # The engine keeps its gradients to itself; what it made of them tells enough.
+    # The engine does not expose its gradients; the updated weights suffice.
     gradients = {each: expected.gradients[each] for each in weights}
     numbers = Numbers(loss=found[0], gradients=gradients, weights=weights)
     numeric.hold(numerics.compare(expected, numbers, allowance(plain, 8 * 16), 8 * 16))
@@ -118,7 +118,7 @@ def check_replicas(make, axes, zero, accumulate, seed):
     engine, _ = build(sch, optimizer=numerics.adamw, seed=seed, target="deepspeed", config=config)
     assert int(engine.zero_optimization_stage()) == zero and engine.gradient_clipping() == 0.0
     batch = language(seed)
-    del batch["attention_mask"]  # or replicas would average over other numbers of tokens
+    del batch["attention_mask"]  # otherwise replicas would average over different numbers of tokens
 
     def step():
         total = 0.0
@@ -207,7 +207,7 @@ def test_stages_replicas_and_cuts_in_the_engine(octet, make_transformer, seed):
 
 
 class Layer(nn.Module):
-    """Hands on a tensor that nobody uses, one that has no gradient, a mask and a word."""
+    """Returns a tensor without use, one without a gradient, a mask and a string."""
 
     def __init__(self):
         super().__init__()
@@ -286,7 +286,7 @@ def test_stages_in_bfloat16_exchange_it(pair, make_transformer, seed):
     pair.run(check_halves, make_transformer, seed, timeout=900)
 
 
-# What a configuration means is said once
+# Exported configurations
 
 
 def check_exported(make, config, path, seed):
@@ -310,11 +310,11 @@ def test_the_engine_of_an_export_has_the_stage_that_the_schedule_says(pair, make
     assert made == [(2, "AdamW", 1e-4)] * 2
 
 
-# Refusals, which need no DeepSpeed
+# Errors that need no DeepSpeed
 
 
 class Experts(nn.Module):
-    """Of the form that can be spread over ranks."""
+    """Experts of a form that can be spread over ranks."""
 
     def __init__(self):
         super().__init__()
@@ -332,7 +332,7 @@ def check_refusals(make, folder):
         steps = len(sch.tree.steps)
         with pytest.raises(ScheduleError, match=said):
             build(sch, target="deepspeed", config=config, **given)
-        build(sch.copy())  # it is as it was
+        build(sch.copy())  # the schedule is unchanged
         assert len(sch.tree.steps) == steps
 
     dp, pp, tp = {"dp": 2}, {"pp": 2}, {"tp": 2}

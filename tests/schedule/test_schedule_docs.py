@@ -1,4 +1,4 @@
-"""docs/schedule.md: every example runs, and every primitive has one."""
+"""docs/schedule.md: every example runs, and every primitive has an example."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demonstrations of `examples/`, at small sizes, and some as the scripts that they are."""
+"""The demonstrations of `examples/` at small sizes, some of them as scripts."""
 
 import importlib.util
 import json
@@ -79,7 +79,7 @@ def test_a_model_that_looks_at_values_has_the_losses_of_one_process_in_stages(tw
 def test_an_embedding_tied_over_stages_stays_the_same_in_both(two):
     for found in two.run(lambda: example("tied_embeddings").compare(mesh(pp=2))):
         assert found["between the stages"] == 0 and found["moved"] > 1e-3
-        # A step of AdamW turns the rounding of a gradient that is almost zero into a part of its rate.
+        # A step of AdamW turns the rounding error of an almost zero gradient into a fraction of the learning rate.
         assert found["from one process"] < 1e-3 and found["of the loss"] < 1e-5
 
 
@@ -90,7 +90,7 @@ def test_gpt_neo_on_four_ranks_has_the_losses_of_one_process(four):
 
 
 def ran(*arguments):
-    """What a command printed, on one thread."""
+    """Runs a command on one thread and returns its output."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, timeout=570, check=False,
@@ -100,7 +100,7 @@ def ran(*arguments):
 
 
 def started(ranks, name, *arguments):
-    """What an example printed on so many ranks."""
+    """Runs an example on so many ranks and returns its output."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return ran(*launcher, ROOT / "examples" / f"{name}.py", *arguments)
 
@@ -132,7 +132,7 @@ def test_a_whole_transformer_on_two_processes():
 @pytest.mark.exhaustive
 def test_what_a_schedule_costs_is_measured():
     out = json.loads(ran(ROOT / "bench" / "schedule.py", "--rounds", 3, "--json"))
-    # 24 blocks, six cuts and four exchanges in each.
+    # 24 blocks, each with six cuts and four exchanges.
     assert out["apply"]["steps"] > 240 and out["apply"]["seconds"] > 0
     assert min(out["lines"].values()) > 0 and out["lines"]["every parallel knob of BERT"] < 60
     assert out["step"]["ratio"] > 0

@@ -1,4 +1,4 @@
-"""Experts spread over ranks: however unevenly rows are routed, ranks come to what one process computes."""
+"""Experts spread over ranks: the results equal one process's, however unevenly rows are routed."""
 
 import math
 import re
@@ -19,7 +19,7 @@ EXPERTS, WIDTH, TOKENS = 4, 8, 12
 
 
 class Experts(nn.Module):
-    """As transformers' mixtures have them, with biases, which experts without rows add nothing by."""
+    """Experts as in transformers' mixtures, with biases; an expert without rows adds nothing."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ ROUTES = {
 
 
 def departure(route, zero, ep=2):
-    """By how much outputs and gradients of ranks that have some tokens each depart from those of one process with all."""
+    """Largest departure of ranks with some tokens each from one process with all, in outputs and gradients."""
     torch.set_default_dtype(torch.float64)
     try:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -96,7 +96,7 @@ def departure(route, zero, ep=2):
         found.square().mean().backward()
         worst = [(found - expected[mine]).abs().max()]
         if zero == 3:
-            # What an update leaves: gradients are in pieces.
+            # Weights after an update are compared, as gradients are sharded.
             for each in (whole, model):
                 torch.optim.SGD(each.parameters(), lr=1.0).step()
             state = full_state_dict(model)
@@ -127,7 +127,7 @@ def test_so_do_ranks_of_which_several_hold_the_same_experts(four, route, zero):
 
 
 def forgotten(route):
-    """What departs if the gradients of experts are averaged over those that hold them, and not over all replicas."""
+    """Departure if gradients of experts are averaged over the ranks that hold them instead of all replicas."""
     from redline.schedule.parallel import replicas
 
     take = replicas._Bucket.take
@@ -144,7 +144,7 @@ def test_a_mean_over_too_few_replicas_is_seen(two):
 
 
 def limited(model, chosen, factor):
-    """A model whose mixtures drop rows, written plainly: the weights of all but the largest of an expert's are 0."""
+    """Reference for dropped rows: only the largest weights of each expert are kept, the others are set to 0."""
     most = math.ceil(factor * chosen.numel() / EXPERTS)
     dropped = []
 
@@ -164,7 +164,7 @@ def limited(model, chosen, factor):
 
 
 def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
-    """As `departure`, of experts with a capacity for the tokens of each rank; and rows that were dropped."""
+    """Like `departure`, for experts with a capacity for each rank's tokens. Also returns dropped rows."""
     torch.set_default_dtype(torch.float64)
     sort = torch.Tensor.argsort
     try:
@@ -183,7 +183,7 @@ def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
         sch = (sch.shard_experts(ep) if ep > 1 else sch).limit_experts(factor)
         model, _ = build(sch.shard_data(zero=zero) if ranks > 1 else sch)
         mine, expected, dropped, _ = parts[rank]
-        if faulty:  # keeps the first rows of an expert, and not those with the largest weights
+        if faulty:  # keeps an expert's first rows instead of those with the largest weights
             torch.Tensor.argsort = lambda each, **given: (
                 torch.arange(len(each)) if each.is_floating_point() else sort(each, **given)
             )
@@ -231,7 +231,7 @@ def test_rows_that_are_kept_by_their_position_are_seen(two):
 
 
 def exchanges(factor, training):
-    """How many exchanges a forward pass of two mixtures has, and the sizes that a rank sends."""
+    """Counts the exchanges of a forward and backward pass of two mixtures. Returns the sizes that a rank sends."""
     seen, send = [], parallel.all_to_all_rows
 
     def counted(tensor, sent, received, axis):
@@ -252,7 +252,7 @@ def exchanges(factor, training):
 
 def test_with_a_capacity_all_sizes_are_equal_and_none_is_asked_for(two):
     for sent, dropped in two.run(exchanges, 1.0, True):
-        # Of each mixture there and back, in both passes; C = 24 rows / 4 experts, and a rank has two of these.
+        # Each mixture sends there and back in both passes; C = 24 rows / 4 experts, and a rank has two experts.
         assert sent == [([12, 12], [12, 12])] * 8
         assert dropped == (2 * (24 - 6), 2 * 24)
     for sent, dropped in two.run(exchanges, None, True):
@@ -266,7 +266,7 @@ def test_in_evaluation_no_row_is_dropped(two):
 
 
 def departure_of_whole(route, ep, averaged=True):
-    """By how much ranks that share layers depart from one process if experts are whole and each takes some tokens."""
+    """Largest departure from one process of ranks that share layers, each with whole experts for some of the tokens."""
     torch.set_default_dtype(torch.float64)
     try:
         tokens = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))

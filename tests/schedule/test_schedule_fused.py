@@ -1,4 +1,4 @@
-"""Fused attention and GELUs in models of all families: the same numbers under the same names."""
+"""Fused attention and GELUs in models of all families: equal numbers under equal names."""
 
 import copy
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 BLOCKS = {
     "bert": "bert.encoder.layer.0",
     "gpt2": "transformer.h.0",
-    "gpt_neo": "transformer",  # whose blocks give their weights of attention on
+    "gpt_neo": "transformer",  # whose blocks return their attention weights
     "opt": "model.decoder.layers.0",
     "t5": "decoder.block.1",
     "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0",
@@ -24,17 +24,17 @@ BLOCKS = {
     "vit": "vit.layers.0",
 }
 WRITTEN_OUT = ("gpt2", "gpt_neo", "albert")
-"""Families whose GELU is written out."""
+"""Families that spell out GELU."""
 
 
 def block_of(family, model):
-    """The schedule of a model, and of its first block, traced with the modules below it."""
+    """The schedule of a model, and that of its block."""
     sch = create_schedule(model)
     return sch, sch[BLOCKS[family]]
 
 
 def kinds(sch):
-    """What a graph has of what was put into it."""
+    """Names of the functions that were inserted into a graph."""
     found = []
     for node in sch.graph.nodes:
         function = getattr(node.target, "function", None)
@@ -50,7 +50,7 @@ def close(one, other):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_of_all_families_are_fused(family, seed):
     model, data = made(family, seed), batch(family)
-    if family != "gpt_neo":  # has no other
+    if family != "gpt_neo":  # has no other implementation
         model.set_attn_implementation("eager")
     plain = copy.deepcopy(model)
     sch, block = block_of(family, model)
@@ -64,12 +64,12 @@ def test_blocks_of_all_families_are_fused(family, seed):
                 block.fused_gelu()
     built, _ = build(sch)
     assert built.state_dict().keys() == plain.state_dict().keys()
-    # With dropout, which draws what it drew.
+    # Dropout draws the same numbers.
     assert close(trained(built, data), trained(plain, data))
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward part with a GELU, written out."""
+    """Attention and a gated feed-forward part with a spelled-out GELU."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -114,7 +114,7 @@ def test_a_model_of_ones_own_is_fused_without_examples():
     assert kinds(sch) == ["Attention", "gelu_tanh"]
     built, _ = build(sch)
     assert close(passed(built, x), passed(plain, x))
-    # The rate and the mode are the module's.
+    # The rate and the mode come from the module.
     built.drop.p = plain.drop.p = 0.1
     assert close(passed(built, x), passed(plain, x))
     assert close(passed(built.eval(), x), passed(plain.eval(), x))
@@ -165,7 +165,7 @@ def test_what_is_not_there_is_said():
 
 
 class Shown(nn.Module):
-    """Attention that gives its weights as well, and one whose scores are capped."""
+    """Attention that also returns its weights, and attention with capped scores."""
 
     def __init__(self, capped):
         super().__init__()
@@ -189,7 +189,7 @@ def test_attention_that_is_used_otherwise_stays():
 
 
 class Masked(nn.Module):
-    """Attention with all that scores may have done to them."""
+    """Attention with every supported operation on scores."""
 
     def __init__(self, kind):
         super().__init__()

@@ -18,7 +18,7 @@ H, V = 16, 97
 
 
 class Model(nn.Module):
-    """A language model in little: hidden states, then a head; tied where it has no bias."""
+    """A small language model: hidden states and a head, tied unless it has a bias."""
 
     def __init__(self, bias=False):
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def made(seed, bias=False):
-    """A model and the same with its loss fused."""
+    """A model, and a copy with a fused loss."""
     torch.manual_seed(seed)
     plain = Model(bias)
     sch = rl.create_schedule(copy.deepcopy(plain))
@@ -48,24 +48,24 @@ def data(seed, samples, tokens):
 
 
 def masked(logits, labels, **options):
-    """As BERT and T5 have it."""
+    """The loss of BERT and T5."""
     return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), **options)
 
 
 def causal(logits, labels):
-    """As transformers' ForCausalLMLoss has it."""
+    """The loss of transformers' ForCausalLMLoss."""
     labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return masked(logits.float(), labels)
 
 
 def shifted(logits, labels):
-    """As older models and many people have it."""
+    """The loss in older models and in many scripts."""
     logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
     return nn.CrossEntropyLoss()(logits.flatten(0, 1), labels.flatten())
 
 
 def summed(logits, labels):
-    """As with `num_items_in_batch`."""
+    """The loss with `num_items_in_batch`."""
     return masked(logits, labels, reduction="sum") / labels.numel()
 
 
@@ -130,7 +130,7 @@ def test_a_frozen_head_gets_no_gradient(seed):
     same(fused.body.weight.grad, plain.body.weight.grad, rounding.allowance(plain, labels.numel()))
 
 
-# Faults, one at a time
+# Planted faults
 
 
 def last_chunk_is_left_out(patch):
@@ -194,15 +194,15 @@ def test_the_logits_of_a_micro_batch_are_never_there(half):
         peak[model], largest[model] = live.peak, live.largest
     logits = inputs.numel() * V * 4
     assert largest[plain] >= logits and peak[plain] >= 2 * logits
-    # A chunk's, in float32 and in the head's format.
+    # Logits of a chunk, in float32 and in the head's format.
     chunk = unformed.most_chunk(H) * V * 6
     assert largest[fused] < logits / 2
-    # Besides, hidden states of the three layers with their gradients, and the gradient of the head.
+    # The rest is hidden states of the three layers with their gradients, and the head's gradient.
     states, head = inputs.numel() * H * 4, V * H * 4
     assert peak[fused] < chunk + 2 * head + 7 * states < peak[plain] / 2
 
 
-# What else is done with logits
+# Other uses of logits
 
 
 def test_to_look_at_logits_forms_them_with_their_gradient(seed):
@@ -283,7 +283,7 @@ def verify_in_pieces():
     torch.manual_seed(0)
     sch = rl.create_schedule(Model(bias=True), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     inputs, labels = data(0, 3, 50)
-    # Logits of both, and the loss of the pieces; 97 tokens are filled up to 98.
+    # Compares the logits, and the loss computed from pieces; 97 tokens are padded to 98.
     with rl.verify(sch, inputs), rl.verify(sch, inputs, loss=lambda logits: masked(logits, labels)):
         sch["head"].shard(["weight", "bias"], axis=0, pad=True).sync("bwd_post", "all_reduce")
         sch["head"].parallel_loss().fused_loss()

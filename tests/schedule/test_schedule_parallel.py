@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism on real ranks: values, gradients, training steps, refusals and traps."""
+"""Tensor and sequence parallelism on real ranks: values, gradients, training steps, refusals and pitfalls."""
 
 import copy
 import pickle
@@ -94,7 +94,7 @@ def test_transformers_train_on_four_ranks(four, make_transformer, seed, name):
     four.run(check_transformer, make_transformer, name, True, True, {"tp": 4}, seed)
 
 
-# What follows a cut, and what does not
+# Sizes that change with a cut
 
 
 def check_counts(make):
@@ -102,7 +102,7 @@ def check_counts(make):
     plan(sch, "gpt2")
     attention, mlp = sch["transformer.h.0.attn"].module, sch["transformer.h.0.mlp"].module
     assert (attention.c_attn.nf, attention.c_attn.nx) == (48, 32)
-    # Input and output have the same size here; only the side that is cut changes.
+    # Input and output have the same size here; only the cut side changes.
     assert (attention.c_proj.nf, attention.c_proj.nx) == (32, 16)
     assert (attention.num_heads, attention.split_size, attention.head_dim) == (2, 16, 8)
     assert (mlp.c_fc.nf, mlp.c_proj.nx, mlp.c_proj.nf) == (64, 64, 32)
@@ -144,7 +144,7 @@ def test_fused_projections_are_cut_part_by_part_and_join_again(two, make_transfo
 
 
 class Masked(nn.Module):
-    """A buffer that is cut with the features it masks."""
+    """A buffer that is cut along with the features that it masks."""
 
     def __init__(self):
         super().__init__()
@@ -273,7 +273,7 @@ def check_syncs(make, seed):
         sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
     def samples(sch):
-        # Each rank works on half of the batch; parameters are whole and their gradients are parts.
+        # Each rank processes half of the batch; parameters are whole and their gradients are partial.
         sch["fc1"].sync("fwd_pre", "scatter", axis=0).sync("bwd_post", "all_reduce", on="parameters")
         sch["fc2"].sync("fwd_post", "all_gather", axis=0).sync("bwd_post", "all_reduce", on="parameters")
 
@@ -345,7 +345,7 @@ def check_dropout(checkpoint):
     out = built(x)
     (out * torch.arange(1.0, 6).unsqueeze(1)).sum().backward()
     masks, following = out.detach() > 0, torch.rand(4)
-    # The recomputed masks are those of the forward: the gradient is the weighted sum of the masks.
+    # The recomputed masks equal those of the forward pass: the gradient is the weighted sum of the masks.
     expected = (masks * 2.0 * torch.arange(1.0, 6).unsqueeze(1)).sum(0)
     assert torch.equal(x.grad, expected)
     return masks, following
@@ -356,7 +356,7 @@ def test_dropout_differs_where_cut_and_agrees_where_whole(two, checkpoint):
     (one, next_one), (other, next_other) = two.run(check_dropout, checkpoint)
     same = [(a == b).float().mean().item() for a, b in zip(one, other)]
     assert same[0] == same[2] == same[4] == 1
-    # Independent masks agree on half of 1000 places, give or take 16.
+    # Independent masks agree at half of 1000 positions, plus or minus 16.
     assert 0.4 < same[1] < 0.6 and 0.4 < same[3] < 0.6
     assert torch.equal(next_one, next_other)
     assert len({tuple(mask.tolist()) for mask in one}) == 5

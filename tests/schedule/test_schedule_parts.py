@@ -1,4 +1,4 @@
-"""Parts of a model by themselves: verified, built, taken apart, selected and printed."""
+"""Single parts of a model: verified, built, decomposed, selected and printed."""
 
 import copy
 
@@ -28,7 +28,7 @@ def scaled_gelu(x):
     return F.gelu(x) * 1.5
 
 
-# By themselves
+# Single parts
 
 
 def test_a_part_is_verified_by_itself():
@@ -46,7 +46,7 @@ def test_a_part_is_verified_by_itself():
     ):
         sch["1.1"].trace()
         sch["1.1"].replace(scaled_gelu, sch["1.1"].find(lambda x: F.gelu(x)))
-    # What is scheduled elsewhere is not looked at.
+    # A schedule outside the part is ignored.
     with verify(sch["1.0"], x):
         sch["2"].hook("fwd_post", lambda module, args, out: out * 2)
 
@@ -80,7 +80,7 @@ def test_a_part_is_built_by_itself():
             build(at)
 
 
-# Taken apart
+# Decomposed
 
 
 def test_one_linear_of_a_traced_module_is_taken_apart_by_its_own_path(seed):
@@ -90,7 +90,7 @@ def test_one_linear_of_a_traced_module_is_taken_apart_by_its_own_path(seed):
         sch["1.0"].trace()
         sch["1.0.fc1"].decompose()
         assert len(sch.find(lambda y, b: F.gelu(y + b))) == 1
-        # What is left of it has no bias.
+        # Its linear no longer has a bias.
         first, second = sch.find(lambda x, w, b: F.linear(x, w, b))
         assert first.inputs[-1] is None and second.inputs[-1] == Attribute("fc2.bias")
     with pytest.raises(ScheduleError, match="decompose on '1.0.fc1': there is no linear in its graph"):

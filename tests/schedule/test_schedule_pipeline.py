@@ -1,4 +1,4 @@
-"""Pipelines on real ranks: values, gradients, training steps, ties, refusals."""
+"""Pipelines on real ranks: values, gradients, training steps, tied weights, refusals."""
 
 import numeric
 import pytest
@@ -142,7 +142,7 @@ def test_four_stages(four, make_transformer, seed, name):
 
 
 class Layer(nn.Module):
-    """Takes and returns several things, by position, by keyword, in tuples and mappings."""
+    """Takes and returns several values, by position, by keyword, in tuples and mappings."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ def check_tuples(seed):
     model, _ = build(sch, loss=lambda out, target: (out - target).pow(2).mean())
     target = torch.randn(6, 2, generator=torch.Generator().manual_seed(seed))
     allowed = allowance(plain, x.numel())
-    # Gradients of two batches add up.
+    # Gradients of two batches are summed.
     for part in (x, x * 2):
         loss = model.pipeline.step(part, target=target)
         expected = (plain(part) - target).pow(2).mean()
@@ -191,17 +191,17 @@ def check_tuples(seed):
         departs = abs(loss.item() - expected.item()) / expected.item()
         numeric.within(departs, loss_allowance(allowed, target.numel()), "the loss")
     numeric.same(numeric.gradients(model), numeric.gradients(plain), allowed)
-    # A look at the outputs has to be asked for: logits of all micro-batches are much to keep.
+    # Outputs are kept only on request: logits of all micro-batches need much memory.
     assert model.pipeline.outputs == []
     model.pipeline.keep_outputs = True
-    # Another batch size means other shapes.
+    # Another batch size gives other shapes.
     assert torch.isfinite(model.pipeline.step(x[:3], target=target[:3]))
     with pytest.raises(ScheduleError, match="3 micro-batches must divide the batch, but it has 4"):
         model.pipeline.step(x[:4], target=target[:4])
     with pytest.raises(ScheduleError, match=r"pipeline\.step"):
         model(x)
     if dist.get_rank() == 1:
-        # Both sides raise, or neither would know: the last stage alone has the loss.
+        # Both ranks check and raise, although only the last stage has the loss.
         return model.pipeline.outputs[-1].shape
     return None
 
@@ -211,7 +211,7 @@ def test_tuples_mappings_and_keywords_cross_the_cut(two, seed):
 
 
 class Aside(nn.Module):
-    """Hands on a view, what it was given, and something made of a weight alone."""
+    """Returns a view, one of its arguments, and a function of a weight only."""
 
     def __init__(self):
         super().__init__()
@@ -282,10 +282,10 @@ def test_a_backward_has_two_parts_where_each_weight_hangs_on_one_place():
     alone = table(torch.arange(3))
     assert split.splits([second(torch.relu(first(x)))], [x])
     assert split.splits([second(first(x) + alone)], [x])
-    # Twice: a weight, or what is made of weights alone.
+    # A weight, or a function of weights only, is used twice.
     assert not split.splits([first(torch.relu(first(x)))], [x])
     assert not split.splits([second(first(x) + alone) * alone], [x])
-    # A result of weights alone is on no way back to what was received, unless it is led there.
+    # A function of weights only has no gradient path to the received tensor, unless `leave` adds one.
     assert split.splits([split.leave(each, [x]) for each in (first(x), torch.sin(alone))], [x])
     assert not split.splits([split.leave(each, [x]) for each in (first(x) + alone, alone)], [x])
     assert split.splits([x.detach()], [x]) and split.splits([], [])
@@ -299,7 +299,7 @@ def test_a_gradient_that_a_backward_in_two_parts_loses_is_noticed(two, seed):
     lost = set()
     for found, expected, _ in two.run(check_asides, "zero_bubble", seed, no_view):
         lost |= {name for name in found if not found[name].any() and expected[name].any()}
-    # Stage 0 has its backward in one go, and in the last the loss is where all ways meet.
+    # Stage 0 runs its whole backward at once, and in the last stage all paths meet in the loss.
     assert lost == {"layers.1.shift", "layers.2.shift"}
 
 
@@ -370,7 +370,7 @@ def test_what_the_cut_returns_may_be_used_several_times(two):
 
 
 def check_order(kind):
-    """Both ranks find out by themselves, before they wait for each other."""
+    """Both ranks find the error without waiting for each other."""
     sch = create_schedule(kind(), mesh(pp=2))
     sch["a"].cut_pipeline_stage()
     built, _ = build(sch, loss=lambda out, target: out.sum())
@@ -385,7 +385,7 @@ def check_order(kind):
         return "refused"
     if dist.get_rank() == 0:
         return [unit.path for unit in units]
-    # The stage behind the cut, given what stage 0 would send.
+    # The stage after the cut gets the input that stage 0 would send.
     built.pipeline._prepare({"x": x}, 4)
     stage = built.pipeline.schedule._stage.submod
     with pytest.raises(ScheduleError, match=r"uses a value from before its cut"):

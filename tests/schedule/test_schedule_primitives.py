@@ -27,7 +27,7 @@ def same(a, b):
 
 
 def count_calls(model, kind, run):
-    """How often modules whose class name contains `kind` ran."""
+    """Counts runs of modules whose class name contains `kind`."""
     calls = []
     handles = [
         each.register_forward_hook(lambda *_: calls.append(1))
@@ -50,7 +50,7 @@ def test_checkpoint_is_exact_with_dropout_and_recomputes(make_transformer, token
     built, _ = build(sch)
     assert same(loss_and_gradients(plain, tokens), loss_and_gradients(built, tokens))
     calls = [count_calls(m, "Norm", lambda m=m: loss_and_gradients(m, tokens)) for m in (plain, built)]
-    # Each of the two blocks has two norms; PyTorch stops recomputing where nothing more is needed.
+    # Each of the two blocks has two norms; PyTorch stops recomputation when nothing more is needed.
     assert 2 <= calls[1] - calls[0] <= 4
 
 

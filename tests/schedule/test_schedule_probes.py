@@ -1,4 +1,4 @@
-"""Mistakes that schedules invite: each is refused in words, or computes what the original does."""
+"""Mistakes that schedules invite: each raises a ScheduleError, or computes the original's results."""
 
 import copy
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class HalvedBackward(torch.autograd.Function):
 
 
 class Halved(nn.Module):
-    """Right outputs and right gradients of its weights; what it hands on is half of that."""
+    """Has correct outputs and weight gradients; the gradient of its input is halved."""
 
     def __init__(self, old):
         super().__init__()
@@ -280,7 +280,7 @@ def test_a_trace_without_examples_names_them():
         create_schedule(Unpacking()).trace()
 
 
-# Modules that a primitive cannot divide, or must treat with care
+# Modules that a primitive cannot divide or must handle specially
 
 
 def check_shard():
@@ -365,7 +365,7 @@ def test_a_hook_before_the_first_module_of_a_replaced_subgraph_moves():
     model(torch.randn(2, 4))
     assert seen == [(2, 4)] and "both" in dict(model.named_children())
     sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    sch["1"].hook("fwd_pre", lambda module, args: None)  # inside of what is replaced
+    sch["1"].hook("fwd_pre", lambda module, args: None)  # inside the replaced subgraph
     sch.trace()
     with pytest.raises(ScheduleError, match="'1' has a hook"):
         sch.replace(nn.Linear(4, 4), sch.find(lambda x: torch.relu(call_module("0", x))))
@@ -394,7 +394,7 @@ def test_a_class_is_called_with_the_old_module_and_others_are_refused_in_words()
     assert isinstance(sch["1"].module, Halved)
 
 
-# Other schedule languages' words
+# Terms of other schedule languages
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What rounding may do, as schedule/rounding.py has it, is what it does at worst, and no more than that."""
+"""Rounding errors stay within the tolerances of schedule/rounding.py, which are not much larger."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_formats_round_as_they_are_defined():
 
 @pytest.mark.parametrize("terms", [64, 4096])
 def test_a_sum_in_the_worst_order_stays_within_the_rule(seed, terms):
-    """One after another, which no library does: it adds up blocks."""
+    """Terms are added one by one, the worst order; libraries add blocks."""
     products = randn(256, terms, seed=seed) * randn(256, terms, seed=seed + 1000)
     exact = products.double().sum(1)
     found = torch.zeros(256)
@@ -76,7 +76,7 @@ def stepped(gradients, eps, lr=1e-3):
 
 
 def test_adamw_carries_a_gradient_s_departure_into_a_weight_as_the_rule_says(seed):
-    """Gradients of every size, the smallest next to nothing, that depart by as much as they may."""
+    """Gradients of all magnitudes, down to almost zero, depart by the tolerance."""
     error, wide = 1e-6, torch.float64
     gradients = randn(3, 1000, seed=seed, dtype=wide) * torch.logspace(-9, -1, 1000, dtype=wide)
     other = gradients + error * randn(3, 1000, seed=seed + 1000, dtype=wide).sign()
@@ -84,5 +84,5 @@ def test_adamw_carries_a_gradient_s_departure_into_a_weight_as_the_rule_says(see
     allowed = adamw_allowance(error, torch.ones(1), lr=1e-3, eps=1e-2, steps=3)
     numeric.within(departs, allowed, "a weight")
     assert departs > 0.05 * allowed
-    # With the usual epsilon they turn whole steps around, whatever the format: nothing could be told.
+    # With the usual epsilon they reverse whole steps in any format, so no check is possible.
     assert (stepped(gradients, 1e-8) - stepped(other, 1e-8)).abs().max() > 1e-3

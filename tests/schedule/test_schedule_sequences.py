@@ -1,4 +1,4 @@
-"""Sequences cut over ranks: whatever is in a batch, the pieces come to what a whole model computes."""
+"""Sequences sharded over ranks: the pieces' results equal a whole model's for any batch."""
 
 from dataclasses import replace
 from math import prod
@@ -43,7 +43,7 @@ def plain():
 
 
 def unevenly_labelled():
-    """All but one of the labels are in the second half."""
+    """All labels but one are in the second half."""
     batch = plain()
     labels = batch["labels"].clone()
     labels[:, 1 : LENGTH // 2] = IGNORED
@@ -59,7 +59,7 @@ def labelled_in_one_half():
 
 
 def padded():
-    """One sample of eleven tokens, so that the second half is in part no more than padding."""
+    """One sample has eleven tokens, so that part of the second half is padding."""
     batch = plain()
     mask = torch.ones_like(batch["input_ids"])
     mask[1, 11:] = 0
@@ -67,7 +67,7 @@ def padded():
 
 
 def hidden_in_one_half():
-    """Tokens that no later one may look at, for which the second half has to know the mask of the first."""
+    """Hidden tokens in the first half: the second half needs the first half's mask."""
     batch = plain()
     mask = torch.ones_like(batch["input_ids"])
     mask[1, 2:6] = 0
@@ -75,13 +75,13 @@ def hidden_in_one_half():
 
 
 def packed():
-    """Documents apart, one of which lies on both pieces."""
+    """Separate documents, one of which spans both pieces."""
     positions = torch.cat([torch.arange(size) for size in (3, 9, 4)]).expand(2, -1).contiguous()
     return {**plain(), "position_ids": positions}
 
 
 def departure(make, batch, degrees, fault=None):
-    """By how much loss, or gradients relative to the largest in their tensor, depart from those of one process."""
+    """Largest departure from one process, of the loss and of gradients relative to the largest in their tensor."""
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = make()
@@ -97,7 +97,7 @@ def departure(make, batch, degrees, fault=None):
     assert output.logits.shape[1] == LENGTH // prod(degrees.values())
     found = mean(output.loss.detach())
     worst = float((found - expected.detach()).abs())
-    # The bias of keys has a gradient of nothing but rounding.
+    # The gradient of the keys' bias is only rounding error.
     least = 1e-3 * max(float(param.grad.abs().max()) for param in whole.parameters())
     for name, param in whole.named_parameters():
         grad = mean(model.get_parameter(name).grad)
@@ -110,7 +110,7 @@ def mean(tensor):
     return tensor / dist.get_world_size()
 
 
-# Softmax of eager attention is in float32.
+# Softmax of eager attention runs in float32.
 ROUNDING = 1e-5
 
 
@@ -184,7 +184,7 @@ def test_keys_of_fewer_heads_than_ranks_are_repeated(four, attention, heads, key
 
 
 def dropped(degrees, seed):
-    """This rank's logits and the gradient of its keys, with dropout in attention and with tokens as long as heads are wide."""
+    """This rank's logits and its keys' gradient, with attention dropout."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -210,7 +210,7 @@ def test_gradients_of_a_block_with_dropout_are_those_of_what_it_computed():
     pairs = torch.ones(5, 5, dtype=torch.bool).tril(-1).view(1, 1, 5, 5)
     how = block_attention.How(scale=0.4, pairs=pairs, dropout=0.3, seed=7)
     output, log_sum = block_attention.attention(query, key, value, how)
-    assert output[:, :, 0].abs().max() == 0 and (log_sum[:, :, 0] == -torch.inf).all()  # it looks at nothing
+    assert output[:, :, 0].abs().max() == 0 and (log_sum[:, :, 0] == -torch.inf).all()  # it attends to nothing
     kept = next(block_attention._rows(query.detach(), key.detach(), how)).kept.flatten(1, 2)
     grad = torch.randn(output.shape, dtype=torch.float64, generator=generator)
     keys, values = (each.repeat_interleave(2, 1) for each in (key, value))
@@ -243,7 +243,7 @@ def test_a_kernel_and_plain_attention_compute_the_same(causal, rows, monkeypatch
 
 
 def test_a_kernel_is_handed_a_contiguous_log_sum(monkeypatch):
-    """A half of a rank's queries is strided, and CUDA's kernel reads log sums without strides."""
+    """Half of a rank's queries is strided, but CUDA's kernel ignores strides of log sums."""
     handed = []
     kernel = block_attention.flash_attention_on_cpu_backward
 
@@ -338,7 +338,7 @@ def test_compiled_blocks_leave_the_ring_as_it_is(two):
         assert max(departures) < 1e-9
 
 
-# Faults, planted in both ranks, and seen
+# Faults planted in both ranks
 
 
 def labels_shifted_behind_the_cut(patch):
@@ -361,7 +361,7 @@ def a_mean_over_the_labels_of_the_piece(patch):
 
 def heads_in_another_order(patch):
     right = ulysses.all_to_all
-    # Of keys alone, which are fewer than queries.
+    # Only keys change, which have fewer heads than queries.
     patch.setattr(ulysses, "all_to_all", lambda t, *at: right(t.flip(1) if t.shape[1] == 2 else t, *at))
 
 
@@ -431,7 +431,7 @@ def labels_in_a_row_where_tokens_are_not(patch):
 
 def positions_in_a_row_where_tokens_are_not(patch):
     def piece(self, value, length):
-        if isinstance(value, torch.Tensor) and value.shape[0] == 1:  # positions are those of every sample
+        if isinstance(value, torch.Tensor) and value.shape[0] == 1:  # all samples have the same positions
             return replace(self.sharing, sp=2, cp=1).piece(value, 1)
         return right(self, value, length)
 
@@ -463,7 +463,7 @@ def test_a_planted_fault_is_seen(two, axis, fault, batch):
         assert found > 100 * ROUNDING
 
 
-# What is refused
+# Refusals
 
 
 def cut(model, sp=1, cp=1, **axes):

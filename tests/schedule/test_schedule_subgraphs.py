@@ -1,4 +1,4 @@
-"""What replaces a subgraph: what it takes over from the modules inside, and what then leaves the model."""
+"""Replacement of a subgraph: the settings it inherits from the modules inside, and the modules that leave the model."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def seeded(kind):
     return kind()
 
 
-# What the ranks exchange
+# Exchanges between ranks
 
 
 def cut_mlp(sch):
@@ -90,7 +90,7 @@ def check_gated():
             sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
         sch["1.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
         sch["1"].trace()
-        # The gradient of what both take is added up once.
+        # The gradient of their common input is summed once.
         sch.replace(glu, sch.find(glu))
     one = create_schedule(seeded(Gated), mesh(tp=2))
     one["gate"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
@@ -137,7 +137,7 @@ def test_the_sync_of_a_module_that_nothing_calls_does_not_count(two):
     two.run(check_dead_sync)
 
 
-# What else sits on them
+# Other settings on the modules
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_module_in_the_place_of_one_call_takes_its_hooks_and_what_is_deferred(
     assert calls == ["Linear"] and layers_of(built.dense, Checkpointed)
 
 
-# What leaves the model
+# Modules that leave the model
 
 
 class Dense(nn.Module):
@@ -239,7 +239,7 @@ def test_replicas_train_behind_a_replacement(two):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# Several in the place of which one stands
+# One module for several
 
 
 class Projections(nn.Module):
@@ -310,7 +310,7 @@ def test_names_and_joint_replacements_replay():
     assert torch.equal(build(again)[0](x), build(sch)[0](x))
 
 
-# Asking for subgraphs
+# Requests for subgraphs
 
 
 @pytest.mark.parametrize(

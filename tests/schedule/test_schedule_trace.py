@@ -1,4 +1,4 @@
-"""Tracing, finding, fusing, replacing and taking apart."""
+"""Tracing, finding, fusing, replacing and decomposing."""
 
 import copy
 import operator
@@ -156,7 +156,7 @@ def test_transformers_modules_trace_or_say_why(make_transformer, tokens, seed):
         silu = sch["model.layers.0.mlp"].find(lambda a, b: F.silu(a) * b)
         assert len(silu) == 1 and silu[0].names == ["act_fn", "mul"]
         sch.fuse(silu, compiler="none")
-    sch["model.layers.0.self_attn"].trace()  # by the example of the verify around
+    sch["model.layers.0.self_attn"].trace()  # by the example of the enclosing `verify`
     fresh = create_schedule(make_transformer("llama"))
     with pytest.raises(TraceError, match=r"modeling_llama.py:\d+ in forward.*examples= of a call"):
         fresh["model.layers.0.self_attn"].trace()
@@ -335,7 +335,7 @@ def test_a_stale_handle_is_refused(net):
 
 
 def add_norm(y, x, p=0.1, extra=None):
-    """Takes two inputs; the rest keep their defaults."""
+    """Takes two inputs; the other parameters keep their defaults."""
     assert p == 0.1 and extra is None
     return y + x
 
@@ -418,7 +418,7 @@ def test_linear_layers_and_norms_come_apart(net, x, seed):
     sch = create_schedule(net)
     with verify(sch, x):
         sch["blocks.0"].trace().decompose()
-        # The bias is now found together with what follows it.
+        # The bias is now found together with the following operation.
         bias_gelu = sch.find(lambda y, b: F.gelu(y + b))
         assert len(bias_gelu) == 1
         sch.fuse(bias_gelu, compiler="none")

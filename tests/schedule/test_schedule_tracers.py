@@ -28,7 +28,7 @@ def test_attention_is_traced_and_edited(family, seed):
             at.fuse(at.find("softmax", explain=True), compiler="none")
     built, _ = build(sch)
     assert same(trained(built, data), trained(plain, data))
-    # Sizes are free.
+    # Sizes may vary.
     more = batch(family, size=4, length=16)
     built.eval(), plain.eval()
     assert torch.equal(built(**more).loss, plain(**more).loss)
@@ -40,7 +40,7 @@ def test_whole_models_and_embeddings_are_traced(family, seed):
     plain = copy.deepcopy(model)
     sch = create_schedule(model)
     sch.trace(examples=data)
-    # OPT's head calls the decoder, past the model that it is in.
+    # OPT's head calls the decoder directly, not the model that contains it.
     decoder = [sch["model.decoder"]] if family == "opt" else []
     inner = [*decoder, *(each for each in sch if isinstance(each.module, transformers.PreTrainedModel))][0]
     inner.trace()
@@ -178,7 +178,7 @@ REFUSED = {
     "t5": "it does other operations in training than in evaluation",
     "llama": "it does other operations in training than in evaluation",
 }
-"""Families that operators alone do not tell, and why."""
+"""Families that operator traces cannot represent, and why."""
 
 
 @pytest.mark.parametrize(

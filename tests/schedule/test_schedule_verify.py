@@ -21,7 +21,7 @@ def double(old):
 
 
 class Detached(nn.Linear):
-    """A right output with a wrong gradient."""
+    """Has a correct output with a wrong gradient."""
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.detach(), self.bias)
@@ -81,7 +81,7 @@ def test_a_scaled_gradient_is_found(mlp):
 
 
 def a_little(tensor, share=1e-3):
-    """Tensor with its largest element too large by a thousandth of it."""
+    """A copy of the tensor with its largest element increased by a thousandth."""
     wrong = torch.zeros_like(tensor).flatten()
     wrong[tensor.abs().argmax()] = share * tensor.abs().max()
     return tensor + wrong.view_as(tensor)

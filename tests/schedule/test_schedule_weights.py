@@ -1,4 +1,4 @@
-"""deferred: weights and buffers are, bit for bit, what the constructor makes in place."""
+"""deferred: weights and buffers equal those of the constructor in place, bit for bit."""
 
 import copy
 import functools
@@ -69,7 +69,7 @@ def late(make, seed=3, meta=True):
 
 
 class Holder(nn.Module):
-    """A module that is what a function makes of it."""
+    """A module with the content that a function adds."""
 
     def __init__(self, fill):
         super().__init__()
@@ -131,7 +131,7 @@ def test_parameters_without_gradient_need_no_floating_format(dtype):
     assert_same(late(of(fill)), in_place(of(fill)))
 
 
-# -- how values come about -----------------------------------------------------------------------------------
+# -- initialisation ------------------------------------------------------------------------------------------
 
 
 def masks(self):
@@ -203,7 +203,7 @@ def drawn_in_every_way(self):
 
 
 def truncated(self):
-    # At these bounds many values are drawn again, so that the numbers after them depend on how many.
+    # At these bounds many values are drawn again, so the following numbers depend on how many.
     self.narrow = nn.Parameter(torch.zeros(50))
     nn.init.trunc_normal_(self.narrow, std=1.0, a=-0.3, b=0.3)
     self.far = nn.Parameter(torch.zeros(20))
@@ -261,7 +261,7 @@ def asks_where_it_is(self):
 
 
 class Scale(nn.Parameter):
-    """A parameter of a class of its own."""
+    """A parameter of a custom class."""
 
 
 def attributes(self):
@@ -291,7 +291,7 @@ def test_memory_that_nothing_sets_is_left_as_torch_leaves_it():
         self.register_buffer("partly", torch.empty(4, dtype=torch.int16))
         self.partly[1:3] = 7
 
-    torch.use_deterministic_algorithms(True)  # what nothing has set is then the same everywhere
+    torch.use_deterministic_algorithms(True)  # values that nothing sets are then equal everywhere
     try:
         assert_same(late(of(fill)), in_place(of(fill)))
     finally:
@@ -312,7 +312,7 @@ def test_a_part_of_a_model_is_made_as_in_the_whole():
         assert all(each.is_meta for index, other in enumerate(model) if index != number for each in other.parameters())
 
 
-# -- what is scheduled ---------------------------------------------------------------------------------------
+# -- scheduled models ----------------------------------------------------------------------------------------
 
 
 def test_what_is_whole_until_it_is_cut_is_never_there_all_at_once(monkeypatch):
@@ -417,7 +417,7 @@ def test_the_random_state_outside_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- what cannot be known ------------------------------------------------------------------------------------
+# -- unknown values ------------------------------------------------------------------------------------------
 
 
 def caught(look):
@@ -581,7 +581,7 @@ def test_a_tensor_that_would_be_left_without_memory_is_found(keep):
 KEPT = []
 
 
-# -- models that came on the meta device -------------------------------------------------------------------------
+# -- models created on the meta device ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.complex64], ids=str)

@@ -1,4 +1,4 @@
-"""A loop of somebody's own trains, through `redline.accelerate`, what the same loop trains in plain PyTorch."""
+"""A user's own loop trains the same weights through `redline.accelerate` as in plain PyTorch."""
 
 import functools
 
@@ -23,7 +23,7 @@ from tiers import tiered
 from torch import nn
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-"""Of weights after five steps, which move them by 5e-3: some units in the last place of float32."""
+"""Tolerance of weights after five steps, which move them by 5e-3: some units in the last place of float32."""
 STRATEGIES = {
     "one": (1, {"micro_batch": 2}),
     "tp2": (2, {"tp": 2, "micro_batch": 4}),
@@ -35,7 +35,7 @@ STRATEGIES = {
 
 
 def turns(prepared, steps=STEPS):
-    """The same loop on what `accelerate` returned: losses, and on rank 0 the weights."""
+    """Runs the loop on what `accelerate` returned. Returns the losses and, on rank 0, the weights."""
     model, optimizer, loader, info = prepared
     losses, until = [], info.step + steps
     while info.step < until:
@@ -59,7 +59,7 @@ def llama_turns(config, seed_of_rank=False, **given):
 
 
 def on(ranks, request, function, *args, **given):
-    """On rank 0 of so many, what a function returns."""
+    """Calls a function on so many ranks and returns rank 0's result."""
     if ranks == 1:
         return function(*args, **given)
     pool = request.getfixturevalue({2: "two", 4: "four"}[ranks])
@@ -76,13 +76,13 @@ def hold(found, expected):
 
 @pytest.mark.parametrize("strategy", tiered(["zero3", "pp2"], ["one", "tp2", "zero1", "tp2·pp2"]))
 def test_a_built_hugging_face_module_trains_as_in_plain_pytorch(strategy, request):
-    """Its own weights, uneven labels, clipping, an epoch's end between steps."""
+    """The model has its own weights, labels are uneven, gradients are clipped, and an epoch ends between steps."""
     ranks, config = STRATEGIES[strategy]
     hold(on(ranks, request, llama_turns, config), plain(make_llama(), make_data(), own_loss))
 
 
 def test_the_weights_of_rank_0_are_those_that_are_trained(two):
-    """A script that does not seed builds another module on every rank."""
+    """A script without a seed builds a different module on every rank."""
     found = two.run(functools.partial(llama_turns, seed_of_rank=True), {"tp": 2, "micro_batch": 8})
     hold(found[0], plain(make_llama(), make_data(), own_loss))
     assert found[1][0] == found[0][0]
@@ -159,7 +159,7 @@ def fetched_ahead(loader):
 @pytest.mark.parametrize("fetched", [fetched_by_zip, fetched_ahead])
 def test_a_batch_that_was_fetched_and_not_trained_on_is_the_next_one(tmp_path, fetched):
     def trained(batches, steps):
-        """Losses of so many steps, of the 64 / 8 there are in an epoch."""
+        """Losses of so many steps; an epoch has 64 / 8 steps."""
         model, optimizer, loader, _ = prepared
         losses = []
         for batch in batches(loader):
@@ -167,7 +167,7 @@ def test_a_batch_that_was_fetched_and_not_trained_on_is_the_next_one(tmp_path, f
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if len(losses) == steps and batches is not fetched_by_zip:  # which ends by itself, with a fifth batch
+            if len(losses) == steps and batches is not fetched_by_zip:  # this ends by itself, with a fifth batch
                 break
         return losses
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_pa
         turns(before, 1)
         assert before.info.save(saved, keep=2).name == f"step-{before.info.step:08d}"
     assert sorted(each.name for each in saved.iterdir()) == ["step-00000002", "step-00000003"]
-    # From the first step on again, without going on from what is there.
+    # The new run starts from the first step and does not continue the existing one.
     again = redline.accelerate(make_llama(), make_data(), **config)
     turns(again, 1)
     with pytest.raises(
@@ -231,7 +231,7 @@ def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_pa
     ):
         again.info.save(saved, keep=1)
     assert sorted(each.name for each in saved.iterdir()) == ["step-00000002", "step-00000003"]
-    # Behind one that is damaged, which is neither the latest any more nor counted.
+    # The checkpoint before the damaged one; a damaged one is neither the latest nor counted.
     (saved / "step-00000003" / "manifest.json").write_text("{}")
     behind = redline.accelerate(make_llama(), make_data(), **config)
     with pytest.warns(RuntimeWarning, match="step-00000003 is passed over"):
@@ -266,7 +266,7 @@ def test_a_project_s_own_folder_is_no_place_for_checkpoints(tmp_path, monkeypatc
 
 
 def evaluations(config, first, second):
-    """Losses of a step, without gradients first, and of a number of samples that no micro-batch divides."""
+    """Losses of a step, first without gradients, and of a number of samples that no micro-batch divides."""
     prepared = redline.accelerate(make_llama(), make_data(ignored=False), strategy=config, global_batch=GLOBAL_BATCH)
     model, _, loader, _ = prepared
     batch = next(iter(loader))
@@ -292,7 +292,7 @@ def test_without_gradients_any_number_of_samples_is_evaluated():
 
 
 def test_neither_an_evaluation_nor_a_restart_changes_what_is_dropped(tmp_path):
-    """Bit for bit, dropout on in the evaluations too."""
+    """Results are equal bit for bit; evaluations run with dropout, too."""
 
     def losses(steps, load=False, evaluate=False, dropout=0.5):
         model = make_llama(attention_dropout=dropout)

@@ -1,4 +1,4 @@
-"""What `redline.accelerate` makes of its arguments: which configuration it takes, what it refuses, under a launcher."""
+"""Arguments of `redline.accelerate`: which configuration it takes, what it refuses, and how it runs under a launcher."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def test_a_best_yaml_decides(tmp_path):
 
 
 def test_the_best_yaml_of_a_workload_of_ones_own_serves_its_model(tmp_path):
-    """Of which it knows no name: the loop has it."""
+    """A user's own workload has no name that redline knows: the loop has the model."""
     own = redline.Workload(model=Net, batch=lambda size, seed: (torch.ones(size, 6),), loss=own_sum, global_batch=8)
     asked = {"runner": "local", "measure_time": 0.1, "trials": 1, "devices": 1}
     result = redline.tune(own, fix={"micro_batch": 2}, out=tmp_path / "run", **asked)
@@ -83,7 +83,7 @@ def test_a_best_yaml_for_other_devices_is_planned_anew(tmp_path):
     assert info.config["micro_batch"] * info.config["grad_accum"] == 8
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -148,7 +148,7 @@ def test_parts_of_a_step_out_of_order_are_refused():
     model(**batch).backward()
     with pytest.raises(UsageError, match="called again before optimizer.step"):
         model(**batch)
-    optimizer.zero_grad()  # drops them
+    optimizer.zero_grad()  # drops the gradients
     with pytest.raises(UsageError, match="takes this replica's 8 samples of a step.*but got 3"):
         model(**{name: each[:3] for name, each in batch.items()})
     with pytest.raises(UsageError, match="takes no closure"):
@@ -194,7 +194,7 @@ if __name__ == "__main__":
     "how", ["fix={'fusion': False}", "trials=2, fix={'fusion': False}", "strategy=['zero2', 'checkpoint']"]
 )
 def test_torchrun_starts_the_same_loop(how, tmp_path):
-    """By estimate, by dry runs that rank 0 makes on both devices, and by a list."""
+    """The configuration comes from the estimate, from dry runs that rank 0 makes on both devices, and from a list."""
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1] / "support"), how=how))
     parent = str(Path(redline.__file__).parent.parent)

@@ -1,4 +1,4 @@
-"""`--allow lossy`: what trades accuracy for speed is tried only where asked for, and never stands alone."""
+"""`--allow lossy`: values that trade accuracy for speed are tried only on request and never reported alone."""
 
 import json
 from dataclasses import replace

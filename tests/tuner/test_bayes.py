@@ -1,4 +1,4 @@
-"""The default sampler: it uses an estimate, survives a wrong one, and keeps away from what does not fit."""
+"""The default sampler uses an estimate, recovers from a wrong one, and avoids configurations that do not fit."""
 
 import warnings
 
@@ -24,7 +24,7 @@ def make_space():
 
 def speed(config):
     gains = {"eager": 1.0, "sdpa": 1.4, "flash_attention_2": 1.7}
-    own = 1 + 0.04 * (int(config.id, 16) % 11 - 5) / 5  # what no model of few parameters explains
+    own = 1 + 0.04 * (int(config.id, 16) % 11 - 5) / 5  # an effect that no model with few parameters explains
     gain = gains[config["attention"]] * (1.25 if config["fusion"] else 1.0) * own
     return 100 * config["micro_batch"] ** 0.45 * gain * (1 - 0.3 * config["checkpoint_ratio"])
 
@@ -40,7 +40,7 @@ def outcome(config):
 
 
 class Estimate:
-    """An estimate that is right but for a fifth."""
+    """An estimate with random errors of about a tenth."""
 
     fits = None
 
@@ -92,7 +92,7 @@ def test_a_wrong_prior_ends_no_worse_than_none(kind):
 
 
 def test_a_stalled_run_does_not_hide_the_region_around_it():
-    """One trial of the fastest region was five times too slow, by bad luck."""
+    """One trial of the fastest region was five times too slow by chance."""
     space = make_space()
     trials = finished(space.sample(12, 1), outcome)
     fastest = max((t for t in trials if t.ok), key=lambda t: t.measurement.throughput)
@@ -169,7 +169,7 @@ def test_a_table_of_the_wrong_length_is_asked_one_by_one():
 
 
 class Network:
-    """An estimate that holds the network for fast, and says that it is unsure of that."""
+    """An estimate that overrates the network, and states that it is unsure of it."""
 
     def __init__(self, unsure):
         self.unsure = unsure
@@ -196,7 +196,7 @@ def test_what_an_estimate_is_unsure_of_one_trial_tells_for_all_configurations(se
     for unsure in (True, False):
         sampler = make_sampler("bayes", space, seed, prior=Network(unsure))
         done = search(sampler, slow_network, 24)
-        assert done[0].config["tp"] > 8  # as the estimate has it
+        assert done[0].config["tp"] > 8  # as the estimate predicts
         spent[unsure] = next(n for n, trial in enumerate(done) if trial.config["tp"] <= 8)
     assert spent[True] <= 3
     assert spent[True] < spent[False]
@@ -274,7 +274,7 @@ def test_other_samplers_say_that_they_have_no_use_for_a_prior():
 
 
 def billions():
-    """10^9 raw points, of which a rule leaves about half."""
+    """10^9 raw points, about half of which a rule excludes."""
     space = Space()
     knobs = [space.choice(f"k{i}", list(range(1, 11))) for i in range(9)]
     space.require(sum(knobs[1:], knobs[0]) <= 50, "room")
@@ -298,7 +298,7 @@ def test_a_vast_space_is_searched_in_layers(declare):
 
 
 def test_in_a_vast_space_an_estimate_draws_the_candidates():
-    """No sample of a few thousand holds the best hundred of 10^9 points: what the prior likes must be sought."""
+    """No sample of a few thousand contains the best hundred of 10^9 points: those that the prior rates highly must be sought."""
     space = billions()
 
     def worth(config):
@@ -310,7 +310,7 @@ def test_in_a_vast_space_an_estimate_draws_the_candidates():
 
 
 class Large:
-    """A space of 20,736 configurations, more than are scored in every round, and a table that knows all of them."""
+    """A space of 20,736 configurations, more than are scored in every round, and an estimate with a table of all of them."""
 
     def __init__(self, refuses=0):
         self.space = Space()

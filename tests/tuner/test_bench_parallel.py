@@ -1,4 +1,4 @@
-"""bench/parallel.py measures every side of its table, and keeps the table."""
+"""bench/parallel.py measures every side of its table and writes the table."""
 
 import subprocess
 import sys

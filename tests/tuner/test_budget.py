@@ -1,4 +1,4 @@
-"""Durations and amounts of memory are read as people write them; nonsense is refused with what was given."""
+"""Durations and amounts of memory are parsed as people write them; an error quotes invalid input."""
 
 import pytest
 from redline import UsageError

@@ -1,4 +1,4 @@
-"""Every command takes the same global batch where none is given, and says which."""
+"""Every command takes the same global batch by default, and names it."""
 
 import json
 

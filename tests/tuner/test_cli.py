@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, and a clear word for every bad input, without a traceback."""
+"""The command line: help, exit codes, and a clear message without a traceback for every bad input."""
 
 import itertools
 import json
@@ -282,7 +282,7 @@ def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch
 
 
 def test_an_interrupt_in_the_midst_of_an_import_still_exits_130(tmp_path):
-    # Code made of text, as dataclasses make it, is where CPython would turn the exit into a death by SIGINT.
+    # In code generated from text, as dataclasses do, CPython would turn the exit into a death by SIGINT.
     code = """
 import sys
 from redline.cli import main

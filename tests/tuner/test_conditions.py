@@ -1,4 +1,4 @@
-"""Trials that ran while other work slowed the machine down are compared as if it had not."""
+"""Trials that ran while other work slowed the machine down are compared after a correction for that load."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ class Heard(SearchListener):
 
 
 class Canary:
-    """Measures trial 0 anew: the next of these."""
+    """Measures trial 0 again: each call returns the next of these values."""
 
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), []
@@ -63,7 +63,7 @@ def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
     assert canary.asked == [0] and busy.machine_speed == 0.4
     assert busy.throughput == 60.0, "what is kept is what was measured"
     assert at_first_speed(trials[1]).measurement.throughput == pytest.approx(150.0)
-    # A candidate is stopped early against the best as it would be now, not as it was in a quiet minute.
+    # A candidate is stopped early against the speed of the best under the present load, not in a quiet minute.
     assert History(lambda: trials).update().best * conditions.speed == pytest.approx(60.0)
     assert "trial 0 now runs at 40 % of its first speed" in heard.lines[0]
     quiet = conditions.judge(trials, ran(120.0, 0.05))
@@ -72,12 +72,15 @@ def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
 
 
 def test_a_load_that_is_gone_when_the_canary_runs_again_is_not_taken_for_none():
-    """Trial 0 beside a busy core, trial 1 beside the last of it, the canary after it: 1.8 times as fast, as trial 1 was not."""
+    """Trial 0 runs beside a busy core, trial 1 beside the end of that load, the canary after it.
+
+    The canary is 1.8 times as fast as trial 0, but trial 1 was not.
+    """
     conditions = Conditions(Canary(ran(180.0, 0.0), ran(140.0, 0.5)), Heard())
     trials = [trial(0, conditions.judge([], ran(100.0, 1.2)))]
     trials.append(trial(1, conditions.judge(trials, ran(170.0, 0.9))))
     assert trials[1].measurement.machine_speed == pytest.approx(1.8**0.25)
-    # Under a load in between, and one beyond all that was seen.
+    # One load lies between those seen, the other above all of them.
     trials.append(trial(2, conditions.judge(trials, ran(210.0, 0.05))))
     assert trials[2].measurement.machine_speed == 1.8
     trials.append(trial(3, conditions.judge(trials, ran(200.0, 0.4))))
@@ -116,7 +119,7 @@ def test_a_process_that_spins_beside_is_seen():
     other = subprocess.Popen([sys.executable, "-c", spin])
     try:
         watch = Watch()
-        # Until the other one has had a second of a core, however busy the machine is.
+        # Wait until the other process has had a second of a core, however busy the machine is.
         while _seconds_of(other.pid) < 1.0:
             sum(range(10_000))
         load = watch.load()

@@ -1,4 +1,4 @@
-"""The leaders are measured again, in turns, and only what holds up can win."""
+"""The leaders are measured again in turns, and only a confirmed candidate can win."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from redline.tuner.search import Search
 
 
 class Memory:
-    """A run's trials, kept in memory."""
+    """Keeps a run's trials in memory."""
 
     def __init__(self, throughputs, peaks=(), loads=(), spread=None):
         self._trials = [
@@ -61,7 +61,7 @@ class Memory:
 
 
 class Machine(Runner):
-    """Gives each trial its true throughput, times what the machine does at that moment, times noise."""
+    """Measures each trial's true throughput times the machine's momentary speed times noise."""
 
     name = "machine"
 
@@ -83,7 +83,7 @@ class Machine(Runner):
 
 
 class Turns(Machine):
-    """The same with candidates in memory together, `many` turns of each, as far as `room` for them goes."""
+    """A machine that keeps candidates in memory together: `many` turns of each, for at most `room` candidates."""
 
     takes_turns = True
 
@@ -133,20 +133,20 @@ def test_what_is_clearly_ahead_needs_the_fewest_rounds():
 
 
 def test_the_winner_is_the_truly_fastest_although_the_first_measurements_say_otherwise():
-    """First measured in a quiet minute, trial 2 led; another load comes and goes while they are compared."""
+    """Trial 2 led because it was first measured in a quiet minute; another load comes and goes during the comparison."""
     first, true = [60.0, 95.0, 130.0, 97.0], [60.0, 100.0, 80.0, 94.0]
     won = []
     for seed in range(40):
         load = random.Random(seed)
         slow = [load.choice([1.0, 0.55]) for _ in range(10)]
-        # Each stays for a while, and ends in the middle of a round.
+        # Each load lasts for a while and ends in the middle of a round.
         trials, *_ = confirm(first, true, noise=0.01, seed=seed, speed=lambda call, s=slow: s[(call - 1) // 3 % 10])
         won.append(summary.best(trials).number)
     assert won.count(1) >= 39
 
 
 def test_contenders_that_left_early_compare_with_those_that_stayed():
-    """Trial 2 takes part in the first, quiet rounds only: what counts is how it stood beside the others."""
+    """Trial 2 takes part in the first, quiet rounds only: it is judged by its speed relative to the others in the same rounds."""
     true = [50.0, 100.0, 90.0, 99.5]
     trials, order, _ = confirm(true, speed=lambda call: 1.0 if call <= 8 else 0.5)
     assert order.count(2) == FEWEST_ROUNDS < order.count(3)
@@ -155,7 +155,7 @@ def test_contenders_that_left_early_compare_with_those_that_stayed():
 
 
 def test_what_was_never_measured_again_cannot_stand_above_the_winner():
-    """The three that led were lucky once; the fourth is as fast as it seemed."""
+    """The first measurements of the three leaders were too fast by chance; the fourth's was accurate."""
     first = [60.0, 100.0, 99.0, 98.0, 96.0]
     trials, order, _ = confirm(first, [60.0, 80.0, 79.0, 78.0, 96.0])
     assert order.count(4) >= FEWEST_ROUNDS
@@ -214,7 +214,7 @@ def test_a_single_success_has_nobody_to_be_compared_with():
 
 @pytest.mark.parametrize("gap", [0.0, 0.03])
 def test_the_stated_error_holds(gap):
-    """Of pairs that are equal, no more than 5 % are called apart in any round; of those 3 % apart, most."""
+    """At most 5 % of equal pairs are called different in any round, and most pairs 3 % apart are."""
 
     def ran(throughput):
         return Measurement(status=Status.OK, throughput=throughput, step_ms=1.0, step_ms_spread=0.0196)
@@ -232,11 +232,11 @@ def test_the_stated_error_holds(gap):
 
 
 UNSTEADY = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-"""The load while six trials were measured."""
+"""Busy cores of other work while the six trials were measured."""
 
 
 def test_turns_find_the_fastest_although_noise_hid_it_at_first():
-    """Noise of 8 % a turn, some turns at half speed, and a load that halved the fastest one's first measurement."""
+    """Noise is 8 % a turn, some turns run at half speed, and a load halved the fastest one's first measurement."""
     first, true = [30.0, 92.0, 100.0, 97.0, 90.0, 72.0], [60.0, 88.0, 90.0, 92.0, 85.0, 100.0]
     won = []
     for seed in range(40):
@@ -258,7 +258,7 @@ def test_as_many_take_turns_as_the_time_is_enough_for(seconds, first):
 
 
 def test_who_may_have_suffered_more_of_the_load_than_the_default_takes_turns_too():
-    """Trial 1 at a third of its speed beside 1.4 busy cores, as which trial 0 had lost two fifths to 1.1."""
+    """Trial 1 ran at a third of its speed beside 1.4 busy cores; trial 0 lost two fifths to 1.1."""
     first, true = [1945.0, 1359.0, 3000.0, 1900.0], [3044.0, 4051.0, 3000.0, 1900.0]
     trials, stretches, _ = confirm(first, true, loads=[1.1, 1.4, 0.0, 0.0], kind=Turns)
     assert stretches[0] == [0, 2, 1]
@@ -290,7 +290,7 @@ def test_who_fails_in_a_turn_does_not_hold_up_and_the_others_count():
 def test_those_that_do_not_fit_into_memory_together_are_measured_one_after_the_other():
     trials, stretches, _ = confirm([60.0, 100.0, 90.0, 95.0, 94.0, 93.0], loads=UNSTEADY, kind=Turns, room=1)
     assert stretches == []
-    # The leaders only: alone each takes as long as a trial.
+    # Only the leaders are measured: alone each takes as long as a trial.
     assert [bool(trial.remeasured) for trial in trials] == [True, True, False, True, True, False]
 
 
@@ -333,7 +333,7 @@ def test_of_many_turns_only_the_middle_ones_decide_a_tie():
         measured = Measurement(status=Status.OK, throughput=throughputs[0])
         return judged(Trial(number=number, config=Config({"a": number}), measurement=measured), throughputs)
 
-    # 1.8 % apart, each with a turn far off.
+    # The two are 1.8 % apart, and each has one outlier.
     first = trial(0, [100.0 + 0.01 * at for at in range(23)] + [50.0])
     other = trial(1, [98.2 + 0.01 * at for at in range(23)] + [150.0])
     assert summary.tied([first, other]) == []
@@ -342,7 +342,7 @@ def test_of_many_turns_only_the_middle_ones_decide_a_tie():
 
 
 def test_turns_under_a_load_do_not_count_where_there_were_enough_without():
-    """A load that slows the fastest one more than the others: its slope is not theirs."""
+    """The load slows the fastest one more than the others: its slope differs from theirs."""
 
     def ran(throughput, load):
         return Measurement(status=Status.OK, throughput=throughput, foreign_cores=load)
@@ -351,7 +351,7 @@ def test_turns_under_a_load_do_not_count_where_there_were_enough_without():
     calm = [{0: ran(90.0, 0.0), 1: ran(100.0, 0.1)} for _ in range(CALM_ROUNDS)]
     assert calm_rounds(loaded + calm) == calm
     assert compare_rounds(calm_rounds(loaded + calm)).gap(1, 0) == pytest.approx(math.log(100 / 90))
-    # One who was never measured without it can only be compared with what was measured beside it.
+    # A candidate that was never measured without the load is compared only with measurements under the load.
     assert calm_rounds(loaded + calm[1:]) == loaded + calm[1:]
     late = [{2: ran(70.0, 1.0), 0: ran(80.0, 1.0)}]
     assert calm_rounds(calm + late) == calm + late
@@ -371,7 +371,7 @@ def test_turns_may_last_longer_where_the_time_is_enough_for_it():
         confirm([60.0, 100.0, 90.0] + [10.0] * (trials - 3), kind=Asked, **budget)
         return Asked.patience[0]
 
-    # A trial takes 1 s: half the time for further rounds, which is 0.3 of what the search took.
+    # A trial takes 1 s: half of the time is left for further rounds, which is 0.3 of the search's time.
     assert asked(40) == pytest.approx(6.0, abs=0.5)
     # Three contenders, at least two rounds each.
     assert asked(40, seconds=8.0) == pytest.approx(2.0, abs=0.5)
@@ -387,7 +387,7 @@ def test_the_pair_is_measured_further_while_the_interval_of_its_gain_includes_1(
     wide, many = run(0.25)
     assert narrow.shown and few == 1
     assert wide.shown and many > MOST_ROUNDS // FEWEST_ROUNDS
-    # Beyond the rounds and for what is as good as equal it ends.
+    # It ends at the limit of rounds, and earlier for candidates that are practically equal.
     unknown, most = run(2.0)
     assert not unknown.shown and most == MOST_ROUNDS_OF_PAIR // FEWEST_ROUNDS
     trials, order, _ = confirm([100.0, 100.2], spread=0.25, kind=Turns, many=2)

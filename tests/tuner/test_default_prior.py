@@ -1,4 +1,4 @@
-"""Where nobody names the model, what the knobs' standard names say guides the search, and misleads it briefly at most."""
+"""Without a named model, the standard names of knobs guide the search; wrong ones mislead it only briefly."""
 
 import contextlib
 import subprocess
@@ -22,7 +22,7 @@ TOTAL = 64
 
 
 def make_space(names=("micro_batch", "tp", "pp", "zero", "checkpoint_ratio")):
-    """A space for 16 devices; `names` are what the five knobs are called."""
+    """A space for 16 devices with these names of its five knobs."""
     micro, tp, pp, zero, ratio = names
     space = Space()
     size = space.choice(micro, [1, 2, 4, 8, 16], monotone_memory=1 if micro == "micro_batch" else 0)
@@ -42,14 +42,14 @@ VAGUE = default_prior(SPACE, 16, H100)
 
 
 def table(**changes):
-    """What the prior says of configurations that differ in one knob, from its first value to its last."""
+    """The prior's table of configurations that differ in one knob, from its first value to its last."""
     ((name, values),) = changes.items()
     base = {"micro_batch": 2, "tp": 2, "pp": 1, "dp": 8, "zero": 0, "checkpoint_ratio": 0.0, "grad_accum": 4}
     return VAGUE.table([base | {name: value} for value in values])
 
 
 def cluster(limit_mib=78_000.0):
-    """What a cluster of 16 H100 does with a model of 13 B parameters, as large as none of those assumed."""
+    """Measurements of a simulated cluster of 16 H100 with a model of 13 B parameters, a size that the prior does not assume."""
     shape = Shape(layers=40, hidden=5120, heads=40, intermediate=13824, vocabulary=32000)
     setup = TrainingSetup(devices=16, seq_len=2048, global_batch=TOTAL, memory_limit_mib=limit_mib)
     made = Estimator(shape, H100, setup).drawn(np.random.default_rng(3)).table(list(SPACE))
@@ -62,7 +62,7 @@ def cluster(limit_mib=78_000.0):
 
 
 def search(measure, prior, trials, seed=0, space=SPACE):
-    """The trials that the default sampler makes."""
+    """Returns the trials of a search with the default sampler."""
     sampler = make_sampler("bayes", space, seed=seed, prior=prior)
     done: list[Trial] = []
     while len(done) < trials:
@@ -72,7 +72,7 @@ def search(measure, prior, trials, seed=0, space=SPACE):
 
 
 def share(trials, best):
-    """What the trials reached, as a share of the best."""
+    """The best throughput of the trials as a share of `best`."""
     return max((trial.throughput for trial in trials if trial.ok), default=0.0) / best
 
 
@@ -142,7 +142,7 @@ def test_a_standard_name_with_other_values_is_no_standard_knob(name, values):
     space.choice("sequence_parallel", [False, True])
     found = default_prior(space, 8, H100).table(list(space))
     assert np.isfinite(found.throughput).all()
-    for value in values[1:]:  # it makes no difference
+    for value in values[1:]:  # these values make no difference
         same = [config for config in space if config[name] in (values[0], value)]
         told = default_prior(space, 8, H100).table(same).throughput
         assert told[: len(same) // 2] == pytest.approx(told[len(same) // 2 :])
@@ -175,7 +175,7 @@ def test_one_oom_tells_the_scale_of_memory():
         beliefs = SearchPosterior(knowledge, [trial])
         return beliefs.works[beliefs.candidates.find({config})[0]]
 
-    assert chance(small, middle) > 0.6  # it needs a fraction
+    assert chance(small, middle) > 0.6  # the small one needs a fraction of the memory
     assert chance(middle, small) < 0.35
     assert chance(SPACE.default(), small) < 0.45
 
@@ -230,7 +230,7 @@ def test_a_model_of_another_size_is_found_sooner():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_knobs_that_mean_something_else_cost_a_few_trials_and_nothing_at_the_end(seed):
-    """What the names promise is slow, and what they say is large fits."""
+    """Values that the names promise to be fast are slow, and values that the names call large fit."""
     world = cluster()
     ranked = sorted(world, key=lambda config: world[config].throughput if world[config].ok else 0.0)
 

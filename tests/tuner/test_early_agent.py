@@ -1,4 +1,4 @@
-"""The host agent imports while a search is prepared, and ends with it however it ends."""
+"""The host agent imports modules while a search is prepared, and ends with the search however it ends."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from torch import nn
 
 @pytest.fixture
 def started(monkeypatch):
-    """The host agents that searches start; these import nothing, which takes no time."""
+    """The host agents that searches start. They import nothing, which saves time."""
     made = []
 
     class Quick(HostAgent):
@@ -28,7 +28,7 @@ def started(monkeypatch):
             made.append(self)
 
         def also_import(self, imports):
-            """Left out."""
+            """Does nothing."""
 
     monkeypatch.setattr(search_setup, "HostAgent", Quick)
     yield made

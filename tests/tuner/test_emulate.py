@@ -1,4 +1,4 @@
-"""Searches with emulated trials: alone, before the devices, and of a framework's own command."""
+"""Searches with emulated trials: alone, before real devices, and with a framework's own command."""
 
 import csv
 import sys
@@ -38,7 +38,7 @@ NARROW = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A search for 64 devices, whose memory alone is measured here."""
+    """A search for 64 devices that measures only memory."""
     out = tmp_path_factory.mktemp("runs") / "emulated"
     result = rl.tune(
         "gpt2-tiny", runner="emulate", devices=64, hardware="h100-80gb", memory_only=True, trials=2, patience=0, out=out,
@@ -92,7 +92,7 @@ def test_what_would_have_no_effect_is_refused(options, says):
 
 
 class Answers(Runner):
-    """Gives each configuration its measurement, and remembers what was asked."""
+    """Returns each configuration's measurement and records the requests."""
 
     name = "local"
 

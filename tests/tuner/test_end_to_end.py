@@ -1,4 +1,4 @@
-"""`redline tune` as a user runs it: real trials, real kills, real OOMs, and all but one in a process of their own."""
+"""`redline tune` as a user runs it: real trials, kills and OOMs, all but one test in a separate process."""
 
 import csv
 import json
@@ -256,7 +256,7 @@ def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
     done = tune(folder, "slow", "--trials", 5, "--resume")
     assert done.returncode == 0, done.stderr
     after = rows(folder)
-    # The leaders were measured again since; what was tried, and when, stands.
+    # The leaders were measured again since; the configurations and times of the first trials are unchanged.
     kept = ["trial", "sampler", "started", "loss", "log", *(name for name in before[0] if name.startswith("knob."))]
     assert [[row[name] for name in kept] for row in after[: len(before)]] == [
         [row[name] for name in kept] for row in before
@@ -286,7 +286,7 @@ def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
 def test_two_processes_on_one_folder_are_refused(folder):
     process = start(folder, "slow", "--trials", 8)
     wait_for_rows(folder, 1, process)
-    process.send_signal(signal.SIGSTOP)  # or it might be done before the second has begun
+    process.send_signal(signal.SIGSTOP)  # otherwise it might end before the second has started
     second = tune(folder, "slow", "--trials", 8, "--resume")
     process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGINT)

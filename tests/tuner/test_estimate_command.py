@@ -1,4 +1,4 @@
-"""`redline estimate`: the best predicted configurations, why the others were ruled out, and what it cannot know."""
+"""`redline estimate`: the best predicted configurations, why the others were ruled out, and what it cannot predict."""
 
 import json
 import re

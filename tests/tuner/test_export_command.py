@@ -1,4 +1,4 @@
-"""`redline export` on a run that `redline tune` made; the Python script it writes is run."""
+"""`redline export` on a run of `redline tune`; the Python script that it writes is run."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def export(capsys, *arguments):
 
 
 def launch(script, *arguments, ranks=1, cwd):
-    """What a script prints: started alone, or by torchrun."""
+    """Runs a script, directly or by torchrun, and returns its output."""
     command = [sys.executable, str(script)]
     if ranks > 1:
         flags = ["--nproc-per-node", str(ranks), "--master-port", "0", "--rdzv-backend", "c10d"]
@@ -123,7 +123,7 @@ def trained(folder, **knobs):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one device makes of it."""
+    """Result of the training on one device."""
     return trained(tmp_path_factory.mktemp("alone"))
 
 
@@ -137,12 +137,12 @@ def alone(tmp_path_factory):
     ],
 )
 def test_the_python_script_runs_under_torchrun_as_on_one_device(knobs, alone, tmp_path):
-    """Two ranks give the losses of one, and the same weights."""
+    """Two ranks compute the losses and weights of one device."""
     values, weights = trained(tmp_path, **knobs)
     assert values == pytest.approx(alone[0], abs=2e-3)
     assert weights.keys() == alone[1].keys()
     for name, one in alone[1].items():
-        # AdamW's first steps are of the learning rate's size whatever the gradient's, so tiny ones may turn.
+        # AdamW's first steps have the learning rate's size whatever the gradient's, so tiny gradients may change sign.
         assert (weights[name] - one).abs().mean() < 1e-4, name
 
 
@@ -178,7 +178,7 @@ def test_bad_input_is_named(capsys, simulated, arguments, said):
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
-    """A simulated run for 64 devices on hosts of eight: a winner, a trial without memory, a pending one."""
+    """A simulated run for 64 devices on hosts of eight: a winner, a trial without memory, and a pending one."""
     asked = {
         "model": "llama3-8b",
         "workload": {"id": "3f2a", "spec": "llama3-8b"},

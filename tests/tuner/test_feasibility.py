@@ -1,4 +1,4 @@
-"""What is known not to fit is never run: not itself, and nothing that needs at least as much."""
+"""A configuration that is known not to fit, or that needs at least as much memory as one, is never run."""
 
 import pytest
 import redline as rl
@@ -103,7 +103,7 @@ def test_a_search_never_runs_what_an_earlier_failure_rules_out(sampler):
         and "which did not fit" in each.measurement.reason
         for each in skipped
     )
-    assert len(result.all_trials) == len(make_space())  # nothing is left: all were run, or skipped
+    assert len(result.all_trials) == len(make_space())  # nothing is left: all were run or skipped
     assert result.best.throughput == max(each.measurement.throughput for each in result.all_trials if each.ok)
 
 

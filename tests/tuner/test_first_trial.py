@@ -1,4 +1,4 @@
-"""Trial 0 is what a person would start from that is predicted to fit, and the reason is stated."""
+"""Trial 0 is a conventional configuration that is predicted to fit; its reason is stated."""
 
 import csv
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ HEADROOM = 0.05
 
 
 def make_space(devices=64, total=512):
-    """The standard knobs as a default space has them on GPUs, lossy values allowed."""
+    """The standard knobs as in a default space on GPUs, lossy values allowed."""
     space = Space()
     if devices > 1:
         degrees = [each for each in (1, 2, 4, 8) if each <= devices]
@@ -194,7 +194,7 @@ def test_a_search_begins_with_it_and_has_a_gain_to_report(finished, capsys):
 
 def test_a_resumed_search_keeps_its_trial_0(finished, monkeypatch):
     _, out, how = finished
-    # The estimate of a machine that is measured may have changed since.
+    # The estimate of a measured machine may have changed since.
     monkeypatch.setattr("redline.tuner.search_setup.first_trial", lambda space, *rest: first_trial(space, None))
     result = rl.tune("gpt2-tiny", trials=5, out=out, resume=True, **how)
     assert [trial.sampler for trial in result.all_trials].count("default") == 1

@@ -1,4 +1,4 @@
-"""What a search knows of its trials is brought up to date by those that changed, and is what a first look would say."""
+"""A search's knowledge of its trials is updated by the changed ones, and equals that of a fresh read."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Calls of `redline.tune(fn, space)` in processes of their own: whatever ends one is an outcome, not the search's end."""
+"""Calls of `redline.tune(fn, space)` in separate processes: a process that dies is an outcome and does not end the search."""
 
 import ctypes
 import math
@@ -19,7 +19,7 @@ import yaml
 from processes import left_of
 from redline.results import Status
 
-# Test modules are imported by path, so that other processes cannot import them by name.
+# Test modules are imported by path, so other processes cannot import them by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -66,7 +66,7 @@ def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
     }
     assert "SIGSEGV" in found["segfault"].reason and "code 3" in found["exit"].reason
     assert found["hang"].reason == "no result within 5 s (during the call)"
-    assert "in fn" in (tmp_path / "run" / found["hang"].log).read_text()  # the stack it hung in
+    assert "in fn" in (tmp_path / "run" / found["hang"].log).read_text()  # the stack in which it hung
     assert found["memory"].memory_limit_mib == 1024 and found["memory"].peak_memory_mib >= 1024
     assert "SystemExit: enough" in found["system exit"].reason and "SIGTERM" in found["killed"].reason
     assert result.best.config["how"] == "last"
@@ -129,7 +129,7 @@ def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_
         assert found.seconds_total is not None and found.started
         if status is Status.CRASH:
             assert "Traceback" in (tmp_path / "run" / found.log).read_text()
-    assert measured(result)["cuda"].peak_memory_mib == 2048  # what was asked for
+    assert measured(result)["cuda"].peak_memory_mib == 2048  # the requested amount
     assert measured(result)["by hand"].peak_memory_mib is None
     best = result.best.measurement
     assert (best.unit, best.peak_memory_mib) == ("images/s", 10.0)
@@ -187,7 +187,7 @@ def test_calls_run_at_once_where_that_is_asked_for(tmp_path):
     def fn(config):
         mine, other = (tmp_path / config["how"], tmp_path / ("b" if config["how"] == "a" else "a"))
         mine.touch()
-        while not other.exists():  # the other call has to be there before this one returns
+        while not other.exists():  # the other call has to run before this one returns
             time.sleep(0.01)
         return 1.0
 
@@ -202,7 +202,7 @@ def test_a_call_within_its_memory_limit_has_its_peak_measured():
     (trial,) = rl.tune(fn, ways("a"), trials=1, memory_limit="400MiB").all_trials
     assert trial.measurement.peak_memory_mib == pytest.approx(200, rel=0.1)
     assert trial.measurement.memory_limit_mib == 400
-    (trial,) = rl.tune(fn, ways("a"), trials=1).all_trials  # what nobody limits is nobody's business
+    (trial,) = rl.tune(fn, ways("a"), trials=1).all_trials  # without a limit nothing is measured
     assert trial.measurement.peak_memory_mib is None and trial.measurement.memory_limit_mib is None
 
 

@@ -1,4 +1,4 @@
-"""`--log-to`: what each tracker holds after a search, read back with its own tools."""
+"""`--log-to`: each tracker's records after a search, read back with its own tools."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_tensorboard_holds_every_trial(tmp_path):
     assert [each.value for each in events.Scalars("best_so_far")][-1] == 800.0
     assert events.Scalars("result/best_throughput")[0].value == 800.0
     trials = [each for each in (folder / "tensorboard").iterdir() if each.is_dir()]
-    assert len(trials) == len(result.all_trials)  # the HParams page has one run a trial
+    assert len(trials) == len(result.all_trials)  # the HParams page has one run per trial
 
 
 def test_mlflow_holds_a_child_run_for_every_trial(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_mlflow_holds_a_child_run_for_every_trial(tmp_path, monkeypatch):
 
 def test_wandb_keeps_the_run_for_later(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    # A process of its own: wandb starts a service that would outlive this test.
+    # A separate process: wandb starts a service that would outlive this test.
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
         "import importlib.util as u\n"
@@ -91,7 +91,7 @@ def test_wandb_keeps_the_run_for_later(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     (stored,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     data = stored.read_bytes()
-    # The records are protocol buffers, whose texts stand in them as they are.
+    # The records are protocol buffers, which contain texts verbatim.
     for word in (b"best_so_far", b"knob.micro_batch", b"best_throughput", b"oom"):
         assert word in data, word
 

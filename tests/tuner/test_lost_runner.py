@@ -1,4 +1,4 @@
-"""Machinery that fails for good ends a search, but loses nothing of what was found."""
+"""A runner that fails permanently ends a search without loss of its results."""
 
 import csv
 
@@ -14,7 +14,7 @@ from redline.tuner.search import ATTEMPTS
 
 
 class Fails(Runner):
-    """Works for so many calls and is lost from then on."""
+    """A runner that works for so many calls and then raises on every call."""
 
     name = "fails"
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of a result."""
+"""A result's view in a notebook."""
 
 import sys
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""Strategies of ATorch's kind come to knobs, and say what does not."""
+"""Strategies in ATorch's form are converted to knobs; entries without a knob are named."""
 
 import json
 import pickle
@@ -153,7 +153,7 @@ def test_what_a_list_leaves_open_is_planned():
 
 def test_what_the_model_cannot_follow_is_said():
     info = redline.accelerate("llama-tiny", strategy=["module_replace"], seq_len=32).info
-    if "kernels" not in info.config:  # a processor has none
+    if "kernels" not in info.config:  # a CPU has none
         assert any(note.startswith("kernels=true is not followed") for note in info.notes)
 
 

@@ -1,4 +1,4 @@
-"""An option is declared in one place: the command line, `redline.tune`, the HTTP API and the checks follow from it."""
+"""An option is declared once: the command line, `redline.tune`, the HTTP API and the checks are derived from it."""
 
 import re
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""A training that goes on keeps what it computes, takes the fastest that fits, and falls back to what needs clearly less."""
+"""A continued training keeps its computation, takes the fastest fitting configuration, and has safer fallbacks."""
 
 import math
 import subprocess
@@ -59,7 +59,7 @@ def test_on_other_devices_precision_and_samples_of_a_step_stay(tiny, devices):
 def test_gradients_travel_as_before(tiny, large):
     half = plan(tiny, devices=4, like=Config({**LIKE, "reduce_dtype": "bf16"}), hardware=H100, fixed={"tp": 1, "pp": 1})
     assert half.config["reduce_dtype"] == "bf16"
-    # Lossy values are in the space for the sake of the first only.
+    # Lossy values are in the space only because of the first configuration.
     eight = Config({**LIKE, "precision": "fp8"})
     found = plan(large, devices=4, like=eight, hardware=H100, fixed={"tp": 1, "pp": 1})
     assert (found.config["precision"], found.config["reduce_dtype"]) == ("fp8", "fp32")
@@ -230,7 +230,7 @@ def test_dry_runs_that_all_fail_say_what_would_fit(tiny):
 
 
 def chain(workload, config, devices, **more):
-    """What is fallen back to from a configuration on, failure by failure."""
+    """All fallbacks from a configuration, one per failure."""
     failed, found = [config], []
     while (
         taken := safer(workload, failed[-1], devices=devices, failed=failed[:-1], hardware=H100, **more)
@@ -268,7 +268,7 @@ def test_a_fallback_is_the_fastest_of_what_needs_clearly_less(tiny):
 
 
 def test_what_is_known_to_need_as_much_is_no_fallback(tiny, monkeypatch):
-    """Whatever the estimate says of it."""
+    """The estimate is ignored for a configuration that is known to need as much."""
     failed = Config({**plan(tiny, devices=1, like=LIKE, hardware=H100).config})
     monkeypatch.setattr(planning, "CLEARLY_LESS", 10.0)
     taken = safer(tiny, failed, devices=1, hardware=H100)
@@ -305,7 +305,7 @@ print(dict(taken.config), taken.why)
 
 @pytest.mark.slow
 def test_every_rank_comes_to_the_same_fallback_without_measuring_anything(capsys, monkeypatch):
-    """Another process, whose sets have another order, and this one."""
+    """A separate process, whose sets have another order, returns this process's fallbacks."""
     other = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=Path.home(), timeout=300
     )

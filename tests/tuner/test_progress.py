@@ -1,4 +1,4 @@
-"""What a person sees while a search runs, resumed runs and the measuring of leaders included."""
+"""Output while a search runs, also while it resumes and while it measures leaders."""
 
 import io
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, 
 
 
 def ended(*measured):
-    """What is printed at the end of a search with these measurements, of which the first is the default's."""
+    """Returns the output at the end of a search with these measurements; the first is the default's."""
     trials = [
         Trial(
             number=n,

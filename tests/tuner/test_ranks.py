@@ -1,4 +1,4 @@
-"""Ranks that a launcher has started meet at its store, whatever an earlier start left there."""
+"""Ranks that a launcher starts meet at its store, regardless of an earlier start's leftovers."""
 
 import threading
 from datetime import timedelta
@@ -23,7 +23,7 @@ def client(store):
 
 
 def start(store, ranks_, size, found):
-    """One start: every rank writes under its part what it is, and reads what rank 0 wrote."""
+    """Runs one start: every rank writes its role under its own part and reads what rank 0 wrote."""
 
     def rank_of(number):
         part = own_part(client(store), number, size)

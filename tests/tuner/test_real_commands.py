@@ -1,4 +1,4 @@
-"""Trainings such as anyone has, tuned by the commands that docs/commands.md shows: real launchers, untouched by us."""
+"""Typical training scripts, tuned by the commands of docs/commands.md: real launchers, unmodified programs."""
 
 import csv
 import os
@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples" / "commands"
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A folder with the examples as a clone has them, and the environment's own programs first."""
+    """A folder with the examples as in a clone; programs of the test environment come first in the path."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "commands").symlink_to(EXAMPLES)
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ RUNS = {
 }  # fmt: skip
 
 OWN_ENVIRONMENT = {"LLaMA-Factory": "llamafactory-cli", "LitGPT": "litgpt"}
-"""What needs other versions of the libraries that the tests have, and is started from an environment of its own."""
+"""Runs that need other library versions than the tests, by the program that starts each in its own environment."""
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ SERVER = (
 
 
 def serving(**changes):
-    """The example's file with something in it changed, such as a bound that holds however busy the machine is."""
+    """The example's file with a replaced text, such as a bound that holds however busy the machine is."""
     given = yaml.safe_load((EXAMPLES / "serve.yaml").read_text())
     Path("serve.yaml").write_text(yaml.safe_dump({**given, **changes}))
     return given
@@ -196,7 +196,7 @@ def plant():
 if os.environ.get("RANK", os.environ.get("LOCAL_RANK")) == "1":
     threading.Thread(target=plant, daemon=True).start()
 """
-"""For the `sitecustomize` of untouched trainings: rank 1 runs out of memory in its fourth backward pass, and the others wait."""
+"""A `sitecustomize` for unmodified trainings: rank 1 runs out of memory in its fourth backward pass while the others wait."""
 ON_TWO = {
     "torchrun with the Trainer": RUNS["torchrun with the Trainer"],
     "DeepSpeed": RUNS["DeepSpeed"],
@@ -217,7 +217,7 @@ def test_one_rank_of_two_that_runs_out_of_memory_ends_both_within_seconds(checko
     monkeypatch.setenv("PYTHONPATH", f"{checkout / 'planted'}:{os.environ.get('PYTHONPATH', '')}")
     before = {each.pid for each in psutil.process_iter()}
     done, rows = tune(*ON_TWO[name], "--trials", 1, "--trial-timeout", "3m")
-    log = Path("run/logs/0.log")  # closed when all was ended
+    log = Path("run/logs/0.log")  # closed after all ended
     assert done.returncode == 3, done.stdout + done.stderr + log.read_text()[-3000:]
     (row,) = rows
     assert row["status"] == "oom" and "Tried to allocate 3.00 GiB" in row["reason"], row

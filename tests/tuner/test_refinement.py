@@ -1,4 +1,4 @@
-"""The winner refined block by block: tried at the end like every other trial, and best only where it is measured so."""
+"""The winner refined block by block: tried at the end like any other trial, and best only if it measures so."""
 
 import csv
 from dataclasses import replace
@@ -23,7 +23,7 @@ from redline.tuner.transfer import read_runs
 
 
 class Memory:
-    """A run's trials, kept in memory."""
+    """Keeps a run's trials in memory."""
 
     def __init__(self, throughputs):
         self._trials = []
@@ -58,7 +58,7 @@ class Memory:
 
 
 class Measures(Runner):
-    """Gives a refined configuration this throughput, and others what they had."""
+    """Measures a refined configuration at this throughput, and others as recorded."""
 
     name = "measures"
 
@@ -150,7 +150,7 @@ def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured
         return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=throughput))
 
     refined = refiner(estimator, space, 0.05, pytest.fail)
-    # Nothing need be recomputed on such a device, whatever the measurements say.
+    # Such a device needs no recomputation, whatever the measurements are.
     winner = measured(0, half, estimator(half).throughput)
     found = refined([winner])
     assert found.config == {"micro_batch": 8, "strategy": "0-23:-"}
@@ -219,7 +219,7 @@ def test_a_simulated_search_refines_its_winner(tmp_path):
     assert refined.predicted_throughput > uniform.throughput.max() and refined.predicted_memory_mib < 6144
     if refined.ok:
         assert refined.measurement.throughput == pytest.approx(refined.predicted_throughput, rel=0.5)
-    # It stands in the table, says nothing to an earlier run's readers, and the run goes on with or without it.
+    # The table lists the refined trial, an earlier version's reader ignores it, and the run resumes with or without it.
     rows = list(csv.DictReader((out / "trials.csv").open()))
     assert rows[-1]["knob.strategy"] == refined.config["strategy"]
     assert [len(each.trials) for each in read_runs([out])] == [2]
@@ -242,7 +242,7 @@ def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_i
     }  # fmt: skip
     free = rl.tune(workload, **asked).trials.set_index("knob.checkpoint_ratio").peak_memory_mib
     assert free[1.0] < 0.8 * free[0.0]
-    # All blocks recomputed fit, none recomputed do not.
+    # All blocks recomputed fit; none recomputed do not.
     limit = free[1.0] + 0.75 * (free[0.0] - free[1.0])
     out = tmp_path / "run"
     result = rl.tune(workload, memory_limit=limit, layerwise=True, out=out, **asked)

@@ -1,4 +1,4 @@
-"""One request: `redline.tune`, its help and the command line have the same fields, defaults and words."""
+"""`redline.tune`, its help and the command line have the same fields, defaults and words."""
 
 import re
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What belongs to one sampler or to their registry; what belongs to all is in the conformance suite."""
+"""Tests of single samplers and of their registry; the conformance suite has those of all samplers."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from redline.tuner.samplers.containment import contained
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """Runs code in a fresh interpreter and returns its output."""
     environment = {**os.environ, **environment}
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
@@ -58,7 +58,7 @@ for name in sampler_names():
 
 @pytest.fixture(scope="module")
 def fresh():
-    """What every sampler does in a fresh process with another hash seed; none was imported before."""
+    """Proposals of every sampler in a fresh process with another hash seed; no sampler was imported before."""
     pytest.importorskip("hebo")
     program = "import torch\ntorch.set_num_threads(2)" + PROPOSALS + "print(json.dumps([proposals, changes]))"
     proposals, changes = json.loads(python(program, PYTHONHASHSEED="4321"))
@@ -308,7 +308,7 @@ class TestHEBO:
 
 
 def test_learners_find_faster_configurations_than_chance_does():
-    """What `bench/samplers.py` measures, in small: the best of 14 trials, mean over seeds."""
+    """A small version of `bench/samplers.py`: the best of 14 trials, mean over seeds."""
     space = wide_space()
     gains = {"eager": 1.0, "sdpa": 1.5, "flash_attention_2": 1.6}
 

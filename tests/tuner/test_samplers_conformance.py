@@ -1,4 +1,4 @@
-"""Every sampler keeps every promise of `SamplerConformance`."""
+"""`SamplerConformance` for every sampler."""
 
 import pytest
 from redline.testing.samplers import SamplerConformance

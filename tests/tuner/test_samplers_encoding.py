@@ -1,4 +1,4 @@
-"""Codes, distances, candidates, and what models are told."""
+"""Encoding of configurations, distances, candidates, and the data given to models."""
 
 import math
 
@@ -161,7 +161,7 @@ class TestCandidates:
             assert encoding.encode(fewer.config(i)).tolist() == fewer.codes[i].tolist()
 
     def test_the_first_trials_spread(self):
-        """Farther from each other than random ones."""
+        """They are farther apart than random configurations."""
         space = wide_space()
         encoding = Encoding(space)
 

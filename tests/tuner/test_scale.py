@@ -1,4 +1,4 @@
-"""`redline scale`: a model tuned for more and more devices, and what is predicted beyond."""
+"""`redline scale`: a model tuned on a growing number of devices, and predictions beyond it."""
 
 import contextlib
 import csv
@@ -24,7 +24,7 @@ NARROW = {
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory):
-    """A simulated scaling of a tiny model over 1, 2 and 4 devices, predicted to 16."""
+    """A simulated scaling of a tiny model over 1, 2 and 4 devices, with predictions up to 16."""
     out = tmp_path_factory.mktemp("runs") / "scale"
     return rl.scale("gpt2-tiny", [4, 1, 2], global_batch=64, predict_to=16, out=out, **SIMULATED, **NARROW), out
 
@@ -47,7 +47,7 @@ def test_a_runs_winner_is_planned_again_for_each_count(scaled, tmp_path):
     found = rl.scale(out / "devices-2", "1,2,4", predict_to=8, out=tmp_path / "again")
     assert [each.devices for each in found.points] == [1, 2, 4, 8]
     one, two, four, eight = found.points
-    # Its own number of devices has its measurements; the others a plan, tried beside the default configuration.
+    # The measured number of devices has its measurements; the others have a plan, tried beside the default configuration.
     assert two.throughput == scaling.points[1].throughput and not (tmp_path / "again" / "devices-2").exists()
     for point in (one, four):
         trials = View(tmp_path / "again" / f"devices-{point.devices}").trials()

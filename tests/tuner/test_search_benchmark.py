@@ -1,4 +1,4 @@
-"""`bench/search.py` takes any table of its format, with or without memory, causes and a YAML beside it."""
+"""`bench/search.py` takes any table of its format, with or without memory, failure causes and a YAML file beside it."""
 
 import csv
 import os
@@ -15,7 +15,7 @@ HEAD = "micro_batch,checkpoint_ratio,attention,status,peak_memory_mib,memory_lim
 
 
 def table(limit, objective):
-    """A CSV of 30 rows whose memory grows with the micro-batch."""
+    """Writes a CSV of 30 rows whose memory grows with the micro-batch."""
     lines = [f"{HEAD},{objective}"]
     for micro in (1, 2, 4, 8, 16):
         for ratio in (0, 0.5, 1):
@@ -30,7 +30,7 @@ def table(limit, objective):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """What the command prints and leaves for a feasible table by speed, one by time, and an infeasible one."""
+    """Outputs of the command for a feasible table by speed, one by time, and an infeasible one."""
     folder = tmp_path_factory.mktemp("tables")
     (folder / "fast.csv").write_text(table(700, "samples_per_second"))
     (folder / "slow.csv").write_text(table(700, "step_ms"))

@@ -1,4 +1,4 @@
-"""`redline tune --runner simulate`, and the estimate that a search begins with."""
+"""`redline tune --runner simulate`, and the initial estimate of a search."""
 
 import csv
 import itertools
@@ -126,7 +126,7 @@ def test_a_simulated_run_is_not_resumed_by_a_real_one(finished, capsys):
 
 
 class Reads(nn.Module):
-    """Looks at values, which a trace does not have."""
+    """Reads values, which a trace does not have."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ def make_loss(output, batch):
 
 
 def cpu():
-    """A CPU as it would be measured."""
+    """A CPU's properties as measured."""
     return Hardware.from_mapping(
         {
             "memory_gib": 4, "tflops": {"fp32": 0.1}, "memory_gb_per_s": 20, "kind": "cpu", "devices_per_node": 1,

@@ -1,4 +1,4 @@
-"""A winner that fails on batches of varied lengths is found before it is named, and the next one that holds up is named."""
+"""A winner that fails on batches of varied lengths is found before it is reported; the next one that passes is reported."""
 
 import csv
 from dataclasses import replace
@@ -102,7 +102,7 @@ dead, late = workload("dead", loss=dying), workload("late", loss=slow)
 
 @pytest.fixture
 def tuned(tmp_path):
-    """Tunes one of these workloads in real processes; what came of it, and the rows of trials.csv by micro-batch."""
+    """Tunes one of these workloads in real processes. Returns the result, and the rows of trials.csv by micro-batch."""
     (tmp_path / "work.py").write_text(WORKLOAD)
 
     def tune(name, **asked):
@@ -128,7 +128,7 @@ def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak(tuned):
     found, rows, out = tuned("hoarder", memory_limit="120MiB", soak=True)
     assert found.winner.config["micro_batch"] == 2
     assert (rows[16]["status"], rows[2]["status"]) == ("oom", "ok")
-    reason = rows[16]["reason"]  # which allocation fails is chance
+    reason = rows[16]["reason"]  # which allocation fails is random
     assert reason.startswith("when measured again: in its soak: ") and "(during soak); the first time" in reason
     assert rows[16]["log"].endswith(".soak.log") and (out / rows[16]["log"]).stat().st_size > 0
     fallen, held = found.notes[-2:]
@@ -169,7 +169,7 @@ def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run(capsys):
 
 
 class Memory:
-    """A run's trials, kept in memory."""
+    """Keeps a run's trials in memory."""
 
     def __init__(self, throughputs):
         self._trials = [
@@ -192,7 +192,7 @@ class Memory:
 
 
 class Soaks(Runner):
-    """Some hold up in a soak."""
+    """A runner in which only the trials in `holding` pass the soak."""
 
     name = "soaks"
 
@@ -207,7 +207,7 @@ class Soaks(Runner):
 
 
 def soaked(throughputs, holding, seconds=None, **given):
-    """A search that soaks: its folder, its runner, what it said."""
+    """Runs a search with a soak. Returns its folder, its runner and its messages."""
     folder = throughputs if isinstance(throughputs, Memory) else Memory(throughputs)
     runner, said = Soaks(holding), []
     search = Search(

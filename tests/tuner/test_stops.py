@@ -1,4 +1,4 @@
-"""A search ends when its budget is spent or further trials are of no use, and says why."""
+"""A search ends when its budget is spent or further trials are useless, and states the reason."""
 
 from functools import partial
 
@@ -83,7 +83,7 @@ def test_what_never_fits_ends_in_nothing_feasible_with_the_shortfall():
     run = [each for each in result.all_trials if each.measurement.status is not Status.SKIPPED]
     assert len(run) <= 8
     shortfall = float(result.ended.split("shortfall is ")[1].split(" MiB")[0].replace(",", ""))
-    assert 500 < shortfall < 3000  # in truth 1,100
+    assert 500 < shortfall < 3000  # the true value is 1,100
 
 
 def test_with_an_estimate_that_says_so_it_takes_fewer_trials():
@@ -184,7 +184,7 @@ def test_a_tie_within_noise_goes_to_more_free_memory():
     [
         again(1, [96.0, 97.0], 600.0),  # slower by more than noise
         again(1, [90.0, 100.5], 600.0),  # overlaps, but its median is far lower
-        again(1, [99.5, 100.5], 985.0),  # no more room worth the name
+        again(1, [99.5, 100.5], 985.0),  # no significant room left
     ],
 )
 def test_what_is_no_tie_or_no_more_room_goes_to_the_faster(roomy):

@@ -1,4 +1,4 @@
-"""`--time` is from the beginning to the winner: all ends within it and at most one trial. Nothing waits."""
+"""`--time` covers everything up to the winner: the search exceeds it by one trial at most, and nothing waits."""
 
 import random
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Takes(Runner):
-    """Trials take as long as they are told to, in the order of their start, and are all about as fast."""
+    """Trials that take the given seconds, in the order of their start, at almost equal speeds."""
 
     name = "takes"
 
@@ -94,7 +94,7 @@ def test_the_whole_search_stays_within_its_time_and_one_trial(tmp_path, seed):
 
 def test_time_is_left_for_measuring_the_leaders_again(tmp_path):
     made = Searched(tmp_path, 300.0, lambda count: 10.0)
-    # Three leaders and the default configuration, twice each.
+    # Three leaders and the default configuration, each twice.
     assert (made.tried, made.again) == (30 - 8, 8)
     assert made.taken == 300.0
     assert len(summary.best(made.trials).remeasured) == 2

@@ -1,4 +1,4 @@
-"""`redline train --log-to`: what each tracker holds of a training, also of one that was taken up again."""
+"""`redline train --log-to`: each tracker's records of a training, also of a resumed one."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def step_line(step, loss):
 
 
 def session(folder, name, lines, step=0, zero=0):
-    """One start of a training that writes these lines to its log and has them told; what the user was told."""
+    """Runs one session of a training that logs these lines to its file and the tracker. Returns the messages to the user."""
     told = TrainListener()
     said = []
     told.on_message = said.append
@@ -54,7 +54,7 @@ FIRST = [
     step_line(30, 3.0),
     {"kind": "checkpoint", "step": 30, "seconds": 2.0, "stalled": 0.5, "failure": "No space left on device"},
     {"kind": "evaluation", "step": 35, "loss": 3.5},
-]  # then it is killed
+]  # the session is killed here
 SECOND = [
     {"kind": "resumed", "step": 20, "checkpoint": "step-20"},
     step_line(30, 3.0),
@@ -68,7 +68,9 @@ def twice(folder, name):
     folder.mkdir(exist_ok=True)
     said = session(folder, name, FIRST)
     if name == "tensorboard":
-        time.sleep(1.1)  # it reads files by the second that is in their names, as no training begins twice in one
+        time.sleep(
+            1.1
+        )  # it reads files in the order of the seconds in their names; two trainings never start in the same second
     said += session(folder, name, SECOND, step=20, zero=3)
     assert said == []
 
@@ -146,7 +148,7 @@ def test_mlflow_says_how_a_training_ended(tmp_path, monkeypatch):
 
 def test_wandb_goes_on_in_its_run_and_has_no_step_twice(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    # A process of its own: wandb starts a service that would outlive this test.
+    # A separate process: wandb starts a service that would outlive this test.
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
         "import importlib.util as u\n"
@@ -170,7 +172,7 @@ def test_wandb_goes_on_in_its_run_and_has_no_step_twice(tmp_path):
 
 
 def rows_of(path):
-    """What was logged to a run that wandb keeps for later: records in blocks of 32 KiB, as in LevelDB's log format."""
+    """Rows logged to an offline wandb run: records in blocks of 32 KiB, as in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, part, out = path.read_bytes(), 7, b"", []
@@ -191,7 +193,7 @@ def rows_of(path):
 
 
 class Recorder(TrainLogger):
-    """A tracker that keeps what it is given, and fails where it is told to."""
+    """A tracker that keeps its records and fails in the named calls."""
 
     name = "recorder"
 

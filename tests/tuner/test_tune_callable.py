@@ -1,8 +1,7 @@
-"""`redline.tune(fn, space)`: the whole search over any callable, with its files and resumption.
+"""`redline.tune(fn, space)`: a whole search over a callable, its files and its resumption.
 
-Called in this process, where a search of forty trials takes no time; what holds of calls in processes of their own
-stands in test_isolated_callables.py.
-"""
+Calls run in this process, where a search of forty trials takes no time; test_isolated_callables.py tests separate
+processes."""
 
 import math
 from functools import partial
@@ -26,7 +25,7 @@ def make_space():
 
 
 def speed(config):
-    """Peaks at micro_batch 16 with checkpointing; runs out of memory above it."""
+    """Peaks at micro_batch 16 with checkpointing; runs out of memory above 16."""
     if config["micro_batch"] * (2 - config["checkpoint_ratio"]) > 24:
         raise rl.OutOfMemory("does not fit")
     return (
@@ -75,7 +74,7 @@ def test_nothing_feasible_says_why():
 
     with pytest.warns(RuntimeWarning, match="result.best is None: none of 4 trials succeeded: 4 oom") as said:
         result = tune(fn, make_space(), trials=4)
-    assert [each.filename for each in said] == [__file__]  # of the call, which is what a notebook shows
+    assert [each.filename for each in said] == [__file__]  # the caller's file, which a notebook shows
     assert result.best is None
     assert result.gain is None
     assert "none of 4 trials succeeded: 4 oom" in result.why

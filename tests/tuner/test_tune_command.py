@@ -1,4 +1,4 @@
-"""`redline tune --command`: somebody else's program tuned as it is, from the command line and from Python."""
+"""`redline tune --command`: an unmodified program, tuned from the command line and from Python."""
 
 import csv
 import shlex
@@ -54,7 +54,7 @@ def test_a_command_is_tuned_and_the_winners_own_is_told(checkout, capsys):
     assert shlex.split(told.partition("command: ")[2])[-3:] == ["train.py", "4", "fast"]
     asked = yaml.safe_load(Path("run/run.yaml").read_text())["asked"]["workload"]["command"]
     assert shlex.split(asked) == ["--command", checkout]
-    # What measures the winner again is a command line, which does.
+    # The entry that measures the winner again is a complete command line.
     again = best["reproduce"]
     again = shlex.split(again) if isinstance(again, str) else again
     assert again[:3] == ["redline", "tune", "--command"]
@@ -261,7 +261,7 @@ def test_a_model_that_flags_describe_needs_no_name(tmp_path, monkeypatch, capsys
 
 
 def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
-    """Megatron-LM accumulates until it is reached, which is what fills a pipeline."""
+    """Megatron-LM accumulates micro-batches up to the global batch, which fills a pipeline."""
     said = f"{MEGATRON} --global-batch-size 48"
     command = rl.Command(command=said, launcher="megatron", model="gpt2")
     asked = {"devices": 8, "runner": "simulate", "hardware": "h100-80gb"}
@@ -284,7 +284,7 @@ def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compa
     assert code == 0, out + err
     assert "the estimate is that of gpt2-tiny, 64 tokens a sample" in out
     rows = list(csv.DictReader(open("r/trials.csv")))
-    # The default would not fit, which nobody has to try.
+    # The default would not fit: it need not be tried.
     assert "trial 0 is micro_batch=4, otherwise the default configuration, because that is predicted to need" in out
     assert {row["knob.micro_batch"] for row in rows} == {"4", "2"} and {row["unit"] for row in rows} == {"samples/s"}
     assert {row["predicted_throughput"] for row in rows} == {""}

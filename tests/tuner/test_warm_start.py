@@ -1,4 +1,4 @@
-"""Earlier runs say which knobs pay, never how fast this workload is; how alike they are decides how much they count."""
+"""Earlier runs show which knobs pay, not how fast this workload is; their similarity to it determines their weight."""
 
 from dataclasses import replace
 from functools import cache
@@ -25,7 +25,7 @@ HERE = {
 
 
 def other(**changed):
-    """A run's request that differs in this from `HERE`."""
+    """The request of a run that differs from `HERE` in these fields."""
     devices = {**HERE["devices"], **changed.pop("devices", {})}
     return {**HERE, "devices": devices, **changed}
 
@@ -77,7 +77,7 @@ def logs(prior, configs):
     return np.log([prior(config).throughput for config in configs])
 
 
-# -- what is taken -------------------------------------------------------------------------------------------
+# -- transfer ------------------------------------------------------------------------------------------------
 
 
 def test_what_paid_before_is_expected_to_pay_here():
@@ -103,7 +103,7 @@ def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anyt
         space, earlier(space), base=lambda config: 1.0)(space.default()).throughput)  # fmt: skip
 
 
-def estimate(config):  # knows nothing of attention
+def estimate(config):  # ignores attention
     return 100.0 * config["micro_batch"] ** 0.5 * (1 - 0.5 * config["checkpoint_ratio"])
 
 
@@ -114,7 +114,7 @@ def test_it_corrects_the_estimate_beneath_by_what_was_off_before(predicted):
     config = Config({"micro_batch": 8, "checkpoint_ratio": 0.5, "attention": "eager"})
     gain = warm(Config({**config, "attention": "flash_attention_2"})).throughput / warm(config).throughput
     assert gain == pytest.approx(2.0, rel=0.1)
-    # What the estimate knows already is not counted twice.
+    # Effects that the estimate already predicts are not counted twice.
     larger = warm(Config({**config, "micro_batch": 32})).throughput / warm(config).throughput
     assert larger == pytest.approx(2.0, rel=0.1)
     assert warm(config).throughput == pytest.approx(estimate(config), rel=0.6)
@@ -128,7 +128,7 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
     assert warm(space.default()).peak_memory_mib is None
 
 
-# -- how much it counts --------------------------------------------------------------------------------------
+# -- weight --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def found_after(prior, trials, seed, space, truth):
 
 
 def truth(config):
-    """Peaks inside of the space, and two knobs that only pay together."""
+    """Peaks inside the space, and has two knobs that pay only together."""
     size = config["micro_batch"]
     together = 1.3 if config["fusion"] and config["attention"] != "eager" else 1.0
     return speed(config) / (1 + (size / 16) ** 2) * together
@@ -263,17 +263,17 @@ def test_a_misleading_run_does_not_ruin_a_search(lie, base):
         told = np.random.default_rng(0).permutation(speeds).tolist()
     found = warm(base, trials_of(configs, dict(zip(configs, told)).__getitem__), 9)
     assert found[8] > 0.95 and cold(base)[8] > 0.95
-    # Over all nine trials, of which each starts from what was found before.
+    # All nine trials count; each run starts from the previous ones' results.
     assert found.mean() > cold(base).mean() - 0.1
 
 
-# -- what is said, and what is refused -----------------------------------------------------------------------
+# -- messages and errors -------------------------------------------------------------------------------------
 
 
 def test_what_matched_and_what_did_not_is_said():
     space, there = make_space("fusion"), make_space("kernels")
     past = trials_of(there.sample(9, 0), speed)
-    past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value this space has not
+    past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value that this space lacks
     line = taken(space, past, H100).summary
     assert line.startswith(
         "warm start from runs/a: 9 of 10 trials count, at half weight: another device (NVIDIA H100 -> NVIDIA A100); "
@@ -394,7 +394,7 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path):
 
 
 def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
-    """A network a third as fast as stated: what another model's run found of it is known before the first trial."""
+    """The network is a third as fast as stated: the other model's run corrects the estimate before the first trial."""
     from redline.estimator import find_hardware
     from redline.tuner.predicting import estimator_of
     from redline.tuner.transfer import calibrations

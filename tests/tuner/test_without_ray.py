@@ -1,4 +1,4 @@
-"""On a machine without Ray: `--runner local` tunes over several ranks, and the default says what is missing."""
+"""Without Ray installed, `--runner local` tunes over several ranks, and the default names the missing package."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ workload = rl.Workload(
 
 @pytest.fixture
 def tune(tmp_path):
-    # In every process, the host agent's included.
+    # Hides Ray in every process, also in the host agent.
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "sitecustomize.py").write_text("import sys\nsys.modules['ray'] = None\n")
     (tmp_path / "train.py").write_text(TRAIN)

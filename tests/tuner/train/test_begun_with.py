@@ -1,4 +1,4 @@
-"""A training that begins with a Hugging Face checkpoint: its tokenizer, and what the export has of it."""
+"""A training that starts from a Hugging Face checkpoint: its tokenizer, and the files it contributes to the export."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def make_tokenizer(folder, size, texts=10):
 
 @pytest.fixture(scope="session")
 def begun(here):
-    """A checkpoint in bfloat16, as transformers saves it."""
+    """A checkpoint in bfloat16 as transformers saves it."""
     from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

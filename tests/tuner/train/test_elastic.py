@@ -1,4 +1,4 @@
-"""A training on a Ray cluster outlives the loss of a host: a new one takes its place, from the latest checkpoint on."""
+"""A training on a Ray cluster survives the loss of a host: a new host takes its place from the latest checkpoint."""
 
 import json
 import subprocess
@@ -65,7 +65,7 @@ def test_a_lost_host_is_replaced_and_nobody_sees_it_in_the_loss(tmp_path):
     assert "ranks were lost" in done.stdout and "DONE 40" in done.stdout
     found, resumed = losses(tmp_path / "lost")
     expected, never = losses(tmp_path / "whole")
-    # A checkpoint that was being written when the host was lost may have come through or not.
+    # A checkpoint that was being written when the host was lost may be complete or not.
     assert resumed and all(each["step"] in (5, 10, 15) for each in resumed) and not never
     assert found.keys() == expected.keys() == set(range(1, 41))
     assert any(len(each) > 1 for each in found.values())

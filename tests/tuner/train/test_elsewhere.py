@@ -1,4 +1,4 @@
-"""A training is found, and goes on, from whatever folder it is taken up in, with what was asked of it at first."""
+"""A training is found and continued from any folder, with its original arguments."""
 
 import shlex
 
@@ -21,18 +21,18 @@ def kept(folder):
 
 
 def tensors_of(folder):
-    """Of the latest checkpoint."""
+    """Tensors of the latest checkpoint."""
     held = dcp_tensors(CheckpointFolder(folder / "checkpoints").all()[0].path)
     return {name: each.read() for name, each in held.items()}
 
 
 def test_it_goes_on_from_another_folder_as_if_nothing_had_happened(run, here, tmp_path, monkeypatch):
-    """Model, data and the training's own folder are given as they lie below where it begins."""
+    """Paths of the model, the data and the training's folder are relative to where it started."""
     constant = ("--lr", "1e-3", "--lr-schedule", "constant", "--save-every", 1, "--average", "0.5")
     code, out, err = run(*trained("train", "./llama", "begun-here", *constant, "--keep", 2, steps=3))
     assert code == 0 and kept(here / "begun-here") == [3, 2], out + err
     monkeypatch.chdir(tmp_path)
-    # What is asked for counts, be it the default, as 3 is.
+    # An explicit argument counts even if it equals the default, as 3 does.
     code, out, err = run("train", here / "begun-here", "--resume", "--steps", 6, "--keep", 3)
     assert code == 0 and "continuing from step-00000003" in out, out + err
     assert kept(here / "begun-here") == [6, 5, 4]
@@ -81,7 +81,7 @@ def test_a_default_that_is_asked_for_is_asked_for():
     said = "has lr_schedule=linear, and cannot continue with 'cosine'"
     with pytest.raises(UsageError, match=said):
         taken_up(TrainRequest(source="here", resume=True, lr_schedule="cosine", stated=("lr_schedule",)), was)
-    # The same command again, as a launcher starts it.
+    # Repeats the command, as a launcher does.
     plain = TrainRequest(source="gpt2-tiny", seed=0, stated=("seed",))
     assert taken_up(plain, TrainRequest(source="gpt2-tiny").given()).seed == 0
 
@@ -104,7 +104,7 @@ def test_what_a_search_found_of_a_relative_path_is_found_from_anywhere(here, tmp
 
 
 def test_a_training_of_before_is_found_where_it_began(here, monkeypatch):
-    """Whose train.yaml has paths as they were given."""
+    """Relative paths in an older train.yaml are resolved in the folder where the training started."""
     monkeypatch.chdir(here)
     assert TrainRequest.again("x", {"paths": ["corpus.txt"], "steps": 3}).paths == (str(here / "corpus.txt"),)
 

@@ -1,4 +1,4 @@
-"""A disk that something else fills: the training ends with a failure, and says what was lost, since its log cannot."""
+"""A disk filled by other work: the training fails and reports on its terminal what was lost, since its log cannot."""
 
 import signal
 import sys
@@ -38,7 +38,7 @@ def test_a_training_whose_disk_fills_fails_and_says_what_was_lost(here, launcher
     assert "the training reached step 8, which could not be saved: " in text
     assert "there is no checkpoint, and --resume starts from step 0" in text
     assert "ended early" not in text
-    if not launcher:  # torchrun has a traceback of its own
+    if not launcher:  # torchrun prints its own traceback
         assert "THE DISK OF " in text and "Traceback" not in text
 
 
@@ -54,7 +54,7 @@ def interrupted_when_full(folder, here):
 
 @pytest.mark.slow
 def test_one_that_is_interrupted_on_a_full_disk_is_no_training_to_start_again(here):
-    """By exit code 130 schedulers put it into their queue again, to fail again."""
+    """Schedulers requeue a job with exit code 130, and it would fail again."""
     code, text = on_small_disk(ROOM, interrupted_when_full, here)
     text = " ".join(text.split())
     assert code == 1, text

@@ -1,4 +1,4 @@
-"""Whatever ends a training, it goes on from its checkpoint as if nothing had happened, elsewhere and otherwise too."""
+"""However a training ends, it continues exactly from its checkpoint, also elsewhere and with another configuration."""
 
 import signal
 import sys
@@ -17,7 +17,7 @@ def steps_done(least):
 
 
 def torchrun(ranks, restarts=0):
-    """What starts `redline train` on so many ranks of a port of its own."""
+    """Command line that starts `redline train` on so many ranks, with a port of its own."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     count = ["--nproc-per-node", ranks, "--max-restarts", restarts]
     return [sys.executable, "-m", "torch.distributed.run", *where, *count, "-m", "redline.train"]
@@ -50,7 +50,7 @@ def test_killed_and_taken_up_on_other_devices_it_is_the_same_training(start, her
     assert {name: value for name, value in first["configuration"].items() if name in winner} == {
         **winner, "precision": "fp32", "fusion": False, "attention": "eager", "kernels": False,
     }  # fmt: skip
-    # On one device, where it is replanned, and killed again; then on two in a configuration that is asked for.
+    # It continues on one device, where it is replanned, and is killed again; then on two in a given configuration.
     command = start("train", "killed", "--resume", "--devices", 1)
     command.until(out, steps_done(60))
     command.signal(signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_a_second_interrupt_ends_at_once(start, here):
     command = start("train", "work.py:slow", "--steps", 50, "--log-every", 1, "--devices", 1, "--out", "twice",
                     "--fix", "micro_batch=1")  # fmt: skip
     command.until_holds((here / "twice" / "logs").exists)
-    (here / "slow-began").unlink(missing_ok=True)  # of planning
+    (here / "slow-began").unlink(missing_ok=True)  # left by planning
     command.until_holds((here / "slow-began").exists)  # in the middle of a step of 24 s
     ranks = psutil.Process(command.process.pid).children(recursive=True)
     command.signal(signal.SIGINT)
@@ -114,7 +114,7 @@ def test_out_of_memory_goes_back_and_on_in_a_safer_configuration(start, here):
     arguments = ("train", "work.py:spiking", "--devices", 1, "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1,
                  "--save-every", 4, "--fix", "micro_batch=8", "--out")  # fmt: skip
     code, text = start(*arguments, "fixed").wait()
-    # Nothing is safer than what was asked for.
+    # No configuration is safer than the requested one.
     assert code == 3, text
     assert "the training ran out of memory, and no configuration for 1 device needs clearly less" in text
     arguments = [each for each in arguments if each not in ("--fix", "micro_batch=8")]

@@ -1,4 +1,4 @@
-"""What `redline train` and `redline convert` cannot do they refuse, saying what was given, which rule, and what to do."""
+"""Errors of `redline train` and `redline convert` name the given value, the rule and the fix."""
 
 import json
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="session")
 def finished(here):
-    """A training of six steps."""
+    """A finished training of six steps."""
     assert ended(here, *trained("train", "llama", "finished", "--average", "0.9", steps=6)) == 0
     return "finished"
 

@@ -1,4 +1,4 @@
-"""A training is replanned where it must be, and only there; what was decided is kept before any rank starts."""
+"""A training is replanned only when necessary; the decision is stored before any rank starts."""
 
 import contextlib
 import json
@@ -39,13 +39,13 @@ def of_llama(here):
 
 @pytest.fixture(scope="session")
 def of_net(here):
-    """Of a model whose memory follows from the size of its micro-batches."""
+    """A training of a model whose memory depends on the size of its micro-batches."""
     return ended(here, "train", "work.py:net", "--devices", 1, "--steps", 1, "--out", "net-to-replan")
 
 
 @pytest.fixture
 def again(tmp_path):
-    """`again(folder, **asked)`: what a copy of a training would go on in, what was said, and what its train.yaml says."""
+    """`again(folder, **asked)`: resumes a copy of a training. Returns its strategy, messages and strategies in train.yaml."""
 
     def prepare(folder, note=None, **asked):
         copy = tmp_path / "copy"
@@ -89,7 +89,7 @@ def test_for_other_devices_memory_or_knobs_it_is_planned_anew_and_said(again, of
     assert after["devices"] == asked.get("devices", 1)
     assert after["configuration"]["precision"] == before["configuration"]["precision"]
     assert after["configuration"]["micro_batch"] == asked.get("fix", after["configuration"])["micro_batch"]
-    # Asked for once, it is what was before.
+    # The change is stored: the next start needs no option for it.
     assert again(of_llama) == (strategy, [], [before, after])
 
 
@@ -108,7 +108,7 @@ def test_a_note_that_memory_ran_out_is_heeded_once(again, of_net, tmp_path):
     assert strategy.config["micro_batch"] < first["micro_batch"] and strategies[-1] == strategy.to_dict()
     assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
     assert again(of_net) == (strategy, [], strategies)
-    # One of the configuration before says nothing of this one.
+    # A failure of an earlier configuration does not apply to this one.
     assert again(of_net, note={"configuration": first, "reason": "no room"}) == (strategy, [], strategies)
     assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
 

@@ -1,4 +1,4 @@
-"""The learning rate of a training that is taken up for more steps goes on by its schedule."""
+"""The learning rate of a training that is resumed with more steps follows its schedule."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A long training whose hundredth batch is too large for its memory learns so behind its first step."""
+"""A long training whose later batch does not fit fails right after its first step."""
 
 import pytest
 from train_commands import curve

@@ -1,4 +1,4 @@
-"""What `redline train` tells its user: what it trains on, that nothing is left to do, and which command comes next."""
+"""Messages of `redline train`: what it trains on, that no steps are left, and the next command."""
 
 import io
 import json
@@ -14,7 +14,7 @@ MADE_UP = "no data is given, so llama trains on made-up tokens"
 
 @pytest.fixture(scope="session")
 def finished(here):
-    """A training of three steps, all of which are done."""
+    """A finished training of three steps."""
     assert ended(here, *trained("train", "llama", "all-done", "--save-every", 1, steps=3)) == 0
     return here / "all-done"
 
@@ -87,7 +87,7 @@ def test_a_dry_run_is_compared_with_the_training_that_it_tried_and_with_no_other
 
 
 def test_a_long_check_and_restore_of_a_checkpoint_show_their_progress(run, here, monkeypatch):
-    """A workload whose ranks report after every piece takes the place of a large checkpoint."""
+    """A workload whose ranks report after every piece simulates a large checkpoint."""
     ready = "from redline.training.checkpoint import folder\n        folder.EVERY_S = 0.0\n        self.samples = 0\n"
     (here / "often.py").write_text(WORKLOADS.replace("self.samples = 0\n", ready))
     monkeypatch.setattr(train_progress, "READING_S", 0.0)

@@ -1,4 +1,4 @@
-"""`redline train` and `redline convert` by the command line: what is printed, what is trained, and what becomes of it."""
+"""`redline train` and `redline convert` on the command line: their output, the trained weights and the converted files."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ os.execv(sys.executable, [sys.executable, "-m", "redline.cli", *sys.argv[1:]])
 
 @pytest.fixture(scope="session")
 def base(here):
-    """The folder of a Llama in Hugging Face's form, which a training of all weights has written."""
+    """The folder of a Llama in Hugging Face's form, written by a training of all weights."""
     assert ended(here, *trained("train", "llama", "base-trained", steps=2)) == 0
     assert ended(here, "convert", "base-trained", "base") == 0
     return here / "base"
@@ -29,14 +29,14 @@ def base(here):
 
 @pytest.fixture(scope="session")
 def adapted(here, base):
-    """A training of adapters that begins with it."""
+    """A training of adapters that starts from `base`."""
     more = ("--from", "base", "--lora", "r=4", "--lr", "1e-2")
     assert ended(here, *trained("train", "llama", "adapted", *more, steps=4)) == 0
     return "adapted"
 
 
 def latest(folder):
-    """The tensors of a training's latest checkpoint, and of what no step changed."""
+    """The tensors of a training's latest checkpoint, and those that no step changed."""
     found = CheckpointFolder(folder / "checkpoints").all()[0]
     kept = {} if found.frozen is None else dcp_tensors(found.frozen.path)
     return {name: each.read() for name, each in {**kept, **dcp_tensors(found.path)}.items()}
@@ -62,12 +62,12 @@ def test_with_json_errors_are_told_beside_it(run):
     assert (code, out) == (2, "") and "nowhere.txt" in err
 
 
-# -- what becomes of it --------------------------------------------------------------------------------------
+# -- conversion ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_gpt2_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, tmp_path):
-    """Its matrices lie the other way round than linear layers', and its head is its embedding."""
+    """GPT-2's matrices are transposed relative to linear layers', and its head is its embedding."""
     from transformers import AutoModelForCausalLM
 
     code, out, err = run(*trained("train", "./gpt2", "trained-gpt2", "--lr", "1e-2", steps=4))
@@ -108,7 +108,7 @@ def test_adapters_become_peft_s_and_merged_a_model_of_equal_outputs(run, here, b
     expected = model.merge_and_unload().state_dict()
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, expected[name]), name
-    # Without either it is said what there is.
+    # Without either option the error lists both.
     code, out, err = run("convert", adapted, tmp_path / "neither")
     assert code == 2 and "trains adapters: give --to peft, or --merge for a whole model" in " ".join(err.split())
 
@@ -124,7 +124,7 @@ def test_weights_that_adapters_stand_beside_stay_as_they_were(here, base, adapte
     assert len(compared) == len(before) and all(torch.equal(held[each], before[names[each]]) for each in compared)
 
 
-# -- with what it begins -------------------------------------------------------------------------------------
+# -- starting weights ----------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_what_differs(run, here, base):
@@ -200,7 +200,7 @@ def test_a_run_without_a_winner_and_a_run_of_a_command_are_refused_in_words(run,
 
 @pytest.mark.slow
 def test_a_training_whose_last_step_cannot_be_saved_has_failed_and_says_so(start, here):
-    """No file may be longer than 200 kB, which a checkpoint is and a log is not."""
+    """No file may exceed 200 kB: a checkpoint does, a log does not."""
     launcher = [sys.executable, "-c", LIMITED]
     arguments = trained("train", "llama", "unsaved", "--save-every", 2, steps=4)
     code, text = start(*arguments, launcher=launcher).wait()
