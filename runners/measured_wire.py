@@ -53,6 +53,8 @@ class WireMeasurement:
         world, rank = context.world_size, context.rank
         seconds: dict[str, dict[int, list[tuple[int, float, float]]]] = {}
         late: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        # Many ranks on a core compute after each other.
+        intervals = COMPUTED_S if self.share <= 2 else COMPUTED_S[::2]
         for size in group_sizes(world):
             lines = [list(range(first, first + size)) for first in range(0, world, size)]
             mine, _ = dist.new_subgroups_by_enumeration(lines)
@@ -61,8 +63,9 @@ class WireMeasurement:
                     price = self._undisturbed(call, REPEATS[number])
                     seconds.setdefault(kind, {}).setdefault(size, []).append((num_bytes, *price))
             for kind, call in _calls(LATE_BYTES, mine, rank % size, size):
-                extra = [self._late(call, computed) for computed in COMPUTED_S]
-                late.setdefault(kind, {})[size] = smoothed(COMPUTED_S, extra)
+                alone = self._undisturbed(call, 10).seconds
+                extra = [self._late(call, computed, alone) for computed in intervals]
+                late.setdefault(kind, {})[size] = smoothed(intervals, extra)
         return WireTable(ranks=world, seconds=seconds, late=late, company=self._company(rank, world))
 
     def _undisturbed(self, call: Callable[[], None], times: int) -> Price:
@@ -83,7 +86,7 @@ class WireMeasurement:
         dist.all_reduce(total)
         return Price(*(total / dist.get_world_size()).tolist())
 
-    def _late(self, call: Callable[[], None], computed_s: float) -> float:
+    def _late(self, call: Callable[[], None], computed_s: float, alone_s: float) -> float:
         """How much longer a piece of computing and a communication take after each other than each by itself: ranks arrive at
         unlike times, threads that wait are woken on cores that compute, and caches are cold afterwards. Mean over repetitions and
         ranks, because a step contains the rare long ones too."""
@@ -105,15 +108,14 @@ class WireMeasurement:
 
         thread_s(20)
         pieces = max(1, round(computed_s / thread_s(50)))
-        alone = self._undisturbed(call, 10).seconds
-        times = max(4, int(LATE_S / (computed_s * self.share + 2e-3)))
+        times = max(4, int(LATE_S / (computed_s * self.share + alone_s + 2e-3)))
         worked = thread_s(times)
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(times):
             compute()
             call()
-        extra = torch.tensor((time.perf_counter() - begin) / times - worked * self.share - alone, dtype=torch.float64)
+        extra = torch.tensor((time.perf_counter() - begin) / times - worked * self.share - alone_s, dtype=torch.float64)
         dist.all_reduce(extra)
         return float(extra) / dist.get_world_size()
 
@@ -206,7 +208,7 @@ def measured_wire(agent: HostAgent, world_size: int, threads: int, cores: int) -
         ranks=world_size,
         rendezvous=Rendezvous(world_size=world_size),
         threads=threads,
-        timeout_s=180.0,
+        timeout_s=600.0,
     )
     outcome = agent.run(job)
     if outcome.status is not Status.OK:
