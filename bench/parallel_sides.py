@@ -5,7 +5,6 @@ measured optimizer step on its rank.
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from redline.models import Workload
 from redline.models.batches import batch_slice, make_batch, to_device
-from redline.runners.dry_run import join
+from redline.runners.dry_run import join_as_by_torchrun
 from redline.runners.rank import RankContext
 
 IMPORTS = ("accelerate", "transformers.trainer", "torch.distributed.fsdp", __name__)
@@ -35,19 +34,7 @@ class Side:
     """Steps that are measured."""
 
     def __call__(self, context: RankContext) -> list[float]:
-        import torch
-
-        for name, value in {
-            "RANK": context.rank,
-            "LOCAL_RANK": context.local_rank,
-            "WORLD_SIZE": context.world_size,
-            "LOCAL_WORLD_SIZE": context.world_size,
-            "OMP_NUM_THREADS": torch.get_num_threads(),
-        }.items():
-            os.environ[name] = str(value)
-        torch.manual_seed(0)
-        join(context)
-        device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
+        device = join_as_by_torchrun(context)
         context.phase("training")
         return self.train(context, device)[self.warmup :]
 

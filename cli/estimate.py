@@ -174,7 +174,6 @@ def _check_traced(shape: Any, framework: str) -> None:
 
 def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTimeline":
     """Traces the fullest rank of the first plan."""
-    from ..estimator.fullest import fullest_rank
     from ..estimator.survey import device_of
     from ..models.request import TrainingRequest, resolve
     from ..runners.memory_timeline import memory_timeline
@@ -185,9 +184,8 @@ def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTim
     asked = TrainingRequest(given["target"], **{name: value for name, value in given.items() if name != "target"})
     workload = resolve(asked, device_of(request.hardware), request.devices).workload
     world = World.of(config, 0, request.devices)
-    stage = fullest_rank(request.estimator, config).rank
     kind = "cpu" if request.hardware.kind == "cpu" else "cuda"
-    rank = stage * world.replicas * world.tp
+    rank = document.fullest.rank * world.replicas * world.tp
     return memory_timeline(workload, config, rank=rank, devices=request.devices, kind=kind)
 
 

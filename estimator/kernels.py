@@ -92,8 +92,6 @@ _LIKE: dict[str, tuple[Products, int]] = {
     "mi325x": (_OTHER, 304),
 }  # fmt: skip
 """Devices whose products were not measured, with the chip of their generation and their number of multiprocessors."""
-USUAL = 0.80
-"""`Hardware.achievable` of devices without a measurement."""
 _ACHIEVED = {"a100": 0.87, "h100": 0.80, "b200": 0.78}
 
 

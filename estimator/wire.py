@@ -44,7 +44,8 @@ class WireTable:
         """Price of one communication: interpolated linearly in bytes between measured sizes, beyond the largest by its rate; and
         what it takes longer after so much computing."""
         points = _nearest(self.seconds[kind], ranks)
-        seconds, core_s = (_at([(each[0], each[1 + column]) for each in points], num_bytes) for column in (0, 1))
+        sizes, *columns = zip(*points, strict=True)
+        seconds, core_s = (_at(sizes, values, num_bytes) for values in columns)
         return Price(seconds + self._later(kind, ranks, computed_s), core_s)
 
     def _later(self, kind: str, ranks: int, computed_s: float) -> float:
@@ -60,35 +61,26 @@ class WireTable:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WireTable":
         """The inverse of `to_dict`."""
-        seconds = {
-            kind: {
-                int(size): tuple((int(at), float(taken), float(used)) for at, taken, used in points)
-                for size, points in sizes.items()
+        tables = {
+            name: {
+                kind: {int(size): tuple(map(tuple, points)) for size, points in sizes.items()}
+                for kind, sizes in data[name].items()
             }
-            for kind, sizes in data["seconds"].items()
+            for name in ("seconds", "late")
         }
-        late = {
-            kind: {
-                int(size): tuple((float(computed), float(extra)) for computed, extra in points)
-                for size, points in sizes.items()
-            }
-            for kind, sizes in data["late"].items()
-        }
-        return cls(ranks=int(data["ranks"]), seconds=seconds, late=late, company=float(data["company"]))
+        return cls(ranks=data["ranks"], company=data["company"], **tables)
 
 
 def _nearest(by_size: Mapping[int, Any], ranks: int) -> Any:
     return by_size[min(by_size, key=lambda size: abs(math.log(size / ranks)))]
 
 
-def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """Value at a number of bytes, at least that of the smallest."""
-    if len(points) == 1:
-        return points[0][1]
-    index = next((at for at, (size, _) in enumerate(points) if size >= num_bytes), len(points) - 1)
-    (small, low), (large, high) = points[max(0, index - 1)], points[max(1, index)]
-    slope = max(0.0, (high - low) / (large - small))
-    return max(points[0][1], low + slope * (num_bytes - small))
+def _at(sizes: Sequence[int], values: Sequence[float], num_bytes: int) -> float:
+    """Value at a number of bytes; beyond the largest size the last two continue."""
+    if num_bytes <= sizes[-1] or len(sizes) == 1:
+        return float(np.interp(num_bytes, sizes, values))
+    slope = max(0.0, (values[-1] - values[-2]) / (sizes[-1] - sizes[-2]))
+    return values[-1] + slope * (num_bytes - sizes[-1])
 
 
 @dataclass(frozen=True, kw_only=True)

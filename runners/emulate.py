@@ -232,7 +232,7 @@ class EmulateRunner(Runner):
             modelled = step
             notes.append("memory measured, time predicted")
             if self._runs_eagerly(request.config):
-                notes.append("memory is that without fusion, which needs no more")
+                notes.append("memory is that without fusion")
         else:
             step, spread, modelled = self._step(world, reports)
             notes.append(f"{1e3 * (step - modelled):,.1f} ms measured and {1e3 * modelled:,.1f} ms modelled")

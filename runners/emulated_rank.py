@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..training import Training
+from ..training.training import SHORT_STEPS
 from .compiling import Compilation
 from .dry_run import DryRun
 from .rank import RankContext
@@ -77,7 +78,7 @@ class EmulatedDryRun(DryRun):
         if not self.memory_only:
             self._probe(training, context, compilation)
         context.phase("first steps")
-        steps = _Recorded(training, recorder, FEW if self.memory_only else ())
+        steps = _Recorded(training, recorder, SHORT_STEPS if self.memory_only else ())
         # Compiled code is not replaced.
         skips = self.memory_only and on_cpu and not training.compiled
         with recorder.watching_streams(), WithoutProducts() if skips else nullcontext():
@@ -129,12 +130,7 @@ class EmulatedDryRun(DryRun):
 
 
 SHORTEST = TimingPlan(warmup_min_steps=1, warmup_max_steps=1, min_steps=1, max_steps=1)
-"""Two steps: the first creates the optimizer's states, so the second has the peak."""
-
-
-FEW = (1, 2)
-"""Micro-batches of the two steps that measure memory only: in the second, the gradients of the first micro-batch exist while the
-second is computed."""
+"""As many steps as `SHORT_STEPS`."""
 
 
 class _Recorded:

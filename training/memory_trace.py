@@ -45,7 +45,7 @@ from ..base._torch import (
 from ..base._transformers import quiet
 from ..models.workload import Workload
 from .emulation import RECEIVED, Message, Recorder, join_emulated
-from .training import Training
+from .training import SHORT_STEPS, Training
 from .world import World
 
 
@@ -119,11 +119,6 @@ class MemoryTrace:
         return self.parts[bisect_right([each.begin for each in self.parts], event) - 1]
 
 
-STEPS = (1, 2)
-"""Micro-batches of the two steps: in the second, the optimizer's states and the gradients of the first micro-batch exist while
-the second is computed. A pipeline runs whole steps."""
-
-
 def trace_memory(
     workload: Workload,
     config: Mapping[str, Any],
@@ -169,7 +164,7 @@ def trace_memory(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(partial(_label_gradient, watch, name))
         with watch.modules(training.model), watch.optimizers():
-            for step, micro_batches in enumerate(STEPS):
+            for step, micro_batches in enumerate(SHORT_STEPS):
                 watch.begin(step)
                 watch.update_of = lambda: _label_gradients(training, watch)
                 training.short_step(micro_batches)

@@ -71,6 +71,11 @@ MAX_BYTES_OF_DATA = 64 * 1024 * 1024
 """Limit on data kept on the device; more stays in host memory and is copied for each micro-batch."""
 
 
+SHORT_STEPS = (1, 2)
+"""Micro-batches of two steps (`Training.short_step`) with the peak of memory: in the second, the optimizer's states and the
+gradients of the first micro-batch exist while the second is computed."""
+
+
 class Training:
     """A workload's model, optimizer and data on a device, in one configuration.
 

@@ -113,7 +113,9 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
     """
 
     def started() -> HostAgent:
-        environment = HUGE_PAGES if request.runs_on == EMULATE and request.memory_only else {}
+        # The memory of this CPU's own ranks is compared with real ones, which have usual pages.
+        other = request.memory_only and request.hardware is not None
+        environment = HUGE_PAGES if request.runs_on == EMULATE and other else {}
         return held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
 
     agent = None

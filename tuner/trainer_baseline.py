@@ -40,24 +40,9 @@ class TrainerSteps:
     steps: int = STEPS
 
     def __call__(self, context: RankContext) -> list[float]:
-        import os
+        from ..runners.dry_run import join_as_by_torchrun
 
-        import torch
-
-        from ..runners.dry_run import join
-
-        for name, value in {
-            "RANK": context.rank,
-            "LOCAL_RANK": context.local_rank,
-            "WORLD_SIZE": context.world_size,
-            "LOCAL_WORLD_SIZE": context.world_size,
-            "OMP_NUM_THREADS": torch.get_num_threads(),
-        }.items():
-            os.environ[name] = str(value)  # accelerate reads these
-        torch.manual_seed(0)
-        join(context)
-        on_cpu = context.device_type == "cpu"
-        device = torch.device(context.device_type, None if on_cpu else context.local_rank)
+        device = join_as_by_torchrun(context)
         context.phase("training")
         return self.train(context, device)
 

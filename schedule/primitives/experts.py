@@ -155,11 +155,6 @@ def limit_experts(sch: ScheduledModule, capacity_factor: float) -> None:
         add_layer(module, ExpertCapacity(capacity_factor, num_experts(module)))
 
 
-def experts_obstacle(model: nn.Module, ep: int) -> str:
-    """Why the experts of a model cannot be spread over so many ranks; empty where they can."""
-    return _obstacle(mixtures_of(model), ep)
-
-
 def _obstacle(found: Mapping[str, nn.Module], ep: int, whole: bool = False) -> str:
     if not found:
         return "the model has no experts that could be spread"

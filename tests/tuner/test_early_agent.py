@@ -24,7 +24,8 @@ def started(monkeypatch):
 
     class Quick(HostAgent):
         def __init__(self, imports, environment=None):
-            super().__init__([])
+            super().__init__([], environment)
+            self.variables = psutil.Process(self.pid).environ()
             made.append(self)
 
         def also_import(self, imports):
@@ -124,3 +125,18 @@ def test_an_interrupt_while_it_imports_leaves_no_process(tmp_path):
     assert process.returncode == 130 and "redline: interrupted" in errors
     assert psutil.wait_procs(agents, timeout=0)[1] == []
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "huge"),
+    [
+        ({"runner": "local"}, False),
+        ({"runner": "emulate", "devices": 2, "memory_only": True}, False),
+        ({"runner": "emulate", "devices": 2, "memory_only": True, "hardware": "h100-80gb"}, True),
+    ],
+)
+def test_memory_of_other_hardware_is_measured_with_huge_pages(started, tmp_path, options, huge):
+    with pytest.raises(rl.UsageError):
+        rl.tune("gpt3-tiny", out=tmp_path / "run", **options)
+    (agent,) = started
+    assert (agent.variables.get("THP_MEM_ALLOC_ENABLE") == "1") is huge
