@@ -224,7 +224,7 @@ def _emulation(device: Device) -> list[str]:
         f"--runner emulate: one {device.name} stands for any number; memory and compute are measured, communication is priced"
     ]
     if device.type == "cpu":
-        lines.append("  by times that are measured among as many processes here, for some seconds, and kept")
+        lines.append("  by times that are measured among as many processes here, for about a minute, and kept")
     elif table_entry(device) is None:
         lines.append("  by links that are assumed: this GPU is not in the table; --hardware FILE states them")
     else:
