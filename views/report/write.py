@@ -1,6 +1,8 @@
 """Writing of `report.html`."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...base.errors import StudyError
 from ...base.reading import path_of
@@ -13,13 +15,16 @@ NAME = "report.html"
 """File name of the report in the folder of a run."""
 
 
-def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+def write_report(
+    run: str | Path, output: str | Path | None = None, *, memory_trace: Mapping[str, Any] | None = None
+) -> Path:
     """Writes the report of a run and returns its path.
 
     Args:
         run: the folder of the run, finished or still running, or a table of trials (CSV).
         output: the file to write; None for `report.html` in the folder of the run, or, for a table of another
             name, that name with `.html`.
+        memory_trace: traced memory of a rank of the winner (see `document`).
 
     Raises:
         StudyError: there is no run, a required file is missing, or the report cannot be written.
@@ -31,7 +36,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     output = path_of(output)
     if output.is_dir():
         output = output / NAME
-    text = page(document(source))
+    text = page(document(source, memory_trace=memory_trace))
     try:
         write_atomic(output, text.encode(), durable=False)
     except OSError as error:
