@@ -56,9 +56,12 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 	touch $(STAMP)
 
 # Type checkers do not run the import hook of an editable install, and the root is not named as the package. As a package of
-# stubs they find it, and Python does not: https://peps.python.org/pep-0561/#stub-only-packages
+# stubs they find it, and Python does not: https://peps.python.org/pep-0561/#stub-only-packages. A link to the root itself
+# would contain itself, by way of VENV.
 types:
-	@ln -sfn "$(CURDIR)" "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/redline-stubs"
+	@stubs="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/redline-stubs"; \
+		rm -rf "$$stubs"; mkdir "$$stubs"; \
+		ln -s $(addprefix "$(CURDIR)"/,$(patsubst %/__init__.py,%,$(wildcard */__init__.py)) $(wildcard *.py *.pyi) py.typed) "$$stubs"
 
 # What the tests need besides: frameworks that exports are held against, loggers, a browser's driver, the site's builder.
 $(TEST_STAMP): $(STAMP)

@@ -81,7 +81,7 @@ rl.tune("gpt2", trials="three")
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
 def test_type_checkers_find_redline_in_an_editable_install(tmp_path, checker):
-    """In a fresh environment with the Makefile's link they find exactly the two mistakes of a script."""
+    """In a fresh environment with the Makefile's links they find exactly the two mistakes of a script."""
     program = shutil.which(checker, path=str(Path(sys.executable).parent))
     if program is None:
         pytest.skip(f"{checker} is not installed")
@@ -100,6 +100,9 @@ def test_type_checkers_find_redline_in_an_editable_install(tmp_path, checker):
     assert found() != ["6", "7"]
     subprocess.run(["make", "-C", ROOT, "types", f"VENV={tmp_path / 'venv'}"], check=True, timeout=60)
     assert found() == ["6", "7"]
+    (stubs,) = (tmp_path / "venv").rglob("redline-stubs")
+    root = "a tool that follows links to the root, where .venv is, does not end"
+    assert ROOT.resolve() not in {each.resolve() for each in (stubs, *stubs.iterdir())}, root
     code = "import importlib.util as u; print(u.find_spec('redline') and u.find_spec('redline').origin)"
     shown = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert shown.stdout.strip() == "None", "the link is for type checkers alone"
+    assert shown.stdout.strip() == "None", "the links are for type checkers alone"
