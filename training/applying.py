@@ -49,11 +49,12 @@ def apply_schedule(
         count = round(knobs.pop("checkpoint_ratio", 0) * len(blocks))
         knobs["strategy"] = printed(Run(at, at, ckpt=at < count) for at in range(len(blocks)))
     follows(sch, knobs)
-    strategy = Strategy.of({**knobs, "dp": 1})
+    shared = knobs.get("sp", 1) * knobs.get("cp", 1)
+    strategy = Strategy.of({**knobs, "dp": replicas // shared})
     if strategy.offload == "optimizer":
         sch.offload("optimizer")
     if has_replicas(sch):
-        share_out(sch, strategy.replace(dp=replicas // strategy.replicas), [each.path for each in blocks])
+        share_out(sch, strategy, [each.path for each in blocks])
     return sch
 
 

@@ -48,7 +48,10 @@ def test_what_cannot_be_applied_is_said():
 
 
 def check_own_loop(axes, config):
-    model, optimizer = rl.build(rl.apply_schedule(gpt2(2), config, mesh(**axes)), optimizer=sgd)
+    sch = rl.apply_schedule(gpt2(2), config, mesh(**axes))
+    stages = [len(each.arguments["cut"]) for each in sch.tree.deferred if each.phase == "data"]
+    assert stages == ([config["zero"]] if "dp" in axes else [])
+    model, optimizer = rl.build(sch, optimizer=sgd)
     plain = gpt2(2)
     reference = sgd(plain.parameters())
     data = batch()
@@ -68,8 +71,8 @@ def check_own_loop(axes, config):
 
 @pytest.mark.parametrize(
     ("axes", "config"),
-    [({"tp": 2}, {"tp": 2, "checkpoint_ratio": 0.5}), ({"dp": 2}, {"zero": 0}), ({"dp": 2}, {"zero": 3})],
-    ids=["tp", "dp", "zero3"],
+    [({"tp": 2}, {"tp": 2, "checkpoint_ratio": 0.5}), *(({"dp": 2}, {"zero": zero}) for zero in range(4))],
+    ids=["tp", *(f"dp with zero={zero}" for zero in range(4))],
 )
 def test_one_s_own_loop_trains_as_the_plain_model_does(two, axes, config):
     two.run(check_own_loop, axes, config)
