@@ -319,7 +319,8 @@ Answer = TypeVar("Answer")
 
 _PYTHON = {"set": "override", "from": "taken_from"}
 """Arguments of `redline.tune` by the name of their option, if that differs."""
-_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?: (\w+)(?=`))?")
+"""An option and, at the end of a quoted one, its value."""
 
 
 def in_python(message: str) -> str:
@@ -327,6 +328,8 @@ def in_python(message: str) -> str:
 
     >>> in_python("continue it with --resume, or give another --out")
     'continue it with resume=True, or give another out'
+    >>> in_python("`--runner local` works without Ray")
+    "`runner='local'` works without Ray"
     """
     defaults = {each.name: each.default for each in fields(Request)}
 
@@ -334,7 +337,9 @@ def in_python(message: str) -> str:
         name = _PYTHON.get(match[1], match[1].replace("-", "_"))
         if name not in defaults:
             return match[0]
-        return f"{name}=True" if defaults[name] is False else name
+        if defaults[name] is False:
+            return f"{name}=True"
+        return name if match[2] is None else f"{name}={match[2]!r}"
 
     return _OPTION.sub(argument, message)
 

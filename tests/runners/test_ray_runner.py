@@ -92,7 +92,7 @@ def test_an_address_where_no_ray_listens_is_an_error_that_says_what_to_do():
         """
     )
     assert "joining the Ray cluster at '127.0.0.1:1' failed" in done.stdout, done.stderr
-    assert "--runner local" in done.stdout
+    assert "runner='local'" in done.stdout
 
 
 @pytest.mark.exhaustive

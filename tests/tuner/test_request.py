@@ -15,7 +15,7 @@ from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
 from redline.training.hyperparameters import LR_SCHEDULES
 from redline.tuner.loggers import logger_names
-from redline.tuner.request import SEARCH_RUNNERS, SECTIONS, Request
+from redline.tuner.request import SEARCH_RUNNERS, SECTIONS, Request, in_python
 from redline.tuner.samplers import sampler_names
 
 PYTHON_ONLY = {"begin_with", "prior", "isolate", "listener"}
@@ -119,6 +119,11 @@ def test_every_knob_of_a_default_space_is_known_beforehand():
 
     space = estimate_request("mixtral-tiny", "h100-80gb", devices=16, allow="lossy").space
     assert {knob.name for knob in space.knobs} <= {*STANDARD, *BLOCK_KNOBS}
+
+
+def test_a_value_beside_a_quoted_option_becomes_that_of_the_argument():
+    assert in_python("`--runner local` works without Ray") == "`runner='local'` works without Ray"
+    assert in_python("`pip install ray`, or --runner, or --other") == "`pip install ray`, or runner, or --other"
 
 
 def test_errors_of_the_function_name_its_arguments_and_those_of_the_command_its_options(tmp_path, capsys):
