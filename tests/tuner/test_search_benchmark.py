@@ -90,4 +90,4 @@ def test_a_table_of_failures_ends_in_nothing_feasible_within_eight_dry_runs(ran)
 
 def test_an_estimate_that_the_table_does_not_allow_is_said(ran):
     done, _ = ran
-    assert "bayes+reversed on fast: no estimate, as no YAML beside the table states model" in done.stderr
+    assert "bayes+reversed on fast: no estimate, as no YAML beside the table has model" in done.stderr
