@@ -84,7 +84,7 @@ def test_each_host_starts_its_part_and_what_one_tells_or_suffers_is_the_trials(t
     assert train.startswith("TRIAL train ok samples/s"), train + logs
     assert oom.startswith("TRIAL oom oom") and "Tried to allocate 3.00 GiB" in oom and "WITHIN True" in lines
     assert crash.startswith("TRIAL crash crash") and "ValueError: rank one fails" in crash
-    assert silent.startswith("TRIAL silent crash") and "without telling a throughput" in silent
+    assert silent.startswith("TRIAL silent crash") and "without reporting a throughput" in silent
     assert again.startswith("TRIAL train ok")
     assert [line for line in lines if line.startswith("LEFT")] == ["LEFT []"] * 5
 
