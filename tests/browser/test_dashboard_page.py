@@ -151,14 +151,14 @@ def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_t
     tab.goto(f"{serving(tmp_path / 'runs')}#/{page}")
     tab.locator("section").first.wait_for()
     shutil.rmtree(tmp_path / "runs" / "gone")
-    told = tab.locator(".problems")
-    expect(told).to_contain_text("'gone'", timeout=5000)
-    expect(told).to_contain_text("was deleted, moved or renamed while this page was open")
+    problems = tab.locator(".problems")
+    expect(problems).to_contain_text("'gone'", timeout=5000)
+    expect(problems).to_contain_text("was deleted, moved or renamed while this page was open")
     assert tab.locator("main section").count() == 0
     count = len(asked)
     tab.wait_for_timeout(2500)
     assert len(asked) == count
-    told.locator("a", has_text="All runs").click()
+    problems.locator("a", has_text="All runs").click()
     expect(tab.locator(".run-line")).to_have_count(1)
     tab.errors.clear()  # the browser logs the 404
 

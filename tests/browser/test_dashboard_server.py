@@ -79,8 +79,8 @@ def test_a_line_tells_what_was_simulated_or_lossy_where_and_whether_anything_won
         tmp_path / "nothing", [({"precision": "bf16"}, disk.Measurement(status=Status.CRASH, reason="x"))]
     )
     lines = {line["run"]: line for line in Library(tmp_path).lines()}
-    told = {name: (line["simulated"], line["lossy"], line["devices"], line["state"]) for name, line in lines.items()}
-    assert told == {
+    shown = {name: (line["simulated"], line["lossy"], line["devices"], line["state"]) for name, line in lines.items()}
+    assert shown == {
         "simulated": (True, "precision=bf16_pure", "64 × h100-80gb", "finished"),
         "nothing": (False, "", "8 × H100", "nothing"),
     }
@@ -285,8 +285,8 @@ def test_a_log_outside_of_its_run_is_not_given_out_and_a_pipe_blocks_nobody(tmp_
     os.mkfifo(folder / "logs" / "pipe")
     (folder / "trials.csv").write_text(f"trial,status,throughput,log\n0,ok,5,{log}\n")
     address = serving(tmp_path / "runs")
-    told = ask(address, "/api/log?run=a&trial=0")
-    assert "text" not in told and told["why"]
+    answer = ask(address, "/api/log?run=a&trial=0")
+    assert "text" not in answer and answer["why"]
     status, _, body = get(address, "/log?run=a&trial=0")
     assert status == 404 and b"SECRET" not in body and b"root:" not in body
 
@@ -361,11 +361,11 @@ def test_a_port_in_use_gives_way_to_the_next_free_one_and_says_so(tmp_path, disk
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = []
-        address = serving(tmp_path, port=port, said=said)
+        messages = []
+        address = serving(tmp_path, port=port, messages=messages)
         other = urllib.parse.urlsplit(address).port
         assert port < other <= port + 100
-        assert said[0] == f"port {port} is in use; serving on {other} instead"
+        assert messages[0] == f"port {port} is in use; serving on {other} instead"
         assert get(address, "/")[0] == 200
 
 
@@ -395,8 +395,8 @@ def test_the_command_refuses_what_it_cannot_serve_with_exit_2(tmp_path, disk, ca
         ([tmp_path / "runs", "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         ([tmp_path / "runs", "--port", "70000"], "70000"),
     ):
-        code, told = run_command(capsys, "dashboard", *arguments)
-        assert (code, words in told) == (2, True), told
+        code, output = run_command(capsys, "dashboard", *arguments)
+        assert (code, words in output) == (2, True), output
 
 
 @pytest.mark.parametrize(
@@ -410,8 +410,8 @@ def test_the_command_refuses_what_it_cannot_serve_with_exit_2(tmp_path, disk, ca
 def test_a_folder_in_which_nothing_can_be_read_is_refused_and_says_what_is_missing(tmp_path, capsys, files, words):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    code, told = run_command(capsys, "dashboard", tmp_path)
-    assert code == 2 and words in told
+    code, output = run_command(capsys, "dashboard", tmp_path)
+    assert code == 2 and words in output
 
 
 def test_it_ends_when_interrupted(tmp_path, disk):
@@ -425,9 +425,9 @@ def test_it_ends_when_interrupted(tmp_path, disk):
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:
-        said = process.stdout.readline() + process.stdout.readline()
-        assert "1 run" in said
-        address = said.split()[-1]
+        output = process.stdout.readline() + process.stdout.readline()
+        assert "1 run" in output
+        address = output.split()[-1]
         assert len(ask(address, "/api/runs")["runs"]) == 1
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0

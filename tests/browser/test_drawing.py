@@ -60,16 +60,16 @@ def test_the_layer_draws_a_chart_of_anything_without_the_scripts_of_either_page(
 def test_every_figure_says_what_it_shows_to_those_who_do_not_see_it(tab, made):
     tab.goto(made.as_uri())
     tab.locator("#timeline svg.chart").wait_for()
-    told = tab.evaluate(
+    labels = tab.evaluate(
         "[...document.querySelectorAll('figure svg.chart')].map((each) => [each.getAttribute('role'), each.getAttribute('aria-label')])"
     )
     assert (
-        len(told) >= 10
-        and len({label for _, label in told}) == len(told)
-        and all(len(label or "") > 10 for _, label in told)
+        len(labels) >= 10
+        and len({label for _, label in labels}) == len(labels)
+        and all(len(label or "") > 10 for _, label in labels)
     )
     # Controls are inside a group: a screen reader ignores the parts of an image.
-    assert {role for role, _ in told} == {"img", "group"}
+    assert {role for role, _ in labels} == {"img", "group"}
     assert (
         tab.locator("svg[role=img] [role=button]").count() == 0 < tab.locator("svg[role=group] [role=button]").count()
     )

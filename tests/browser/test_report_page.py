@@ -303,8 +303,8 @@ def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp
         run("mixed", lambda n: 2 ** (n % 10), 0.01),
         run("few", lambda n: 1 + n % 4, 150.0),
     ]
-    said = ["One trial at a time", "20 trials at once", "20 trials at once", "4 devices"]
-    for path, words in zip(pages, said):
+    captions = ["One trial at a time", "20 trials at once", "20 trials at once", "4 devices"]
+    for path, words in zip(pages, captions):
         tab.goto(path.as_uri())
         box = tab.locator("#timeline .plot svg").bounding_box()
         assert 50 < box["height"] < 340
@@ -344,8 +344,8 @@ def test_one_number_is_shown_for_a_winner_that_was_measured_again_and_the_first_
         "500",
     )
     tab.locator("tr[data-trial='1']").click()
-    told = tab.locator("dialog").inner_text()
-    assert re.search(r"First\s+3,000", told) and re.search(r"Measured again\s+1,980, 2,020", told)
+    text = tab.locator("dialog").inner_text()
+    assert re.search(r"First\s+3,000", text) and re.search(r"Measured again\s+1,980, 2,020", text)
 
 
 def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_measured_once(tab, again, made):

@@ -60,7 +60,7 @@ def test_a_training_that_does_not_fit_ends_with_3_and_names_what_would():
 
 def test_an_out_of_memory_verdict_says_whose_facts_it_assumes():
     asked = [f"{RUN} --per_device_train_batch_size 64", "--hardware", "a100-80gb", "--memory-limit", "8GiB"]
-    for more, said in (
+    for more, message in (
         ([], "assumed  of trainer: gradients are whole while they accumulate"),
         (
             ["--framework", "nanotron"],
@@ -68,7 +68,7 @@ def test_an_out_of_memory_verdict_says_whose_facts_it_assumes():
         ),
     ):
         done = CliRunner().invoke(command, [*asked, *more], standalone_mode=False)
-        assert done.return_value == 3 and said in done.output
+        assert done.return_value == 3 and message in done.output
         found = json.loads(CliRunner().invoke(command, [*asked, *more, "--json"], standalone_mode=False).output)
         assert found["assumed_of"] == (more or ["", "trainer"])[1] and "; ".join(found["assumed"]) in done.output
     with pytest.raises(UsageError, match="unknown framework 'megatorn'"):

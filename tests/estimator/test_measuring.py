@@ -133,10 +133,10 @@ def test_the_estimate_and_the_search_pass_on_that_the_machine_was_busy(shares, t
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shares += [0.8, 0.8, 0.8]
-    workload, said = rl.workload("gpt2-tiny"), []
+    workload, messages = rl.workload("gpt2-tiny"), []
     assert any("80 % of its cores" in note for note in estimate_request(workload).notes)
-    estimate_to_begin_with(workload, rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None)
-    assert len(said) == 1 and "80 % of its cores" in said[0]
+    estimate_to_begin_with(workload, rl.Space(), messages.append, devices=1, hardware=None, memory_limit_mib=None)
+    assert len(messages) == 1 and "80 % of its cores" in messages[0]
 
 
 def test_load_is_what_others_take_of_the_cores_not_what_this_process_does():

@@ -96,14 +96,14 @@ def test_rows_of_fsdp_are_read_and_what_is_wrong_with_the_others_is_said(tables,
     assert run.model.facts(precision="fp32", attention="sdpa", fusion=False).parameters == pytest.approx(
         1.316e9, rel=0.001
     )
-    said = dict(each.split(": ", 1) for each in found.left)
-    assert "MFU" in said["some.csv:3"]
-    assert "not a whole number" in said["some.csv:4"]
-    assert "99b" in said["some.csv:5"]
-    assert "z9000" in said["some.csv:6"]
-    assert "does not divide the global batch 100" in said["some.csv:7"]
-    assert "it repeats another row" in said["some.csv:8"]
-    assert "some.csv:9" in said
+    reasons = dict(each.split(": ", 1) for each in found.left)
+    assert "MFU" in reasons["some.csv:3"]
+    assert "not a whole number" in reasons["some.csv:4"]
+    assert "99b" in reasons["some.csv:5"]
+    assert "z9000" in reasons["some.csv:6"]
+    assert "does not divide the global batch 100" in reasons["some.csv:7"]
+    assert "it repeats another row" in reasons["some.csv:8"]
+    assert "some.csv:9" in reasons
 
 
 def test_megatrons_goldens_have_their_degrees_and_the_last_ranks_memory(tables, tmp_path):
@@ -190,9 +190,9 @@ def test_recipes_are_asked_about_as_a_file_would_state_them_and_those_called_unf
     assert fitting.found.fits and not large.found.fits
     assert fitting.found.trainer.global_batch == 32 and fitting.found.framework == fitting.run.framework
     assert fitting.found.parameters == pytest.approx(125e6, rel=0.02)
-    said = checking.summary([fitting, large])
-    assert (said["ran"], said["failed"], said["unfit"]) == (2, 0, 0.5) and "called fit" not in said
-    assert said["time_bias"] == pytest.approx(
+    summary = checking.summary([fitting, large])
+    assert (summary["ran"], summary["failed"], summary["unfit"]) == (2, 0, 0.5) and "called fit" not in summary
+    assert summary["time_bias"] == pytest.approx(
         (fitting.found.estimate.step_ms / fitting.run.step_ms + large.found.estimate.step_ms / large.run.step_ms) / 2
         - 1
     )

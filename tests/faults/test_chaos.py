@@ -13,11 +13,11 @@ BENCH = Path(__file__).parents[2] / "bench" / "chaos_local.py"
 @pytest.mark.slow
 @pytest.mark.parametrize(("runner", "kills"), [("local", 6), pytest.param("ray", 20, marks=pytest.mark.exhaustive)])
 def test_kills_at_random_lose_repeat_orphan_and_hang_nothing(tmp_path, runner, kills):
-    told = tmp_path / "told.json"
-    command = [sys.executable, BENCH, "--kills", str(kills), "--runners", runner, "--seed", "7", "--out", told]
+    counts_file = tmp_path / "told.json"
+    command = [sys.executable, BENCH, "--kills", str(kills), "--runners", runner, "--seed", "7", "--out", counts_file]
     done = subprocess.run([str(each) for each in command], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    counted = json.loads(told.read_text())
+    counted = json.loads(counts_file.read_text())
     assert [counted[each] for each in ("lost", "repeated", "orphaned", "hung")] == [0] * 4
     assert sum(counted["kills"].values()) == kills
 
@@ -33,7 +33,7 @@ OF_RAY = ("rank", "host agent", "Ray node", "Ray head")
 )
 def test_the_service_loses_and_repeats_nothing_whatever_of_it_is_killed(tmp_path, where, kills):
     """The time until it continues is measured by the benchmark, on an idle machine."""
-    told = tmp_path / "told.json"
+    counts_file = tmp_path / "told.json"
     command = [
         sys.executable,
         BENCH.parent / "chaos.py",
@@ -44,9 +44,9 @@ def test_the_service_loses_and_repeats_nothing_whatever_of_it_is_killed(tmp_path
         "--trials",
         3,
         "--out",
-        told,
+        counts_file,
     ]
     done = subprocess.run([str(each) for each in [*command, *where]], capture_output=True, text=True, timeout=590)
-    assert told.exists(), done.stdout + done.stderr
-    counted = json.loads(told.read_text())
+    assert counts_file.exists(), done.stdout + done.stderr
+    counted = json.loads(counts_file.read_text())
     assert (counted["lost"], counted["repeated"], counted["kills"]) == ([], [], kills)

@@ -43,11 +43,11 @@ def wait_for(file):
 
 @pytest.mark.parametrize("stops", ["the supervisor", "the supervisor and its rank"])
 def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(agent, tmp_path, stops):
-    told = tmp_path / "pids"
+    pids = tmp_path / "pids"
 
     def program(context):
         hidden = subprocess.Popen(["sleep", "597"], start_new_session=True)
-        told.write_text(f"{os.getpid()} {os.getppid()} {hidden.pid}")
+        pids.write_text(f"{os.getpid()} {os.getppid()} {hidden.pid}")
         os.kill(os.getppid(), signal.SIGSTOP)
         if stops != "the supervisor":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,7 +58,7 @@ def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(a
     assert time.monotonic() - begin >= 1 + SOON_S
     assert outcome.status is Status.TIMEOUT
     assert outcome.reason == "no result within 1 s; its supervisor did not answer for another 2 s and was killed"
-    assert left_of(told.read_text().split()) == []
+    assert left_of(pids.read_text().split()) == []
     assert run(agent, lambda context: 7).ranks[0].report == 7
 
 

@@ -92,14 +92,14 @@ def exported(target, shape=None, **config):
 
 
 def test_exports_follow(monkeypatch):
-    def told():
+    def reported():
         deepspeed = yaml.safe_load(exported("deepspeed").text)["communication_data_type"]
         return deepspeed, "--grad-reduce-in-bf16" in exported("megatron").text
 
-    assert told() == ("fp32", False)
+    assert reported() == ("fp32", False)
     assert "training.dtype float32" in exported("torchtitan").text
     changed(monkeypatch, reduced="bf16", weights="bf16")
-    assert told() == ("bf16", True)
+    assert reported() == ("bf16", True)
     assert "training.dtype bfloat16" in exported("torchtitan").text
 
 

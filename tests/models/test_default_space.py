@@ -263,11 +263,11 @@ def test_a_model_without_a_plan_says_so(cpu, compiler):
 def test_tensor_parallel_ranks_are_on_one_host(cuda, compiler):
     space = default_space(workload("llama2-7b"), cuda(count=4), 8)
     reasons = {each.text: each.reason for each in space.constraints}
-    said = "ranks that share a layer must be on one host, which has {} of the {} devices"
-    assert reasons["tp not in [8]"] == said.format(4, 8)
+    message = "ranks that share a layer must be on one host, which has {} of the {} devices"
+    assert reasons["tp not in [8]"] == message.format(4, 8)
     # Six ranks on hosts of four are three and three: the second pair would be on both hosts.
     space = default_space(workload("gpt2-tiny", global_batch=24), cuda(count=4), 6)
-    assert {each.reason: each.text for each in space.constraints}[said.format(3, 6)] == "tp not in [2]"
+    assert {each.reason: each.text for each in space.constraints}[message.format(3, 6)] == "tp not in [2]"
 
 
 def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, compiler):

@@ -89,7 +89,7 @@ def test_the_workload_s_id_follows_the_text_and_not_its_name(text):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"\x89PNG" + b"x" * 500, "not UTF-8 text: byte 0x89 at position 0"),
@@ -97,8 +97,8 @@ def test_the_workload_s_id_follows_the_text_and_not_its_name(text):
         (b"x" * 200 + b"\xc3", "not UTF-8 text: byte 0xc3 at position 200"),
     ],
 )
-def test_data_that_is_no_text_is_refused(text, content, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_data_that_is_no_text_is_refused(text, content, message):
+    with pytest.raises(WorkloadError, match=message):
         workload("gpt2-tiny", data=text(content))
 
 

@@ -189,7 +189,7 @@ def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"model": 3}, "model must be callable, but got int 3"),
         (
@@ -211,13 +211,13 @@ def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
         ({"unit": "tokens/s"}, "needs seq_len"),
     ],
 )
-def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_a_field_that_is_not_what_it_must_be_is_refused(changed, message):
+    with pytest.raises(WorkloadError, match=message):
         own(**changed)
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"batch": lambda size, seed: 3}, r"batch\(2, 0\) must be a dict or a tuple of tensors, but is int"),
         ({"batch": lambda size, seed: ()}, "empty tuple"),
@@ -242,8 +242,8 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
         ({"batch": lambda size, seed: {"z": torch.ones(size, 8)}}, "forward takes x, but the batch has z"),
     ],
 )
-def test_what_does_not_return_what_it_must_is_refused_before_anything_is_tuned(changed, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_what_does_not_return_what_it_must_is_refused_before_anything_is_tuned(changed, message):
+    with pytest.raises(WorkloadError, match=message):
         workload(own(**changed))
 
 

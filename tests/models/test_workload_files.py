@@ -124,7 +124,7 @@ def test_a_file_s_id_follows_its_text(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("nett", r"unknown workload 'nett'; did you mean 'net'\?"),
         ("", r"needs a name in it, .*train\.py:NAME; workloads there: .*net"),
@@ -134,13 +134,13 @@ def test_a_file_s_id_follows_its_text(file):
         ("batch", r"callable without arguments, but is batch\(size, seed\)"),
     ],
 )
-def test_a_name_that_is_no_workload_is_refused(file, name, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_a_name_that_is_no_workload_is_refused(file, name, message):
+    with pytest.raises(WorkloadError, match=message):
         workload(f"{file()}:{name}")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("x = (\n", r"train\.py:1 is not valid Python: '\(' was never closed"),
         ("A recipe:\ntake two eggs\n", r"train\.py:1 is not valid Python: invalid syntax"),
@@ -150,9 +150,9 @@ def test_a_name_that_is_no_workload_is_refused(file, name, said):
         ("raise SystemExit(3)\n", r"train\.py:1: SystemExit: 3"),
     ],
 )
-def test_a_file_that_fails_is_refused_with_the_line_and_the_error(file, text, said):
+def test_a_file_that_fails_is_refused_with_the_line_and_the_error(file, text, message):
     for _ in range(2):  # the first attempt leaves nothing behind
-        with pytest.raises(WorkloadError, match=said):
+        with pytest.raises(WorkloadError, match=message):
             workload(f"{file(text)}:net")
 
 

@@ -101,14 +101,14 @@ def test_every_note_stands_in_the_text_of_a_form_with_comments(target, form):
     if not made.comments_inside:
         assert "#" not in made.text
         return
-    said = " ".join(json.dumps(made.text)[1:-1].replace("\\n", " ").replace("# ", " ").split())
-    said = said.replace('\\", \\" ', " ").replace('\\"', '"').replace('\\\\"', '"')
+    text = " ".join(json.dumps(made.text)[1:-1].replace("\\n", " ").replace("# ", " ").split())
+    text = text.replace('\\", \\" ', " ").replace('\\"', '"').replace('\\\\"', '"')
     for note in made.notes:
         words = note.split()
         # Lines are wrapped, and JSON quotes each: only the order of the words is compared.
         place = -1
         for word in words[:4]:
-            place = said.find(word.strip('"'), place + 1)
+            place = text.find(word.strip('"'), place + 1)
             assert place >= 0, f"{note!r} is not stated"
 
 
@@ -170,9 +170,9 @@ def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
     ],
 )
 def test_8_bits_are_said_in_each_framework_s_words(target, tensorwise, rowwise):
-    for precision, said in (("fp8", tensorwise), ("fp8_rowwise", rowwise)):
+    for precision, message in (("fp8", tensorwise), ("fp8_rowwise", rowwise)):
         made = render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT)
-        assert said in made.text + " ".join(made.notes)
+        assert message in made.text + " ".join(made.notes)
         assert "bf16" in made.text or "bfloat16" in made.text
 
 
@@ -191,8 +191,8 @@ def test_accelerate_shards_as_zero_says():
 def test_what_has_no_sequences_that_are_cut_runs_on_fewer_devices_and_says_so():
     for target in ("accelerate", "torchtitan", "megatron", "lightning"):
         made = render(target, trial(micro_batch=1, grad_accum=1, sp=2, dp=4, zero=3), DOCUMENT)
-        said = "sp=2 has no counterpart here: this file runs on 4 instead of 8 devices"
-        assert any(said in each for each in made.notes)
+        message = "sp=2 has no counterpart here: this file runs on 4 instead of 8 devices"
+        assert any(message in each for each in made.notes)
         assert f"On 4 of 8 devices, since {target} has no sequences cut over ranks: tp 1 x " in made.text
     made, notes = parsed("deepspeed", micro_batch=1, grad_accum=1, sp=2, dp=4, zero=3)
     assert made["sequence_parallel_size"] == 2 and made["train_batch_size"] == 4
@@ -495,12 +495,14 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("target", "form"), FORMS)
 def test_every_header_says_what_is_not_what_it_seems(target, form, case):
-    document, knobs, said = CASES[case]
+    document, knobs, message = CASES[case]
     made = render(target, trial(**{"micro_batch": 1, "grad_accum": 1, **knobs}), document, form=form)
-    assert any(said in note for note in made.notes)
+    assert any(message in note for note in made.notes)
     if made.comments_inside:
         head = made.text.partition("Not carried over")[0]
-        assert said in " ".join(head.replace('"', " ").replace("\n", " ").replace("#", " ").replace(",  ", " ").split())
+        assert message in " ".join(
+            head.replace('"', " ").replace("\n", " ").replace("#", " ").replace(",  ", " ").split()
+        )
     plain_one = render(target, trial(micro_batch=1, grad_accum=1), DOCUMENT, form=form)
     assert not any(each in plain_one.text + " ".join(plain_one.notes) for each in ("simulated", "trains differently"))
 

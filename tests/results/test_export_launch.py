@@ -317,9 +317,9 @@ def test_two_hosts_meet_by_the_script_of_an_export(target, tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [host.communicate(timeout=100) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
-    assert sorted(out.strip() for out, _ in said) == ["0|2|0|0", "1|2|0|1"]
+    output = [host.communicate(timeout=100) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], output
+    assert sorted(out.strip() for out, _ in output) == ["0|2|0|0", "1|2|0|1"]
 
 
 @pytest.mark.parametrize("target", ["python", "trainer"])

@@ -93,8 +93,8 @@ def test_every_table_marks_lossy_values_and_data_for_programs_does_not(run):
 def test_every_export_of_a_lossy_configuration_states_it(run, target):
     view = View(run)
     made = render(target, view.trials()[2], view.document)
-    said = "precision=bf16_pure trains differently from fp32 or bf16: there are no fp32 master weights"
-    assert said in made.notes
+    message = "precision=bf16_pure trains differently from fp32 or bf16: there are no fp32 master weights"
+    assert message in made.notes
     assert not any("training than" in note for note in render(target, view.trials()[1], view.document).notes)
 
 

@@ -46,8 +46,8 @@ def run(tmp_path, open_run, point, ok, oom):
             folder.start(point(number), sampler="default" if number == 0 else "tpe", **more)
             folder.finish(number, measurement)
 
-        told = {"started": 1e9, "memory_limit_mib": 1024.0, "devices": 2}
-        one(0, ok(1000.0, step_ms=8.0, step_ms_spread=0.4, peak_memory_mib=300.0, seconds_total=10.0, **told))
+        fields = {"started": 1e9, "memory_limit_mib": 1024.0, "devices": 2}
+        one(0, ok(1000.0, step_ms=8.0, step_ms_spread=0.4, peak_memory_mib=300.0, seconds_total=10.0, **fields))
         one(
             1,
             ok(
@@ -56,13 +56,13 @@ def run(tmp_path, open_run, point, ok, oom):
                 step_ms_spread=0.1,
                 peak_memory_mib=512.0,
                 seconds_total=10.0,
-                **told | {"started": 1e9 + 10},
+                **fields | {"started": 1e9 + 10},
             ),
             predicted_throughput=1000.0,
             predicted_memory_mib=256.0,
         )
         folder.log_path(3).write_text("loading\n" + "step\n" * 40 + "ValueError: no such kernel\n")
-        one(2, oom(2048.0, seconds_total=2.0, **told | {"started": 1e9 + 20}))
+        one(2, oom(2048.0, seconds_total=2.0, **fields | {"started": 1e9 + 20}))
         one(
             3,
             Measurement(
@@ -70,7 +70,7 @@ def run(tmp_path, open_run, point, ok, oom):
                 reason="ValueError: no such kernel",
                 seconds_total=3.0,
                 log="logs/3.log",
-                **told | {"started": 1e9 + 22},
+                **fields | {"started": 1e9 + 22},
             ),
         )
         folder.remeasure(0, [1000.0, 1000.0])
@@ -158,10 +158,10 @@ def test_the_lines_shown_are_of_the_rank_that_failed_first(tmp_path):
     (tmp_path / "0.log").write_text(
         "[rank 1] loading\n[rank 1] KeyError: 'x'\n" + "[rank 0] Connection closed by peer\n" * 30
     )
-    told = {"log": "0.log"}
-    (one,) = failures([trial(0, Status.CRASH, reason="rank 1: KeyError: 'x'", **told)], tmp_path)
+    fields = {"log": "0.log"}
+    (one,) = failures([trial(0, Status.CRASH, reason="rank 1: KeyError: 'x'", **fields)], tmp_path)
     assert one["log"] == "[rank 1] loading\n[rank 1] KeyError: 'x'"
-    (other,) = failures([trial(0, Status.CRASH, reason="rank 3: SIGKILL", **told)], tmp_path)
+    (other,) = failures([trial(0, Status.CRASH, reason="rank 3: SIGKILL", **fields)], tmp_path)
     assert other["log"] == "\n".join(["[rank 0] Connection closed by peer"] * 12)
 
 
@@ -187,9 +187,9 @@ def test_the_frontier_holds_what_nothing_cheaper_beats():
 
 def test_predictions_are_judged_by_ratio_error_and_rank():
     trials = [trial(n, throughput=100.0 * 2**n, predicted=(50.0 * 2**n, None)) for n in range(4)]
-    told = predictions(trials)
-    assert told["memory"] is None
-    assert told["throughput"] == {"count": 4, "ratio": 2.0, "error": 0.5, "rank_correlation": pytest.approx(1.0)}
+    found = predictions(trials)
+    assert found["memory"] is None
+    assert found["throughput"] == {"count": 4, "ratio": 2.0, "error": 0.5, "rank_correlation": pytest.approx(1.0)}
     backwards = [trial(n, throughput=1.0 + n, predicted=(9.0 - n, None)) for n in range(4)]
     assert predictions(backwards)["throughput"]["rank_correlation"] == pytest.approx(-1.0)
 
@@ -229,7 +229,7 @@ def test_trials_are_laid_on_devices_that_were_free():
     def at(number, started, seconds, devices):
         return trial(number, throughput=1.0, started=started, seconds_total=seconds, devices=devices)
 
-    told = lanes(
+    found = lanes(
         [
             at(0, 100.0, 10.0, 2),
             at(1, 100.0, 5.0, 2),
@@ -238,8 +238,8 @@ def test_trials_are_laid_on_devices_that_were_free():
             trial(4, Status.SKIPPED),
         ]
     )
-    assert told["lanes"] == 4 and told["origin"] == 100.0
-    assert told["items"] == [[0, 0, 2, 0.0, 10.0], [1, 2, 2, 0.0, 5.0], [2, 2, 1, 5.0, 10.0], [3, 0, 4, 10.0, 11.0]]
+    assert found["lanes"] == 4 and found["origin"] == 100.0
+    assert found["items"] == [[0, 0, 2, 0.0, 10.0], [1, 2, 2, 0.0, 5.0], [2, 2, 1, 5.0, 10.0], [3, 0, 4, 10.0, 11.0]]
 
 
 def test_lanes_are_trials_where_devices_are_many_or_all_trials_take_as_many():
@@ -247,11 +247,11 @@ def test_lanes_are_trials_where_devices_are_many_or_all_trials_take_as_many():
         return trial(number, throughput=1.0, started=started, seconds_total=150.0, devices=devices)
 
     # An older version's simulated run: start times by this machine's clock, durations by the cluster's.
-    told = lanes([at(number, 100.0 + number, 64) for number in range(20)])
-    assert (told["of"], told["lanes"]) == ("trials", 20)
-    assert [item[:3] for item in told["items"]] == [[number, number, 1] for number in range(20)]
-    told = lanes([at(number, 100.0 + 150 * number, 64) for number in range(20)])
-    assert (told["of"], told["lanes"]) == ("trials", 1)
+    found = lanes([at(number, 100.0 + number, 64) for number in range(20)])
+    assert (found["of"], found["lanes"]) == ("trials", 20)
+    assert [item[:3] for item in found["items"]] == [[number, number, 1] for number in range(20)]
+    found = lanes([at(number, 100.0 + 150 * number, 64) for number in range(20)])
+    assert (found["of"], found["lanes"]) == ("trials", 1)
     mixed = lanes([at(0, 100.0, 60), at(1, 110.0, 4)])
     assert (mixed["of"], mixed["lanes"]) == ("devices", 64)
     more = lanes([at(0, 100.0, 60), at(1, 110.0, 5)])
@@ -439,8 +439,8 @@ def test_a_log_is_read_from_the_runs_folder_only(tmp_path, named):
     os.mkfifo(folder / "fifo")
     with pytest.raises(Outside), open_inside(folder, named):
         pass
-    (told,) = failures([trial(0, Status.CRASH, reason="x", log=named)], folder) if named else [{"log_why": ""}]
-    assert "log" not in told and "log_why" in told
+    (failure,) = failures([trial(0, Status.CRASH, reason="x", log=named)], folder) if named else [{"log_why": ""}]
+    assert "log" not in failure and "log_why" in failure
 
 
 def test_what_is_inside_is_read_also_through_a_link_to_the_folder(tmp_path):

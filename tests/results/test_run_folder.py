@@ -194,7 +194,7 @@ def test_a_lost_ledger_does_not_cost_the_table_its_rows(tmp_path, open_run, poin
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         ("workload.id", "77aa", "workload.id: was 3f2a, now 77aa"),
         ("devices.count", 2, "devices.count: was 1, now 2"),
@@ -206,12 +206,12 @@ def test_a_lost_ledger_does_not_cost_the_table_its_rows(tmp_path, open_run, poin
         ("space.knobs.3.values", [0, 1], "space.knobs.fusion.values: was [false, true], now [0, 1]"),
     ],
 )
-def test_a_changed_request_is_refused_with_the_difference(path, value, said, tmp_path, open_run, asked):
+def test_a_changed_request_is_refused_with_the_difference(path, value, message, tmp_path, open_run, asked):
     open_run(tmp_path).close()
     before = snapshot(tmp_path)
     with pytest.raises(StudyError) as caught:
         open_run(tmp_path, asked=changed(asked, path, value), resume=True)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "another --out" in str(caught.value)
     assert snapshot(tmp_path) == before
 
@@ -306,9 +306,9 @@ def test_a_second_process_is_refused_and_told_by_whom(tmp_path, open_run, in_chi
                 open_run(tmp_path, resume=True)
             return str(caught.value)
 
-        said = in_child(try_it)
-    assert f"in use by process {os.getpid()} on " in said
-    assert "another --out" in said
+        error = in_child(try_it)
+    assert f"in use by process {os.getpid()} on " in error
+    assert "another --out" in error
     assert in_child(lambda: open_run(tmp_path, resume=True).close() or "free") == "free"
 
 

@@ -162,7 +162,7 @@ def test_asked_columns_are_the_table(run):
 
 
 @pytest.mark.parametrize(
-    ("selection", "said"),
+    ("selection", "message"),
     [
         ({"sort": "trhoughput"}, "unknown column 'trhoughput'; did you mean 'throughput'"),
         ({"sort": "-micro_bach"}, "did you mean 'micro_batch'"),
@@ -171,8 +171,8 @@ def test_asked_columns_are_the_table(run):
         ({"top": 0}, "top must be at least 1"),
     ],
 )
-def test_what_is_not_there_is_named(run, selection, said):
-    with pytest.raises(UsageError, match=said):
+def test_what_is_not_there_is_named(run, selection, message):
+    with pytest.raises(UsageError, match=message):
         shown(run, selection=listing.Selection(**selection))
 
 

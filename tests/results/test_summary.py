@@ -115,10 +115,10 @@ def failed_again(number, log):
 
 def test_where_all_fail_when_they_are_tried_again_the_logs_of_that_are_named():
     again, soaked = failed_again(0, "logs/0.again.log"), failed_again(1, "logs/1.soak.log")
-    said = "every trial that succeeded failed when it was measured again"
-    assert summary.why_nothing([soaked, trial(2)]) == f"{said}; logs/1.soak.log has the details"
-    assert summary.why_nothing([again, soaked]) == f"{said}; logs/0.again.log and logs/1.soak.log have the details"
-    assert summary.why_nothing([judged(trial(0, 5.0), (), Measurement(status=Status.OOM))]) == said
+    message = "every trial that succeeded failed when it was measured again"
+    assert summary.why_nothing([soaked, trial(2)]) == f"{message}; logs/1.soak.log has the details"
+    assert summary.why_nothing([again, soaked]) == f"{message}; logs/0.again.log and logs/1.soak.log have the details"
+    assert summary.why_nothing([judged(trial(0, 5.0), (), Measurement(status=Status.OOM))]) == message
 
 
 def timed(number, throughput, spread, **more):

@@ -7,7 +7,7 @@ from redline.results import Measurement, Status
 from redline.runners.command.work import Comparison
 
 
-def told(unit="samples/s"):
+def reported(unit="samples/s"):
     return Measurement(status=Status.OK, throughput=1.0, unit=unit)
 
 
@@ -32,8 +32,8 @@ def curve(start=10.0, rate=0.02, noise=0.0, steps=40):
 )
 def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(losses, compares):
     comparison = Comparison()
-    assert comparison.why_not(told(), 32.0, curve()) == ""
-    why = comparison.why_not(told(), 32.0, losses)
+    assert comparison.why_not(reported(), 32.0, curve()) == ""
+    why = comparison.why_not(reported(), 32.0, losses)
     assert (why == "") is compares
     if not compares:
         assert why.startswith("its loss is ") and "at step 39, but that of the first run was 4.584" in why
@@ -41,12 +41,14 @@ def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(lo
 
 def test_what_scatters_from_step_to_step_may_be_as_far_off():
     comparison = Comparison()
-    comparison.why_not(told(), None, curve(start=1.0, noise=0.5))
-    assert comparison.why_not(told(), None, curve(start=1.6, noise=0.5)) == ""
+    comparison.why_not(reported(), None, curve(start=1.0, noise=0.5))
+    assert comparison.why_not(reported(), None, curve(start=1.6, noise=0.5)) == ""
 
 
 def test_steps_of_other_sizes_are_not_held_against_each_other():
     comparison = Comparison()
-    comparison.why_not(told(), 32.0, curve())
-    assert comparison.why_not(told(), 64.0, curve(start=30.0)) == ""
-    assert comparison.why_not(told("tokens/s"), 32.0, curve()).startswith("it reported tokens/s, but samples/s before")
+    comparison.why_not(reported(), 32.0, curve())
+    assert comparison.why_not(reported(), 64.0, curve(start=30.0)) == ""
+    assert comparison.why_not(reported("tokens/s"), 32.0, curve()).startswith(
+        "it reported tokens/s, but samples/s before"
+    )

@@ -134,8 +134,8 @@ def test_of_several_files_events_come_in_the_order_in_which_they_happened_withou
         """
     )
     until_it_says(process, "done")
-    told = [each.values for each in events.read(time.monotonic())]
-    assert told == [{"step": float(step), name: float(step)} for step in range(3) for name in ("a", "b")]
+    values = [each.values for each in events.read(time.monotonic())]
+    assert values == [{"step": float(step), name: float(step)} for step in range(3) for name in ("a", "b")]
 
 
 @pytest.fixture

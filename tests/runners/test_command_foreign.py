@@ -8,7 +8,7 @@ from redline.runners.command.trained import completed
 from redline.space import Space
 
 
-def told(command, options=(), render=(), **more):
+def command_of(command, options=(), render=(), **more):
     foreign = ForeignSpace(
         space=Space(),
         notes=(),
@@ -39,26 +39,26 @@ def told(command, options=(), render=(), **more):
     ],
 )
 def test_options_are_told_in_the_place_of_values_that_are_there(command, options, expected):
-    assert told(command, options).command == expected
+    assert command_of(command, options).command == expected
 
 
 @pytest.mark.parametrize("words", ["t --ds conf/ds.json x", "t --ds=conf/ds.json x", "t --ds {trial_dir}/ds.json x"])
 def test_a_file_is_read_where_it_is_written(words):
     render = ("conf/ds.json", "conf/ds.json:a={b}", "conf/ds.json:c={d}")
-    made = told(words, render=render)
+    made = command_of(words, render=render)
     assert made.command == words.replace("conf/ds.json", "{trial_dir}/ds.json") and made.render == render
-    listed = told(["t", "./conf/ds.json"], render=render)
+    listed = command_of(["t", "./conf/ds.json"], render=render)
     assert listed.command == ["t", "{trial_dir}/ds.json"]
-    own = told(Command(command=words, render=("conf/ds.json:a={mine}",)), render=render)
+    own = command_of(Command(command=words, render=("conf/ds.json:a={mine}",)), render=render)
     assert own.render == ("conf/ds.json:a={mine}", "conf/ds.json", "conf/ds.json:c={d}")
 
 
 def test_a_file_that_the_command_does_not_read_is_refused():
     with pytest.raises(UsageError, match=r"the command does not read ds.json.*as \{trial_dir\}/ds.json"):
-        told("train --deepspeed other.json", render=("ds.json",))
+        command_of("train --deepspeed other.json", render=("ds.json",))
 
 
 def test_a_metric_of_its_own_stays():
-    assert told("train", metric="loss", direction="min").metric == ("loss",)
-    mine = told(Command(command="train", metric=("speed",)), metric="loss", direction="min")
+    assert command_of("train", metric="loss", direction="min").metric == ("loss",)
+    mine = command_of(Command(command="train", metric=("speed",)), metric="loss", direction="min")
     assert mine.metric == ("speed",) and mine.direction is None

@@ -90,12 +90,15 @@ def test_each_host_starts_its_part_and_what_one_tells_or_suffers_is_the_trials(t
 
 
 def test_what_counts_of_several_hosts_is_a_measurement_before_a_cause_before_an_echo():
-    def told(rank, status, **more):
+    def report_of(rank, status, **more):
         report = CommandReport(measured=Measurement(status=status, **more), losses={rank: 1.0})
         return RankOutcome(rank=rank, status=Status.OK, report=report)
 
-    ok = told(1, Status.OK, throughput=5.0, unit="samples/s", peak_memory_mib=10.0)
-    oom, echo = told(1, Status.OOM, reason="memory"), told(0, Status.CRASH, reason="peer lost", peak_memory_mib=20.0)
+    ok = report_of(1, Status.OK, throughput=5.0, unit="samples/s", peak_memory_mib=10.0)
+    oom, echo = (
+        report_of(1, Status.OOM, reason="memory"),
+        report_of(0, Status.CRASH, reason="peer lost", peak_memory_mib=20.0),
+    )
     stopped = Outcome(status=Status.CRASH, reason="ended with the ranks of another host", secondary=True)
     for ranks, status, peak in (
         ((echo, ok), Status.OK, 20.0),
@@ -110,9 +113,9 @@ def test_what_counts_of_several_hosts_is_a_measurement_before_a_cause_before_an_
 
 
 def test_of_several_that_crash_the_one_that_says_why_counts():
-    said = CommandReport(measured=Measurement(status=Status.CRASH, reason="ValueError: rank one fails"))
+    report = CommandReport(measured=Measurement(status=Status.CRASH, reason="ValueError: rank one fails"))
     echo = CommandReport(measured=Measurement(status=Status.CRASH, reason="exited with code 1"), echo=True)
-    ranks = tuple(RankOutcome(rank=rank, status=Status.OK, report=each) for rank, each in enumerate((echo, said)))
+    ranks = tuple(RankOutcome(rank=rank, status=Status.OK, report=each) for rank, each in enumerate((echo, report)))
     found, _ = _together(Outcome(status=Status.OK, ranks=ranks))
     assert found.ranks[0].report.reason == "ValueError: rank one fails"
 

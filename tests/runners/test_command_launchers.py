@@ -38,18 +38,27 @@ def words(name, command, devices=4, render=(), config=None, samples="8", **more)
 
 
 def test_knobs_without_a_place_are_said_and_what_is_said_stays():
-    said = words("trainer", f"{sys.executable} train.py --max_steps 7 --per_device_train_batch_size {{micro_batch}}")
-    assert said.count("--max_steps") == 1 and said[said.index("--max_steps") + 1] == "7"
-    assert said.count("--per_device_train_batch_size") == 1
-    assert said[said.index("--output_dir") + 1] == "/trial" and said[said.index("--bf16") + 1] == "false"
+    arguments = words(
+        "trainer", f"{sys.executable} train.py --max_steps 7 --per_device_train_batch_size {{micro_batch}}"
+    )
+    assert arguments.count("--max_steps") == 1 and arguments[arguments.index("--max_steps") + 1] == "7"
+    assert arguments.count("--per_device_train_batch_size") == 1
+    assert (
+        arguments[arguments.index("--output_dir") + 1] == "/trial"
+        and arguments[arguments.index("--bf16") + 1] == "false"
+    )
 
 
 def test_options_of_its_own_are_those_of_the_same_name_alone():
-    said = words("trainer", "sh train.sh --max_steps_of_warmup 3 --output_dir=here --bf16 {precision == 'bf16'}")
-    assert said[said.index("--max_steps") + 1] == "1000" and "--output_dir" not in said
-    assert said.count("--bf16") == 1 and "--fp16" not in said, "a knob that has a place is the command's affair"
-    assert "--per_device_train_batch_size" in (said := words("trainer", "sh train.sh --per_device_train_batch_size 7"))
-    assert said[said.index("--per_device_train_batch_size") + 1] == "7"
+    arguments = words("trainer", "sh train.sh --max_steps_of_warmup 3 --output_dir=here --bf16 {precision == 'bf16'}")
+    assert arguments[arguments.index("--max_steps") + 1] == "1000" and "--output_dir" not in arguments
+    assert arguments.count("--bf16") == 1 and "--fp16" not in arguments, (
+        "a knob that has a place is the command's affair"
+    )
+    assert "--per_device_train_batch_size" in (
+        arguments := words("trainer", "sh train.sh --per_device_train_batch_size 7")
+    )
+    assert arguments[arguments.index("--per_device_train_batch_size") + 1] == "7"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +125,10 @@ def test_what_is_offloaded_is_said_as_deepspeed_has_it(tmp_path):
 
 
 def test_options_go_behind_the_word_that_a_launcher_wants():
-    said = words("accelerate", "sh launch train.py --x 1", config={"precision": "bf16"})
-    assert said == ["sh", "launch", "--mixed_precision", "bf16", "--dynamo_backend", "no", "train.py", "--x", "1"]
-    said = words("accelerate", "sh launch train.py", config={"precision": "fp32", "fusion": True})
-    assert said == ["sh", "launch", "--mixed_precision", "no", "--dynamo_backend", "inductor", "train.py"]
+    arguments = words("accelerate", "sh launch train.py --x 1", config={"precision": "bf16"})
+    assert arguments == ["sh", "launch", "--mixed_precision", "bf16", "--dynamo_backend", "no", "train.py", "--x", "1"]
+    arguments = words("accelerate", "sh launch train.py", config={"precision": "fp32", "fusion": True})
+    assert arguments == ["sh", "launch", "--mixed_precision", "no", "--dynamo_backend", "inductor", "train.py"]
     with pytest.raises(UsageError, match="needs 'launch' in the command"):
         words("accelerate", "sh train.py")
 
@@ -197,10 +206,10 @@ def test_its_own_parser_takes_what_is_said(name, tmp_path):
     more = {} if name == "accelerate" else {"grad_accum": [2]}
     command = f"{sys.executable} {script}{' --use_cpu true' if name == 'trainer' else ''}"
     command = f"{sys.executable} launch train.py" if name == "accelerate" else command
-    said = words(name, command, config=CONFIG[name], **more)
+    arguments = words(name, command, config=CONFIG[name], **more)
     if name == "accelerate":
-        said[1] = str(script)
-    out = subprocess.run(said, capture_output=True, text=True, cwd=tmp_path)
+        arguments[1] = str(script)
+    out = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
     assert f"RESULT {EXPECTED[name]}" in out.stdout, out.stderr[-2000:]
 
 
@@ -219,8 +228,8 @@ print("RESULT", made.training.local_batch_size, made.parallelism.tensor_parallel
 """
     )
     command = f"{sys.executable} {script} --module llama3 --config llama3_debugmodel"
-    said = words("torchtitan", command, config={"micro_batch": 4, "tp": 2})
-    out = subprocess.run(said, capture_output=True, text=True, cwd=tmp_path)
+    arguments = words("torchtitan", command, config={"micro_batch": 4, "tp": 2})
+    out = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
     assert "RESULT 4 2 1000 1 /trial" in out.stdout, out.stderr[-2000:]
 
 
@@ -241,8 +250,8 @@ made = parser.parse_args(sys.argv[1:])
 print("RESULT", made.micro_batch_size, made.tensor_model_parallel_size, made.train_iters, made.eval_iters, made.log_interval)
 """
     )
-    said = words("megatron", f"{sys.executable} {script}", config={"micro_batch": 4, "tp": 2})
-    out = subprocess.run(said, capture_output=True, text=True, cwd=tmp_path)
+    arguments = words("megatron", f"{sys.executable} {script}", config={"micro_batch": 4, "tp": 2})
+    out = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
     assert "RESULT 4 2 1000 0 1" in out.stdout, out.stderr[-2000:]
 
 
@@ -287,5 +296,5 @@ def test_a_global_batch_is_said_to_those_who_derive_the_accumulation_themselves(
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHERS if name not in (*PARSED, "deepspeed", "torchtitan")])
 def test_of_those_that_are_not_installed_the_words_are_whole(name):
-    said = words(name, "sh train train.sh", config={"micro_batch": 4})
-    assert not any("{" in word or not word for word in said) and "4" in " ".join(said)
+    arguments = words(name, "sh train train.sh", config={"micro_batch": 4})
+    assert not any("{" in word or not word for word in arguments) and "4" in " ".join(arguments)

@@ -157,7 +157,7 @@ def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("lines", "expected"),
     [
         ([(0, 0.0), (1, 0.02), (2, 0.04)], [20, 20]),
         ([(0, 0.0), (0, 0.01), (1, 0.02), (1, 0.03), (2, 0.04)], [20, 20]),  # printed twice a step
@@ -169,16 +169,16 @@ def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
         ([(0, 0.0), (8, 0.08), (6, 0.09), (9, 0.1), (7, 0.11)], [10, 20]),  # a rank that is behind
     ],
 )
-def test_steps_are_timed_by_when_their_numbers_are_told(said, expected):
+def test_steps_are_timed_by_when_their_numbers_are_told(lines, expected):
     steps, times = StepNumbers(), []
-    moments = sorted({at for _, at in said})
+    moments = sorted({at for _, at in lines})
     for moment in moments:
-        times += [steps.add(step, at) for step, at in said if at == moment]
+        times += [steps.add(step, at) for step, at in lines if at == moment]
         times.append(steps.step_ms())
     assert [each for each in times if each] == pytest.approx(expected)
     # Several moments read at once, such as from a file.
     steps = StepNumbers()
-    times = [*(steps.add(step, at) for step, at in said), steps.step_ms()]
+    times = [*(steps.add(step, at) for step, at in lines), steps.step_ms()]
     assert [each for each in times if each] == pytest.approx(expected)
 
 
@@ -186,8 +186,8 @@ def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
     rows, objects = Appended(tmp_path / "log.csv", {"speed (it/s)": "speed"}), Appended(tmp_path / "log.jsonl")
     assert rows.read(1.0) == [] == objects.read(1.0)
     (tmp_path / "log.csv").write_text("step,speed (it/s)\n1,10.5\n2,")
-    (told,) = rows.read(2.0)
-    assert (told.values, told.at) == ({"step": 1.0, "speed": 10.5}, 2.0)
+    (reported,) = rows.read(2.0)
+    assert (reported.values, reported.at) == ({"step": 1.0, "speed": 10.5}, 2.0)
     with (tmp_path / "log.csv").open("a") as file:
         file.write("11\nx,x\n4,12\n")
     assert [each.values.get("speed") for each in rows.read(3.0)] == [11.0, 12.0]
@@ -279,5 +279,5 @@ def test_a_report_is_written_where_the_search_listens_and_by_the_first_rank_alon
     monkeypatch.setenv("RANK", "1")
     report(step=3, tokens=10)
     (line,) = path.read_text().splitlines()
-    told = json.loads(line)
-    assert told.pop("time_s") > 0 and told == {"step": 2.0, "tokens": 10.0}
+    record = json.loads(line)
+    assert record.pop("time_s") > 0 and record == {"step": 2.0, "tokens": 10.0}

@@ -72,8 +72,8 @@ def test_what_is_shown_or_given_to_a_shell_is_quoted(space, name):
     import subprocess
 
     shell = read_command("printf '%s|' {name} end", space.by_name, shell=True)
-    said = subprocess.run(["/bin/sh", "-c", shell.text({**VALUES, "name": name})], capture_output=True, text=True)
-    assert said.stdout == f"{name}|end|"
+    output = subprocess.run(["/bin/sh", "-c", shell.text({**VALUES, "name": name})], capture_output=True, text=True)
+    assert output.stdout == f"{name}|end|"
     shown = read_command("printf '%s|' {name} end", space.by_name, shell=False).shown({**VALUES, "name": name}, [])
     assert subprocess.run(["/bin/sh", "-c", shown], capture_output=True, text=True).stdout == f"{name}|end|"
 

@@ -259,21 +259,21 @@ OUT_OF_MEMORY = {
 
 @pytest.mark.parametrize("kind", list(OUT_OF_MEMORY))
 def test_one_rank_out_of_memory_ends_the_others_that_wait_for_it_at_once(run, script, kind):
-    said, needed = OUT_OF_MEMORY[kind]
+    message, needed = OUT_OF_MEMORY[kind]
     measured, log = run(
         script(
             f"""
             other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             print("CUDA out of memory is what one may read about")
-            print({said!r}, file=sys.stderr)
+            print({message!r}, file=sys.stderr)
             print("said at", time.monotonic(), flush=True)
             time.sleep(600)
             """
         )
     )
     ended = time.monotonic()
-    assert measured.status is Status.OOM and said[:60] in measured.reason
+    assert measured.status is Status.OOM and message[:60] in measured.reason
     if needed is None:  # memory of the process that reads the output is not the command's
         assert measured.peak_memory_mib is None
     else:

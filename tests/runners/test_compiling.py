@@ -134,14 +134,14 @@ def test_ranks_of_several_hosts_count_as_waiting_for_each_other_until_all_are_th
         import torch
         from redline.runners.compiling import Compilation
 
-        told = []
-        compilation = Compilation(told.append, elsewhere=elsewhere)
+        events = []
+        compilation = Compilation(events.append, elsewhere=elsewhere)
         compilation.expected()
-        told.append("first steps")
+        events.append("first steps")
         compiled_sum(0.0)(torch.ones(3))
         compilation.settled()
-        told.append("settled")
-        return told
+        events.append("settled")
+        return events
 
     assert bench.run(program).ranks[0].report == expected
 

@@ -50,27 +50,27 @@ def clock(monkeypatch):
 
 
 def test_a_trial_waits_until_the_memory_of_the_one_before_is_back(tmp_path, clock):
-    said = []
-    assert wait_for_room(("0",), tmp_path, said.append, use=used(600)) == 600
-    assert clock == [0] and not said
-    assert wait_for_room(("0",), tmp_path, said.append, use=used(70_000, 40_000, 9_000, 630)) == 630
+    messages = []
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(600)) == 600
+    assert clock == [0] and not messages
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(70_000, 40_000, 9_000, 630)) == 630
     assert clock[0] == pytest.approx(3 * memory.POLL_S)
-    assert said == ["waited 0.3 s until the memory of GPU 0 was free again"]
+    assert messages == ["waited 0.3 s until the memory of GPU 0 was free again"]
 
 
 def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_path, clock):
-    said = []
-    wait_for_room(("0",), tmp_path, said.append, use=used(600))
-    assert wait_for_room(("0",), tmp_path, said.append, use=used(20_600)) == 20_600
+    messages = []
+    wait_for_room(("0",), tmp_path, messages.append, use=used(600))
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(20_600)) == 20_600
     assert clock[0] == pytest.approx(memory.WAIT_S, abs=0.2)
-    assert said == [
+    assert messages == [
         "GPU 0: after 30 s 20,600 of 80,000 MiB are still used, 20,000 more than before; other processes use them now"
     ]
     before = clock[0]
-    assert wait_for_room(("0",), tmp_path, said.append, use=used(20_600)) == 20_600
-    assert clock[0] == before and len(said) == 1
-    wait_for_room(("0",), tmp_path, said.append, use=used(600))  # the other process has ended
-    assert wait_for_room(("0",), tmp_path, said.append, use=used(20_600, 610)) == 610
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(20_600)) == 20_600
+    assert clock[0] == before and len(messages) == 1
+    wait_for_room(("0",), tmp_path, messages.append, use=used(600))  # the other process has ended
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(20_600, 610)) == 610
     assert clock[0] == pytest.approx(before + memory.POLL_S)
 
 
@@ -165,14 +165,16 @@ def test_without_nvml_nothing_is_known_and_nothing_waited_for(monkeypatch, tmp_p
 )
 def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, asked, expected):
     nvml(*held)
-    said = []
+    messages = []
     request = SimpleNamespace(limit_mib=asked, runner="local", runs_on="local", concurrency=None)
     task = SimpleNamespace(
         own=object(), simulated=False, emulated=False, device=SimpleNamespace(type="cuda"), devices=2
     )
-    limit_mib = search_setup.memory_of_rank(request, task, said.append)
+    limit_mib = search_setup.memory_of_rank(request, task, messages.append)
     assert limit_mib == expected
-    assert bool(said) == (expected == 58_800) and ("20,000 of the 80,000 MiB of GPU 1" in "".join(said)) == bool(said)
+    assert bool(messages) == (expected == 58_800) and (
+        "20,000 of the 80,000 MiB of GPU 1" in "".join(messages)
+    ) == bool(messages)
     if limit_mib is not None:
         setup = TrainingSetup(seq_len=512, global_batch=8, memory_limit_mib=limit_mib)
         assert Estimator(LLAMA, "h100", setup).memory_limit_mib == limit_mib

@@ -84,7 +84,7 @@ def noted(path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, tmp_path, ranks):
     notes = str(tmp_path / "notes")
-    told = take_turns(bench, [Program(name, notes) for name in "abc"], ranks=ranks)
+    results = take_turns(bench, [Program(name, notes) for name in "abc"], ranks=ranks)
     turns = noted(notes)
     assert 6 <= len(turns) <= 3 * 12 and len(turns) % 3 == 0
     for (_, _, end), (_, begin, _) in itertools.pairwise(turns):
@@ -92,12 +92,12 @@ def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, t
     for at in range(0, len(turns), 3):
         expected = ["abc", "bca", "cab"][at // 3 % 3]
         assert "".join(name for name, _, _ in turns[at : at + 3]) == expected
-    for reports in told:
+    for reports in results:
         assert [each.status for each in reports] == [Status.OK] * 3
         assert [each.report[0] for each in reports] == [len(turns) // 3] * 3
     # Each program has a process of its own, and they are built one at a time.
-    assert len({each.report[1] for reports in told for each in reports}) == 3 * ranks
-    ready = [each.report[2] for each in told[0]]
+    assert len({each.report[1] for reports in results for each in reports}) == 3 * ranks
+    ready = [each.report[2] for each in results[0]]
     assert ready == sorted(ready) and ready[-1] <= turns[0][1]
 
 

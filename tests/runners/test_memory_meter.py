@@ -27,9 +27,9 @@ def test_a_process_of_several_gpus_is_limited_on_each_and_measured_by_the_fulles
 
 
 @pytest.mark.parametrize(
-    ("free", "said"), [([9000, 100], "100 of 80,000 MiB of cuda:1 are free"), ([9000, 9000], ""), ([None, None], "")]
+    ("free", "message"), [([9000, 100], "100 of 80,000 MiB of cuda:1 are free"), ([9000, 9000], ""), ([None, None], "")]
 )
-def test_a_device_without_room_for_a_library_s_handle_is_short(monkeypatch, free, said):
+def test_a_device_without_room_for_a_library_s_handle_is_short(monkeypatch, free, message):
     def info(device):
         if free[device.index] is None:
             raise RuntimeError("CUDA error: device-side assert triggered")
@@ -37,4 +37,4 @@ def test_a_device_without_room_for_a_library_s_handle_is_short(monkeypatch, free
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", info)
-    assert CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)]).shortage() == said
+    assert CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)]).shortage() == message

@@ -30,7 +30,7 @@ def test_the_same_numbers_are_right():
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
         (replace(PROBE, logits=(0.5, -0.5, 0.5, -0.499)), "the logits depart by 0.002 of their size"),
         (replace(PROBE, logits=()), "it returns no logits than the reference"),
@@ -47,8 +47,8 @@ def test_the_same_numbers_are_right():
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_departs_is_wrong_and_said_with_its_tolerance(found, said):
-    assert said in verdict(found)
+def test_what_departs_is_wrong_and_said_with_its_tolerance(found, message):
+    assert message in verdict(found)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -101,14 +101,14 @@ def slurm(tmp_path_factory):
             )
             time.sleep(1)
         for _ in range(60):
-            said = subprocess.run(
+            output = subprocess.run(
                 ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True
             ).stdout
-            if said.split() == ["idle", "2"]:
+            if output.split() == ["idle", "2"]:
                 break
             time.sleep(0.5)
         else:
-            pytest.fail(f"Slurm's nodes do not become idle: {said}")
+            pytest.fail(f"Slurm's nodes do not become idle: {output}")
         yield environment
     finally:
         for each in reversed(daemons):
@@ -265,11 +265,11 @@ def test_a_gang_that_is_lost_gets_no_further_trial():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [("72(x2),36", [72, 72, 36]), ("1(x3)", [1, 1, 1]), ("4,2,1", [4, 2, 1]), ("", None), ("8", None)],
 )
-def test_the_cores_of_each_node_are_read(monkeypatch, said, expected):
-    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", said)
+def test_the_cores_of_each_node_are_read(monkeypatch, text, expected):
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", text)
     assert _cores(3) == (expected or [usable_cores()] * 3)
 
 

@@ -155,5 +155,5 @@ def test_dry_runs_that_were_kept_are_compared_again_without_trying_any(tmp_path,
     assert dry_runs.load(tmp_path / "kept.json", space) == trials
     monkeypatch.setattr("sys.argv", ["dry_runs.py", "--load", str(tmp_path / "kept.json"), "--calibrate", "2"])
     dry_runs.main()
-    said = capsys.readouterr().out
-    assert said.count("  1000000") == 4 and "uncalibrated: memory 100.0 %" in said and "after 2 of them" in said
+    output = capsys.readouterr().out
+    assert output.count("  1000000") == 4 and "uncalibrated: memory 100.0 %" in output and "after 2 of them" in output

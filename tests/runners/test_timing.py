@@ -165,9 +165,9 @@ def test_a_step_is_left_out_where_another_rank_compiles(compiling):
 
 
 def test_it_is_told_once_that_all_have_made_a_step_without_compiling(compiling):
-    told = []
-    compiling(itertools.repeat(100), {0: 60.0}, settled=lambda: told.append(timing_module.time.perf_counter()))
-    assert told == [pytest.approx(60.2)]
+    settled_at = []
+    compiling(itertools.repeat(100), {0: 60.0}, settled=lambda: settled_at.append(timing_module.time.perf_counter()))
+    assert settled_at == [pytest.approx(60.2)]
 
 
 def test_the_interval_of_thousands_of_steps_is_known_and_continues_that_of_few():

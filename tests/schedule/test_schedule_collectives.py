@@ -82,13 +82,13 @@ def check_sync():
         sch["first"].sync("fwd_pre", "scatter", axis=1)
         sch["first"].sync("fwd_post", "all_to_all", axis=2, join=1)
         sch["second"].sync("fwd_post", "all_gather", axis=2)
-    for given, said in (
+    for given, expected in (
         ({"op": "all_to_all", "axis": 1}, "joins along another dimension than it cuts"),
         ({"op": "all_gather", "axis": 1, "join": 1}, "all_to_all, and nothing else, joins"),
         ({"op": "scatter", "axis": 1, "gradient": "scatter"}, "gradient goes with all_gather"),
         ({"op": "all_gather", "axis": 1, "gradient": "sum"}, "unknown gradient 'sum'"),
     ):
-        with pytest.raises(ScheduleError, match=said):
+        with pytest.raises(ScheduleError, match=expected):
             sch["second"].sync("fwd_post", **given)
 
 

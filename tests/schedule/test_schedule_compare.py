@@ -38,7 +38,7 @@ def test_the_same_departs_nowhere_and_every_kind_is_looked_at():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"outputs": {"output 0": torch.tensor([1.0, -4.1])}}, "output 0 departs by 0.025"),
         ({"outputs": {"output 0": torch.tensor([1.0])}}, "output 0 has shape (1,), not (2,)"),
@@ -53,8 +53,8 @@ def test_the_same_departs_nowhere_and_every_kind_is_looked_at():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_departs_is_said(change, said):
-    assert compare(PLAIN, replace(PLAIN, **change), TENSORS).wrong.description == said
+def test_what_departs_is_said(change, message):
+    assert compare(PLAIN, replace(PLAIN, **change), TENSORS).wrong.description == message
 
 
 def test_the_first_kind_that_departs_is_named_by_its_gravest_and_of_those_that_are_as_grave_by_the_first():

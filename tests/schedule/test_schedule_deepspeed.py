@@ -326,11 +326,11 @@ class Experts(nn.Module):
 
 
 def check_refusals(make, folder):
-    def refused(said, axes, config=SIZE, schedule=lambda sch: None, model=make, **given):
+    def refused(message, axes, config=SIZE, schedule=lambda sch: None, model=make, **given):
         sch = create_schedule(model(), mesh(**axes))
         schedule(sch)
         steps = len(sch.tree.steps)
-        with pytest.raises(ScheduleError, match=said):
+        with pytest.raises(ScheduleError, match=message):
             build(sch, target="deepspeed", config=config, **given)
         build(sch.copy())  # the schedule is unchanged
         assert len(sch.tree.steps) == steps
@@ -384,8 +384,8 @@ def test_what_the_engine_cannot_do_is_refused_and_leaves_the_schedule_as_it_was(
 
 
 def test_an_engine_that_is_not_installed_is_named(mlp, monkeypatch):
-    said = "deepspeed is not installed: pip install 'redline[frameworks]'"
-    monkeypatch.setattr("redline.schedule.engines.deepspeed.not_installed", lambda package, extra: said)
+    message = "deepspeed is not installed: pip install 'redline[frameworks]'"
+    monkeypatch.setattr("redline.schedule.engines.deepspeed.not_installed", lambda package, extra: message)
     with pytest.raises(MissingDependency, match="deepspeed is not installed"):
         build(create_schedule(mlp), target="deepspeed", config=SIZE)
 

@@ -107,7 +107,7 @@ def started(ranks, name, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "said"),
+    ("name", "ranks", "message"),
     [
         ("sharding_with_norm", 2, "in_rows    verified; departs by "),
         ("untraceable_pipeline", 2, "no graph: "),
@@ -116,10 +116,10 @@ def started(ranks, name, *arguments):
         pytest.param("deepspeed_engine", 2, "by DeepSpeed", marks=pytest.mark.exhaustive),
     ],
 )
-def test_an_example_is_a_script(name, ranks, said):
+def test_an_example_is_a_script(name, ranks, message):
     if name == "deepspeed_engine":
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    assert said in started(ranks, name)
+    assert message in started(ranks, name)
 
 
 @pytest.mark.exhaustive

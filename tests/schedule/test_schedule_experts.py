@@ -344,7 +344,7 @@ def planned_cut():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: planned()["blocks.0"].shard_experts(2), "call it on the root's schedule"),
         (lambda: planned().shard_experts(1), "ep must be a whole number of at least 2, but is 1"),
@@ -368,8 +368,8 @@ def planned_cut():
     ],
     ids=range(19),
 )
-def test_what_cannot_be_is_refused_and_leaves_the_schedule_as_it_was(call, said):
-    with pytest.raises(ScheduleError, match=re.escape(said)):
+def test_what_cannot_be_is_refused_and_leaves_the_schedule_as_it_was(call, message):
+    with pytest.raises(ScheduleError, match=re.escape(message)):
         call()
 
 

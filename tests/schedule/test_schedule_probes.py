@@ -126,7 +126,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda sch: sch["drop"].replace(nn.Identity()), "depart by 0 of their size.*the reference's by 0.3"),
         (lambda sch: sch.replace(lambda old: Dropping(0.1, 0.3)), "'more.p' is a rate of dropout, 0.0 before and 0.3"),
@@ -134,10 +134,10 @@ class Dropping(nn.Module):
         (lambda sch: sch["drop"].replace(nn.AlphaDropout(0.5)), "depart by .* of their size"),
     ],
 )
-def test_another_dropout_is_found(change, said):
+def test_another_dropout_is_found(change, message):
     torch.manual_seed(0)
     sch = create_schedule(Dropping())
-    with pytest.raises(ScheduleError, match=said):
+    with pytest.raises(ScheduleError, match=message):
         with verify(sch, torch.randn(16, 32)):
             change(sch)
 
@@ -398,7 +398,7 @@ def test_a_class_is_called_with_the_old_module_and_others_are_refused_in_words()
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("use", "message"),
     [
         (lambda sch: sch.forward_ops, r"trace\(\) makes the graph, print\(sch.graph\)"),
         (lambda sch: sch.gm, "sch.graph"),
@@ -406,8 +406,8 @@ def test_a_class_is_called_with_the_old_module_and_others_are_refused_in_words()
         (lambda sch: sch[0:2].replace(nn.ReLU()), r"for each in sch\[...\]: each.replace"),
     ],
 )
-def test_names_of_other_languages_get_an_answer(mlp, use, said):
-    with pytest.raises(AttributeError, match=said):
+def test_names_of_other_languages_get_an_answer(mlp, use, message):
+    with pytest.raises(AttributeError, match=message):
         use(create_schedule(mlp))
 
 

@@ -155,8 +155,8 @@ def refusal_of_documents():
 
 
 def test_an_attention_without_masks_of_pairs_refuses_several_documents(two):
-    for said in two.run(refusal_of_documents):
-        assert "the documents of a sample cannot be kept apart; use sdpa or eager" in said
+    for message in two.run(refusal_of_documents):
+        assert "the documents of a sample cannot be kept apart; use sdpa or eager" in message
 
 
 @pytest.mark.parametrize("axis", ["sp", "cp"])
@@ -479,7 +479,7 @@ def gemma2():
 
 
 @pytest.mark.parametrize(
-    ("refused", "said"),
+    ("refused", "message"),
     [
         (lambda: cut(llama(), 3), "sp: 3 ranks must divide the 4 attention heads"),
         (lambda: cut(llama(), 2, dp=3), r"the mesh's dp axis must be of groups .* but has 3 ranks and cp \* sp is 1 \* 2"),
@@ -496,8 +496,8 @@ def gemma2():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_with_the_numbers(refused, said):
-    with pytest.raises(ScheduleError, match=said):
+def test_what_cannot_be_cut_is_refused_with_the_numbers(refused, message):
+    with pytest.raises(ScheduleError, match=message):
         refused()
 
 

@@ -141,19 +141,19 @@ def test_the_sync_of_a_module_that_nothing_calls_does_not_count(two):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (lambda sch: sch["fc2"].hook("fwd_post", lambda m, args, out: out * 2), "'fc2' has a hook"),
         (lambda sch: sch["fc2"].hook("bwd_pre", lambda m, grad: None), "'fc2' has a hook"),
         (lambda sch: sch["fc2"].checkpoint(), "'fc2' has checkpoint, which would be lost; replace first"),
     ],
 )
-def test_what_has_no_place_at_the_replacement_is_refused(given, said):
+def test_what_has_no_place_at_the_replacement_is_refused(given, message):
     sch = create_schedule(MLP())
     given(sch)
     sch.trace()
     code = str(sch.graph)
-    with pytest.raises(ScheduleError, match=said):
+    with pytest.raises(ScheduleError, match=message):
         sch.replace(gelu_linear, sch.find(gelu_linear))
     assert str(sch.graph) == code
 
@@ -217,8 +217,8 @@ def test_tied_parameters_stay_at_their_other_places(recwarn):
     sch["1"].trace()
     sch.replace(Dense(model[1].fc1), sch.find(lambda x: F.gelu(call_module("fc1", x))))
     assert "0.weight" in model.state_dict() and "1.fc1.weight" not in model.state_dict()
-    said = [str(each.message) for each in recwarn if "not kept" in str(each.message)]
-    assert len(said) == 1 and "1.fc1.bias (8,)" in said[0] and "weight" not in said[0]
+    warned = [str(each.message) for each in recwarn if "not kept" in str(each.message)]
+    assert len(warned) == 1 and "1.fc1.bias (8,)" in warned[0] and "weight" not in warned[0]
 
 
 def check_replicas():
@@ -353,7 +353,7 @@ def test_an_option_goes_to_the_replacement():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         (lambda x, w, b: F.relu(F.linear(x, w, b)), "relu is expected, but there is linear .fc1."),
         (lambda x, w, b: F.gelu(F.relu(x)), "relu is expected with act matched, but there is linear .fc1."),
@@ -362,11 +362,11 @@ def test_an_option_goes_to_the_replacement():
         ("norm", "there are the operations fc1, act, fc2, drop, add"),
     ],
 )
-def test_an_empty_result_says_what_came_nearest(pattern, said):
+def test_an_empty_result_says_what_came_nearest(pattern, message):
     sch = create_schedule(MLP())
     sch.trace()
     assert sch.find(pattern) == []
-    with pytest.raises(ScheduleError, match=f"there is no match; .*{said}"):
+    with pytest.raises(ScheduleError, match=f"there is no match; .*{message}"):
         sch.find(pattern, explain=True)
 
 

@@ -512,21 +512,21 @@ def test_a_constructor_s_own_error_is_told():
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "message"),
     [
         (lambda weight: weight * 2, "made has a gradient to pass on"),
         (lambda weight: torch.complex(weight, weight).detach().conj(), "a lazy conjugate or negative"),
     ],
     ids=["gradient", "conjugate"],
 )
-def test_a_buffer_that_is_more_than_its_values_is_refused_by_build(made, said):
+def test_a_buffer_that_is_more_than_its_values_is_refused_by_build(made, message):
     def fill(self):
         self.weight = nn.Parameter(torch.randn(3))
         self.register_buffer("made", made(self.weight))
 
     with deferred():
         model = Holder(fill)
-    with pytest.raises(ScheduleError, match=said):
+    with pytest.raises(ScheduleError, match=message):
         build(create_schedule(model))
 
 

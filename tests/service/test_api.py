@@ -131,7 +131,7 @@ def test_a_strange_device_does_not_join(service, device, field):
 
 
 @pytest.mark.parametrize(
-    ("request_", "field", "said"),
+    ("request_", "field", "message"),
     [
         ({"target": "gpt2-tny"}, "request.target", "did you mean 'gpt2-tiny'"),
         ({"target": "../../etc/passwd"}, "request.target", "unknown model"),
@@ -157,9 +157,9 @@ def test_a_strange_device_does_not_join(service, device, field):
         ({"target": "gpt2-tiny", "fix": {"a": 1 << 60}}, "", "beyond"),
     ],
 )  # fmt: skip
-def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monkeypatch, request_, field, said):
+def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monkeypatch, request_, field, message):
     detail = error(submitter.post("/v1/searches", json={"request": request_}), 422, "invalid")
-    assert said in detail["message"]
+    assert message in detail["message"]
     assert (detail["field"] or "").startswith(field)
     name = field.partition(".")[2]
     for part in name.split(".") if name else ():

@@ -92,18 +92,18 @@ def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
         hasty = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
         patient = rl.Client(first.address, token=tokens["submitter"], patience_s=60)
         run = hasty.submit("gpt2-tiny")
-        heard = threading.Event()
+        received = threading.Event()
 
         def follow():
             for event in run.events():
                 seen.append(event)
-                heard.set()
+                received.set()
 
         following = threading.Thread(target=follow)
         following.start()
         waiting = threading.Thread(target=lambda: ended.append(run.wait(timeout=120).state))
         waiting.start()
-        assert heard.wait(60)
+        assert received.wait(60)
     asking = threading.Thread(target=lambda: found.append(patient.search(run.id).state))
     asking.start()
     with pytest.raises(Away):
@@ -157,8 +157,8 @@ def test_an_estimate_is_that_of_the_command_and_comes_from_memory_the_second_tim
     found = client.estimate("gpt2-tiny", **asked)
     command = [sys.executable, "-m", "redline.cli", "estimate", "gpt2-tiny", "--hardware", "h100-80gb"]
     command += ["--devices", "8", "--global-batch", "64", "--top", "1", "--json"]
-    said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found["best"] == said["best"] and found["best"]
+    output = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["best"] == output["best"] and found["best"]
     began = time.monotonic()
     assert client.estimate("gpt2-tiny", **asked) == found
     assert time.monotonic() - began < 2
@@ -241,9 +241,9 @@ def test_tune_with_a_server_waits_there_for_what_it_finds(service, tmp_path):
     thread = threading.Thread(target=answer)
     thread.start()
     token = service.tokens["submitter"]
-    said = ran(service, "tune", "gpt2-tiny", "--trials", "2", "--server", service.address, "--token", token)
+    output = ran(service, "tune", "gpt2-tiny", "--trials", "2", "--server", service.address, "--token", token)
     thread.join()
-    assert "winner   trial" in said and service.address in said
+    assert "winner   trial" in output and service.address in output
     with pytest.raises(UsageError, match="cannot be sent"):
         ran(service, "tune", "gpt2-tiny", "--out", str(tmp_path / "x"), "--server", service.address, "--token", token)
 
@@ -295,7 +295,7 @@ def test_a_space_too_large_to_be_listed_is_told_of_too():
 @pytest.mark.slow
 def test_fifty_loops_ask_and_tell_at_once(service):
     """A queue of eight once refused five of 14 loops."""
-    told, trouble = [], []
+    counts, trouble = [], []
 
     def loop(number):
         try:
@@ -303,7 +303,7 @@ def test_fifty_loops_ask_and_tell_at_once(service):
                 study = client.study(SPACE, sampler="random", seed=number)
                 trial = client.ask(study)
                 client.tell(study, trial.trial, throughput=100.0 + trial.config["micro_batch"])
-                told.append(len(client.look(study).trials))
+                counts.append(len(client.look(study).trials))
         except Exception as error:
             trouble.append(error)
             raise
@@ -313,4 +313,4 @@ def test_fifty_loops_ask_and_tell_at_once(service):
         each.start()
     for each in loops:
         each.join()
-    assert (told, trouble) == ([1] * 50, [])
+    assert (counts, trouble) == ([1] * 50, [])

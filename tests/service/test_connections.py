@@ -40,10 +40,10 @@ def ended(connection, within_s=20.0):
     return True
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /hea", PART])
-def test_headers_that_do_not_come_end_a_connection(service, said):
+@pytest.mark.parametrize("request_head", [b"", b"GET /hea", PART])
+def test_headers_that_do_not_come_end_a_connection(service, request_head):
     with reach(service) as slow:
-        slow.sendall(said)
+        slow.sendall(request_head)
         assert ended(slow)
 
 

@@ -95,7 +95,7 @@ def test_without_leave_to_make_tables_none_are_made(empty_url):
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("redline.db", "the storage 'redline.db' is not a URL; give sqlite:///FILE or postgresql://"),
         ("sqlite://", "must not be in memory; give sqlite:///FILE"),
@@ -104,8 +104,8 @@ def test_without_leave_to_make_tables_none_are_made(empty_url):
         ("redis://h", "unknown database 'redis'|is not a URL"),
     ],
 )
-def test_another_kind_of_database_is_refused(url, said):
-    with pytest.raises(UsageError, match=said) as refused:
+def test_another_kind_of_database_is_refused(url, message):
+    with pytest.raises(UsageError, match=message) as refused:
         Store.open(url)
     assert "secret" not in str(refused.value)
 
@@ -164,9 +164,9 @@ def test_what_is_no_database_says_so(tmp_path):
 def test_a_postgres_that_is_not_there_says_so_without_its_password():
     pytest.importorskip("psycopg")
     began = time.monotonic()
-    with pytest.raises(StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be reached") as said:
+    with pytest.raises(StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be reached") as caught:
         Store.open("postgresql://ann:secret@127.0.0.1:1/d", patience_s=0.5)
-    assert "secret" not in str(said.value) and time.monotonic() - began < 60
+    assert "secret" not in str(caught.value) and time.monotonic() - began < 60
 
 
 def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postgresql_url):
@@ -209,12 +209,12 @@ def test_what_was_written_outlives_a_kill(url, tmp_path):
         "while True: print(store.submit(ann, {'filler': 'x' * 2000}, devices=1)[0].id, flush=True)"
     )
     with subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True) as process:
-        told = [process.stdout.readline().strip() for _ in range(20)]
+        lines = [process.stdout.readline().strip() for _ in range(20)]
         process.kill()
-        told += [line for line in process.stdout.read().split("\n") if len(line) == 12]
+        lines += [line for line in process.stdout.read().split("\n") if len(line) == 12]
     with Store.open(url) as store:
         kept = {each.id for each in store.searches(limit=10_000)}
-        assert len(told) >= 20 and set(told) <= kept
+        assert len(lines) >= 20 and set(lines) <= kept
         assert len(store.events()) == len(kept)  # each with its event, or neither
         with contextlib.closing(Database(url)) as database:
             assert (

@@ -108,14 +108,14 @@ def test_a_stream_ends_when_its_token_is_revoked(service, monkeypatch):
 
 
 def test_many_idle_listeners_hear_of_what_happens(service):
-    heard, begun = [], threading.Semaphore(0)
+    received, begun = [], threading.Semaphore(0)
 
     def listen():
         with service.client() as client, client.stream("GET", "/v1/events") as answer:
             lines = answer.iter_lines()
             next(lines)
             begun.release()
-            heard.append(next(line for line in lines if line.startswith("data: ")))
+            received.append(next(line for line in lines if line.startswith("data: ")))
 
     threads = [threading.Thread(target=listen, daemon=True) for _ in range(50)]
     for each in threads:
@@ -127,4 +127,4 @@ def test_many_idle_listeners_hear_of_what_happens(service):
     service.store.tell(None, "said", {"number": 7})
     for each in threads:
         each.join(timeout=20)
-    assert len(heard) == 50 and len(set(heard)) == 1
+    assert len(received) == 50 and len(set(received)) == 1

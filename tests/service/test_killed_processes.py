@@ -121,8 +121,8 @@ def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_
             if each.data["state"] == "done":
                 done.add(each.data["key"])
     assert store.dry_runs(search)[2].attempts == 2  # by the killed worker, and by the one that ran it
-    told = [each.data["trial"] for each in events if each.kind == "finished"]
-    assert sorted(set(told)) == [0, 1, 2, 3]
+    finished = [each.data["trial"] for each in events if each.kind == "finished"]
+    assert sorted(set(finished)) == [0, 1, 2, 3]
     trials = View(tmp_path / "searches" / search, storage=f"sqlite:///{tmp_path}/redline.db").trials()
     assert [each.number for each in trials] == [0, 1, 2, 3]
     assert not any(each.pending for each in trials)

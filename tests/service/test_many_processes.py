@@ -39,7 +39,7 @@ class Processes:
             each.stdin.write("go\n")
             each.stdin.flush()
 
-    def said(self):
+    def output(self):
         """Returns the lines that each process printed until it ended."""
         out = [each.communicate(timeout=300)[0].split("\n")[:-1] for each in self.all]
         assert [each.returncode for each in self.all] in ([0] * len(self.all), [*[0] * (len(self.all) - 1), -9])
@@ -158,16 +158,16 @@ def test_whoever_reads_events_as_they_come_misses_none_and_each_key_is_one_dry_r
 
 def test_no_event_appears_before_one_with_a_lower_number(url, real):
     """A transaction with an event blocks the others until it ends; otherwise a reader would miss its event for good."""
-    told, go_on = threading.Event(), threading.Event()
+    ready, go_on = threading.Event(), threading.Event()
 
     def slowly(connection):
         tell(connection, 0.0, None, "first", {})
-        told.set()
+        ready.set()
         go_on.wait()
 
     with Store.open(url) as one, Store.open(url, patience_s=60) as two, ThreadPoolExecutor(2) as threads:
         first = threads.submit(one.database.write, slowly)
-        told.wait()
+        ready.wait()
         second = threads.submit(two.tell, None, "second", {})
         wait([second], timeout=0.5)  # it must not finish within this time
         seen = [each.kind for each in real.events()]

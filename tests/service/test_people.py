@@ -69,7 +69,7 @@ def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"name": ""}, "a user's name must not be empty"),
         ({"name": "a" * 201}, "a user's name must have at most 200 characters, but got 201"),
@@ -82,8 +82,8 @@ def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
         ({"name": "x", "weight": 0}, "weight must be a number above 0, but got 0"),
     ],
 )
-def test_a_user_that_cannot_be_is_refused(sqlite, given, said):
-    with pytest.raises(UsageError, match=said):
+def test_a_user_that_cannot_be_is_refused(sqlite, given, message):
+    with pytest.raises(UsageError, match=message):
         sqlite.add_user(**given)
     assert sqlite.users() == []
 

@@ -186,5 +186,5 @@ def test_every_trial_is_told_of_however_often_the_search_is_taken_up(store, tmp_
         with pytest.raises(Killed):
             a_whole_search(store, search, tmp_path / "killed", killed_after=3)
         result = a_whole_search(store, search, tmp_path / "killed")
-    told = [each.data["trial"] for each in store.events(search=search) if each.kind == "finished"]
-    assert told == [each.number for each in result.all_trials]
+    finished = [each.data["trial"] for each in store.events(search=search) if each.kind == "finished"]
+    assert finished == [each.number for each in result.all_trials]

@@ -5,7 +5,7 @@ from redline.service import retention
 from redline.service.retention import DAY_S, Forgetting
 
 
-def told(store, search=None):
+def events_of(store, search=None):
     return [(each.kind, each.data.get("n", each.data.get("state"))) for each in store.events(search=search)]
 
 
@@ -24,12 +24,12 @@ def test_what_happened_in_a_search_that_ended_long_ago_is_forgotten_and_how_it_e
     store.finish(recent.id, store.take_search(recent.id), "done", "all tried", None)
     store.tell(None, "worker", {"n": 10})
     store.audit("ann", "login", "here")
-    before = (told(store, running.id), told(store, recent.id), len(store.audited()))
+    before = (events_of(store, running.id), events_of(store, recent.id), len(store.audited()))
 
     assert store.forget_events(clock.now - 30 * DAY_S) == 10 + 10 + 1  # and the event of the pool's first worker
-    assert told(store, old) == [("search", "queued"), ("search", "running"), ("search", "done")]
-    assert before == (told(store, running.id), told(store, recent.id), len(store.audited()))
-    assert [each for each in told(store) if each[0] == "worker"] == [("worker", 10)]
+    assert events_of(store, old) == [("search", "queued"), ("search", "running"), ("search", "done")]
+    assert before == (events_of(store, running.id), events_of(store, recent.id), len(store.audited()))
+    assert [each for each in events_of(store) if each[0] == "worker"] == [("worker", 10)]
     assert store.forget_events(clock.now - 30 * DAY_S) == 0
 
 
@@ -52,6 +52,6 @@ def test_a_server_forgets_after_so_many_days(pool, clock, days, left):
     thread = Forgetting(store, days)
     thread.start()
     thread.close()
-    kinds = [each[0] for each in told(store) if each[0] in ("said", "worker") and each[1] != "joined"]
+    kinds = [each[0] for each in events_of(store) if each[0] in ("said", "worker") and each[1] != "joined"]
     assert len(kinds) == left
     assert retention.ROUND_S >= 60

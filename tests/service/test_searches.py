@@ -64,7 +64,7 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"devices": 0}, "devices must be a whole number from 1 to 2147483647, but got 0"),
         ({"devices": 2**40}, "devices must be a whole number"),
@@ -78,8 +78,8 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
         ({"request": {"x": {1, 2}}}, "this cannot be stored: Object of type set is not JSON serializable"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(store, ann, given, said):
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be_kept_is_refused(store, ann, given, message):
+    with pytest.raises(UsageError, match=message):
         store.submit(**{"user": ann, "request": REQUEST, "devices": 1, **given})
     assert store.searches() == []
 
@@ -106,7 +106,7 @@ def test_events_are_in_order_and_can_be_resumed(store, ann):
     one, _ = store.submit(ann, REQUEST, devices=1)
     two, _ = store.submit(ann, REQUEST, devices=1)
     attempt = store.take_search(one.id)
-    told = store.tell(one.id, "trial", {"trial": 0, "throughput": 1.5})
+    event = store.tell(one.id, "trial", {"trial": 0, "throughput": 1.5})
     store.finish(one.id, attempt, "failed", "no memory")
     every = store.events()
     assert [each.id for each in every] == sorted(each.id for each in every)
@@ -115,7 +115,7 @@ def test_events_are_in_order_and_can_be_resumed(store, ann):
         ("search", "queued"), ("search", "running"), ("trial", None), ("search", "failed"),
     ]  # fmt: skip
     assert ones[3].data["reason"] == "no memory"
-    assert store.events(after=told.id) == every[-1:]
+    assert store.events(after=event.id) == every[-1:]
     assert store.events(after=every[0].id, limit=2) == every[1:3]
     assert store.latest() == every[-1].id
     assert {each.search for each in every} == {one.id, two.id}

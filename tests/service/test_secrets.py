@@ -42,9 +42,9 @@ def test_what_an_environment_holds_stands_in_no_file_of_a_run(tmp_path):
     request = Request(given.pop("target"), **given)
     task = resolve_task(request, device=Device(type="cpu", name="cpu", count=1, memory_mib=1000))
     kept = json.dumps([asked_of(request, task), command_of(request, task, None, ())])
-    told = task.command.rendered({"x": 2}, 0, tmp_path) + task.command.whole({"x": 2}, 0, tmp_path, hosts=1)
-    assert "hf_secret" not in kept + told
-    assert "HF_TOKEN=***" in kept and "HF_TOKEN='***'" in told
+    shown = task.command.rendered({"x": 2}, 0, tmp_path) + task.command.whole({"x": 2}, 0, tmp_path, hosts=1)
+    assert "hf_secret" not in kept + shown
+    assert "HF_TOKEN=***" in kept and "HF_TOKEN='***'" in shown
     assert {name: each.text({"x": 2}) for name, each in task.command._environment}["HF_TOKEN"] == "hf_secret"
 
 

@@ -97,10 +97,10 @@ def test_the_cookie_is_for_encrypted_pages_only_where_the_pages_are_encrypted(se
 
 
 def test_behind_a_proxy_its_word_counts_and_a_stranger_s_does_not(tmp_path):
-    said = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.9", "host": "redline.example.org"}
+    headers = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.9", "host": "redline.example.org"}
     for proxy, secure in (("127.0.0.1", True), ("203.0.113.1", False)):
         (folder := tmp_path / proxy).mkdir()
-        with served(folder, proxy=proxy) as service, service.client(None, headers=said) as client:
+        with served(folder, proxy=proxy) as service, service.client(None, headers=headers) as client:
             answer = client.post("/login", data={"token": service.tokens["reader"]})
             cookie = answer.headers["set-cookie"]
             assert answer.status_code == 303 and "httponly" in cookie.lower()
@@ -136,7 +136,7 @@ def test_serve_with_a_certificate_for_its_public_name_has_its_own_worker(tmp_pat
         assert asked.returncode == 0, asked.stderr
     finally:
         server.end(15)
-    assert "Traceback" not in server.said.read_text()
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_the_pinned_certificate_is_no_option_for_people():

@@ -40,11 +40,11 @@ def client(service):
         yield made
 
 
-def away(answer, said):
+def away(answer, message):
     """Checks that an answer names the problem with the database and when to retry."""
     assert answer.status_code == 503, answer.text
     detail = answer.json()["error"]
-    assert detail["code"] == "storage_unavailable" and said in detail["message"], detail
+    assert detail["code"] == "storage_unavailable" and message in detail["message"], detail
     assert "the database '" in detail["message"] and answer.headers["retry-after"] == "2"
     assert "Traceback" not in answer.text
 
@@ -167,16 +167,16 @@ def on_a_full_disk(folder):
 
 def test_a_full_disk_is_said_to_be_and_what_was_there_stays():
     first, answers, looked, again, kept = on_small_disk(4 << 20, on_a_full_disk)
-    status, said = answers[-1]
+    status, message = answers[-1]
     assert (first, status, looked, again) == (201, 503, 200, 201)
-    assert "is full: its disk has no space left" in said and "storage_unavailable" in said
+    assert "is full: its disk has no space left" in message and "storage_unavailable" in message
     assert kept == 1 + (len(answers) - 1) + 1, "those that were accepted, and none else"
 
 
 def test_a_postgres_that_is_stopped_is_waited_for_and_gone_on_with(cluster, postgresql_url, tmp_path):
     with served(tmp_path, url=postgresql_url, patience_s=0.5) as service, service.client() as client:
         first = submit(client).json()["id"]
-        heard = []
+        received = []
         with client.stream("GET", f"/v1/searches/{first}/events") as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -190,22 +190,22 @@ def test_a_postgres_that_is_stopped_is_waited_for_and_gone_on_with(cluster, post
                 cluster.start()
             assert until(lambda: submit(client), 201).json()["state"] == "queued"
             client.post(f"/v1/searches/{first}/cancel")
-            heard = [line for line in lines if line.startswith("data: ")]
-        assert len(heard) == 2 and '"queued"' in heard[0] and '"cancelled"' in heard[1]
+            received = [line for line in lines if line.startswith("data: ")]
+        assert len(received) == 2 and '"queued"' in received[0] and '"cancelled"' in received[1]
         until(lambda: client.get("/readyz"), 200)
 
 
 def test_a_stream_outlasts_a_database_that_cannot_be_read(postgresql_url, tmp_path):
     with served(tmp_path, url=postgresql_url, patience_s=0.5) as first:
-        tokens, told = first.tokens, submit(first.client()).json()["id"]
+        tokens, search = first.tokens, submit(first.client()).json()["id"]
     with served(tmp_path, url=postgresql_url, patience_s=0.5, tokens=tokens) as service, service.client() as client:
-        with locked(service, "redline_events"), client.stream("GET", f"/v1/searches/{told}/events") as stream:
+        with locked(service, "redline_events"), client.stream("GET", f"/v1/searches/{search}/events") as stream:
             lines = stream.iter_lines()
             assert next(line for line in lines if line.startswith(":")) == ": the database is unavailable"
-        threading.Timer(0.5, service.store.cancel, [told]).start()
-        with client.stream("GET", f"/v1/searches/{told}/events") as stream:
-            heard = [line for line in stream.iter_lines() if line.startswith("data: ")]
-        assert '"queued"' in heard[0] and '"cancelled"' in heard[-1]
+        threading.Timer(0.5, service.store.cancel, [search]).start()
+        with client.stream("GET", f"/v1/searches/{search}/events") as stream:
+            received = [line for line in stream.iter_lines() if line.startswith("data: ")]
+        assert '"queued"' in received[0] and '"cancelled"' in received[-1]
 
 
 def test_a_database_that_a_later_version_takes_over_is_not_misread(service, client, url, tmp_path):

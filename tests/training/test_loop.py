@@ -375,19 +375,19 @@ def test_a_stop_that_one_rank_hears_ends_all_at_the_same_step_with_a_checkpoint(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_signals_and_a_file_are_heard(tmp_path, number):
     before = signal.getsignal(number)
-    with _stop_requested(tmp_path) as told:
-        assert not told()
+    with _stop_requested(tmp_path) as stop_requested:
+        assert not stop_requested()
         os.kill(os.getpid(), number)
-        assert told()
+        assert stop_requested()
     assert signal.getsignal(number) == before
-    with _stop_requested(tmp_path) as told:
-        assert not told()
+    with _stop_requested(tmp_path) as stop_requested:
+        assert not stop_requested()
         (tmp_path / "stop").touch()
-        assert told()
-    with _stop_requested(None) as told:  # only the first rank watches the file
-        assert not told()
+        assert stop_requested()
+    with _stop_requested(None) as stop_requested:  # only the first rank watches the file
+        assert not stop_requested()
         os.kill(os.getpid(), number)
-        assert told()
+        assert stop_requested()
 
 
 def poisoned(step, rank=0, gradient=False):
@@ -433,8 +433,8 @@ def test_nothing_that_is_not_finite_is_kept(small, run, tmp_path, config, rank, 
         return str(ended.value)
 
     for text in run(config, go, all=True):
-        said = "the gradients of step 5 are not finite" if gradient else "the loss of step 5 is nan"
-        assert text == f"{said}: the checkpoint of step 4 was saved before; a lower --lr or more --warmup may help"
+        message = "the gradients of step 5 are not finite" if gradient else "the loss of step 5 is nan"
+        assert text == f"{message}: the checkpoint of step 4 was saved before; a lower --lr or more --warmup may help"
     for each in CheckpointFolder(tmp_path).all():
         assert each.step <= 4
         assert all(stored.read().isfinite().all() for stored in dcp_tensors(each.path).values())
@@ -451,7 +451,7 @@ def test_where_nothing_was_saved_it_says_so(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"lr_schedule": "cosin"}, "unknown learning-rate schedule 'cosin'; did you mean 'cosine'?"),
         ({"lr": 0.0}, "lr must be above 0, but got 0.0"),
@@ -467,14 +467,14 @@ def test_where_nothing_was_saved_it_says_so(small, tmp_path):
     ],
     ids=str,
 )
-def test_hyperparameters_out_of_range_are_refused(given, said):
+def test_hyperparameters_out_of_range_are_refused(given, message):
     with pytest.raises(UsageError) as refused:
         Hyperparameters(**given)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"log_every": 0}, "log_every must be a whole number of at least 1, but got 0"),
         ({"save_every": -1}, "save_every must be a whole number of at least 0, but got -1"),
@@ -483,7 +483,7 @@ def test_hyperparameters_out_of_range_are_refused(given, said):
     ],
     ids=str,
 )
-def test_plans_out_of_range_are_refused(given, said):
+def test_plans_out_of_range_are_refused(given, message):
     with pytest.raises(UsageError) as refused:
         LoopPlan(**given)
-    assert str(refused.value) == said
+    assert str(refused.value) == message

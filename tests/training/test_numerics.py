@@ -182,8 +182,8 @@ def test_a_balance_within_each_replica_is_seen(two, seed):
 
 def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
     workload, _ = balanced()
-    said = numerics.refusal(workload, {"pp": 2})
-    assert said.startswith("pp: the loss that balances the 4 experts is of all blocks (output_router_logits)")
+    message = numerics.refusal(workload, {"pp": 2})
+    assert message.startswith("pp: the loss that balances the 4 experts is of all blocks (output_router_logits)")
 
 
 @pytest.mark.slow

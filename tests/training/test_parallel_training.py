@@ -264,10 +264,10 @@ def test_a_loss_computed_in_bfloat16_reaches_every_stage(two):
 
 
 def test_what_does_not_compose_is_refused(two, small):
-    def refused(workload, config, said):
+    def refused(workload, config, message):
         import torch.distributed as dist
 
-        with pytest.raises(WorkloadError, match=said):
+        with pytest.raises(WorkloadError, match=message):
             Training(workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
 
     workload = small("llama")

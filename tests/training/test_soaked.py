@@ -93,8 +93,8 @@ def test_a_training_is_bit_for_bit_the_one_without_it(request, small, tmp_path, 
         assert all(torch.equal(soaked[3][each], plain[3][each]) for each in plain[3])
         if soaked[0].lines:
             (note,) = soaked[0].of("note", "text")
-            said = r"soaked for [\d.]+ s: the longest of the next 99 batches \(step 2\), an evaluation and a checkpoint of "
-            assert re.fullmatch(said + r"1\.\d MiB succeeded, without an effect on the training", note), note
+            message = r"soaked for [\d.]+ s: the longest of the next 99 batches \(step 2\), an evaluation and a checkpoint of "
+            assert re.fullmatch(message + r"1\.\d MiB succeeded, without an effect on the training", note), note
             assert not plain[0].of("note")
 
 

@@ -254,7 +254,7 @@ def test_names_in_state_dict_are_the_model_s_own(small):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("knobs", "message"),
     [
         ({"micro_batch": 3}, "micro_batch must divide a replica's samples, 8, but is 3"),
         ({"micro_batch": 0}, "at least 1"),
@@ -266,8 +266,8 @@ def test_names_in_state_dict_are_the_model_s_own(small):
         ({"micro_batch": 8, "attention": "flash"}, "attention 'flash'"),
     ],
 )
-def test_a_configuration_that_cannot_be_followed_is_refused(small, knobs, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_a_configuration_that_cannot_be_followed_is_refused(small, knobs, message):
+    with pytest.raises(WorkloadError, match=message):
         Training(small(), knobs, CPU)
 
 

@@ -43,7 +43,7 @@ def test_one_rank_has_no_mesh():
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"tp": 3}, r"tp=3, dp=2: tp \* sp \* cp \* pp \* dp must equal the number of devices \(8\)"),
         ({"sp": 3}, r"sp=3, dp=2: tp \* sp"),
@@ -57,8 +57,8 @@ def test_one_rank_has_no_mesh():
         ({"tp": True}, "but is True"),
     ],
 )
-def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, message):
+    with pytest.raises(WorkloadError, match=message):
         World.of(config, 0, 8)
 
 

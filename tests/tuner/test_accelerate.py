@@ -372,6 +372,6 @@ def test_info_clips_over_all_ranks(two):
     model(**FromDataset(make_data())(0, 8)).loss.backward()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     for config in ({"tp": 2, "micro_batch": 8}, {"dp": 2, "zero": 3}, {"pp": 2, "micro_batch": 4}):
-        first, second, told = two.run(norms, config)[0]
+        first, second, reported = two.run(norms, config)[0]
         assert first == pytest.approx(norm, rel=1e-5)
-        assert second == told == pytest.approx(0.1, rel=1e-3)
+        assert second == reported == pytest.approx(0.1, rel=1e-3)

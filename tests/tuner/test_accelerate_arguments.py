@@ -165,8 +165,8 @@ def refused_on_all(folder):
 
 
 def test_what_rank_0_refuses_all_ranks_refuse(two):
-    said = two.run(refused_on_all, "nowhere")
-    assert said[0] == said[1] != ""
+    message = two.run(refused_on_all, "nowhere")
+    assert message[0] == message[1] != ""
 
 
 # --- under a launcher ------------------------------------------------------------------------------------------------

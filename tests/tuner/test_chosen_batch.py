@@ -17,12 +17,12 @@ def test_the_commands_choose_alike_and_say_so():
     h100 = find_hardware("h100-80gb")
     searched = resolve_task(TrainingRequest("gpt2-tiny", devices=64), simulated=h100)
     asked = estimate_request("gpt2-tiny", h100, devices=64)
-    said = (
+    message = (
         "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the 64 devices"
     )
     assert searched.workload.global_batch == asked.global_batch == 64
     assert asked.estimator.training.global_batch == 64
-    assert said in searched.notes and said in asked.notes
+    assert message in searched.notes and message in asked.notes
     for space in (searched.space, asked.space):
         assert space.default()["dp"] == 64
 
@@ -30,13 +30,13 @@ def test_the_commands_choose_alike_and_say_so():
 def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named():
     found = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=16)
     assert found.global_batch == 16
-    said = "the global batch of 16 is less than the 64 devices: at most 16 of them can be replicas"
-    assert any(note.startswith(said) for note in found.notes)
+    message = "the global batch of 16 is less than the 64 devices: at most 16 of them can be replicas"
+    assert any(note.startswith(message) for note in found.notes)
     enough = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=64)
     assert not [note for note in enough.notes if "batch" in note]
     shape = Shape(layers=4, hidden=64, heads=4, vocabulary=1000, name="small")
     assert any(
-        note.startswith(said) for note in estimate_request(shape, "h100-80gb", devices=64, global_batch=16).notes
+        note.startswith(message) for note in estimate_request(shape, "h100-80gb", devices=64, global_batch=16).notes
     )
 
 

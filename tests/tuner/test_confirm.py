@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from listeners import RecordingListener
 from redline.base.errors import RunnerError
 from redline.results import Measurement, Status, Trial, summary
 from redline.results.again import judged
@@ -20,7 +21,6 @@ from redline.tuner.confirm import (
     calm_rounds,
     compare_rounds,
 )
-from redline.tuner.listener import SearchListener
 from redline.tuner.search import Search
 
 
@@ -103,20 +103,12 @@ class Turns(Machine):
         return [turns if turns[-1].ok else turns[-1:] for turns in found]
 
 
-class Heard(SearchListener):
-    def __init__(self):
-        self.lines = []
-
-    def on_message(self, message):
-        self.lines.append(message)
-
-
 def confirm(first, true=None, *, peaks=(), loads=(), spread=None, seconds=None, kind=Machine, **machine):
-    folder, heard = Memory(first, peaks, loads, spread), Heard()
+    folder, listener = Memory(first, peaks, loads, spread), RecordingListener()
     runner = kind(true or first, **machine)
     budget = Budget(trials=1, seconds=seconds)
-    Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=heard).confirm()
-    return folder.trials(), getattr(runner, "stretches", runner.order), heard.lines
+    Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=listener).confirm()
+    return folder.trials(), getattr(runner, "stretches", runner.order), listener.messages
 
 
 def test_leaders_and_the_default_are_measured_in_turns_and_another_begins_each_time():

@@ -144,8 +144,8 @@ def test_a_standard_name_with_other_values_is_no_standard_knob(name, values):
     assert np.isfinite(found.throughput).all()
     for value in values[1:]:  # these values make no difference
         same = [config for config in space if config[name] in (values[0], value)]
-        told = default_prior(space, 8, H100).table(same).throughput
-        assert told[: len(same) // 2] == pytest.approx(told[len(same) // 2 :])
+        throughput = default_prior(space, 8, H100).table(same).throughput
+        assert throughput[: len(same) // 2] == pytest.approx(throughput[len(same) // 2 :])
 
 
 def test_knobs_that_do_not_exist_everywhere_and_derived_ones_without_a_meaning_are_taken_as_usual():
@@ -245,14 +245,18 @@ def test_knobs_that_mean_something_else_cost_a_few_trials_and_nothing_at_the_end
 
 
 def test_it_is_given_up_once_trials_contradict_it():
-    said = VAGUE.table(list(SPACE)).throughput
-    order = np.argsort(said)
+    throughput = VAGUE.table(list(SPACE)).throughput
+    order = np.argsort(throughput)
     rows = [order[int(place)] for place in np.linspace(0, len(order) - 1, 8)]
     configs = list(SPACE)
 
     def weight(power):
         trials = [
-            Trial(number=number, config=configs[row], measurement=ok(float((said[row] / said.mean()) ** power)))
+            Trial(
+                number=number,
+                config=configs[row],
+                measurement=ok(float((throughput[row] / throughput.mean()) ** power)),
+            )
             for number, row in enumerate(rows)
         ]
         return SearchPosterior(SurrogatePrior(SPACE, prior=VAGUE), trials).speed.weights[0]

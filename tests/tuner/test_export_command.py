@@ -157,7 +157,7 @@ def test_the_python_script_refuses_another_number_of_processes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--to", "acelerate"], "did you mean 'accelerate'"),
         (["--to", "yaml", "--trial", "99"], "there is no trial 99; the run has 0 to 2"),
@@ -171,9 +171,9 @@ def test_the_python_script_refuses_another_number_of_processes(tmp_path):
         ([], "--to"),
     ],
 )
-def test_bad_input_is_named(capsys, simulated, arguments, said):
+def test_bad_input_is_named(capsys, simulated, arguments, message):
     code, out, err = export(capsys, simulated, *arguments)
-    assert code == 2 and said in err and out == ""
+    assert code == 2 and message in err and out == ""
 
 
 @pytest.fixture(scope="module")

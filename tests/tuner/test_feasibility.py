@@ -125,12 +125,12 @@ def test_a_resumed_run_knows_what_did_not_fit(tmp_path):
     assert not any(knowledge.blocked_by(each, earlier) for each in after)
 
 
-@pytest.mark.parametrize(("peak", "said"), [(980.0, True), (951.0, True), (949.0, False), (None, False)])
-def test_a_winner_without_headroom_is_flagged(peak, said):
+@pytest.mark.parametrize(("peak", "flagged"), [(980.0, True), (951.0, True), (949.0, False), (None, False)])
+def test_a_winner_without_headroom_is_flagged(peak, flagged):
     measured = Measurement(status=Status.OK, throughput=1.0, peak_memory_mib=peak, memory_limit_mib=1000.0)
     message = tight_winner([Trial(number=7, config=config(1, 0, 0), measurement=measured)], 0.05)
-    assert bool(message) is said
-    if said:
+    assert bool(message) is flagged
+    if flagged:
         assert "trial 7" in message and "headroom of 5 %" in message
 
 

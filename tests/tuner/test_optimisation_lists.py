@@ -78,9 +78,9 @@ NOTED = {
 
 @pytest.mark.parametrize("name", NOTED)
 def test_what_is_not_carried_over_is_said(name):
-    entry, said = NOTED[name]
+    entry, message = NOTED[name]
     (note,) = follow([entry], 8).notes
-    assert said in note
+    assert message in note
 
 
 REFUSED = {
@@ -157,13 +157,13 @@ def test_what_the_model_cannot_follow_is_said():
         assert any(note.startswith("kernels=true is not followed") for note in info.notes)
 
 
-@pytest.mark.parametrize(("strategy", "said"), [
+@pytest.mark.parametrize(("strategy", "message"), [
     (["sequence_parallel"], "sequence_parallel=true is not followed: it has no effect with tp=1 pp=1 dp=2"),
     (["zero3", "tensor_parallel"], "zero=3 is not followed: it has no effect with tp=2 pp=1 dp=1"),
 ])  # fmt: skip
-def test_what_has_no_effect_beside_the_rest_of_the_list_is_said(strategy, said):
+def test_what_has_no_effect_beside_the_rest_of_the_list_is_said(strategy, message):
     workload, place = redline.workload("llama-tiny", seq_len=32), Place(rank=0, local_rank=0, size=2)
-    assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (said,)
+    assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (message,)
     here = decide(workload, StrategyRequest(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)
     assert here.config["sequence_parallel"] is True and here.notes == ()
 

@@ -135,12 +135,12 @@ def test_what_would_fit_is_said_where_nothing_does_and_it_does(large):
     asked = {"like": like, "fixed": {"offload": "none"}, "hardware": H100}
     with pytest.raises(NothingFound) as refused:
         plan(large, devices=1, **asked)
-    said = str(refused.value)
-    assert "configurations of llama2-7b is predicted to fit 1 x h100-80gb, with 79,798 MiB each." in said
-    assert "What would fit: 2 devices like these or 1 device with " in said
+    message = str(refused.value)
+    assert "configurations of llama2-7b is predicted to fit 1 x h100-80gb, with 79,798 MiB each." in message
+    assert "What would fit: 2 devices like these or 1 device with " in message
     assert plan(large, devices=2, **asked).estimate.fits
-    need = float(said.rpartition(" with ")[2].split(" MiB")[0].replace(",", ""))
-    assert f"The least that any needs is {need:,.0f} MiB (" in said
+    need = float(message.rpartition(" with ")[2].split(" MiB")[0].replace(",", ""))
+    assert f"The least that any needs is {need:,.0f} MiB (" in message
     assert plan(large, devices=1, memory_limit_mib=need + 1, **asked).estimate.fits
     with pytest.raises(NothingFound):
         plan(large, devices=1, memory_limit_mib=need - 1, **asked)

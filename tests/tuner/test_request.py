@@ -29,10 +29,12 @@ def test_the_sections_are_the_request_in_the_order_of_its_constructor():
 
 
 def test_every_field_is_documented_once():
-    told = re.findall(
+    documented = re.findall(
         r"^    (\w+): ", rl.tune.__doc__.partition("\nArgs:\n")[2].partition("\nReturns:")[0], re.MULTILINE
     )
-    assert sorted(told) == sorted(each.name for each in fields(Request)) and len(set(told)) == len(told)
+    assert sorted(documented) == sorted(each.name for each in fields(Request)) and len(set(documented)) == len(
+        documented
+    )
 
 
 def test_the_command_line_has_every_field_but_those_for_python_alone():

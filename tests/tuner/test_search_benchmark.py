@@ -23,8 +23,8 @@ def table(limit, objective):
                 need = 100 + 60 * micro * (1.5 - ratio)
                 speed = micro**0.5 * (1 - 0.2 * ratio) * (1.3 if attention == "sdpa" else 1)
                 value = 1e3 / speed if objective == "step_ms" else speed
-                said = f"ok,{need},{limit},{value}" if need <= limit else f"oom,,{limit},"
-                lines.append(f"{micro},{ratio},{attention},{said}")
+                row = f"ok,{need},{limit},{value}" if need <= limit else f"oom,,{limit},"
+                lines.append(f"{micro},{ratio},{attention},{row}")
     return "\n".join(lines) + "\n"
 
 

@@ -51,7 +51,7 @@ def test_show_as_data_is_data_alone(capsys, folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--format", "cvs"], "did you mean 'csv'"),
         (["--columns", "trial,stauts"], "did you mean 'status'"),
@@ -61,9 +61,9 @@ def test_show_as_data_is_data_alone(capsys, folder):
         (["--top", "0"], "--top"),
     ],
 )
-def test_bad_input_of_show_is_named(capsys, folder, arguments, said):
+def test_bad_input_of_show_is_named(capsys, folder, arguments, message):
     code, out, err = run(capsys, "show", folder, *arguments)
-    assert code == 2 and said in err and out == ""
+    assert code == 2 and message in err and out == ""
 
 
 def test_compare_prints_both_and_the_verdict(capsys, folder, monkeypatch):

@@ -161,10 +161,10 @@ def test_a_model_that_cannot_be_traced_is_searched_without_an_estimate_and_that_
     space = rl.Space()
     space.choice("micro_batch", [1, 2, 4, 8])
     estimator = predicting.estimator_of(workload, space, devices=1, hardware=cpu(), memory_limit_mib=1000.0)
-    said = []
-    assert predicting.usable(estimator, space, said.append) is None
-    assert len(said) == 1
-    assert "begins without an estimate" in said[0] and "aten._local_scalar_dense" in said[0]
+    messages = []
+    assert predicting.usable(estimator, space, messages.append) is None
+    assert len(messages) == 1
+    assert "begins without an estimate" in messages[0] and "aten._local_scalar_dense" in messages[0]
 
 
 def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
@@ -172,11 +172,13 @@ def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
         raise rl.RunnerError("measuring this machine failed: no driver")
 
     monkeypatch.setattr("redline.estimator.request.machine_of", fails)
-    said = []
+    messages = []
     made = predicting.estimate_to_begin_with(
-        rl.workload("gpt2-tiny"), rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None
+        rl.workload("gpt2-tiny"), rl.Space(), messages.append, devices=1, hardware=None, memory_limit_mib=None
     )
-    assert made is None and said == ["the search begins without an estimate: measuring this machine failed: no driver"]
+    assert made is None and messages == [
+        "the search begins without an estimate: measuring this machine failed: no driver"
+    ]
 
 
 @pytest.mark.exhaustive

@@ -209,7 +209,7 @@ class Soaks(Runner):
 def soaked(throughputs, holding, seconds=None, **given):
     """Runs a search with a soak. Returns its folder, its runner and its messages."""
     folder = throughputs if isinstance(throughputs, Memory) else Memory(throughputs)
-    runner, said = Soaks(holding), []
+    runner, messages = Soaks(holding), []
     search = Search(
         run_folder=folder,
         sampler=SimpleNamespace(name="none", space=None),
@@ -218,16 +218,16 @@ def soaked(throughputs, holding, seconds=None, **given):
         soak_plan=SoakPlan(),
         **given,
     )
-    search.soak(said.append)
-    return folder, runner, said
+    search.soak(messages.append)
+    return folder, runner, messages
 
 
 def test_leaders_are_soaked_from_the_first_on_until_one_holds_up():
-    folder, runner, said = soaked([3.0, 5.0, 4.0, 1.0], holding={0, 3})
+    folder, runner, messages = soaked([3.0, 5.0, 4.0, 1.0], holding={0, 3})
     assert [each.number for each in runner.requests] == [1, 2, 0]
     assert [trial.measured.status for trial in folder.trials()] == ["ok", "oom", "oom", "ok"]
     assert folder.trials()[1].measured.reason == "when measured again: in its soak: full; the first time 5"
-    assert len(said) == 3 and said[-1] == "trial 0 succeeded: soaked"
+    assert len(messages) == 3 and messages[-1] == "trial 0 succeeded: soaked"
 
 
 def test_where_none_holds_up_there_is_no_winner():
@@ -263,9 +263,9 @@ def test_a_soak_is_given_the_time_that_compiling_other_lengths_may_take():
 
 def test_without_time_nothing_is_soaked_and_it_is_said():
     watch = Stopwatch(1e-9)
-    folder, runner, said = soaked([5.0], holding=(), seconds=1.0, watch=watch)
+    folder, runner, messages = soaked([5.0], holding=(), seconds=1.0, watch=watch)
     assert runner.requests == [] and folder.trials()[0].ok
-    assert said == ["the time was up before the leader, trial 0, was soaked"]
+    assert messages == ["the time was up before the leader, trial 0, was soaked"]
 
 
 def test_trials_end_in_time_for_the_soak():

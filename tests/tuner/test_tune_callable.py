@@ -72,9 +72,9 @@ def test_nothing_feasible_says_why():
     def fn(config):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
 
-    with pytest.warns(RuntimeWarning, match="result.best is None: none of 4 trials succeeded: 4 oom") as said:
+    with pytest.warns(RuntimeWarning, match="result.best is None: none of 4 trials succeeded: 4 oom") as caught:
         result = tune(fn, make_space(), trials=4)
-    assert [each.filename for each in said] == [__file__]  # the caller's file, which a notebook shows
+    assert [each.filename for each in caught] == [__file__]  # the caller's file, which a notebook shows
     assert result.best is None
     assert result.gain is None
     assert "none of 4 trials succeeded: 4 oom" in result.why

@@ -50,8 +50,8 @@ def test_a_command_is_tuned_and_the_winners_own_is_told(checkout, capsys):
     assert [(row["status"], row["unit"]) for row in rows] == [("ok", "samples/s")] * 2
     best = yaml.safe_load(Path("run/best.yaml").read_text())
     assert best["best"]["configuration"] == {"micro_batch": 4, "mode": "fast"}
-    (told,) = [line for line in out.replace("\n  ", " ").splitlines() if "the winner's command:" in line]
-    assert shlex.split(told.partition("command: ")[2])[-3:] == ["train.py", "4", "fast"]
+    (shown,) = [line for line in out.replace("\n  ", " ").splitlines() if "the winner's command:" in line]
+    assert shlex.split(shown.partition("command: ")[2])[-3:] == ["train.py", "4", "fast"]
     asked = yaml.safe_load(Path("run/run.yaml").read_text())["asked"]["workload"]["command"]
     assert shlex.split(asked) == ["--command", checkout]
     # The entry that measures the winner again is a complete command line.
@@ -197,8 +197,8 @@ def test_what_a_bound_is_on_is_told_of_every_trial_and_of_the_winner(checkout, c
         "p99_ms = 180",
     )
     assert ": 30 requests/s" in next(line for line in out.splitlines() if line.startswith("winner"))
-    (told,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
-    assert told == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
+    (shown,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
+    assert shown == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
     assert "redline report r" in out and "redline export" not in out
 
 
@@ -262,8 +262,8 @@ def test_a_model_that_flags_describe_needs_no_name(tmp_path, monkeypatch, capsys
 
 def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
     """Megatron-LM accumulates micro-batches up to the global batch, which fills a pipeline."""
-    said = f"{MEGATRON} --global-batch-size 48"
-    command = rl.Command(command=said, launcher="megatron", model="gpt2")
+    text = f"{MEGATRON} --global-batch-size 48"
+    command = rl.Command(command=text, launcher="megatron", model="gpt2")
     asked = {"devices": 8, "runner": "simulate", "hardware": "h100-80gb"}
     task = resolve_task(Request(command, **asked), simulated=described("h100-80gb"))
     assert task.without == {"global_batch": 48, "precision": "bf16"}

@@ -21,11 +21,11 @@ DEEPSPEED = {
 }
 READER = """
 import json, sys
-told = json.load(open(sys.argv[sys.argv.index("--deepspeed") + 1]))
-assert told["autotuning"]["enabled"] is False and told["train_batch_size"] is None, told
-assert told["train_micro_batch_size_per_gpu"] == int(sys.argv[sys.argv.index("--batch") + 1])
-assert told["zero_optimization"]["overlap_comm"] is True and told["bf16"] == {"enabled": False}
-print(json.dumps({"speed": told["train_micro_batch_size_per_gpu"] + 10 * told["zero_optimization"]["stage"]}))
+given = json.load(open(sys.argv[sys.argv.index("--deepspeed") + 1]))
+assert given["autotuning"]["enabled"] is False and given["train_batch_size"] is None, given
+assert given["train_micro_batch_size_per_gpu"] == int(sys.argv[sys.argv.index("--batch") + 1])
+assert given["zero_optimization"]["overlap_comm"] is True and given["bf16"] == {"enabled": False}
+print(json.dumps({"speed": given["train_micro_batch_size_per_gpu"] + 10 * given["zero_optimization"]["stage"]}))
 """
 
 
@@ -116,7 +116,7 @@ def test_a_model_takes_the_values_of_knobs_that_it_has_and_keeps_the_rest(capsys
     assert listed["cp"] == [1, 2] and "ep" not in listed
     assert {"require": "dp in [2]", "reason": "data_parallel_size"} in space["constraints"]
     assert space["valid"] == 4  # both micro-batches, with and without ZeRO, on two replicas
-    told = "\n".join(space["notes"])
-    assert "not carried over: ep: the model has no such knob" in told and "fusion=False" in told
+    notes = "\n".join(space["notes"])
+    assert "not carried over: ep: the model has no such knob" in notes and "fusion=False" in notes
     code, out, err = run(capsys, *shown, "--set", "checkpoint_ratio=0,1")
     assert code == 0 and json.loads(out)["valid"] == 8, err

@@ -132,7 +132,7 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
 
 
 @pytest.mark.parametrize(
-    ("there", "weight", "said"),
+    ("there", "weight", "message"),
     [
         (HERE, 1.0, ""),
         (other(runner="local", sampler="random", seed=9, memory_limit_mib=5.0), 1.0, ""),
@@ -173,10 +173,10 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
         ),
     ],
 )
-def test_likeness_follows_from_what_the_runs_were_asked(there, weight, said):
+def test_likeness_follows_from_what_the_runs_were_asked(there, weight, message):
     found = task_similarity(there, HERE)
     assert found.weight == pytest.approx(weight)
-    assert str(found) == said
+    assert str(found) == message
 
 
 def test_simulated_runs_are_alike_where_they_drew_the_same_cluster():
@@ -258,10 +258,10 @@ def test_a_misleading_run_does_not_ruin_a_search(lie, base):
     configs = make_space("fusion").sample(40, 0)
     speeds = [truth(config) for config in configs]
     if lie == "reversed":
-        told = [1 / each for each in speeds]
+        values = [1 / each for each in speeds]
     else:
-        told = np.random.default_rng(0).permutation(speeds).tolist()
-    found = warm(base, trials_of(configs, dict(zip(configs, told)).__getitem__), 9)
+        values = np.random.default_rng(0).permutation(speeds).tolist()
+    found = warm(base, trials_of(configs, dict(zip(configs, values)).__getitem__), 9)
     assert found[8] > 0.95 and cold(base)[8] > 0.95
     # All nine trials count; each run starts from the previous ones' results.
     assert found.mean() > cold(base).mean() - 0.1
@@ -428,12 +428,12 @@ def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
         return take(EarlierRun(name=f"runs/{name}", trials=trials, asked=asked), space, HERE)
 
     here, truth = estimator("llama-tiny", hardware), estimator("llama-tiny", slow).table(configs).throughput
-    said = []
+    messages = []
     alike, another = run("gpt2-tiny", slow), run("gpt2-tiny", slow, devices={**HERE["devices"], "name": "NVIDIA T4"})
     command = run("gpt2-tiny", slow, workload={"command": "train.py", "spec": "gpt2-tiny"})
-    known = calibrations([alike, another, command], hardware, said.append)
+    known = calibrations([alike, another, command], hardware, messages.append)
     assert [each is not None for each in known] == [True, False, False]
-    assert said == ["the estimate is calibrated by 12 trials of 1 earlier run on these devices"]
+    assert messages == ["the estimate is calibrated by 12 trials of 1 earlier run on these devices"]
 
     def off(prior):
         return np.abs(np.log(prior.table(configs).throughput / truth)).max()

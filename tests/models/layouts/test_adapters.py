@@ -90,7 +90,7 @@ def test_what_peft_saved_itself_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "message"),
     [
         ("r=8", r"adapters of r=4, alpha=10, and the model has r=8, alpha=8: give --lora r=4,alpha=10"),
         ("r=4", r"adapters of r=4, alpha=10, and the model has r=4, alpha=4"),
@@ -101,14 +101,14 @@ def test_what_peft_saved_itself_is_read(tmp_path):
         ),
     ],
 )
-def test_adapters_of_another_model_are_refused_by_what_differs(lora, said, tmp_path):
+def test_adapters_of_another_model_are_refused_by_what_differs(lora, message, tmp_path):
     folders("llama", "r=4,alpha=10,target=q_proj+v_proj", tmp_path)
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         find_weights(tmp_path / "base", architecture("llama", lora=lora), tmp_path / "adapters")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"peft_type": "IA3"}, "adapters with peft_type IA3; redline trains plain LoRA"),
         ({"use_dora": True}, "adapters with use_dora"),
@@ -117,11 +117,11 @@ def test_adapters_of_another_model_are_refused_by_what_differs(lora, said, tmp_p
         ({"bias": "all"}, "adapters with bias=all"),
     ],
 )
-def test_adapters_of_another_kind_are_refused(change, said, tmp_path):
+def test_adapters_of_another_kind_are_refused(change, message, tmp_path):
     made, _ = folders("llama", "r=4", tmp_path)
     path = tmp_path / "adapters" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         find_weights(tmp_path / "base", made, tmp_path / "adapters")
 
 

@@ -134,7 +134,7 @@ def test_a_padded_vocabulary_is_cut_to_the_model_s_with_a_note_and_a_shorter_one
 
 
 @pytest.mark.parametrize(
-    ("family", "other", "said"),
+    ("family", "other", "message"),
     [
         ("llama", {"num_hidden_layers": 3},
          r"9 tensors are missing: model\.layers\.2\.self_attn\.q_proj\.weight; .* and 4 more\. Give the model that"),
@@ -145,9 +145,9 @@ def test_a_padded_vocabulary_is_cut_to_the_model_s_with_a_note_and_a_shorter_one
         ("gpt2", {}, r"another model than this gpt2 \(GPT2LMHeadModel\)\. Its config\.json is that of a llama\."),
     ],
 )  # fmt: skip
-def test_a_checkpoint_of_another_model_is_refused_by_what_differs(family, other, said, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_by_what_differs(family, other, message, tmp_path):
     folder = saved(filled(MADE["llama"]), tmp_path)
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         hugging_face(folder, architecture(family, **other))
 
 

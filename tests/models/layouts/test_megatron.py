@@ -135,8 +135,8 @@ def test_another_model_is_refused_by_megatron_s_names(tmp_path):
     write_megatron(weights_of(model), made, tmp_path / "out")
     with pytest.raises(WorkloadError, match=r"decoder\.layers\.\S+ has 2 layers, the model 3"):
         find_weights(tmp_path / "out", architecture("llama", num_hidden_layers=3))
-    said = r"linear_qkv\.weight with \(2, 64, 32\) there, \(2, 96, 32\) in the model"
-    with pytest.raises(WorkloadError, match=said):
+    message = r"linear_qkv\.weight with \(2, 64, 32\) there, \(2, 96, 32\) in the model"
+    with pytest.raises(WorkloadError, match=message):
         find_weights(tmp_path / "out", architecture("llama", num_key_value_heads=4))
     with pytest.raises(
         WorkloadError, match=r"by Megatron-LM's names: 1 tensor is not in the model: output_layer\.weight"

@@ -22,8 +22,8 @@ def written(folder, layout):
 
 @pytest.mark.parametrize("layout", ["hf", "torchtitan", "megatron"])
 def test_a_full_disk_is_told_in_words_and_leaves_nothing(layout):
-    said, left = on_small_disk(48 << 10, written, layout)
-    assert said.startswith("cannot write '/") and said.endswith(
+    error, left = on_small_disk(48 << 10, written, layout)
+    assert error.startswith("cannot write '/") and error.endswith(
         "/out': No space left on device; nothing was left there"
     )
     assert left == []

@@ -58,10 +58,10 @@ def test_it_ends_the_save_and_not_the_training(small, config, ranks):
     workload = small("llama", global_batch=8)
     found = on_small_disk(8 << 20, trained, workload, config, ranks=ranks)
     (one, kept, last), *_ = found if ranks > 1 else [found]
-    told = {line["step"]: line["failure"] for line in one.of("checkpoint")}
-    assert {step for step, failure in told.items() if failure} == {6, 8}
-    assert "No space left on device" in told[6] and "\n" not in told[6]
-    assert ("rank " in told[6]) is (ranks > 1)
+    failures = {line["step"]: line["failure"] for line in one.of("checkpoint")}
+    assert {step for step, failure in failures.items() if failure} == {6, 8}
+    assert "No space left on device" in failures[6] and "\n" not in failures[6]
+    assert ("rank " in failures[6]) is (ranks > 1)
     assert one.step == 12 and not one.failure and last == (12, "")
     # The failed saves left nothing, and the previous checkpoint is complete.
     assert kept == {"names": ["step-00000002", "step-00000004"], "whole": [4, 2]}
@@ -82,9 +82,9 @@ def test_one_rank_alone_whose_disk_refuses_is_named_and_none_goes_on_with_half(t
         return part(workload, {"tp": 2}, HYPER, save=tmp_path / "here", stop=hooked(limited, lifted), save_every=2)
 
     found = two.run(run, small("llama"))
-    told = {line["step"]: line["failure"] for line in found[0].of("checkpoint")}
-    assert {step for step, failure in told.items() if failure} == {6, 8}
-    assert told[6].startswith("rank 1: ") and "File too large" in told[6]
+    failures = {line["step"]: line["failure"] for line in found[0].of("checkpoint")}
+    assert {step for step, failure in failures.items() if failure} == {6, 8}
+    assert failures[6].startswith("rank 1: ") and "File too large" in failures[6]
     assert [each.failure for each in found] == ["", ""]
     assert [each.step for each in CheckpointFolder(tmp_path / "here").all()] == [12, 10, 4]
     assert not list((tmp_path / "here").glob(".*"))

@@ -305,8 +305,8 @@ def test_a_replicated_training_s_files_are_no_larger_than_one_process_s(two, sma
     two.run(lambda: part(small("llama"), {"dp": 2}, HYPER, until=2, save=tmp_path / "two"))
     (one,), (both) = (
         [
-            said["bytes"]
-            for name, said in CheckpointFolder(tmp_path / each).all()[0].manifest["files"].items()
+            record["bytes"]
+            for name, record in CheckpointFolder(tmp_path / each).all()[0].manifest["files"].items()
             if name[0] == "_"
         ]
         for each in ("one", "two")

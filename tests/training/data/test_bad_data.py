@@ -9,8 +9,8 @@ from redline.training.data import DataPlan
 from texts import CHATML
 
 
-def refused(samples, tmp_path, said, *paths, error=WorkloadError, **more):
-    with pytest.raises(error, match=said):
+def refused(samples, tmp_path, message, *paths, error=WorkloadError, **more):
+    with pytest.raises(error, match=message):
         samples(*paths, **more)
     cache = tmp_path / "cache"
     assert not cache.exists() or not [each for each in cache.iterdir() if each.suffix != ".lock"]
@@ -25,7 +25,7 @@ def zipped(data):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.txt", b"", r"the data in .*a\.txt is empty: give files with data to train on"),
         ("a.jsonl", b"\n\n", r"the data in .*a\.jsonl is empty"),
@@ -52,20 +52,20 @@ def zipped(data):
         ("a.bin", b"abc", r"a\.bin has 3 bytes, and tokens of a vocabulary of 600 have 2 each"),
     ],
 )  # fmt: skip
-def test_what_is_no_data_is_refused(samples, write, tmp_path, name, content, said):
-    refused(samples, tmp_path, said, write(name, content))
+def test_what_is_no_data_is_refused(samples, write, tmp_path, name, content, message):
+    refused(samples, tmp_path, message, write(name, content))
 
 
 @pytest.mark.parametrize(
-    ("task", "packing", "said"),
+    ("task", "packing", "message"),
     [
         ("causal", "packed", r"is too short: a sample has 64 tokens, but the data has 41"),
         ("causal", "documents", r"is too short: a sample has 64 tokens, but the data has 41"),
         ("seq2seq", "packed", r"is too short: a sample has 128 tokens, but the data has 41"),
     ],
 )
-def test_data_shorter_than_a_sample_is_refused(samples, write, task, packing, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_data_shorter_than_a_sample_is_refused(samples, write, task, packing, message):
+    with pytest.raises(WorkloadError, match=message):
         samples(write("a.txt", "x" * 40), seq_len=64, task=task, packing=packing)
 
 
@@ -131,7 +131,7 @@ def test_a_cache_that_cannot_be_written_is_said(samples, write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"paths": "a.txt"}, r"but got 'a\.txt'"),
         ({"packing": "pack"}, r"unknown packing 'pack'; did you mean 'packed'\? Known: documents, packed, padded"),
@@ -141,8 +141,8 @@ def test_a_cache_that_cannot_be_written_is_said(samples, write, tmp_path):
         ({"field": ""}, r"must be the name of a column, but is empty"),
     ],
 )
-def test_a_plan_is_checked(wrong, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_a_plan_is_checked(wrong, message):
+    with pytest.raises(WorkloadError, match=message):
         DataPlan(**{"paths": ("a.txt",), **wrong})
 
 
@@ -172,11 +172,13 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(samples, writ
 
 
 def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, tokenizer_folder):
-    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
     template = CHATML.replace(
         "{% for m", "{% if messages[0].role != 'user' %}{{ raise_exception('first') }}{% endif %}{% for m"
     )
-    path = write("a.jsonl", [{"text": each} for each in (said, said[::-1], [{"from": "nobody", "value": ""}], said)])
+    path = write(
+        "a.jsonl", [{"text": each} for each in (messages, messages[::-1], [{"from": "nobody", "value": ""}], messages)]
+    )
     tokenizer = tokenizer_folder(template)
     with pytest.raises(WorkloadError, match="line 3"):
         samples(path, tokenizer=tokenizer)
@@ -185,5 +187,7 @@ def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, t
 
 
 def test_where_no_row_is_good_the_first_is_refused(samples, write, tmp_path):
-    said = r"all 2 rows are bad, so nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
-    refused(samples, tmp_path, said, write("a.jsonl", GOOD * 2), skip_bad_rows=True, field="txt")
+    message = (
+        r"all 2 rows are bad, so nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
+    )
+    refused(samples, tmp_path, message, write("a.jsonl", GOOD * 2), skip_bad_rows=True, field="txt")

@@ -50,23 +50,23 @@ def _rank(path, folder, tokenizer, begin, out):
     out.put(made(path, folder, tokenizer=tokenizer)(7, 5)["input_ids"].sum().item())
 
 
-def ranks(number, said, *arguments):
-    """Starts `number` ranks together and returns the `said` messages that they send."""
+def ranks(number, num_lines, *arguments):
+    """Starts `number` ranks together and returns the `num_lines` messages that they send."""
     begin, out = FORK.Event(), FORK.Queue()
     processes = [FORK.Process(target=_rank, args=(*arguments, begin, out)) for _ in range(number)]
     for each in processes:
         each.start()
     begin.set()
-    found = [out.get(timeout=120) for _ in range(said)]
+    found = [out.get(timeout=120) for _ in range(num_lines)]
     for each in processes:
         each.join()
     return found
 
 
 def test_of_many_ranks_one_makes_it_and_the_others_wait(corpus, tmp_path, bpe):
-    said = ranks(6, 7, corpus, tmp_path / "cache", bpe[0])
-    assert said.count("made") == 1
-    assert len({each for each in said if each != "made"}) == 1
+    reports = ranks(6, 7, corpus, tmp_path / "cache", bpe[0])
+    assert reports.count("made") == 1
+    assert len({each for each in reports if each != "made"}) == 1
     assert len(seen(tmp_path / "cache")) == 1
 
 
@@ -75,8 +75,8 @@ def test_where_nothing_can_be_locked_they_all_make_it_and_one_counts(corpus, tmp
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(store.fcntl, "flock", none)
-    said = ranks(3, 6, corpus, tmp_path / "cache", None)
-    assert said.count("made") == 3 and len({each for each in said if each != "made"}) == 1
+    reports = ranks(3, 6, corpus, tmp_path / "cache", None)
+    assert reports.count("made") == 3 and len({each for each in reports if each != "made"}) == 1
     assert len(seen(tmp_path / "cache")) == 1
 
 
@@ -172,6 +172,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(corpus, tmp_path):
     process.start()
     process.join(60)
     assert ours.poll(), process.exitcode
-    assert "cannot write to" in (said := ours.recv()) and "File too large" in said
+    assert "cannot write to" in (problem := ours.recv()) and "File too large" in problem
     assert seen(tmp_path / "cache") == []
     assert len(made(corpus, tmp_path / "cache")) > 100

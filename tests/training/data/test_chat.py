@@ -28,7 +28,7 @@ def conversation(samples, write, tokenizer_folder):
     return read
 
 
-def said(row, tokenizer):
+def trained_text(row, tokenizer):
     """Returns the stretches of text that have labels."""
     stretches, inside = [], False
     for token, label in zip(row["input_ids"][0].tolist(), row["labels"][0].tolist()):
@@ -51,13 +51,13 @@ def test_only_what_the_assistant_says_is_trained_on(conversation, template, end)
     length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert tokenizer.decode(row["input_ids"][0, :length]) == text
     assert row["input_ids"][0, length:].unique().tolist() == [tokenizer.pad_token_id]
-    assert said(row, tokenizer) == ["A test." + end, "To fail." + end]
-    assert said(made(1, 1), tokenizer) == ["Ho" + end]
+    assert trained_text(row, tokenizer) == ["A test." + end, "To fail." + end]
+    assert trained_text(made(1, 1), tokenizer) == ["Ho" + end]
 
 
 def test_everything_can_be_trained_on(conversation):
     made, tokenizer = conversation(CHATML, TALK, train_on="all")
-    assert said(made(0, 1), tokenizer) == [tokenizer.apply_chat_template(TALK, tokenize=False)]
+    assert trained_text(made(0, 1), tokenizer) == [tokenizer.apply_chat_template(TALK, tokenize=False)]
 
 
 def test_conversations_can_be_packed(conversation):
@@ -97,7 +97,7 @@ def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
     question = {"role": "user", "content": "So long a question that no answer is left of it. " * 10}
     made, tokenizer = conversation(CHATML, [question, SHORT[1]], SHORT, seq_len=40)
     assert len(made) == 1 and made.describe()["unused_samples"] == 1
-    assert said(made(0, 1), tokenizer) == ["Ho<|im_end|>\n"]
+    assert trained_text(made(0, 1), tokenizer) == ["Ho<|im_end|>\n"]
     with pytest.raises(WorkloadError, match=r"nothing to train on: in none of 1 samples of 40 tokens .* train_on=all"):
         conversation(CHATML, [question, SHORT[1]], seq_len=40)
 

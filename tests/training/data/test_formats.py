@@ -197,7 +197,7 @@ def damaged(data, at, new):
 
 
 @pytest.mark.parametrize(
-    ("index", "said"),
+    ("index", "message"),
     [
         (lambda data: b"MMIDIDY" + data[7:], r"is not an index of Megatron: it does not begin with MMIDIDX"),
         (lambda data: b"", r"is not an index of Megatron"),
@@ -209,10 +209,10 @@ def damaged(data, at, new):
         (lambda data: data[:-8] + struct.pack("<q", 3), r"is damaged: its documents are not those of its 4"),
     ],
 )
-def test_a_damaged_index_is_refused(tokens, tmp_path, index, said):
+def test_a_damaged_index_is_refused(tokens, tmp_path, index, message):
     megatron(tmp_path / "corpus", [[10, 11, 12], [13], [14, 15], [18]], [0, 2, 3, 4], 8, np.uint16)
     (tmp_path / "corpus.idx").write_bytes(index((tmp_path / "corpus.idx").read_bytes()))
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         tokens(tmp_path / "corpus")
 
 

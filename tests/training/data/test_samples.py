@@ -194,11 +194,11 @@ def test_another_process_has_the_same_batches(samples, topics, tmp_path):
     (tmp_path / "made").write_bytes(pickle.dumps(made))
     environment = {"PYTHONPATH": str(Path(redline.__file__).parents[1]), "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", code, str(tmp_path / "made")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     import hashlib
 
     batch = made(11, 13)
-    assert said.strip() == hashlib.sha256(b"".join(batch[key].numpy().tobytes() for key in sorted(batch))).hexdigest()
+    assert output.strip() == hashlib.sha256(b"".join(batch[key].numpy().tobytes() for key in sorted(batch))).hexdigest()
 
 
 def test_making_a_batch_leaves_global_random_states_alone(samples, topics):

@@ -45,8 +45,8 @@ def begun(here):
     return here / "begun"
 
 
-def words(told):
-    code, out, err = told
+def words(result):
+    code, out, err = result
     assert code == 0, out + err
     return " ".join(out.split())
 
@@ -76,13 +76,13 @@ def test_another_tokenizer_is_said_to_be_one(run, here, begun):
     make_tokenizer(here / "smaller", 280), make_tokenizer(here / "shuffled", 295, texts=3)
     shutil.copytree(begun, here / "same")
     note = "with which the weights were trained"
-    for name, said in (
+    for name, message in (
         ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is used"),
         ("shuffled", "of 295 tokens have another id, such as"),
         ("same", None),
     ):
         text = words(run(*trained("train", "llama", f"with-{name}", "--from", "begun", "--tokenizer", name, steps=1)))
-        assert (note in text and said in text) if said else note not in text, text
+        assert (note in text and message in text) if message else note not in text, text
 
 
 def test_bytes_are_read_where_they_are_asked_for_or_nothing_else_is_there(run, here, begun, tmp_path):

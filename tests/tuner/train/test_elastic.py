@@ -20,13 +20,13 @@ asked = dict(
     fix={"tp": 2, "precision": "fp32", "fusion": False},
 )
 
-class Said(TrainListener):
+class Printing(TrainListener):
     def on_message(self, message):
-        print("SAID", message, flush=True)
+        print("MESSAGE", message, flush=True)
 
 def on_the_cluster():
     where = dict(out=folder / "lost", runner="ray", ray_address=cluster.address)
-    done = train(TrainRequest(source="llama-tiny", **where, **asked), Said())
+    done = train(TrainRequest(source="llama-tiny", **where, **asked), Printing())
     print("DONE", done.step, flush=True)
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

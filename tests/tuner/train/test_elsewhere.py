@@ -78,8 +78,8 @@ def test_a_default_that_is_asked_for_is_asked_for():
     assert (silent.steps, silent.keep, silent.lr_schedule, silent.seed) == (500, 2, "linear", 3)
     assert taken_up(TrainRequest(source="here", resume=True, keep=4), was).keep == 4
     assert taken_up(TrainRequest(source="here", resume=True, steps=1000, stated=("steps",)), was).steps == 1000
-    said = "has lr_schedule=linear, and cannot continue with 'cosine'"
-    with pytest.raises(UsageError, match=said):
+    message = "has lr_schedule=linear, and cannot continue with 'cosine'"
+    with pytest.raises(UsageError, match=message):
         taken_up(TrainRequest(source="here", resume=True, lr_schedule="cosine", stated=("lr_schedule",)), was)
     # Repeats the command, as a launcher does.
     plain = TrainRequest(source="gpt2-tiny", seed=0, stated=("seed",))

@@ -148,10 +148,10 @@ def test_under_torchrun_it_ends_where_nothing_is_safer_and_says_what_would_help(
                  "--out", "launched-fixed"]  # fmt: skip
     code, text = start(*arguments, launcher=torchrun(1, restarts=1)).wait()
     assert code != 0, text
-    said = (
+    message = (
         "the training ran out of memory, and no configuration for 1 device needs clearly less; more devices, a smaller"
     )
-    assert said in " ".join(text.split())
+    assert message in " ".join(text.split())
     assert not (here / "launched-fixed" / "out-of-memory.json").exists(), "whoever tries again may"
     (strategy,) = yaml.safe_load((here / "launched-fixed" / "train.yaml").read_text())["strategies"]
     assert strategy["configuration"]["micro_batch"] == 8

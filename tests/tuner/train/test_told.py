@@ -19,8 +19,8 @@ def finished(here):
     return here / "all-done"
 
 
-def words(told):
-    code, out, err = told
+def words(result):
+    code, out, err = result
     assert code == 0, out + err
     return " ".join(out.split())
 
@@ -94,14 +94,14 @@ def test_a_long_check_and_restore_of_a_checkpoint_show_their_progress(run, here,
     assert "checking" not in words(run("train", "often.py:net", "--devices", 1, "--steps", 1, "--out", "often"))
     text = words(run("train", "often", "--resume", "--steps", 2))
     assert "checking step-00000001: " in text and "reading step-00000001: " in text
-    told = [each for each in lines_of(here / "often") if each["kind"] == "progress"]
+    progress = [each for each in lines_of(here / "often") if each["kind"] == "progress"]
     for what in ("checking step-00000001", "reading step-00000001"):
-        bytes_read = [each["bytes"] for each in told if each["what"] == what]
-        (whole,) = {each["of"] for each in told if each["what"] == what}
+        bytes_read = [each["bytes"] for each in progress if each["what"] == what]
+        (whole,) = {each["of"] for each in progress if each["what"] == what}
         assert bytes_read == sorted(bytes_read) and bytes_read[-1] == whole > 100_000
     out = words(run("train", "often", "--resume", "--steps", 3, "--json"))
     assert json.loads(out)["step"] == 3
-    assert len([each for each in lines_of(here / "often") if each["kind"] == "progress"]) == 2 * len(told)
+    assert len([each for each in lines_of(here / "often") if each["kind"] == "progress"]) == 2 * len(progress)
 
 
 def test_a_log_shows_the_progress_of_a_checkpoint_now_and_then_and_a_terminal_in_its_line(monkeypatch):
