@@ -230,7 +230,7 @@ class Study:
         self.counts["orphaned"] += len(left)
 
 
-def torment(study: Study, draw: random.Random, most: int, kills: collections.Counter, only: list[str]) -> None:
+def inject(study: Study, draw: random.Random, most: int, kills: collections.Counter, only: list[str]) -> None:
     """Runs a study to its end and kills up to `most` of its processes, of these kinds."""
     done, moved, killed = 0, time.monotonic(), 0
     study.start()
@@ -297,7 +297,7 @@ def main() -> None:
             runner = options.runners[studies % len(options.runners)]
             study = Study(Path(folder), runner, options.trials, counts)
             try:
-                torment(study, draw, min(options.each, options.kills - kills.total()), kills, options.kinds)
+                inject(study, draw, min(options.each, options.kills - kills.total()), kills, options.kinds)
             finally:
                 study.end_cluster()
         studies += 1

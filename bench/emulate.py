@@ -239,9 +239,9 @@ def ranking(rows: dict[str, Any], turns: int, seconds: float) -> None:
         os.environ.pop("GLIBC_TUNABLES")
 
 
-def off(value: float, truth: float) -> float:
+def off(value: float, measured: float) -> float:
     """Departure in per cent."""
-    return 100 * (value / truth - 1)
+    return 100 * (value / measured - 1)
 
 
 def spearman(one: list[float], other: list[float]) -> float:

@@ -148,14 +148,14 @@ def _serve(name: str, setting: Any, receiver: Connection, sender: Connection) ->
     try:
         for row in CHECKS[name].run(setting):
             sender.send(("row", {key: _rounded(value) for key, value in row.items()}))
-        ended = ("ok", "")
+        result = ("ok", "")
     except Skipped as reason:
-        ended = ("skipped", str(reason))
+        result = ("skipped", str(reason))
     except Exception as error:
         traceback.print_exc()
-        ended = ("crash", f"{type(error).__name__}: {error}")
+        result = ("crash", f"{type(error).__name__}: {error}")
     sys.stderr.flush()
-    sender.send(ended)
+    sender.send(result)
 
 
 def _rounded(value: Any) -> Any:

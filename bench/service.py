@@ -202,9 +202,9 @@ class PaperPool:
         return sum(each.devices for each in self.running.values())
 
 
-def _fading(began: float, ended: float, devices: int, since: float, window_s: float) -> float:
+def _fading(began: float, finished: float, devices: int, since: float, window_s: float) -> float:
     began = max(began, since)
-    return max(0.0, devices * (ended - began) * ((began + ended) / 2 - since) / window_s)
+    return max(0.0, devices * (finished - began) * ((began + finished) / 2 - since) / window_s)
 
 
 def searches_of(number: int, users: int, trials: int, rng: random.Random) -> list[Search]:

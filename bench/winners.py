@@ -75,7 +75,9 @@ def in_turns(workload, trials, *, rounds: int, seconds: float) -> tuple[dict[str
     return apart, statistics.median(means)
 
 
-def truth(workload, trials, winner: str, *, rounds: int, seconds: float) -> tuple[dict[str, float], float, float]:
+def throughputs_of(
+    workload, trials, winner: str, *, rounds: int, seconds: float
+) -> tuple[dict[str, float], float, float]:
     """Returns the throughput of each trial's configuration, by id, on a quiet machine, the fastest ones measured for
     longer.
 
@@ -126,7 +128,7 @@ def one(model: str, seed: int, options: argparse.Namespace) -> dict:
     workload = rl.workload(model)
     ran = [trial for trial in result.all_trials if trial.measurement.peak_memory_mib and trial.measurement.ok]
     named = result.best.config.id
-    true, share, within = truth(workload, ran, named, rounds=options.rounds, seconds=options.seconds)
+    true, share, within = throughputs_of(workload, ran, named, rounds=options.rounds, seconds=options.seconds)
     best = max(true, key=true.get)
     return {
         "model": model,

@@ -81,9 +81,9 @@ def _change(client: "Client", changes: dict[str, Any]) -> None:
     for search, priority in changes["priority"]:
         client.search(search).change(priority=priority)
         click.echo(f"{search} priority {priority}")
-    for search, who in changes["show_to"]:
-        client.search(search).change(visibility=who)
-        click.echo(f"{search} is shown to {who}")
+    for search, visibility in changes["show_to"]:
+        client.search(search).change(visibility=visibility)
+        click.echo(f"{search} is shown to {visibility}")
     for search in changes["delete"]:
         client.search(search).delete()
         click.echo(f"{search} deleted")

@@ -171,7 +171,7 @@ class Cut(NamedTuple):
     """As from `staged`; empty if there are fewer blocks than stages."""
 
 
-class Alike(NamedTuple):
+class EqualStages(NamedTuple):
     """Stages with the same parts, at most one of each configuration, whose blocks have the same strategy."""
 
     stage: Stage
@@ -190,7 +190,7 @@ class Alike(NamedTuple):
 class Division(NamedTuple):
     """The stages of many configurations."""
 
-    alike: list[Alike]
+    alike: list[EqualStages]
     cuts: list[Cut]
 
 
@@ -216,7 +216,7 @@ def divided(facts: ModelFacts, cols: KnobArrays, balance: str) -> Division:
     return Division([_together(each, cols) for each in found.values()], named)
 
 
-def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]], cols: KnobArrays) -> Alike:
+def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]], cols: KnobArrays) -> EqualStages:
     """Stages with the same parts as one."""
     stages, places, shares, opens, closes = zip(*found, strict=True)
     sizes = [len(at) for at in places]
@@ -230,7 +230,7 @@ def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]],
         for kind, (part, _) in enumerate(first.blocks)
     )
     low, high = of([stage.ranks[0] for stage in stages]), of([stage.ranks[-1] for stage in stages])
-    return Alike(
+    return EqualStages(
         stage=replace(first, ranks=(low, high), blocks=blocks),
         at=at,
         cols=cols.take(at).with_checkpoints(np.concatenate(shares)),

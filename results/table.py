@@ -198,7 +198,7 @@ def safe_lines(data: bytes) -> bytes:
     return "".join(out).encode()
 
 
-def sane(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
+def drop_invalid(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
     """Removes non-finite numbers, and `ok` rows without a throughput, from the columns of `parse`. Removed rows are
     added to `problems`.
     """

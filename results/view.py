@@ -92,6 +92,6 @@ class View:
             raise StudyError(f"cannot read '{self.path / TABLE}': {error.strerror or error}") from error
         columns, problems = table.parse(data, self.path / TABLE)
         self.problems += problems
-        trials = table.trials_of(table.sane(columns, self.problems), make_config, lossy)
+        trials = table.trials_of(table.drop_invalid(columns, self.problems), make_config, lossy)
         judged = best.confirmed(trials, best.read(self.path, self.problems))
         return trials if judged is None else judged

@@ -25,7 +25,7 @@ from .dispatch import LEAST_COMPILE_TIMEOUT_S, DryRuns
 from .emulated_rank import EmulatedDryRun, EmulatedReport
 from .host import HostAgent
 from .job import Job, Outcome, RankOutcome, Rendezvous
-from .replay import Played, play
+from .replay import ReplayedStep, play
 from .runner import Runner, TrialRequest
 from .timing import median_interval
 from .work import TrialTerms
@@ -272,7 +272,7 @@ class EmulateRunner(Runner):
         assert best is not None, "a trial has a rank"
         return best
 
-    def _play(self, steps: "Sequence[StepTrace]", scale: float) -> Played:
+    def _play(self, steps: "Sequence[StepTrace]", scale: float) -> ReplayedStep:
         wire, threads = self.wire, max(1, self.terms.threads or 1)
         cores, table = self.emulation.hardware.cores, wire.table
 

@@ -27,7 +27,7 @@ PriceOf = Callable[["Message", float], "Price"]
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayedStep:
     """A replayed step of all ranks."""
 
     seconds: float
@@ -184,7 +184,7 @@ def play(
     cores: float | None = None,
     world_size: int | None = None,
     slower: float = 1.0,
-) -> Played:
+) -> ReplayedStep:
     """Replays the step of all ranks from one recorded step of each of some of them.
 
     Args:
@@ -199,7 +199,7 @@ def play(
     threads = [thread for each in steps for thread in _threads(each, slower)]
     player.play(threads, ranks)
     last = max(steps, key=lambda each: player.done[each.rank])
-    return Played(player.done[last.rank], last.own_seconds)
+    return ReplayedStep(player.done[last.rank], last.own_seconds)
 
 
 def _threads(step: "StepTrace", slower: float) -> list[_Thread]:

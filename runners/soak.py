@@ -132,14 +132,14 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         world.sp * world.cp * (2 if world.cp > 1 else 1) * (world.tp if training.config.get("sequence_parallel") else 1)
     )
     lengths = plan.lengths(training.workload, seed, multiple)
-    begin, before, anew = time.perf_counter(), compiled(), 0
+    begin, before, num_compiled = time.perf_counter(), compiled(), 0
     given_up = refusals() if training.compiled else 0
     losses = []
     for number, length in enumerate(lengths):
         known = compiled()
         losses.append(training.passes(_batches(training, number, length)))
         training.update()
-        anew += compiled() > known
+        num_compiled += compiled() > known
     values = torch.stack(losses).double()
     last, total = float(values[-1]), float(values.sum())  # waits for the device
     varied = [length for length in lengths if length is not None]
@@ -149,7 +149,7 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         longest=max(varied, default=None),
         seconds=time.perf_counter() - begin,
         seconds_compile=compiled() - before,
-        compiled=anew,
+        compiled=num_compiled,
         refused=training.compiled and refusals() > given_up,
         loss=last if math.isfinite(total) else total,
     )

@@ -242,11 +242,11 @@ class Supervisor:
             )
             os.kill(rank.pid, DUMP_STACKS)
         phases = sorted({rank.phase for rank in late})
-        who = f" on rank {', '.join(str(rank.number) for rank in late)}" if several else ""
+        ranks = f" on rank {', '.join(str(rank.number) for rank in late)}" if several else ""
         end = time.monotonic() + STACKS_S
         while time.monotonic() < end and self._turn(selector, log, end):
             continue
-        reason = f"{message} (during {', '.join(phases)}{who})"
+        reason = f"{message} (during {', '.join(phases)}{ranks})"
         return Outcome(status=Status.TIMEOUT, reason=reason, ranks=self._reported())
 
     def _outcome(self) -> Outcome:

@@ -28,7 +28,7 @@ from ..training.checkpoint.saver import Saver, patient_group
 from ..training.checkpoint.state import State
 from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
-from ..training.loop import Ended, Loop, LoopPlan, averages
+from ..training.loop import Loop, LoopPlan, LoopResult, averages
 from .dry_run import join
 from .host import COMMON_IMPORTS
 from .job import Job, Outcome, Rendezvous
@@ -78,7 +78,7 @@ class TrainRank:
     on_line: Callable[[], None] | None = None
     """Called on rank 0 after every line of the log."""
 
-    def __call__(self, context: RankContext) -> Ended:
+    def __call__(self, context: RankContext) -> LoopResult:
         import torch
 
         device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
@@ -131,8 +131,8 @@ class TrainRank:
                 phase=context.phase,
             )
             context.phase("training")
-            ended = loop.run()
-            return replace(ended, unlogged=written.unwritten) if written is not None else ended
+            end = loop.run()
+            return replace(end, unlogged=written.unwritten) if written is not None else end
 
     def _samples(self) -> TrainingData:
         return training_data(self.data, self.workload, self.folder / DATA)
@@ -205,7 +205,7 @@ class Trainings(Work):
 
     def __init__(self, program: TrainRank) -> None:
         self.program = program
-        self.ended: Ended | None = None
+        self.ended: LoopResult | None = None
         """The first rank's report of how its loop ended; None if it did not report."""
         self.imports = (*COMMON_IMPORTS, "redline.runners.train", *program.workload.imports)
 
@@ -227,7 +227,7 @@ class Trainings(Work):
     ) -> Measurement:
         """Returns the status of the training and its throughput."""
         unit = self.program.workload.unit
-        ends = [each.report for each in outcome.ranks if isinstance(each.report, Ended)]
+        ends = [each.report for each in outcome.ranks if isinstance(each.report, LoopResult)]
         self.ended = next(iter(ends), None)
         peaks = [each.peak_memory_mib for each in outcome.ranks if each.peak_memory_mib]
         found = Measurement(

@@ -143,7 +143,7 @@ class Recording:
         """Above 0, recorded tensors appear on the meta device."""
 
     @contextmanager
-    def shown_as_they_are(self) -> Iterator[None]:
+    def access(self) -> Iterator[None]:
         """For redline's own access to tensors while operations are recorded."""
         self.plain += 1
         try:
@@ -172,14 +172,14 @@ class Recording:
 
     def adopt(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of memory whose contents are unknown until an operation sets them."""
-        with self.shown_as_they_are():
+        with self.access():
             tensor = torch.empty(tuple(shape), dtype=dtype, device=_META)
             self.unknown.add(self._allocated(tensor, self.device).memory)
         return tensor
 
     def lacks(self, tensor: torch.Tensor) -> bool:
         """True if a part of an adopted tensor is still unknown."""
-        with self.shown_as_they_are():
+        with self.access():
             return self._known(tensor).memory in self.unknown
 
     def reseed(self, seed: int) -> None:
@@ -199,7 +199,7 @@ class Recording:
         if seed < 0:
             self.refuse("it sets the random state")
         self.reseed(seed)
-        self.random.nudge()
+        self.random.advance()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator of real tensors, or records one of recorded tensors and returns a result without values."""
@@ -286,7 +286,7 @@ class Recording:
             Operation(call, noted, keywords, frozenset(reads), frozenset(writes), frozenset(whole), made, draws)
         )
         if draws:
-            self.random.nudge()
+            self.random.advance()
 
     def _noted(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

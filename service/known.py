@@ -107,8 +107,8 @@ class Known:
         device = self._placed.device if self._placed is not None else None
         task = None
         found: list[tuple[float, float, Path]] = []
-        ended = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT, counts_for=self._search.user)
-        for each in ended:
+        done = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT, counts_for=self._search.user)
+        for each in done:
             folder = self._folder.parent / each.id
             if each.ended is None or each.ended > began or not (folder / RUN).is_file():
                 continue

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..tuner import Result
 
 
-class Telling(SearchListener):
+class StoreListener(SearchListener):
     """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`.
 
     Args:
@@ -195,7 +195,7 @@ class Searcher:
         self._folder.mkdir(parents=True, exist_ok=True)
         asked = arguments(search.request, self._folder / "asked", code=self._code)
         target = asked.pop("target")
-        listener = Telling(self._store, search.id)
+        listener = StoreListener(self._store, search.id)
         self._trying = listener.trying
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
         placed = None if search.simulated else self._placed()
@@ -215,7 +215,7 @@ class Searcher:
                     raise
             time.sleep(LOOK_S)
 
-    def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: Telling) -> dict[str, Any]:
+    def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: StoreListener) -> dict[str, Any]:
         """Returns the arguments of `tune` for a search on the pool, besides those of the request."""
         devices = self._search.devices
         at_once = asked.concurrency

@@ -132,7 +132,7 @@ class _Child:
     again_at: float = 0.0
     """When to restart it, on the monotonic clock."""
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Reads the process's messages. Returns False if it has ended."""
         assert self.call is not None
         with suppress(TimeoutError):
@@ -234,7 +234,7 @@ class Searchers:
             child.hang_up()
 
     def _look_at(self, search: str, child: _Child, now: float) -> None:
-        if child.call is None or child.lives():
+        if child.call is None or child.is_alive():
             return
         child.hang_up()
         if self._needs_none(search):

@@ -25,12 +25,12 @@ from .dispatcher import Dispatcher
 from .estimates import Estimates
 from .limits import SearcherLimits
 from .records import Role
-from .retention import Forgetting, deleted
+from .retention import Retention, deleted
 from .runs import Runs
 from .searcher_task import IMPORTS, driver_of
 from .searchers import MOST, Searchers, SearcherSlots
 from .store import Store
-from .store.connection import Alone
+from .store.connection import DatabaseLock
 from .studies import forget_ledger
 
 PORT = 8700
@@ -158,7 +158,7 @@ def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Ca
         with contextlib.ExitStack() as held:
             try:
                 held.callback(FolderLock(options.data).release)
-                held.enter_context(Alone(url, lost))
+                held.enter_context(DatabaseLock(url, lost))
             except StudyError as error:
                 if not options.standby:
                     raise
@@ -241,7 +241,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         held.callback(studies.close)
         runs, forget = Runs(options.data), partial(studies.call, forget_ledger, url)
         delete = partial(deleted, store, runs, forget=forget)
-        forgetting = Forgetting(store, options.keep_events, options.keep_searches, delete)
+        forgetting = Retention(store, options.keep_events, options.keep_searches, delete)
         forgetting.start()
         held.callback(forgetting.close)
         yield Parts(

@@ -198,8 +198,8 @@ class Search:
         """Returns the next trial, recorded as pending; None if there is none now."""
         while True:
             trials = self._history.update().comparable
-            if (ended := self._spent(trials)) is not None:
-                self.ended = ended
+            if (stop_reason := self._spent(trials)) is not None:
+                self.ended = stop_reason
                 return None
             config, sampler = self._choose(trials)
             if config is None:

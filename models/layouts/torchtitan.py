@@ -55,7 +55,7 @@ class TorchtitanLayout(Layout):
         if biased:
             raise WorkloadError(f"torchtitan's Llama has no biases, and this llama has ({biased[0]}=true)")
 
-    def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+    def to_tool(self, ours: LazyTensors) -> dict[str, LazyTensor]:
         # torchtitan stores a tied head under both names.
         out = {theirs: ours[name] for name, theirs in _ONCE.items()}
         for layer in range(self.settings.num_hidden_layers):
@@ -64,7 +64,7 @@ class TorchtitanLayout(Layout):
                 out[f"layers.{layer}.{theirs}"] = rows(each, self._turned(name)) if self._turned(name) else each
         return out
 
-    def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
+    def from_tool(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
         out = {name: theirs[each] for name, each in _ONCE.items()}
         for layer in range(self.settings.num_hidden_layers):
             for name, key in _LAYER.items():

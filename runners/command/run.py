@@ -238,7 +238,7 @@ class Run(Clock):
 
     def _turn(self) -> None:
         """Reads the next output."""
-        ended = self.process.poll() is not None
+        exited = self.process.poll() is not None
         data = self._received(LOOK_S)
         now = time.monotonic()
         for line in self.terms.lines.feed(data):
@@ -246,7 +246,7 @@ class Run(Clock):
         self._cost(self._steps.step_ms())
         self._printed_at = now if data else self._printed_at
         # Its background processes may still print.
-        over = ended and not data and (not self._selector.get_map() or now >= self._printed_at + LINGER_S)
+        over = exited and not data and (not self._selector.get_map() or now >= self._printed_at + LINGER_S)
         if over:
             for line in self.terms.lines.last():
                 self._read_line(line, now)

@@ -223,7 +223,7 @@ def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
             for parent, name, _ in places(tree.module, old):
                 del children_of(parent)[name]
     left = set(tree.module.parameters())
-    return [said for tensor, said in lost.items() if tensor not in left]
+    return [message for tensor, message in lost.items() if tensor not in left]
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -137,8 +137,8 @@ class FirstCall:
             return call_of(self.module)(*args, **kwargs)
         except RuntimeError as error:
             for axis in self.axes:
-                if axis.name == "tp" and (said := _norm_of_a_piece(self.module, axis, error)):
-                    raise ScheduleError(said) from error
+                if axis.name == "tp" and (message := _norm_of_a_piece(self.module, axis, error)):
+                    raise ScheduleError(message) from error
             raise
 
 

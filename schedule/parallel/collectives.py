@@ -170,7 +170,7 @@ def all_to_all_rows(tensor: torch.Tensor, sent: list[int], received: list[int], 
     return rows
 
 
-class PassedOn:
+class RingTransfer:
     """An asynchronous send to the next rank of a ring, and receive of a tensor of the same shape from the previous rank.
 
     Args:

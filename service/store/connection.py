@@ -310,7 +310,7 @@ _HOLDER = text(
 _log = logging.getLogger("redline.server")
 
 
-class Alone(contextlib.AbstractContextManager["Alone"]):
+class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
     """Locks a database for one server, until it is closed or its process is gone.
 
     Args:

@@ -208,7 +208,7 @@ def test_gradients_of_a_block_with_dropout_are_those_of_what_it_computed():
         torch.randn(2, heads, 5, 3, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
     )
     pairs = torch.ones(5, 5, dtype=torch.bool).tril(-1).view(1, 1, 5, 5)
-    how = block_attention.How(scale=0.4, pairs=pairs, dropout=0.3, seed=7)
+    how = block_attention.AttentionOptions(scale=0.4, pairs=pairs, dropout=0.3, seed=7)
     output, log_sum = block_attention.attention(query, key, value, how)
     assert output[:, :, 0].abs().max() == 0 and (log_sum[:, :, 0] == -torch.inf).all()  # it attends to nothing
     kept = next(block_attention._rows(query.detach(), key.detach(), how)).kept.flatten(1, 2)
@@ -234,7 +234,7 @@ def test_a_kernel_and_plain_attention_compute_the_same(causal, rows, monkeypatch
     )
     found = []
     for kernels in (True, False):
-        how = block_attention.How(scale=0.3, causal=causal, kernels=kernels)
+        how = block_attention.AttentionOptions(scale=0.3, causal=causal, kernels=kernels)
         output, log_sum = block_attention.attention(query, key, value, how)
         mine = block_attention.Queries(query, grad, output, log_sum)
         found.append([output, log_sum, *block_attention.gradients(mine, key, value, how)])
@@ -256,7 +256,7 @@ def test_a_kernel_is_handed_a_contiguous_log_sum(monkeypatch):
     key, value = (torch.randn(2, 4, 3, 8) for _ in range(2))
     half = block_attention.Queries(*(each[:, :, 3:] for each in (query, grad, output, torch.zeros(2, 4, 6))))
     assert not half.log_sum.is_contiguous()
-    block_attention.gradients(half, key, value, block_attention.How(scale=0.3))
+    block_attention.gradients(half, key, value, block_attention.AttentionOptions(scale=0.3))
     assert handed == [((2, 4, 3), True)]
 
 
@@ -265,7 +265,7 @@ def test_flash_attention_is_asked_for_where_the_device_has_it(monkeypatch, capab
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         query = torch.empty(2, 4, 6, 8, dtype=torch.float16, device="cuda")
-    assert block_attention._has_kernel(query, query, block_attention.How(scale=0.3)) == there
+    assert block_attention._has_kernel(query, query, block_attention.AttentionOptions(scale=0.3)) == there
 
 
 def kinds(text):
@@ -405,7 +405,7 @@ def a_piece_ahead_looked_at(patch):
 
 
 def gradients_of_keys_that_stay_away_from_home(patch):
-    class Kept(ring.PassedOn):
+    class Kept(ring.RingTransfer):
         def received(self):
             arrived = super().received()
             return self._sent if self._sent.dtype == torch.float64 and self.tag == 1 else arrived
@@ -414,7 +414,7 @@ def gradients_of_keys_that_stay_away_from_home(patch):
             self.tag = tag
             super().__init__(tensor, axis, tag)
 
-    patch.setattr(ring, "PassedOn", Kept)
+    patch.setattr(ring, "RingTransfer", Kept)
 
 
 def labels_in_a_row_where_tokens_are_not(patch):

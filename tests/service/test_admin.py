@@ -10,7 +10,7 @@ from redline.cli.main import redline as command_line
 from redline.results.ledger import Ledger
 from redline.results.names import RUN
 from redline.results.request import read
-from redline.service.retention import Forgetting, deleted
+from redline.service.retention import Retention, deleted
 from redline.service.studies import forget_ledger
 from served import SPACE, served
 
@@ -105,7 +105,7 @@ def test_searches_that_ended_long_ago_are_deleted(service, client):
     def delete(search):
         deleted(service.store, service.parts.runs, search, lambda name: forget_ledger(service.parts.url, name))
 
-    Forgetting(service.store, 30, 0.0, delete)._delete_searches(before + 1e-6)
+    Retention(service.store, 30, 0.0, delete)._delete_searches(before + 1e-6)
     assert not folder.exists()
     with pytest.raises(NotFound):
         service.store.search(old.id)

@@ -13,7 +13,7 @@ from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
 from redline.cli.main import redline as command_line
 from redline.models.server_model import ServerModel
 from redline.service.request import arguments, digest, travelling
-from redline.service.transport import Away
+from redline.service.transport import ServerUnreachable
 from served import SPACE, served
 
 
@@ -106,11 +106,11 @@ def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
         assert received.wait(60)
     asking = threading.Thread(target=lambda: found.append(patient.search(run.id).state))
     asking.start()
-    with pytest.raises(Away):
+    with pytest.raises(ServerUnreachable):
         hasty.me()
     with pytest.raises(TimeoutError, match="has not ended within 0.1 s") as late:
         run.wait(timeout=0.1)
-    assert isinstance(late.value.__cause__, Away)
+    assert isinstance(late.value.__cause__, ServerUnreachable)
     assert following.is_alive() and asking.is_alive() and waiting.is_alive()
     with served(tmp_path, port=port, tokens=tokens) as again:
         asking.join(timeout=60)

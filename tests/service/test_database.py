@@ -17,7 +17,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from redline.base.errors import StorageAhead, StorageUnavailable, StudyError, UsageError
 from redline.service.store import Store, connection
-from redline.service.store.connection import SCRIPTS, Alone, Database
+from redline.service.store.connection import SCRIPTS, Database, DatabaseLock
 from redline.service.tables import METADATA, VERSIONS
 from sqlalchemy import text
 
@@ -225,11 +225,11 @@ def test_what_was_written_outlives_a_kill(url, tmp_path):
 
 def test_one_server_has_a_database_until_it_ends(url):
     """A second server is refused even if it works on another folder."""
-    first = Alone(url, lost=lambda: None)
+    first = DatabaseLock(url, lost=lambda: None)
     with pytest.raises(StudyError, match=r"is in use by .*process \d+ on "):
-        Alone(url, lost=lambda: None)
+        DatabaseLock(url, lost=lambda: None)
     first.close()
-    with Alone(url, lost=lambda: None):
+    with DatabaseLock(url, lost=lambda: None):
         pass
 
 
@@ -243,16 +243,16 @@ def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresq
         assert database.read(lambda connection: connection.execute(text(query)).scalar())
 
     database = Database(postgresql_url)
-    with contextlib.closing(database), Alone(postgresql_url, lost=lost.set) as first:
+    with contextlib.closing(database), DatabaseLock(postgresql_url, lost=lost.set) as first:
         cut(database)
         time.sleep(0.5)
         assert not lost.is_set()
         with pytest.raises(StudyError, match="is in use by"):
-            Alone(postgresql_url, lost=lambda: None)
+            DatabaseLock(postgresql_url, lost=lambda: None)
         first._over.set()
         first._thread.join()
         cut(database)
-        with Alone(postgresql_url, lost=lambda: None):
+        with DatabaseLock(postgresql_url, lost=lambda: None):
             first._over.clear()
             first._watch()  # as if it looked only now
             assert lost.is_set()

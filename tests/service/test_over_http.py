@@ -6,7 +6,7 @@ import time
 import pytest
 from redline.base.errors import LeaseOver, NotFound, Refused, UsageError
 from redline.service.pool import ServerPool
-from redline.service.transport import Away
+from redline.service.transport import ServerUnreachable
 from redline.service.worker import small
 from served import SEARCH, served
 
@@ -143,7 +143,7 @@ def test_a_log_of_a_lease_that_is_over_is_not_written(service, pool, worker):
 def test_who_has_no_token_and_who_is_away_is_told_apart(service):
     with pytest.raises(Refused, match="token"):
         ServerPool(service.address, "redline_00000000_x").join("w", "h", DEVICE, 1, 1, {})
-    with pytest.raises(Away, match="does not answer"):
+    with pytest.raises(ServerUnreachable, match="does not answer"):
         ServerPool("http://127.0.0.1:9", service.tokens["submitter"]).join("w", "h", DEVICE, 1, 1, {})
     with pytest.raises(NotFound, match="worker"):
         ServerPool(service.address, service.tokens["worker"]).lease("0123456789ab", 0)

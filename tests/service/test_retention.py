@@ -2,7 +2,7 @@
 
 import pytest
 from redline.service import retention
-from redline.service.retention import DAY_S, Forgetting
+from redline.service.retention import DAY_S, Retention
 
 
 def events_of(store, search=None):
@@ -49,7 +49,7 @@ def test_a_server_forgets_after_so_many_days(pool, clock, days, left):
     store.finish(pool.search.id, pool.attempt, "done", "all tried", None)
     clock.pass_by(DAY_S)
     store.tell(None, "worker", {"n": 2})
-    thread = Forgetting(store, days)
+    thread = Retention(store, days)
     thread.start()
     thread.close()
     kinds = [each[0] for each in events_of(store) if each[0] in ("said", "worker") and each[1] != "joined"]

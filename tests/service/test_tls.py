@@ -14,7 +14,7 @@ from redline.base.errors import UsageError
 from redline.cli.worker import worker as worker_command
 from redline.service.pool import ServerPool
 from redline.service.server import ServeOptions, _check
-from redline.service.transport import Away
+from redline.service.transport import ServerUnreachable
 from served import served
 from server_process import Server
 
@@ -69,7 +69,7 @@ def test_a_certificate_for_another_name_is_refused_unless_it_is_the_very_one(tmp
 
 
 def test_what_is_said_without_encryption_is_not_answered(service):
-    with pytest.raises(Away, match="does not answer"):
+    with pytest.raises(ServerUnreachable, match="does not answer"):
         rl.Client(service.address.replace("https", "http"), token="redline_x", patience_s=0.1).me()
 
 

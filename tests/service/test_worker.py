@@ -217,7 +217,7 @@ def test_a_worker_that_can_start_nothing_gives_back_what_it_has_and_ends_in_word
     assert place.workers() == []
 
 
-class Away(StorePool):
+class UnreachablePool(StorePool):
     """A pool that fails every other call."""
 
     def __init__(self, *what, **more):
@@ -251,7 +251,7 @@ class Away(StorePool):
 
 
 def test_a_pool_that_is_away_is_waited_for(place):
-    pool = Away(place, user=place.ann, data=place.data, lease_s=30.0)
+    pool = UnreachablePool(place, user=place.ann, data=place.data, lease_s=30.0)
     with working(place, Formula(), pool):
         dry_runs = [asked(place, number) for number in range(3)]
         outcomes = [until(lambda each=each: place.outcome(each)) for each in dry_runs]

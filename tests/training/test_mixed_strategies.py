@@ -155,7 +155,7 @@ def summed_over_replicas_alone(family, config, text, seed):
 
 def test_gradients_of_a_part_of_the_samples_alone_are_seen(two, seed):
     for found in two.run(summed_over_replicas_alone, *TWO[0], seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, worst.description)
 
 

@@ -141,7 +141,7 @@ def against_all_rows(seed):
 
 def test_rows_that_are_dropped_are_seen(two, seed):
     for found in two.run(against_all_rows, seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, worst.description)
 
 
@@ -176,7 +176,7 @@ def balanced_apart(seed):
 
 def test_a_balance_within_each_replica_is_seen(two, seed):
     for found in two.run(balanced_apart, seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, worst.description)
 
 
@@ -302,7 +302,7 @@ def a_gradient_that_pieces_of_sequences_keep_for_themselves(seed):
 
 def test_gradients_that_are_not_averaged_over_the_ranks_of_a_sequence_are_seen(two, seed):
     for found in two.run(a_gradient_that_pieces_of_sequences_keep_for_themselves, seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, "a gradient")
 
 
@@ -334,8 +334,8 @@ def with_fault(fault, config, seed):
 )
 def test_a_small_fault_is_noticed(two, seed, fault, config):
     for found in two.run(with_fault, fault, config, seed):
-        assert not found.holds and found.gravest("loss").holds
-        worst = max(found.gravest("gradients").share, found.gravest("weights").share)
+        assert not found.holds and found.largest_of("loss").holds
+        worst = max(found.largest_of("gradients").share, found.largest_of("weights").share)
         numeric.caught(worst, 1.0, fault.__name__)
 
 
@@ -353,8 +353,8 @@ def check_notices(change, seed):
 
 def test_an_exchange_that_is_missing_is_noticed(two, seed):
     for found in two.run(check_notices, without_sum, seed):
-        assert not found.holds and found.gravest("loss").holds
-        gradient = found.gravest("gradients")
+        assert not found.holds and found.largest_of("loss").holds
+        gradient = found.largest_of("gradients")
         numeric.caught(gradient.by, gradient.allowed, "a missing sum")
 
 

@@ -16,7 +16,7 @@ def check(pool, workload, config, seed):
     """Compares each rank with one process, and checks that all ranks report the same loss."""
     found = pool.run(numeric.departure, workload, config, seed)
     for each in found:
-        assert each.gravest("loss").by == found[0].gravest("loss").by
+        assert each.largest_of("loss").by == found[0].largest_of("loss").by
         numeric.hold(each)
 
 

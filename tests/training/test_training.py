@@ -84,7 +84,7 @@ def test_a_compiled_model_computes_the_same_whatever_else(small, seed, family, r
 def test_lower_precisions_depart_by_their_rounding_and_no_more(small, seed, precision):
     found = numeric.departure(small(), {"micro_batch": 4, "precision": precision}, seed)
     numeric.hold(found)
-    assert found.gravest("gradients").by > allowance(small().build_model(), 8 * 16)
+    assert found.largest_of("gradients").by > allowance(small().build_model(), 8 * 16)
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(small):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-MENDED = "where the training began with --from, --resume takes them from there again"
+REPAIRED = "where the training began with --from, --resume takes them from there again"
 
 
 def latest(
@@ -50,9 +50,9 @@ def latest(
 def check(found: Checkpoint, group: "ProcessGroup | None", report: Report = ignore) -> str:
     """Returns the damage of a checkpoint, the same on every rank; empty if there is none."""
     rank, ranks = _place(group)
-    failure = _said(lambda: found.check(rank, ranks, report))
-    if not failure and (failure := _said(lambda: found.check_frozen(rank, ranks, report))):
-        failure += f"; {MENDED}"
+    failure = _failure_of(lambda: found.check(rank, ranks, report))
+    if not failure and (failure := _failure_of(lambda: found.check_frozen(rank, ranks, report))):
+        failure += f"; {REPAIRED}"
     return next(filter(None, _gathered(failure, group)), "")
 
 
@@ -62,7 +62,7 @@ def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str
     """
     rank, ranks = _place(group)
     found = next((each for each in _alike(folder.all(), group) if each.sound), None)
-    failure = "" if found is None else _said(lambda: found.check_frozen(rank, ranks))
+    failure = "" if found is None else _failure_of(lambda: found.check_frozen(rank, ranks))
     return next(filter(None, _gathered(failure, group)), "")
 
 
@@ -91,7 +91,7 @@ def keep_again(state: State, weights: Weights, folder: CheckpointFolder, saver: 
         raise StudyError(f"the weights that are not trained cannot be kept again in '{folder.frozen.path}': {failure}")
 
 
-def _said(what: Callable[[], None]) -> str:
+def _failure_of(what: Callable[[], None]) -> str:
     try:
         what()
     except StudyError as error:

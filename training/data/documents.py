@@ -36,9 +36,9 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
     """
     template = None if tokenizer is None else tokenizer.chat_template
     if not template:
-        whose = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
+        source = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
         raise WorkloadError(
-            f"{pieces[0].where} is a conversation, but {whose} has no chat template; give a tokenizer with one, or a "
+            f"{pieces[0].where} is a conversation, but {source} has no chat template; give a tokenizer with one, or a "
             "field that contains text"
         )
     if train_on == "assistant" and not tokenizer.is_fast:

@@ -14,7 +14,7 @@ from ...models.data import Task, window
 from .documents import OF_TOKENS, BadRows, Piece, Source, find_sources, pieces_of
 from .encoder import encoded, encoder_of, tokenizer_digest
 from .order import BYTES, DataPlan, Split
-from .packing import Layout, Usable, usable_rows
+from .packing import Layout, UsableRows, usable_rows
 from .samples import Samples
 from .store import TokenFile, TokenStore, indexed_tokens, made_once, plain_tokens, write_about_tokens, write_texts
 
@@ -68,11 +68,11 @@ def prepare(
     store = TokenStore(_tokens(plan, sources, vocab_size, cache, _now_and_then(on_read)))
     about = store.about
     if about.largest >= vocab_size:
-        whose = (
+        source = (
             f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data has"
         )
         raise WorkloadError(
-            f"{plan.paths[0]}: {whose} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
+            f"{plan.paths[0]}: {source} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
             "fit together"
         )
     plan = _resolved(plan, store, task)
@@ -125,7 +125,7 @@ def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
     return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
 
 
-def _check_size(plan: DataPlan, layout: Layout, usable: Usable) -> None:
+def _check_size(plan: DataPlan, layout: Layout, usable: UsableRows) -> None:
     tokens, length = layout.store.about.tokens, layout.length
     where = plan.paths[0] if len(plan.paths) == 1 else f"the data in {', '.join(plan.paths)}"
     if layout.packing != "padded" and tokens < length:

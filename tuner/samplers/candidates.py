@@ -107,7 +107,7 @@ class Candidates:
         return Candidates(self.encoding, codes, self._seen, configs=[*self._configs, *added])
 
 
-class Tried:
+class TriedConfigs:
     """Set of the configurations of a growing list of trials. Each trial is processed once."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ from ...training.checkpoint.folder import CheckpointFolder
 from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
-from ...training.loop import Ended, LoopPlan
+from ...training.loop import LoopPlan, LoopResult
 from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
 from .listener import TrainingStart, TrainListener
@@ -148,7 +148,7 @@ class Driver:
         self._weights_dtype: str | None = self.document.get("weights_dtype")
         """Dtype of the weights that the training began with; None if it began with none."""
         self._failed: list[Config] = []
-        self._end: Ended | None = None
+        self._end: LoopResult | None = None
         """The ranks' report of their end; the disk with their log may be full."""
 
     @property
@@ -206,7 +206,7 @@ class Driver:
         if self.document and not self.step:
             self.listener.on_message("there is no checkpoint to continue from: the training starts from step 0")
         self._take(self._begin())
-        self._heed_note()
+        self._follow_note()
 
     def discard(self) -> None:
         """Removes the folders of a start that was refused before any training."""
@@ -312,7 +312,7 @@ class Driver:
         same = all(getattr(self.request, name) == asked.get(name) for name in ("memory_limit", "fix"))
         return before if same and self.request.devices in (None, before.devices) else None
 
-    def _heed_note(self) -> None:
+    def _follow_note(self) -> None:
         """Takes a safer configuration if ranks of a launcher have left a note that this one ran out of memory."""
         note = self.path / OUT_OF_MEMORY
         if not note.exists():
@@ -442,7 +442,7 @@ class Driver:
         self.check_saved(self._end)
         return self._trained(measured)
 
-    def check_saved(self, end: Ended) -> None:
+    def check_saved(self, end: LoopResult) -> None:
         """Checks that the last step has a checkpoint.
 
         Raises:

@@ -60,7 +60,7 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
         reader = LogReader(program.folder, log_size(program.folder))
         following = replace(program, on_line=lambda: _follow(reader, listeners[0])) if place.rank == 0 else program
         try:
-            ended = following(context)
+            end = following(context)
         except (RuntimeError, MemoryError) as error:
             if failure.is_oom(error):
                 note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
@@ -68,10 +68,10 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
                     write_atomic(program.folder / OUT_OF_MEMORY, json.dumps(note).encode())
             raise
         for driver in drivers:
-            for line in ended.unlogged:
+            for line in end.unlogged:
                 listeners[0].on_line(line)
-            driver.check_saved(ended)
-        return ended.stopped
+            driver.check_saved(end)
+        return end.stopped
 
 
 def _decide(
