@@ -23,7 +23,7 @@ from redline.cli.main import redline as command_line
 ROOT = Path(redline.__file__).parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n+)?^```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# tests/test_readme.py runs the first alone; tests/schedule/test_schedule_docs.py and tests/training/test_numerics.py
+# tests/test_readme.py runs the first alone; tests/schedule/test_docs.py and tests/training/test_numerics.py
 # run the others, parts of which need two ranks.
 ELSEWHERE = {"README.md", "schedule.md", "add-a-model.md"}
 

@@ -140,9 +140,7 @@ def test_what_cannot_be_traced_names_the_line_and_leaves_the_schedule_alone():
     model = nn.Sequential(Branching())
     sch = create_schedule(model)
     drawn = str(sch)
-    with pytest.raises(
-        TraceError, match=r"trace of '0': 'if y.sum\(\) > 0:' at .*test_schedule_trace.py:\d+ in forward"
-    ):
+    with pytest.raises(TraceError, match=r"trace of '0': 'if y.sum\(\) > 0:' at .*test_trace.py:\d+ in forward"):
         sch["0"].trace()
     assert str(sch) == drawn and "forward" not in model[0].__dict__ and model[0].training is True
     with pytest.raises(ScheduleError, match="traced already"):
