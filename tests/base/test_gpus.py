@@ -141,7 +141,7 @@ def test_a_setting_that_names_no_gpu_is_an_error_and_not_the_cpu(machine, settin
         ("GPU-00", ["GPU-00"], 10),
     ],
 )
-def test_of_a_divided_gpu_one_instance_is_shown_and_not_the_memory_of_the_whole(machine, setting, names, gib):
+def test_a_mig_instance_is_shown_with_its_own_memory(machine, setting, names, gib):
     machine(divided(), setting)
     assert visible_gpus(8) == names
     assert (detect().count, detect().memory_mib) == (len(names), gib * 1024)

@@ -74,6 +74,6 @@ def test_no_other_file_takes_such_a_name():
     assert {name: names for name, names in found.items() if names and names != allowed.get(name)} == {}
 
 
-def test_that_check_can_fail():
+def test_the_check_of_private_names_can_fail():
     planted = "import torch\nfrom torch._dynamo import reset\nmodule._parameters['weight'] = torch._C.nothing()"
     assert {"torch._dynamo.reset", "module._parameters", "torch._C.nothing"} <= set(private(planted))

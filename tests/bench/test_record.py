@@ -83,7 +83,7 @@ def test_recording_goes_on_where_it_was_stopped(space, tmp_path):
     assert lines[2].startswith("1,0,8,oom,too much,")
 
 
-def test_of_several_passes_the_fastest_is_kept(space, tmp_path):
+def test_the_fastest_of_several_passes_is_kept(space, tmp_path):
     path = tmp_path / "table.csv"
     config = next(iter(space))
     for step_ms, kept in ((20.0, "20.00"), (30.0, "20.00"), (10.0, "10.00")):
@@ -106,7 +106,7 @@ def test_a_table_of_another_space_is_refused(space, tmp_path):
 
 
 @pytest.mark.parametrize(("beside", "says"), [("", None), ("- a list", "should hold a mapping and holds a list")])
-def test_what_is_beside_a_table_may_say_nothing_but_not_anything(tmp_path, beside, says):
+def test_a_table_s_facts_may_be_empty_but_not_malformed(tmp_path, beside, says):
     (tmp_path / "one.csv").write_text("micro_batch,status,throughput\n1,ok,100\n")
     (tmp_path / "one.yaml").write_text(beside)
     if says is None:

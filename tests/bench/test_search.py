@@ -88,6 +88,6 @@ def test_a_table_of_failures_ends_in_nothing_feasible_within_eight_dry_runs(ran)
     assert "nothing feasible" in line and "the smallest predicted shortfall is" in line
 
 
-def test_an_estimate_that_the_table_does_not_allow_is_said(ran):
+def test_an_estimate_that_the_table_does_not_allow_is_reported(ran):
     done, _ = ran
     assert "bayes+reversed on fast: no estimate, as no YAML beside the table states model" in done.stderr

@@ -80,7 +80,7 @@ def source(tables, folder, **files):
     return tables.read_source(folder, folder.name)
 
 
-def test_rows_of_fsdp_are_read_and_what_is_wrong_with_the_others_is_said(tables, tmp_path):
+def test_rows_of_fsdp_are_read_and_errors_of_other_rows_are_reported(tables, tmp_path):
     found = source(tables, tmp_path / "anything", some_csv=MOSAIC)
     (run,) = found.runs
     assert run.config == {

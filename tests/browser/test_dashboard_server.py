@@ -172,7 +172,7 @@ def test_a_row_that_changed_travels_and_a_table_that_was_replaced_is_sent_whole(
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.97])
-def test_a_half_written_table_is_shown_as_far_as_it_goes_and_said(tmp_path, disk, keep):
+def test_a_truncated_table_is_shown_with_a_warning(tmp_path, disk, keep):
     disk.write_run(tmp_path / "x", 40)
     path = tmp_path / "x" / "trials.csv"
     data = path.read_bytes()
@@ -414,7 +414,7 @@ def test_a_folder_in_which_nothing_can_be_read_is_refused_and_says_what_is_missi
     assert code == 2 and words in output
 
 
-def test_it_ends_when_interrupted(tmp_path, disk):
+def test_the_server_ends_when_interrupted(tmp_path, disk):
     import signal
     import subprocess
     import sys

@@ -22,7 +22,7 @@ def drawing():
     return {name: asset(f"js/{name}.js") for name in DRAWING}
 
 
-def test_nothing_but_the_drawing_layer_makes_svg_or_asks_a_canvas():
+def test_only_the_drawing_layer_creates_svg_or_uses_a_canvas():
     others = {name: asset(f"js/{name}.js") for name in (*SCRIPTS, "report") if name not in DRAWING} | {
         name: own(f"{name}.js") for name in PAGES
     }

@@ -325,7 +325,7 @@ def again(tmp_path_factory, disk):
     )
 
 
-def test_one_number_is_shown_for_a_winner_that_was_measured_again_and_the_first_is_named(tab, again):
+def test_a_remeasured_winner_shows_one_number_and_names_the_first(tab, again):
     tab.goto(again.as_uri())
     assert tab.locator(".big").inner_text() == "2.00×"
     assert "Trial 1 trains at 2,000\u00a0tokens/s" in tab.locator(".verdict").inner_text()
@@ -381,7 +381,7 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
     assert tab.locator(".mark.once, .revised").count() == 0 and "cannot win" not in tab.locator("main").inner_text()
 
 
-def test_of_a_tie_the_roomier_one_wins_and_that_is_said(tab, tmp_path, disk):
+def test_a_tie_goes_to_the_smaller_memory_and_says_so(tab, tmp_path, disk):
     outcomes = [
         ({"a": 0}, disk.measured(1000.0, peak_memory_mib=100.0)),
         ({"a": 1}, disk.measured(1010.0, peak_memory_mib=900.0)),
@@ -425,7 +425,7 @@ def show_table(tab, folder, rows):
     tab.goto(write_report(folder / "x.csv").as_uri())
 
 
-def test_what_a_table_says_is_never_executed(tab, tmp_path):
+def test_texts_of_a_table_are_never_executed(tab, tmp_path):
     rows = [
         {"trial": n, "status": "ok" if n < 3 else "crash", "throughput": n + 1 if n < 3 else "", "unit": HOSTILE, "reason": HOSTILE,
          "sampler": HOSTILE, "knob.a": HOSTILE if n % 2 else "plain", f"knob.{HOSTILE}": n, "peak_memory_mib": 5 + n}
@@ -494,7 +494,7 @@ def test_five_thousand_trials_stay_quick_to_draw_and_to_scroll(tab, tmp_path, di
     assert 10 < tab.locator("#trials tbody tr[data-trial]").count() < 80
 
 
-def test_it_prints_on_pages_no_wider_than_paper_with_all_rows_of_the_table(tab, made, tmp_path):
+def test_the_printed_report_fits_the_paper_and_has_all_rows(tab, made, tmp_path):
     path, trials = made
     tab.goto(path.as_uri())
     # Records the rows while the browser prints.

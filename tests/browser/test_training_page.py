@@ -226,7 +226,7 @@ def test_a_page_follows_a_training_and_says_when_it_is_gone(tab, tmp_path, made,
 # -- files that are never served -------------------------------------------------------------------------------
 
 
-def test_however_long_a_log_is_little_is_sent(tmp_path, made, serving):
+def test_the_page_of_a_long_log_stays_small(tmp_path, made, serving):
     made.write_training(tmp_path / "a", [made.step_line(step, 1.0 / step) for step in range(1, 20_001)])
     address = serving(tmp_path)
     version, deadline = "", time.monotonic() + 60
@@ -248,7 +248,7 @@ def test_only_trainings_that_were_found_are_read(address, name):
         assert status == 404 and b"unknown training" in body
 
 
-def test_what_ranks_printed_is_the_latest_start_s_and_no_link_is_followed(tmp_path, made, serving):
+def test_the_ranks_output_is_the_latest_start_s_and_links_are_not_followed(tmp_path, made, serving):
     made.write_training(tmp_path / "all" / "a", [])
     logs = tmp_path / "all" / "a" / "logs"
     address = serving(tmp_path / "all")

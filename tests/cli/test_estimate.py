@@ -194,7 +194,7 @@ def test_a_search_begins_with_the_plans(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_resolved_once_needs_no_torch_again(tmp_path):
+def test_a_request_resolved_once_needs_no_torch_again(tmp_path):
     import os
     import subprocess
     import sys
@@ -213,7 +213,7 @@ def test_what_was_resolved_once_needs_no_torch_again(tmp_path):
     assert answers[0][0] == answers[1][0], "what is kept answers as what is resolved"
 
 
-def test_what_is_kept_counts_only_for_the_same_request_and_model(tmp_path):
+def test_the_cache_serves_only_the_same_request_and_model(tmp_path):
     from redline.estimator.hardware import find_hardware
     from redline.estimator.kept import key_of
     from redline.estimator.survey import device_of
@@ -305,7 +305,7 @@ def test_a_configuration_outside_the_space_is_refused_by_its_rule(capsys, config
     assert message in err
 
 
-def test_where_nothing_fits_the_smallest_is_named(capsys):
+def test_the_smallest_configuration_is_named_if_none_fits(capsys):
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "t4", "--memory-limit", "200MiB")
     assert code == 3
     assert "no configuration is predicted to fit" in out
@@ -368,7 +368,7 @@ def test_blocks_by_name_may_hold_commas_within_a_configuration():
         config_of("micro_batch=8,7")
 
 
-def test_of_a_space_that_is_too_large_the_drawn_ones_are_counted(question, monkeypatch, capsys):
+def test_a_sampled_space_reports_the_number_of_samples(question, monkeypatch, capsys):
     whole = survey(question.estimator, question.space)
     monkeypatch.setattr("redline.estimator.survey.MAX_CONFIGS", 300)
     drawn = survey(question.estimator, question.space)

@@ -78,7 +78,7 @@ def test_every_target_takes_the_winner_of_a_run(capsys, run, target):
         assert made["train_micro_batch_size_per_gpu"] == best["configuration"]["micro_batch"]
 
 
-def test_a_file_is_written_and_its_use_is_said(capsys, run, tmp_path):
+def test_a_file_is_written_with_instructions_to_use_it(capsys, run, tmp_path):
     path = tmp_path / "args.json"
     code, out, err = export(capsys, run, "--to", "trainer", "-o", path, "--trial", "0")
     assert (code, out) == (0, "")

@@ -139,7 +139,7 @@ def test_bad_input_is_refused_with_a_clear_word_and_nothing_written(capsys, tmp_
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_can_be_refused_is_before_anything_is_predicted(capsys, tmp_path, monkeypatch, arguments, message):
+def test_invalid_input_is_refused_before_predictions(capsys, tmp_path, monkeypatch, arguments, message):
     def predicted(*given, **how):
         pytest.fail("predicted first")
 
@@ -173,7 +173,7 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
     assert parsed.params["override"] == ("micro_batch=4,48", "precision=fp32")
 
 
-def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
+def test_too_many_gpus_are_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
     from redline.base.device import Device
 
     monkeypatch.chdir(tmp_path)

@@ -42,7 +42,7 @@ def checkout(tmp_path, monkeypatch):
 OPTIONS = ["--space", "knobs.yaml", "--sampler", "grid", "--measure-time", "100ms"]
 
 
-def test_a_command_is_tuned_and_the_winners_own_is_told(checkout, capsys):
+def test_a_command_is_tuned_and_the_winner_s_command_is_printed(checkout, capsys):
     knobs = ["--set", "micro_batch=1,4", "--fix", "mode=fast"]
     code, out, err = run(capsys, "tune", "--command", checkout, *OPTIONS, *knobs, "--out", "run")
     assert code == 0, out + err
@@ -143,7 +143,7 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
         (["gpt2-tiny", "--dry"], "--dry prints commands"),
     ],
 )
-def test_what_does_not_fit_a_command_is_refused_before_anything_starts(checkout, capsys, arguments, says):
+def test_options_that_do_not_apply_to_a_command_are_refused_at_once(checkout, capsys, arguments, says):
     Path("odd.yaml").write_text("command: a\ncomand: b\n")
     code, _, err = run(capsys, "tune", *arguments, *(["--space", "knobs.yaml"] if "gpt2-tiny" not in arguments else []))
     assert code == 2 and says in err
@@ -177,7 +177,7 @@ def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
     assert [row["knob.compile"] for row in csv.DictReader(open("r/trials.csv"))] == ["no", "off"]
 
 
-def test_what_a_bound_is_on_is_told_of_every_trial_and_of_the_winner(checkout, capsys):
+def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, capsys):
     text = "import sys\nload = int(sys.argv[1])\nprint(f'{load * 10} requests/s, p99 {load * 60} ms')\n"
     Path("bench.py").write_text(text)
     code, out, err = run(

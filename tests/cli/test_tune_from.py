@@ -68,7 +68,7 @@ def test_a_deepspeed_file_is_rendered_for_the_command_that_reads_it(capsys):
         (["--from", "ds.json", "--command", "true"], "the command does not read ds.json"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_starts(capsys, arguments, says):
+def test_conflicting_options_are_refused_at_once(capsys, arguments, says):
     code, _, err = run(capsys, "tune", *arguments)
     assert code == 2 and says in " ".join(err.split()), err
     assert not Path("runs").exists()

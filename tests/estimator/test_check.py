@@ -32,7 +32,7 @@ def test_checkpointing_with_memory_to_spare_is_named_in_the_commands_words(check
     assert found.startswith("gradient_checkpointing=True recomputes blocks")
 
 
-def test_its_changes_are_faster_when_they_are_made(checked):
+def test_suggested_changes_are_faster_when_applied(checked):
     assert 1 <= len(checked.faster) <= 3
     for each in checked.faster:
         words = CHECKPOINTED.split()

@@ -89,7 +89,7 @@ def test_every_device_is_found_by_its_own_name():
         ("NVIDIA A100-PCIE-40GB", "a100-40gb", "numbers are the SXM module's"),
     ],
 )
-def test_what_a_name_leaves_open_is_chosen_and_said(name, device, message):
+def test_an_ambiguous_device_name_is_resolved_with_a_note(name, device, message):
     found = find_hardware(name)
     assert message in found.note
     assert found.replace(note="") == DEVICES[device]

@@ -21,7 +21,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(measuring, "SECONDS", 0.01)
 
 
-def test_what_is_measured_becomes_a_file_that_reads_back(quick, tmp_path):
+def test_measured_hardware_round_trips_through_its_file(quick, tmp_path):
     found = measure()
     assert set(found.tflops["fp32"]) == {64, 128}
     assert all(rate > 0 for rates in found.tflops.values() for rate in rates.values())

@@ -84,7 +84,7 @@ def test_blocks_that_differ_in_what_they_do_are_kinds_of_their_own():
     assert few == trace_step(workload, paths, lambda *_: "none", every_block=True)
 
 
-def test_what_the_configuration_says_of_single_layers_tells_blocks_apart():
+def test_per_layer_settings_of_the_configuration_distinguish_blocks():
     class Configured(Stack):
         def __init__(self) -> None:
             super().__init__(6 * (False,))

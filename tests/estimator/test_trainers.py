@@ -111,7 +111,7 @@ def test_gradients_that_stay_are_there_beside_the_activations_of_a_single_micro_
     )
 
 
-def test_what_fsdp_offloads_are_pieces_of_weights_and_gradients_too():
+def test_fsdp_offloads_shards_of_weights_and_gradients_too():
     away = {**CONFIG, "offload": "optimizer"}
     states, pieces = (memory(away, offload_weights=each) for each in (False, True))
     assert states.breakdown["memory.optimizer"] == pieces.breakdown["memory.optimizer"] == 0

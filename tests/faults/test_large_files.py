@@ -189,7 +189,7 @@ def check(how, tmp_path, whole):
 
 
 @pytest.mark.parametrize("how", [deep_yaml, deep_record, pipes, alias_bomb], ids=lambda how: how.__name__)
-def test_what_kills_or_hangs_a_reader_is_refused_at_once(how, tmp_path, whole):
+def test_files_that_would_kill_or_hang_a_reader_are_refused(how, tmp_path, whole):
     check(how, tmp_path, whole)
 
 

@@ -188,7 +188,7 @@ def test_accelerate_shards_as_zero_says():
     assert made["fsdp_config"]["fsdp_reshard_after_forward"] is False and "zero=1 became FSDP2" in notes
 
 
-def test_what_has_no_sequences_that_are_cut_runs_on_fewer_devices_and_says_so():
+def test_exports_without_sequence_parallelism_use_fewer_devices_and_say_so():
     for target in ("accelerate", "torchtitan", "megatron", "lightning"):
         made = render(target, trial(micro_batch=1, grad_accum=1, sp=2, dp=4, zero=3), DOCUMENT)
         message = "sp=2 has no counterpart here: this file runs on 4 instead of 8 devices"
@@ -519,7 +519,7 @@ def test_lossy_values_of_a_space_of_ones_own_are_marked_too():
 
 
 @pytest.mark.parametrize(("target", "form"), FORMS)
-def test_nothing_simulated_is_called_measured(target, form):
+def test_simulated_numbers_are_not_called_measured(target, form):
     knobs = FULL | {"checkpoint_ratio": 0.75, "pp": 1, "tp": 1, "zero": 0}
     assert "measure" in render("trainer", trial(**knobs), DOCUMENT).text
     made = render(target, trial(**knobs), SIMULATED, form=form)

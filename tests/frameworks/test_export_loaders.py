@@ -731,7 +731,7 @@ def test_megatron_is_told_how_experts_are_spread_and_what_they_drop():
         assert dropless.moe_expert_capacity_factor is None and not dropless.moe_pad_expert_input_to_capacity
 
 
-def test_what_megatron_cannot_be_told_of_a_model_is_stated():
+def test_model_settings_that_megatron_lacks_are_stated():
     def notes(model, **knobs):
         trial = Trial(number=0, config={"micro_batch": 1, "grad_accum": 1, **knobs}, measurement=None)
         asked = {**DOCUMENT["asked"], "shape": shape_of(architecture(model))}

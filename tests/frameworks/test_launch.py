@@ -92,7 +92,7 @@ def test_devices_of_a_host_that_are_not_known_are_not_made_up():
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("target", sorted(set(export_targets()) - set(STARTED)))
-def test_what_starts_nothing_has_no_launch(target, launch):
+def test_targets_that_start_nothing_have_no_launch(target, launch):
     with pytest.raises(
         UsageError, match=f"{target} has no launch.*accelerate, trainer, deepspeed, lightning, torchtitan"
     ):
@@ -104,7 +104,7 @@ def test_an_unknown_launch_comes_with_the_nearest():
         made("python", "slurmm")
 
 
-def test_what_a_target_refuses_is_not_launched_either():
+def test_a_refused_export_has_no_launch():
     with pytest.raises(UsageError, match="nothing that DeepSpeed runs"):
         made("deepspeed", "slurm", tp=2, dp=16)
 

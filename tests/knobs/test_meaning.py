@@ -127,7 +127,7 @@ def gathers(zero, gathered):
     return len(calls)
 
 
-def test_what_zero_means_is_followed_by_all(two, monkeypatch):
+def test_zero_stages_mean_the_same_everywhere(two, monkeypatch):
     # "step" makes ZeRO 3 gather once a step, as ZeRO 2 does.
     often, seldom = (two.run(gathers, 3, each) for each in ("pass", "step"))
     assert seldom == two.run(gathers, 2, "step") and 0 < seldom[0] < often[0]
@@ -171,7 +171,7 @@ def test_when_groups_sum_is_followed_by_all(four, monkeypatch):
     assert "torchtitan sums gradients" not in " ".join(exported("torchtitan", **GROUPS).notes)
 
 
-def test_what_cannot_be_divided_into_groups_is_refused_by_all():
+def test_indivisible_groups_are_refused_everywhere():
     for knobs, why in (({"zero": 1}, "needs zero 2 or 3"), ({"hsdp": 4}, "into groups of two or more")):
         config = {**GROUPS, **knobs}
         with pytest.raises(UsageError, match=why):
@@ -255,7 +255,7 @@ def order_that_runs():
     return type(training.model.pipeline.schedule).__name__
 
 
-def test_what_an_order_is_is_followed_by_all(two, monkeypatch):
+def test_pipeline_orders_mean_the_same_everywhere(two, monkeypatch):
     assert two.run(order_that_runs) == ["ScheduleGPipe"] * 2
     before = estimate(**STAGED).breakdown["memory.activations"]
     assert "pipeline_parallel_schedule 1F1B" in exported("torchtitan", **STAGED).text
@@ -273,7 +273,7 @@ def test_without_a_name_the_order_is_one_that_the_micro_batches_allow():
     assert pipeline_schedule_of({"pp": 2, "virtual_stages": 2}, 4) == "interleaved"
 
 
-def test_more_is_cut_with_every_stage():
+def test_each_zero_stage_shards_one_more_kind_of_state():
     assert [len(each.cut) for each in EXCHANGES.values()] == [0, 1, 2, 3]
 
 

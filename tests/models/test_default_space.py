@@ -76,7 +76,7 @@ def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compile
         allowed.fix("precision", "fp8")
 
 
-def test_a_lossy_value_that_does_not_pay_is_not_added_and_that_is_said(cpu, cuda, compiler):
+def test_a_lossy_value_without_gain_is_left_out_with_a_note(cpu, cuda, compiler):
     for device in (cpu, cuda((7, 0))):
         space = default_space(workload("gpt2-tiny"), device, allow=("lossy",))
         assert "bf16_pure" not in values(space)["precision"]
@@ -87,7 +87,7 @@ def test_a_lossy_value_that_does_not_pay_is_not_added_and_that_is_said(cpu, cuda
     assert nothing_allowed(default_space(workload("gpt2-tiny"), cuda(), allow=("lossy",)), ("lossy",)) == ()
 
 
-def test_what_cannot_be_allowed_is_refused(cpu, compiler):
+def test_unknown_values_of_allow_are_refused(cpu, compiler):
     with pytest.raises(SpaceError, match="unknown allowance 'lossi'; did you mean 'lossy'"):
         default_space(workload("gpt2-tiny"), cpu, allow=("lossi",))
     own = Space()
@@ -97,7 +97,7 @@ def test_what_cannot_be_allowed_is_refused(cpu, compiler):
         make_space(made, cpu, allow=("lossy",))
 
 
-def test_what_is_slow_may_be_asked_for_and_what_does_not_exist_may_not(cpu, compiler):
+def test_slow_values_may_be_requested_and_missing_ones_are_refused(cpu, compiler):
     space = default_space(workload("gpt2-tiny"), cpu)
     space.override("precision", ["fp32", "bf16"])
     assert space["precision"].values == ("fp32", "bf16")
@@ -286,7 +286,7 @@ def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, co
     assert not any("hsdp" in each for each in space.sample(500, seed=0) if each.get("zero", 0) < 2)
 
 
-def test_where_replicas_are_not_on_several_hosts_there_is_a_reason(cpu, cuda, compiler):
+def test_without_several_hosts_hsdp_is_absent_with_a_reason(cpu, cuda, compiler):
     task = workload("gpt2-tiny", global_batch=96)
     for device, count, why in (
         (cuda(count=8), 8, "the 8 devices are on one host"),
@@ -301,7 +301,7 @@ def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):
     assert default_space(workload("gpt2"), cuda(), 1)["offload"].values == ("none", "optimizer")
 
 
-def test_what_does_not_compose_with_fp16_is_declared(cuda, compiler):
+def test_combinations_excluded_with_fp16_are_declared(cuda, compiler):
     space = default_space(workload("gpt2"), cuda((7, 0), count=2), 2)
     with pytest.raises(SpaceError, match="a pipeline does not scale the loss"):
         space.config(pp=2, precision="fp16", micro_batch=1)

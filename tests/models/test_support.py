@@ -94,7 +94,7 @@ def test_a_schedule_that_looks_for_each_block_by_its_number_is_asked_with_all_of
     assert found["tp"][0] == "" and "3 ranks must divide" in found["tp"][1]
 
 
-def test_what_is_left_of_a_model_keeps_its_paths_and_what_shares_a_weight_stays():
+def test_a_shortened_model_keeps_paths_and_tied_weights():
     stack = Stack([8] * 8)
     paths = [f"blocks.{number}" for number in range(8)]
     assert stand_ins_for(stack, paths) == dict.fromkeys(paths[2:-1], "blocks.1")

@@ -242,7 +242,7 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, message):
         ({"batch": lambda size, seed: {"z": torch.ones(size, 8)}}, "forward takes x, but the batch has z"),
     ],
 )
-def test_what_does_not_return_what_it_must_is_refused_before_anything_is_tuned(changed, message):
+def test_wrong_return_values_are_refused_before_tuning(changed, message):
     with pytest.raises(WorkloadError, match=message):
         workload(own(**changed))
 
@@ -336,7 +336,7 @@ def test_an_optimizer_that_is_no_optimizer_is_refused():
         Training(own(optimizer=list), {}, CPU)
 
 
-def test_what_belongs_to_the_workload_cannot_be_asked_for_beside_it():
+def test_options_that_the_workload_defines_are_refused():
     assert workload(own(), global_batch=4).global_batch == 4
     with pytest.raises(WorkloadError, match="seq_len is part of the workload 'Net'"):
         workload(own(), seq_len=64)

@@ -39,7 +39,7 @@ def test_few_points_are_all_kept():
 
 
 @pytest.mark.parametrize(("stride", "window"), [(1, 128), (10, 1024)])  # a stretch's width at the end
-def test_of_many_points_each_stretch_keeps_its_lowest_highest_and_last(stride, window):
+def test_thinned_curves_keep_lowest_highest_and_last_points(stride, window):
     drawn = random.Random(0)
     values = {step: drawn.gauss(0, 1) for step in range(stride, 20_000 * stride + 1, stride)}
     values[777 * stride], values[15_001 * stride] = 100.0, -100.0
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_ends_late_takes_no_step_back(tmp_path):
         ({"kind": "note"}, 20, None),
     ],
 )  # fmt: skip
-def test_where_a_log_goes_back_to(given, last, expected):
+def test_the_step_before_a_repeated_one_is_found(given, last, expected):
     assert step_before(given, last) == expected
 
 

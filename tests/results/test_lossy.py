@@ -65,7 +65,7 @@ def test_the_best_without_lossy_values_stands_beside_the_winner(run):
     assert (head["exact"]["trial"], head["exactness"]) == (1, "without lossy values")
 
 
-def test_where_nothing_else_succeeded_that_is_said(tmp_path, open_run, point, asked, knobs, ok):
+def test_a_lack_of_exact_successes_is_reported(tmp_path, open_run, point, asked, knobs, ok):
     asked = {**asked, "lossy": {"precision": ["bf16_pure"]}}
     with open_run(tmp_path, asked=asked, knobs={**knobs, "precision": ("bf16_pure",)}) as run:
         run.start(point(0, precision="bf16_pure"), sampler="default")
@@ -124,7 +124,7 @@ def test_only_the_values_that_are_named_are_lossy():
     assert exactness([]) == ""
 
 
-def test_of_those_without_the_ones_that_were_measured_again_lead():
+def test_remeasured_exact_trials_lead():
     def trial(number, speed, lossy=(), **more):
         measured = Measurement(status=Status.OK, throughput=speed)
         return Trial(number=number, config={}, measurement=measured, lossy=lossy, **more)

@@ -82,7 +82,7 @@ def test_a_folder_with_a_run_is_refused_with_both_ways_out(tmp_path, open_run):
 
 
 @pytest.mark.parametrize("name", ["study.log", "run.yaml", "trials.csv"])
-def test_what_may_be_left_of_a_run_is_never_overwritten(name, tmp_path, open_run):
+def test_leftovers_of_a_run_are_never_overwritten(name, tmp_path, open_run):
     (tmp_path / name).write_text("what is this\n")
     for resume in (False, True):
         with pytest.raises(StudyError):
@@ -232,7 +232,7 @@ def test_every_difference_is_listed(tmp_path, open_run, asked):
         ("trials", 50),
     ],
 )
-def test_what_does_not_matter_may_change(path, value, tmp_path, open_run, asked):
+def test_irrelevant_changes_of_the_request_are_accepted(path, value, tmp_path, open_run, asked):
     open_run(tmp_path).close()
     with open_run(tmp_path, asked=changed(asked, path, value), resume=True) as run:
         assert run.notes == ()
@@ -285,7 +285,7 @@ def test_a_storage_elsewhere_is_named_again_and_its_password_is_not_written(tmp_
     assert document["storage"] == "postgresql://me@host:5432/db"
 
 
-def test_what_cannot_begin_leaves_nothing(tmp_path, open_run, asked):
+def test_a_refused_start_leaves_no_files(tmp_path, open_run, asked):
     with pytest.raises(StudyError, match="cannot open the storage"):
         open_run(tmp_path / "a", storage="sqlite:////no/such/folder/x.db")
     with pytest.raises(TypeError, match="cannot be written as YAML"):
@@ -298,7 +298,7 @@ def test_what_cannot_begin_leaves_nothing(tmp_path, open_run, asked):
         open_run(tmp_path / "file" / "below")
 
 
-def test_a_second_process_is_refused_and_told_by_whom(tmp_path, open_run, in_child):
+def test_a_second_process_is_refused_with_the_first_s_id(tmp_path, open_run, in_child):
     with open_run(tmp_path):
 
         def try_it():

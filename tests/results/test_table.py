@@ -259,7 +259,7 @@ def test_columns_may_be_missing_or_foreign_or_moved(tmp_path):
         ("\x00\x01\x02", "trial, status, throughput"),
     ],
 )
-def test_what_is_no_table_of_trials_is_refused_with_what_is_missing(tmp_path, text, words):
+def test_other_csv_files_are_refused_with_the_missing_columns(tmp_path, text, words):
     path = tmp_path / "trials.csv"
     path.write_text(text)
     with pytest.raises(StudyError, match=words):

@@ -57,11 +57,11 @@ NOISES = {
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-def test_what_an_import_does_to_the_standard_streams_does_not_matter(agent, noise):
+def test_imports_that_change_standard_streams_are_harmless(agent, noise):
     agent(noise).wait_ready()
 
 
-def test_what_an_import_prints_is_in_no_trials_log(agent, tmp_path):
+def test_output_of_imports_is_not_in_trial_logs(agent, tmp_path):
     noisy = "\n".join(NOISES.values())
     made = agent(f"import torch\n{noisy}\nprint('never flushed')")
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_an_agent_that_dies_while_it_starts_is_started_again(agent, tmp_path):
     ("death", "how"),
     [("os.abort()", "killed by signal 6 (SIGABRT)"), ("os._exit(7)", "the process exited with code 7")],
 )
-def test_one_that_goes_on_dying_ends_with_its_last_words(agent, tmp_path, death, how):
+def test_an_agent_that_keeps_dying_fails_with_its_last_output(agent, tmp_path, death, how):
     made = agent(COUNT + f"os.write(2, b'no licence for this library ' + str(count).encode())\n{death}")
     with pytest.raises(RunnerError) as caught:
         made.wait_ready()
@@ -98,7 +98,7 @@ def test_an_import_that_raises_would_raise_again_and_is_told_with_its_traceback(
     assert (tmp_path / "starts").read_text() == "x"
 
 
-def test_what_it_is_told_to_import_later_is_there_when_it_is_ready_and_after_it_was_lost(agent, tmp_path):
+def test_later_imports_are_loaded_when_ready_and_after_a_restart(agent, tmp_path):
     made = agent("")
     (tmp_path / "later.py").write_text("import time; time.sleep(0.5)")
     made.also_import(["later"])
@@ -114,7 +114,7 @@ def test_what_it_is_told_to_import_later_is_there_when_it_is_ready_and_after_it_
     assert run() is True
 
 
-def test_what_fails_later_is_told_as_what_fails_at_once(agent, tmp_path):
+def test_late_import_errors_are_reported_like_early_ones(agent, tmp_path):
     made = agent("")
     made.wait_ready()
     (tmp_path / "later.py").write_text("raise KeyError('no such device')")

@@ -109,7 +109,7 @@ def test_a_rank_that_compiles_leaves_the_others_waiting_and_all_go_on(bench):
     assert [each.report for each in outcome.ranks] == [2.0, 2.0]
 
 
-def test_of_a_compilation_that_hangs_the_rank_is_named(bench):
+def test_a_hanging_compilation_names_its_rank(bench):
     def program(context):
         import torch
         import torch.distributed as dist

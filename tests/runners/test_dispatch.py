@@ -50,7 +50,7 @@ def test_the_slowest_rank_and_the_fullest_rank_count():
     assert [each.peak_memory_mib for each in done.ranks] == [5000, 3000]
 
 
-def test_what_departs_from_the_reference_is_wrong_and_what_cannot_be_compared_says_so():
+def test_deviating_trials_are_wrong_and_incomparable_ones_say_so():
     alike = measured("a new chip", "fp32")
     assert (alike.status, alike.reason) == (Status.OK, "")
     assert alike.probe.quiet.gradient == pytest.approx(3.0, rel=1e-15)

@@ -242,7 +242,7 @@ def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch)
     assert (watch.clock_mhz, watch.power_w) == (1500, None)
 
 
-def test_what_may_win_is_measured_at_settled_clocks_on_a_gpu():
+def test_likely_winners_are_measured_at_settled_clocks():
     workload = redline.workload("gpt2-tiny")
     plans = {}
     for device in (Device(type=each, name="", count=1, memory_mib=80_000) for each in ("cuda", "cpu")):

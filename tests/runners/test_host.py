@@ -69,7 +69,7 @@ def test_cpu_allocator_failure_under_the_limit_is_oom_with_the_need(bench, tmp_p
     assert outcome.ranks[0].needed_memory_mib == pytest.approx(400, rel=0.1)
 
 
-def test_what_fits_under_the_limit_is_ok_and_its_peak_is_measured(bench):
+def test_a_trial_under_the_limit_is_ok_with_a_measured_peak(bench):
     def program(context):
         import torch
 

@@ -109,7 +109,7 @@ def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, t
         ("memory", Status.OOM, ""),
     ],
 )
-def test_what_ends_one_leaves_the_others_their_turns(bench, tmp_path, fails, status, reason):
+def test_a_failed_program_leaves_the_others_their_turns(bench, tmp_path, fails, status, reason):
     notes = str(tmp_path / "notes")
     programs = [Program("a", notes), Program("b", notes, fails), Program("c", notes)]
     (found,) = take_turns(bench, programs, memory_limit_mib=300)
@@ -120,7 +120,7 @@ def test_what_ends_one_leaves_the_others_their_turns(bench, tmp_path, fails, sta
 
 
 @pytest.mark.slow
-def test_who_hangs_in_a_turn_is_killed_and_the_others_go_on(bench, tmp_path):
+def test_a_program_that_hangs_in_its_turn_is_killed_and_the_others_continue(bench, tmp_path):
     notes = str(tmp_path / "notes")
     programs = [Program("a", notes), Program("b", notes, "hangs"), Program("c", notes)]
     (found,) = take_turns(bench, programs, timeout_s=30)
@@ -168,7 +168,7 @@ def test_candidates_that_take_turns_are_measured_as_they_are_alone(devices):
     assert failed.status is Status.CRASH and "nonsense" in failed.reason
 
 
-def test_what_does_not_fit_into_memory_together_takes_no_turns():
+def test_programs_that_do_not_fit_together_take_no_turns():
     room = min(detect().memory_mib, psutil.virtual_memory().available / 2**20)
     with local() as runner:
         requests = [TrialRequest(config=CONFIG, number=number) for number in range(2)]

@@ -153,7 +153,7 @@ def test_a_stream_delays_only_streams_that_wait_for_its_event():
     assert played(False) == pytest.approx(3.0)
 
 
-def test_what_an_earlier_step_began_is_over():
+def test_transfers_of_earlier_steps_have_ended():
     trace = step(0, 1.0, (0.5, Act.WAIT, 99), (0.5, Act.AWAIT, 12))
     assert play([trace], second).seconds == pytest.approx(1.0)
 

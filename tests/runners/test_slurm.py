@@ -164,7 +164,7 @@ def test_a_model_is_trained_on_both_nodes(slurm, checkout):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_search_that_is_killed(slurm, checkout):
+def test_a_killed_search_leaves_no_tasks(slurm, checkout):
     search = subprocess.Popen(
         tune("--command", COMMAND, "--set", "mode=train", *SHORT, "--measure-time", "60s"),
         env=slurm, cwd=checkout, stdout=subprocess.PIPE, text=True,
@@ -221,7 +221,7 @@ sys.exit("no nodes today")
 """
 
 
-def test_who_has_not_the_key_is_not_let_in_and_holds_nothing_up(monkeypatch, tmp_path):
+def test_connections_without_the_key_are_refused_and_block_nothing(monkeypatch, tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(STRANGER.format(python=sys.executable))
     srun.chmod(0o755)
@@ -312,7 +312,7 @@ def test_trials_at_once_have_gpus_of_their_own(devices, count, gpus, expected):
     assert found == expected
 
 
-def test_it_is_the_default_in_an_allocation_of_several_nodes(monkeypatch):
+def test_slurm_is_the_default_in_an_allocation_of_several_nodes(monkeypatch):
     command = Command(command="true")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for count, model, of_command in (("", "ray", "local"), ("1", "ray", "local"), ("4", "slurm", "slurm")):

@@ -81,14 +81,14 @@ def test_batches_are_shorter_not_padded_and_cut_into_the_micro_batches_of_the_co
     assert all(each.grad is None for each in training.model.parameters())
 
 
-def test_a_loss_that_is_no_number_in_any_step_is_told():
+def test_a_non_finite_loss_in_any_step_is_reported():
     training = Training(workload(), {"micro_batch": 8}, CPU)
     passes, number = training.passes, iter(range(100))
     training.passes = lambda batches: passes(batches) * (math.nan if next(number) == 2 else 1.0)
     assert math.isnan(soak(training, SoakPlan(steps=4), 0, lambda: 0.0).loss)
 
 
-def test_what_was_compiled_on_the_way_is_counted():
+def test_compilations_during_the_soak_are_counted():
     training = Training(workload(), {"micro_batch": 8}, CPU)
     compiled = [0.0, 0.0, 1.5, 1.5, 1.5, 1.5, 4.0, 4.0, 4.0, 4.0]
     found = soak(training, SoakPlan(steps=2), 0, lambda: compiled.pop(0))
@@ -96,7 +96,7 @@ def test_what_was_compiled_on_the_way_is_counted():
     assert found.words.endswith(", 2 of them with 4 s of compilation")
 
 
-def test_lengths_beyond_those_that_are_compiled_anew_are_told():
+def test_lengths_beyond_the_recompilation_limit_are_reported():
     def schedule(sch, config):
         sch["model.layers.0"].compile(backend="eager", dynamic=False)
 

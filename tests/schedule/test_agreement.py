@@ -45,7 +45,7 @@ def inputs(seed):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_checksum_tells_bits_and_order_apart():
+def test_checksums_distinguish_bits_and_order():
     x = torch.randn(33, 7)
     other = x.clone()
     other[3, 2] = torch.nextafter(other[3, 2], torch.tensor(9.0))

@@ -91,7 +91,7 @@ def test_exchanges_and_random_streams_of_such_a_module_are_refused():
         sch["inner"].fork_rng()
 
 
-def test_what_the_graph_still_calls_takes_primitives(sch):
+def test_modules_still_called_by_the_graph_take_primitives(sch):
     seen = []
     sch.trace(flatten=True)
     sch["norm"].hook("fwd_post", lambda module, args, output: seen.append(module))

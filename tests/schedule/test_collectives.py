@@ -129,7 +129,7 @@ def check_sequence():
         assert torch.allclose(found, plain, atol=1e-5) == (gradient == "reduce_scatter")
 
 
-def test_what_is_gathered_for_different_work_has_its_gradient_summed(two):
+def test_gradients_of_gathered_inputs_for_different_work_are_summed(two):
     two.run(check_sequence)
 
 

@@ -53,7 +53,7 @@ def test_the_same_departs_nowhere_and_every_kind_is_looked_at():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_departs_is_said(change, message):
+def test_departures_are_named(change, message):
     assert compare(PLAIN, replace(PLAIN, **change), TENSORS).wrong.description == message
 
 
@@ -79,7 +79,7 @@ def test_a_tensor_that_is_nothing_but_rounding_is_held_to_the_largest_of_its_kin
     assert compare(PLAIN, grown, TENSORS).wrong.description.startswith("the gradient of b")
 
 
-def test_what_a_rank_does_not_hold_is_not_compared():
+def test_tensors_of_other_ranks_are_not_compared():
     part = Numbers(gradients={"a": PLAIN.gradients["a"], "other": torch.ones(1)})
     found = compare(PLAIN, part, TENSORS)
     assert found.holds and len(found.departures) == 1

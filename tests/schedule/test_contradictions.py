@@ -166,7 +166,7 @@ def check_tied_stage():
         build(sch, loss=nn.functional.mse_loss)
 
 
-def test_weights_tied_within_a_stage_are_not_cut_apart(two):
+def test_tied_weights_within_a_stage_are_not_sharded_separately(two):
     two.run(check_tied_stage)
 
 
@@ -177,7 +177,7 @@ def check_heads(make):
     assert sch["model.layers.0.self_attn.k_proj"].module.out_features == 16
 
 
-def test_heads_are_not_cut_apart(four, make_transformer):
+def test_heads_are_never_split(four, make_transformer):
     four.run(check_heads, make_transformer)
 
 

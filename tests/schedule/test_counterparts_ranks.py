@@ -73,7 +73,7 @@ def check_pieces():
     assert torch.equal(built.fc2.bias, whole["fc2.bias"])
 
 
-def test_of_real_weights_each_rank_keeps_its_piece(two):
+def test_each_rank_keeps_its_shard_of_real_weights(two):
     two.run(check_pieces)
 
 
@@ -372,7 +372,7 @@ def check_chain(kind, seed):
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
-def test_what_cannot_be_traced_is_cut_all_the_same(two, seed, kind):
+def test_untraceable_modules_are_still_sharded(two, seed, kind):
     assert two.run(check_chain, kind, seed) == [
         ["pre.linear.weight", "layers.0.weight"],
         ["layers.1.weight", "post.weight"],

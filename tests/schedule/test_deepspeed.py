@@ -378,7 +378,7 @@ def check_refusals(make, folder):
         build(plain, target="deepspeed", config=SIZE)
 
 
-def test_what_the_engine_cannot_do_is_refused_and_leaves_the_schedule_as_it_was(two, mlp, tmp_path):
+def test_unsupported_schedules_are_refused_and_unchanged(two, mlp, tmp_path):
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     two.run(check_refusals, type(mlp), str(tmp_path))
 

@@ -315,7 +315,7 @@ def test_a_part_of_a_model_is_made_as_in_the_whole():
 # -- scheduled models ----------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_until_it_is_cut_is_never_there_all_at_once(monkeypatch):
+def test_sharded_weights_are_never_materialised_whole(monkeypatch):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -364,7 +364,7 @@ class Doubled(nn.Module):
         self.extra = nn.Linear(3, 3)
 
 
-def test_what_a_factory_computes_from_weights_is_what_it_would_compute_in_place():
+def test_factories_that_read_weights_compute_the_same_values():
     def make():
         return nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
 
@@ -489,7 +489,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_a_look_at_values_ends_it_though_the_constructor_goes_on(look):
+def test_reading_values_ends_the_recording_even_if_caught(look):
     with pytest.raises(Unrecordable, match="cannot be made without memory"), deferred():
         Holder(caught(look))
     in_place(of(caught(look)))
@@ -500,13 +500,13 @@ def test_a_look_at_values_ends_it_though_the_constructor_goes_on(look):
     [sets_the_state_back, forks_and_seeds, draws_into_a_real_tensor, sets_a_real_tensor_by_a_weight,
      draws_by_a_generator_of_its_own, as_many_as_are_drawn, gives_a_weight_memory_at_hand, has_no_form_without_values],
 )  # fmt: skip
-def test_what_cannot_be_known_is_refused(fill):
+def test_reads_of_unknown_values_are_refused(fill):
     with pytest.raises(Unrecordable, match="cannot be made without memory"), deferred():
         Holder(fill)
     in_place(of(fill))
 
 
-def test_a_constructor_s_own_error_is_told():
+def test_a_constructor_s_own_error_is_raised():
     with pytest.raises(Unrecordable, match="ZeroDivisionError: division by zero"), deferred():
         Holder(lambda self: 1 / 0)
 

@@ -130,7 +130,7 @@ def test_a_whole_transformer_on_two_processes():
 
 
 @pytest.mark.exhaustive
-def test_what_a_schedule_costs_is_measured():
+def test_the_cost_of_a_schedule_is_measured():
     out = json.loads(ran(ROOT / "bench" / "schedule.py", "--rounds", 3, "--json"))
     # 24 blocks, each with six cuts and four exchanges.
     assert out["apply"]["steps"] > 240 and out["apply"]["seconds"] > 0

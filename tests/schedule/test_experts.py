@@ -368,7 +368,7 @@ def planned_cut():
     ],
     ids=range(19),
 )
-def test_what_cannot_be_is_refused_and_leaves_the_schedule_as_it_was(call, message):
+def test_invalid_expert_parallelism_is_refused_and_changes_nothing(call, message):
     with pytest.raises(ScheduleError, match=re.escape(message)):
         call()
 

@@ -151,7 +151,7 @@ def test_half_precision_and_autocast_stay_what_they_were():
     assert one.dtype == torch.bfloat16 and torch.allclose(one, other, rtol=0.05, atol=0.05)
 
 
-def test_what_is_not_there_is_said():
+def test_a_missing_pattern_is_reported():
     sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
     for primitive in (sch.fused_attention, sch.fused_gelu):
         with pytest.raises(ScheduleError, match=r"fused_\w+ on 'Sequential': trace it first, or a module below it"):
@@ -255,5 +255,5 @@ def check_attention_cut():
 
 
 @pytest.mark.parametrize("check", [check_attention_cut])
-def test_what_is_fused_is_cut_over_ranks(two, check):
+def test_fused_modules_are_sharded_over_ranks(two, check):
     two.run(check)

@@ -93,7 +93,7 @@ def test_loss_and_gradients_are_those_of_formed_logits(seed, shape, loss, bias, 
     same(found[1], expected[1], allowed)
 
 
-def test_of_ignored_tokens_alone_the_mean_is_no_number_and_the_gradient_zero(seed):
+def test_only_ignored_tokens_give_a_nan_mean_and_zero_gradient(seed):
     plain, fused = made(seed)
     inputs, labels = data(seed, 2, 40)
     labels.fill_(-100)
@@ -297,7 +297,7 @@ def test_verify_holds_over_a_vocabulary_in_pieces(two):
     assert two.run(verify_in_pieces) == [True, True]
 
 
-def test_what_cannot_be_fused_is_refused():
+def test_unsupported_losses_are_refused():
     sch = rl.create_schedule(Model())
     with pytest.raises(ScheduleError, match=r"must be an nn\.Linear, but is a Embedding"):
         sch["embed"].fused_loss()

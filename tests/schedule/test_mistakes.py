@@ -102,7 +102,7 @@ def test_a_forgotten_sync_of_the_backward_pass_is_found_in_the_part_alone(two, t
     two.run(check_backward_sync, times)
 
 
-def test_sequences_cut_over_ranks_are_not_verified_and_that_is_said(two):
+def test_verify_refuses_sequence_shards_with_a_message(two):
     two.run(check_no_verify)
 
 

@@ -134,7 +134,7 @@ def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, cores, each):
     assert asked == [each, 3]
 
 
-def test_what_fsdp_cuts_is_stepped_and_loaded_piece_by_piece(two):
+def test_fsdp_shards_are_stepped_and_loaded_one_by_one(two):
     def check():
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh

@@ -83,7 +83,7 @@ def test_two_stages_train_as_one_process(two, make_transformer, seed, name):
         ("zbv", [0, 1, 2]),
     ],
 )
-def test_the_other_schedules_train_alike(two, make_transformer, seed, kind, cuts):
+def test_the_other_pipeline_schedules_train_equally(two, make_transformer, seed, kind, cuts):
     two.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2}, cuts, 4, kind, 4)
 
 
@@ -365,7 +365,7 @@ def check_values():
     return run(Bypass())
 
 
-def test_what_the_cut_returns_may_be_used_several_times(two):
+def test_stage_outputs_may_be_used_several_times(two):
     assert two.run(check_values) == ["ran", "ran"]
 
 

@@ -134,7 +134,7 @@ def check_training(zero, seed, layers, without, bias):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("without", [[[3], [3]], [[2], []], [[0], [1, 3]]], ids=["none", "one", "others"])
-def test_what_some_replicas_do_not_use_is_averaged_and_what_none_uses_left_alone(two, seed, zero, without):
+def test_partly_used_gradients_are_averaged_and_unused_ones_left_alone(two, seed, zero, without):
     # With a gradient of zeros AdamW would shrink parameters that no replica uses.
     assert all(two.run(check_training, zero, seed, 4, without, True))
 

@@ -133,7 +133,7 @@ def test_rings_of_more_ranks_and_of_ranks_that_exchange_heads_do_so_too(four, de
 
 
 @pytest.mark.parametrize("axis", ["sp", "cp"])
-def test_what_looks_both_ways_sees_tokens_and_padding_of_all_pieces(two, axis):
+def test_bidirectional_attention_sees_tokens_and_padding_of_all_shards(two, axis):
     for batch in (plain, hidden_in_one_half):
         for found in two.run(departure, lambda: bert("sdpa"), batch(), {axis: 2}):
             assert found < ROUNDING
@@ -307,7 +307,7 @@ def test_ranks_of_a_ring_look_at_as_many_pairs_each_where_tokens_look_back(ranks
     assert len(set(pairs)) == 1
 
 
-def test_what_a_window_hides_is_not_computed():
+def test_blocks_outside_the_window_are_not_computed():
     def near(sample, head, query, key):
         return (key <= query) & (key > query - 4)
 
@@ -496,7 +496,7 @@ def gemma2():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_with_the_numbers(refused, message):
+def test_indivisible_sequences_are_refused_with_the_numbers(refused, message):
     with pytest.raises(ScheduleError, match=message):
         refused()
 

@@ -83,7 +83,7 @@ def test_a_part_is_built_by_itself():
 # Decomposed
 
 
-def test_one_linear_of_a_traced_module_is_taken_apart_by_its_own_path(seed):
+def test_a_linear_of_a_traced_module_is_decomposed_by_its_path(seed):
     torch.manual_seed(seed)
     sch = create_schedule(net())
     with verify(sch, torch.randn(2, 8)):

@@ -101,7 +101,7 @@ def check_gated():
     assert len(one.find(glu)) == 1
 
 
-def test_what_several_modules_take_is_exchanged_once(two):
+def test_shared_inputs_are_exchanged_once(two):
     two.run(check_gated)
 
 
@@ -148,7 +148,7 @@ def test_the_sync_of_a_module_that_nothing_calls_does_not_count(two):
         (lambda sch: sch["fc2"].checkpoint(), "'fc2' has checkpoint, which would be lost; replace first"),
     ],
 )
-def test_what_has_no_place_at_the_replacement_is_refused(given, message):
+def test_settings_that_the_replacement_cannot_take_are_refused(given, message):
     sch = create_schedule(MLP())
     given(sch)
     sch.trace()
@@ -263,7 +263,7 @@ class Fused(nn.Module):
         return F.linear(x, self.weight, self.bias).chunk(3, -1)
 
 
-def test_one_module_stands_for_several_subgraphs():
+def test_one_module_replaces_several_subgraphs():
     model = seeded(Projections)
     sch = create_schedule(model)
     with verify(sch, torch.randn(2, 8)):
@@ -278,7 +278,7 @@ def add_all(a, b):
     return a + b
 
 
-def test_what_cannot_be_replaced_together_is_refused():
+def test_subgraphs_that_cannot_be_replaced_together_are_refused():
     sch = create_schedule(nn.Sequential(seeded(MLP), seeded(MLP)))
     for each in sch:
         each.trace()

@@ -136,7 +136,7 @@ class Branching(nn.Module):
         return x
 
 
-def test_what_cannot_be_traced_names_the_line_and_leaves_the_schedule_alone():
+def test_trace_errors_name_the_line_and_change_nothing():
     model = nn.Sequential(Branching())
     sch = create_schedule(model)
     drawn = str(sch)
@@ -163,7 +163,7 @@ def test_transformers_modules_trace_or_say_why(make_transformer, tokens, seed):
 # find
 
 
-def test_patterns_match_modules_functions_and_methods_alike(net):
+def test_patterns_match_modules_functions_and_methods(net):
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -412,7 +412,7 @@ def test_a_subgraph_is_recomputed(net, x, seed):
 # decompose
 
 
-def test_linear_layers_and_norms_come_apart(net, x, seed):
+def test_linear_layers_and_norms_are_decomposed(net, x, seed):
     sch = create_schedule(net)
     with verify(sch, x):
         sch["blocks.0"].trace().decompose()
@@ -447,7 +447,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(("causal", "groups", "mask"), [(False, 1, False), (True, 1, False), (False, 2, True)])
-def test_attention_comes_apart(seed, causal, groups, mask):
+def test_attention_is_decomposed(seed, causal, groups, mask):
     torch.manual_seed(seed)
     sch = create_schedule(Attention(causal, groups))
     x = torch.randn(2, 5, 8)

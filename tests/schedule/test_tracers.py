@@ -50,7 +50,7 @@ def test_whole_models_and_embeddings_are_traced(family, seed):
     assert same(trained(built, data), trained(plain, data))
 
 
-def test_what_differs_between_training_and_evaluation_is_chosen_when_the_graph_runs():
+def test_training_and_evaluation_differ_when_the_graph_runs():
     class Dropping(nn.Module):
         def __init__(self):
             super().__init__()
@@ -155,7 +155,7 @@ def test_exported_graphs_are_found_in_and_edited(tracer, seed):
     assert torch.equal(built(x)["out"], plain(x)["out"])
 
 
-def test_what_an_exported_graph_would_lose_is_refused():
+def test_modules_that_export_would_change_are_refused():
     sch = create_schedule(Plain())
     sch["fc"].hook("fwd_post", lambda m, args, out: out)
     with pytest.raises(TraceError, match="the schedule of 'fc' would be lost.*by tracer='fx'"):

@@ -37,7 +37,7 @@ def test_select_matches_components_and_spans(make_transformer):
         sch.select("encoder.layer.*.attention")
 
 
-def test_nothing_applied_leaves_the_model_as_it_was(mlp):
+def test_a_schedule_without_primitives_leaves_the_model_unchanged(mlp):
     before = {name: (id(module), type(module)) for name, module in mlp.named_modules()}
     sch = create_schedule(mlp)
     str(sch)

@@ -121,7 +121,7 @@ def test_a_model_that_is_wrong_in_evaluation_only_is_found(mlp):
         sch["fc1"].replace(lambda old: Lazy(8, 16))
 
 
-def test_nothing_runs_when_the_body_raised_and_nothing_is_left_behind(mlp):
+def test_an_error_in_the_body_skips_the_check_and_leaves_nothing(mlp):
     calls = []
     mlp.register_forward_hook(lambda *a: calls.append(1))
     before, state = copy.deepcopy(mlp.state_dict()), torch.get_rng_state()

@@ -168,7 +168,7 @@ def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monk
         assert detail["given"] == request_
 
 
-def test_what_is_no_json_is_malformed(submitter):
+def test_bodies_that_are_not_json_are_malformed(submitter):
     for body in (b"{", b"", b"[" * 100_000, b"\xff\xfe", b'{"request": NaN}'):
         answer = submitter.post("/v1/searches", content=body, headers={"content-type": "application/json"})
         assert answer.status_code in (400, 422), answer.text
@@ -188,7 +188,7 @@ def test_a_body_that_is_too_large_is_refused_whatever_it_says_of_its_length(subm
     )
 
 
-def test_there_is_no_such_path_search_or_method(submitter):
+def test_unknown_paths_searches_and_methods_are_refused(submitter):
     error(submitter.get("/v1/nothing"), 404, "not_found")
     assert "no search" in error(submitter.get("/v1/searches/0123456789ab"), 404, "not_found")["message"]
     error(submitter.get("/v1/searches/..%2F..%2Fetc"), 404, "not_found")
@@ -250,7 +250,7 @@ def test_a_list_goes_on_where_it_stopped(submitter):
     assert seen[:5] == made[::-1] and len(set(seen)) == len(seen)
 
 
-def test_who_asks_too_often_is_told_when_to_come_again(tmp_path):
+def test_too_many_requests_get_a_retry_after(tmp_path):
     with served(tmp_path, rate=5) as slow, slow.client() as client:
         answers = [client.get("/v1/me") for _ in range(40)]
         assert answers[0].status_code == 200

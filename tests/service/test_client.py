@@ -84,7 +84,7 @@ def test_errors_are_redline_s_own(service, client):
         rl.Client("http://127.0.0.1:8700", token="")
 
 
-def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
+def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     """Following a search and waiting for it retry after other calls of the same client have given up."""
     seen, found, ended = [], [], []
     with served(tmp_path) as first:
@@ -124,7 +124,7 @@ def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("sampler", ["random", pytest.param("bayes", marks=pytest.mark.slow)])
-def test_a_study_is_asked_and_told(service, client, sampler):
+def test_a_study_supports_ask_and_tell(service, client, sampler):
     study = client.study(SPACE, sampler=sampler, seed=1)
     tried = {}
     while (asked := client.ask(study)).config is not None:
@@ -168,7 +168,7 @@ def test_an_estimate_is_that_of_the_command_and_comes_from_memory_the_second_tim
         client.estimate("gpt2-tiny", hardware="h100-80gb", devices=7, global_batch=3, fix={"dp": 9})
 
 
-def test_what_is_a_file_here_travels_as_what_it_holds(tmp_path):
+def test_local_files_are_sent_by_their_contents(tmp_path):
     (tmp_path / "train.py").write_text("workload = 1\n")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
     (tmp_path / "space.yaml").write_text("knobs:\n- {name: micro_batch, type: choice, values: [1, 2]}\n")
@@ -276,7 +276,7 @@ def test_waiting_ends_with_the_time_that_is_given_where_nothing_happens(client):
         run.wait(timeout=0.2)
 
 
-def test_what_a_command_measured_is_not_asked_for_again(service):
+def test_measured_commands_are_not_run_again(service):
     from redline.runners.command.command import Command
 
     space = {"micro_batch": [1, 2]}

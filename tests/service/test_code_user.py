@@ -234,7 +234,7 @@ def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, place, no
 
 
 @pytest.mark.slow
-def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, place, nobody):
+def test_a_link_in_the_place_of_the_log_is_not_read(service, place, nobody):
     """The log is replaced by a link to a file that the worker may read and the code may not."""
     secret = place / "secret"
     secret.write_text("the worker's alone")

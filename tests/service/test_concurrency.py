@@ -112,7 +112,7 @@ def at_once(url, *tasks):
         return [each.result() for each in [threads.submit(run, task) for task in tasks]]
 
 
-def test_of_many_who_take_a_search_up_one_has_the_latest_attempt(url, real):
+def test_concurrent_attempts_of_a_search_have_one_latest(url, real):
     _, search, attempt = submitted(real)
     taken = at_once(url, *[lambda store: store.take_search(search.id)] * 6)
     assert sorted(taken) == [attempt + 1 + number for number in range(6)]
@@ -126,7 +126,7 @@ def test_a_key_used_by_many_at_once_is_one_search(url, real):
     assert [new for _, new in found].count(True) == 1
 
 
-def test_whoever_reads_events_as_they_come_misses_none_and_each_key_is_one_dry_run(url, real):
+def test_concurrent_readers_miss_no_event_and_each_key_is_one_dry_run(url, real):
     """Postgres assigns numbers before transactions end: one that ends later must not have the lower number."""
     ann, one, attempt = submitted(real)
     other, _ = real.submit(ann, {}, devices=1)

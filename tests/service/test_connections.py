@@ -95,7 +95,7 @@ def test_hundreds_of_half_open_connections_keep_nobody_out(service):
 
 
 @pytest.mark.parametrize(("role", "status"), [(None, b"401"), ("forged", b"401"), ("reader", b"403")])
-def test_who_may_not_is_told_so_before_the_body_is_read(tmp_path, role, status):
+def test_unauthorised_requests_are_refused_before_the_body_is_read(tmp_path, role, status):
     """The body is not sent first: a server that waited for it would close the connection without an answer."""
     with served(tmp_path) as running, reach(running) as stranger:
         token = running.tokens.get(role, "redline_00000000_forged")

@@ -35,7 +35,7 @@ def test_migrations_make_the_tables_that_the_code_knows(empty_url):
         assert store.database.read(different) == []
 
 
-def test_what_differs_from_the_tables_is_found(sqlite):
+def test_differences_from_the_tables_are_found(sqlite):
     sqlite.database.write(lambda c: c.execute(text("ALTER TABLE redline_users ADD COLUMN extra TEXT")))
     assert [each[0] for each in sqlite.database.read(different)] == ["remove_column"]
 
@@ -153,7 +153,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
             other.submit(ann, {"filler": "x" * 10_000}, devices=1)
 
 
-def test_what_is_no_database_says_so(tmp_path):
+def test_files_that_are_no_database_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing of the kind " * 500)
     with pytest.raises(StorageUnavailable, match="is not a database"):
         Store.open(f"sqlite:///{tmp_path}/notes.txt")
@@ -182,7 +182,7 @@ def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postg
         assert [each.data["state"] for each in store.events(search=search.id)] == ["queued", "running"]
 
 
-def test_a_connection_that_is_cut_is_made_anew(cluster, postgresql_url):
+def test_a_lost_connection_is_replaced(cluster, postgresql_url):
     with Store.open(postgresql_url) as store:
         store.add_user("ann")
         cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
@@ -202,7 +202,7 @@ def test_a_transaction_that_fails_leaves_nothing(store):
     assert len(store.users()) == 1
 
 
-def test_what_was_written_outlives_a_kill(url, tmp_path):
+def test_committed_data_survives_a_kill(url, tmp_path):
     """Everything that the store acknowledged before the kill is in the database."""
     code = (
         "import sys; from redline.service.store import Store; store = Store.open(sys.argv[1]); ann = store.add_user('ann')\n"

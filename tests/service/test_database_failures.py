@@ -223,7 +223,7 @@ def test_a_database_that_a_later_version_takes_over_is_not_misread(service, clie
     assert until(lambda: submit(client), 201) and len(client.get("/v1/searches").json()["searches"]) == 2
 
 
-def test_who_asks_for_what_takes_long_keeps_nobody_else_waiting():
+def test_slow_requests_do_not_delay_others():
     helper = Helper(60)
     try:
         helper.call(time.sleep, 0)

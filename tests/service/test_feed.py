@@ -60,7 +60,7 @@ def test_a_stream_goes_on_behind_the_event_that_was_seen_last(service):
     assert ids == sorted(set(ids))
 
 
-def test_what_has_left_the_memory_is_read_from_the_database(tmp_path, monkeypatch):
+def test_old_events_are_read_from_the_database(tmp_path, monkeypatch):
     monkeypatch.setattr(feeds, "REMEMBERED", 5)
     monkeypatch.setattr(feeds, "PAGE", 3)
     with served(tmp_path) as service:

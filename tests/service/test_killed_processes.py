@@ -81,7 +81,7 @@ def the_process(searchers, search):
     return searchers._children[search].pid
 
 
-def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_path):
+def test_stored_outcomes_are_not_run_again_after_kills(service, tmp_path):
     store, user, searchers, workers = service
     search = store.submit(user, REQUEST, devices=1)[0].id
     killed, searchers_killed = [], set()
@@ -149,7 +149,7 @@ def test_a_search_that_is_cancelled_ends_its_processes_and_keeps_what_was_found(
     assert (tmp_path / "searches" / search / "best.yaml").is_file()
 
 
-def test_what_cannot_be_done_fails_in_words(service):
+def test_impossible_searches_fail_with_a_message(service):
     store, user, _, workers = service
     search = store.submit(user, {**REQUEST, "fix": {"micro_bach": 4}}, devices=1)[0].id
     followed(store, workers, search)

@@ -55,7 +55,7 @@ def test_a_late_answer_is_taken_where_nobody_else_has_begun(store, pool, clock):
     assert store.waiting() == []
 
 
-def test_a_lease_that_is_renewed_goes_on(store, pool, clock):
+def test_a_renewed_lease_continues(store, pool, clock):
     lease = pool.lease(pool.ask(), seconds=10)
     for _ in range(5):
         clock.pass_by(8)
@@ -68,7 +68,7 @@ def test_a_lease_that_is_renewed_goes_on(store, pool, clock):
     assert store.waiting() == []
 
 
-def test_what_loses_its_workers_again_and_again_is_a_crash_that_says_so(store, pool, clock):
+def test_a_dry_run_that_keeps_losing_workers_is_a_crash(store, pool, clock):
     asked = pool.ask()
     for _ in range(MOST_ATTEMPTS):
         last = pool.lease(asked, seconds=10, worker=pool.join())
@@ -130,7 +130,7 @@ def test_a_lease_that_is_renewed_does_not_end_with_another_of_its_worker(store, 
     assert (store.dry_run(one.id).attempts, store.dry_run(two.id).state) == (1, DryRunState.LEASED)
 
 
-def test_what_takes_its_server_with_it_again_and_again_ends_as_well(store, pool, clock):
+def test_a_dry_run_that_keeps_killing_the_server_is_a_crash(store, pool, clock):
     asked = pool.ask()
     for number in range(FORGIVEN + MOST_ATTEMPTS):
         assert store.outcome(asked.id) is None, number
@@ -140,7 +140,7 @@ def test_what_takes_its_server_with_it_again_and_again_ends_as_well(store, pool,
     assert store.outcome(asked.id)["status"] == "crash"
 
 
-def test_what_is_given_back_does_not_count_as_lost(store, pool):
+def test_a_returned_dry_run_does_not_count_as_lost(store, pool):
     asked = pool.ask()
     for _ in range(MOST_ATTEMPTS + 2):
         lease = pool.lease(asked)
@@ -148,7 +148,7 @@ def test_what_is_given_back_does_not_count_as_lost(store, pool):
     assert (store.dry_run(asked.id).state, store.dry_run(asked.id).attempts) == (DryRunState.WAITING, 0)
 
 
-def test_what_was_given_back_is_not_renewed_by_a_heartbeat_that_comes_late(store, pool):
+def test_a_late_heartbeat_does_not_renew_a_returned_lease(store, pool):
     lease = pool.lease(pool.ask())
     store.give_back(lease.dry_run, lease.lease)
     with pytest.raises(LeaseOver, match="was given back"):
@@ -181,7 +181,7 @@ def test_the_same_key_is_the_same_dry_run_with_its_outcome(store, pool):
     assert (again.id, again.outcome, again.payload) == (asked.id, OK, {"number": "7"})
 
 
-def test_what_was_withdrawn_is_stopped_and_may_be_asked_for_again(store, pool):
+def test_a_withdrawn_dry_run_is_stopped_and_can_be_requested_again(store, pool):
     asked = pool.ask()
     lease = pool.lease(asked)
     store.withdraw(asked.id)
@@ -196,7 +196,7 @@ def test_what_was_withdrawn_is_stopped_and_may_be_asked_for_again(store, pool):
     assert pool.lease(again).lease > lease.lease
 
 
-def test_what_is_done_is_not_withdrawn(store, pool):
+def test_a_finished_dry_run_is_not_withdrawn(store, pool):
     lease = pool.lease(pool.ask())
     store.answer(lease.dry_run, lease.lease, OK)
     store.withdraw(lease.dry_run)
@@ -290,7 +290,7 @@ def test_unknown_ones_are_told_as_such(store, pool):
 
 
 @pytest.mark.parametrize("bad", [{"loss": float("nan")}, {"loss": float("inf")}, {"loss": object()}])
-def test_what_is_no_json_is_refused_and_nothing_is_written(store, pool, bad):
+def test_outcomes_that_are_not_json_are_refused(store, pool, bad):
     lease = pool.lease(pool.ask())
     with pytest.raises(UsageError, match="this cannot be stored"):
         store.answer(lease.dry_run, lease.lease, bad)

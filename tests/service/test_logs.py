@@ -17,20 +17,20 @@ def test_a_log_is_written_in_parts_and_read_from_anywhere(tmp_path):
     assert read_log(tmp_path, SEARCH, "3.log", 100) == (b"", 7)
 
 
-def test_a_dry_run_that_is_run_again_begins_its_log_anew(tmp_path):
+def test_a_repeated_dry_run_restarts_its_log(tmp_path):
     write_log(tmp_path, SEARCH, "3.log", 0, b"of the first worker")
     assert write_log(tmp_path, SEARCH, "3.log", 0, b"second") == 6
     assert read_log(tmp_path, SEARCH, "3.log") == (b"second", 6)
 
 
 @pytest.mark.parametrize("search", ["..", "0123456789a", "0123456789AB", "0123456789ab/..", "/etc", "0123456789ab\n"])
-def test_what_is_no_search_is_no_folder(tmp_path, search):
+def test_invalid_search_ids_are_no_folders(tmp_path, search):
     with pytest.raises(UsageError, match="12 hexadecimal digits"):
         folder_of(tmp_path, search)
 
 
 @pytest.mark.parametrize("name", ["../3.log", "3", "3.log/", "/etc/passwd", "3.log\0", "a.log", ".log"])
-def test_what_is_no_log_is_refused(tmp_path, name):
+def test_invalid_log_names_are_refused(tmp_path, name):
     for call in (lambda: write_log(tmp_path, SEARCH, name, 0, b""), lambda: read_log(tmp_path, SEARCH, name)):
         with pytest.raises(UsageError, match="a log's name is like 7.log"):
             call()

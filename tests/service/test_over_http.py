@@ -140,7 +140,7 @@ def test_a_log_of_a_lease_that_is_over_is_not_written(service, pool, worker):
     assert not (service.parts.runs.folder(first.search) / "logs" / "0.log").exists()
 
 
-def test_who_has_no_token_and_who_is_away_is_told_apart(service):
+def test_a_missing_token_and_an_unreachable_server_are_distinguished(service):
     with pytest.raises(Refused, match="token"):
         ServerPool(service.address, "redline_00000000_x").join("w", "h", DEVICE, 1, 1, {})
     with pytest.raises(ServerUnreachable, match="does not answer"):

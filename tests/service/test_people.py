@@ -97,7 +97,7 @@ def test_names_are_taken_once(store, ann):
         store.new_token(99)
 
 
-def test_what_was_done_is_kept_in_order(store, clock):
+def test_the_audit_log_is_in_order(store, clock):
     store.audit("ann", "cancel", "0123", {"from": "::1"})
     store.audit("", "login", "x" * 500)
     first, second = store.audited()
@@ -106,7 +106,7 @@ def test_what_was_done_is_kept_in_order(store, clock):
     assert store.audited(1) == [second]
 
 
-def test_what_is_known_is_there_for_another_process(url, store, ann):
+def test_users_are_visible_to_other_processes(url, store, ann):
     token = store.new_token(ann)
     with Store.open(url, create=False) as other:
         assert other.user_of(token) == ann

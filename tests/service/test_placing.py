@@ -72,7 +72,7 @@ def test_a_search_for_a_kind_of_device_gets_that(store):
     assert place(a_search(store, device="cuda"), store.workers()).device.name == "H100"
 
 
-def test_why_a_search_waits_is_said(store):
+def test_the_reason_why_a_search_waits_is_given(store):
     assert obstacle(a_search(store), store.workers()) == "no worker is in the pool"
     joined(store, GPU, 2)
     gone = joined(store, DEVICE, 64)

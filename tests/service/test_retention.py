@@ -9,7 +9,7 @@ def events_of(store, search=None):
     return [(each.kind, each.data.get("n", each.data.get("state"))) for each in store.events(search=search)]
 
 
-def test_what_happened_in_a_search_that_ended_long_ago_is_forgotten_and_how_it_ended_is_not(pool, clock, monkeypatch):
+def test_events_of_old_searches_are_deleted_and_their_end_is_kept(pool, clock, monkeypatch):
     monkeypatch.setattr("redline.service.store.store.MOST_FORGOTTEN", 3)
     store, old = pool.store, pool.search.id
     running, _ = store.submit(pool.user, {"model": "gpt2-tiny"}, devices=1)

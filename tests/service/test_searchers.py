@@ -86,7 +86,7 @@ def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_a
     until(lambda: pid_of(searchers, search) not in (None, first))
 
 
-def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch):
+def test_a_search_that_cannot_run_returns_its_slot_and_gets_it_back(service, monkeypatch):
     """Regression: a user over their quota occupied every slot while no device was busy."""
     monkeypatch.setattr(module, "UNABLE_S", 0.2)
     monkeypatch.setattr(module, "DECIDE_S", 0.05)
@@ -110,7 +110,7 @@ def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch
     until(lambda: pid_of(searchers, mine))
 
 
-def test_one_whose_search_has_ended_is_not_started_again(service):
+def test_a_searcher_of_an_ended_search_is_not_restarted(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)
@@ -121,7 +121,7 @@ def test_one_whose_search_has_ended_is_not_started_again(service):
     until(lambda: search not in searchers._children)
 
 
-def test_one_that_always_dies_has_failed_with_its_last_words(service):
+def test_a_searcher_that_keeps_dying_fails_with_its_last_output(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)

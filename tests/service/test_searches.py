@@ -78,7 +78,7 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
         ({"request": {"x": {1, 2}}}, "this cannot be stored: Object of type set is not JSON serializable"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(store, ann, given, message):
+def test_invalid_submissions_are_refused(store, ann, given, message):
     with pytest.raises(UsageError, match=message):
         store.submit(**{"user": ann, "request": REQUEST, "devices": 1, **given})
     assert store.searches() == []
@@ -138,7 +138,7 @@ def test_workers_that_are_not_heard_of_have_left_until_they_are(store, ann, cloc
         store.seen("x")
 
 
-def test_what_was_measured_is_found_by_all_that_decides_it(store, ann):
+def test_measurements_are_found_by_everything_that_determines_them(store, ann):
     one, _ = store.submit(ann, REQUEST, devices=1)
     store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 2.0}, one.id)
     store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 9.0}, one.id)  # a repeated report

@@ -24,7 +24,7 @@ def service(tmp_path_factory):
         yield running
 
 
-def test_what_an_environment_holds_is_shown_to_nobody(service):
+def test_values_of_an_environment_are_not_shown(service):
     with service.client("coder") as owner:
         made = owner.post("/v1/searches", json=SUBMITTED).json()
         assert made["request"]["command"]["env"] == ["HF_TOKEN=***", "OMP_NUM_THREADS=***", "EMPTY=***"]
@@ -36,7 +36,7 @@ def test_what_an_environment_holds_is_shown_to_nobody(service):
         assert "hf_secret" not in owner.post(f"{path}/cancel").text
 
 
-def test_what_an_environment_holds_stands_in_no_file_of_a_run(tmp_path):
+def test_values_of_an_environment_are_in_no_file_of_a_run(tmp_path):
     """run.yaml keeps `asked`, best.yaml the command that measures the winner again; a note names the winner's command."""
     given = arguments({"devices": 1, **SUBMITTED["request"]}, tmp_path)
     request = Request(given.pop("target"), **given)

@@ -34,7 +34,7 @@ def test_a_server_that_was_killed_takes_its_searches_up_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_server_has_a_folder_and_one_that_cannot_serve_says_why(tmp_path):
+def test_a_second_server_of_a_folder_is_refused_with_the_reason(tmp_path):
     first = Server(tmp_path, "--port", "0", "--no-worker")
     first.line("serve on (http)")
     try:

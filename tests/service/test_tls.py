@@ -68,7 +68,7 @@ def test_a_certificate_for_another_name_is_refused_unless_it_is_the_very_one(tmp
             ServerPool(service.address, token, pinned=str(other)).leave(joined)
 
 
-def test_what_is_said_without_encryption_is_not_answered(service):
+def test_unencrypted_requests_are_not_answered(service):
     with pytest.raises(ServerUnreachable, match="does not answer"):
         rl.Client(service.address.replace("https", "http"), token="redline_x", patience_s=0.1).me()
 

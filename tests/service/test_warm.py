@@ -77,7 +77,7 @@ def test_idle_runners_of_another_size_make_room_so_that_a_gang_is_not_kept_out(w
         assert [each.closed for each in singles] == [True, True]
 
 
-def test_one_that_is_lost_is_closed_and_another_is_made(warm):
+def test_a_lost_runner_is_closed_and_replaced(warm):
     with warm.runner(leased("a", 1)) as runner:
         runner.lost = True
     with pytest.raises(RunnerError, match="Ray was lost"), warm.runner(leased("a", 2)):

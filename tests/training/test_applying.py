@@ -38,7 +38,7 @@ def test_a_share_of_the_blocks_is_recomputed_spread_or_from_the_first(method, bl
     assert any(step.primitive == "fused_loss" for step in sch.tree.steps)
 
 
-def test_what_cannot_be_applied_is_said():
+def test_unsupported_configurations_are_refused_by_name():
     with pytest.raises(ScheduleError, match="unknown checkpoint_method 'frist'; did you mean 'first'"):
         rl.apply_schedule(gpt2(1), {}, checkpoint_method="frist")
     with pytest.raises(ScheduleError, match="the configuration has tp=2, so the mesh must have an axis tp"):
@@ -71,5 +71,5 @@ def check_own_loop(axes, config):
     [({"tp": 2}, {"tp": 2, "checkpoint_ratio": 0.5}), ({"dp": 2}, {"zero": 0}), ({"dp": 2}, {"zero": 3})],
     ids=["tp", "dp", "zero3"],
 )
-def test_one_s_own_loop_trains_as_the_plain_model_does(two, axes, config):
+def test_a_user_s_loop_trains_like_the_plain_model(two, axes, config):
     two.run(check_own_loop, axes, config)

@@ -179,7 +179,7 @@ def test_verify_allows_what_the_format_does():
     [{"checkpoint_ratio": 0.5}, {"grad_accum": 2, "micro_batch": 4}, {"kernels": True}, {"fusion": True}],
     ids=str,
 )
-def test_it_goes_with_what_else_rewrites_a_block(small, precision, knobs):
+def test_float8_composes_with_other_primitives(small, precision, knobs):
     knobs = {"micro_batch": 8, **knobs}
     made = small("llama", vocab_size=512)
     plain = Training(made, {"micro_batch": 8, "precision": precision}, CPU)
@@ -247,7 +247,7 @@ def test_a_device_that_multiplies_8_bits_has_it_among_what_is_lossy(small, cuda,
     asked.fix("precision", "fp8")
 
 
-def test_who_has_it_not_is_told_why(small, cuda, cpu, installed):
+def test_devices_and_models_without_float8_have_a_reason(small, cuda, cpu, installed):
     made = small("llama")
     assert without_float8(made, cpu) == "a CPU does not support 8-bit products"
     assert without_float8(made, cuda((8, 0))).endswith("capability 8.9, but this device has 8.0")

@@ -373,7 +373,7 @@ def test_a_stop_that_one_rank_hears_ends_all_at_the_same_step_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_signals_and_a_file_are_heard(tmp_path, number):
+def test_signals_and_a_stop_file_end_the_training(tmp_path, number):
     before = signal.getsignal(number)
     with _stop_requested(tmp_path) as stop_requested:
         assert not stop_requested()
@@ -424,7 +424,7 @@ def poisoned(step, rank=0, gradient=False):
         ],
     ),
 )
-def test_nothing_that_is_not_finite_is_kept(small, run, tmp_path, config, rank, what, plan):
+def test_checkpoints_of_non_finite_steps_are_not_kept(small, run, tmp_path, config, rank, what, plan):
     hyper, gradient = Hyperparameters(steps=20), what == "gradient"
 
     def go():
@@ -440,7 +440,7 @@ def test_nothing_that_is_not_finite_is_kept(small, run, tmp_path, config, rank, 
         assert all(stored.read().isfinite().all() for stored in dcp_tensors(each.path).values())
 
 
-def test_where_nothing_was_saved_it_says_so(small, tmp_path):
+def test_a_training_without_a_checkpoint_says_so(small, tmp_path):
     with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):
         part(small("llama"), {"micro_batch": 4}, HYPER, save=tmp_path, watch=poisoned(2))
     with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):

@@ -105,7 +105,7 @@ def test_adapters_are_read_and_written_as_text(text, expected):
         ("r=4,dropout=1", "dropout from 0 to below 1"),
     ],
 )
-def test_what_is_no_adapter_is_refused(text, message):
+def test_invalid_adapters_are_refused(text, message):
     with pytest.raises(WorkloadError, match=message):
         Lora.parse(text)
 

@@ -80,7 +80,7 @@ def test_runs_compute_what_one_process_computes(two, seed, family, config, text)
 @pytest.mark.parametrize(
     ("family", "config", "text"), [each for each in TWO if each not in (TWO[0], TWO[4], TWO[8], TWO[9])]
 )
-def test_more_runs_compute_what_one_process_computes(two, seed, family, config, text):
+def test_more_strategies_compute_the_same_as_one_process(two, seed, family, config, text):
     hold(two, family, config, text, seed)
 
 
@@ -171,7 +171,7 @@ def drawn(config):
     return masks[0].clone()
 
 
-def test_ranks_that_share_samples_drop_unlike_each_other_and_ranks_that_share_layers_alike(two):
+def test_dropout_differs_between_replicas_and_agrees_within_a_layer(two):
     config = {"tp": 2, "micro_batch": 4, "strategy": "0:tp1 1:-"}
     first, second = two.run(drawn, config)
     assert first.shape[0] == 2 and first.any() and not torch.equal(first, second)

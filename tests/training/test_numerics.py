@@ -116,7 +116,7 @@ def styled(family):
 
 
 @pytest.mark.parametrize("family", tiered(["phi3", "deepseek_v2"], ["olmo2", "glm", "granite_swa", "deepseek_v3"]))
-def test_styles_of_plans_that_the_table_lacks_are_cut_alike(two, seed, family):
+def test_plan_styles_outside_the_table_compute_the_same(two, seed, family):
     workload = styled(family)
     plan = set(tensor_plan(create_schedule(skeleton(workload))).values())
     assert set(STYLES[family]) <= plan

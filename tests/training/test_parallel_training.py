@@ -90,7 +90,7 @@ def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
 
 
 @pytest.mark.slow
-def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):
+def test_traffic_grows_with_micro_batches_only_where_zero_requires_it(two, small):
     """Below ZeRO 2 gradients are averaged with the last micro-batch; ZeRO 2 reduces them with each, and ZeRO 3 also
     gathers the weights."""
 
@@ -196,7 +196,7 @@ def test_lower_precisions_go_with_several_stages_a_rank(two, small, seed, kind, 
     check(two, small("gpt2"), {**knobs, "precision": precision}, seed)
 
 
-def test_several_stages_a_rank_are_interleaved_where_nothing_else_is_said(two, small, seed):
+def test_several_stages_a_rank_are_interleaved_by_default(two, small, seed):
     check(two, small("gpt2"), {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "micro_batch": 2}, seed)
 
 
@@ -263,7 +263,7 @@ def test_a_loss_computed_in_bfloat16_reaches_every_stage(two):
     assert first == second and 1 < first < 4
 
 
-def test_what_does_not_compose_is_refused(two, small):
+def test_unsupported_combinations_are_refused(two, small):
     def refused(workload, config, message):
         import torch.distributed as dist
 

@@ -108,7 +108,7 @@ def test_running_means_and_numbers_drawn_by_the_model_are_given_back(tmp_path):
     torch.testing.assert_close(*(each[3]["model/norm.running_mean"] for each in (soaked, plain)))
 
 
-def test_it_is_the_longest_batch_that_is_tried(small, tmp_path):
+def test_the_longest_batch_is_tried(small, tmp_path):
     """The soak runs it after the first step and drops the gradients of its passes."""
     workload, sizes = moody(), []
 
@@ -124,7 +124,7 @@ def test_it_is_the_longest_batch_that_is_tried(small, tmp_path):
     assert found.looked_at == 95 and found.step == all_sizes[5:].index(8)
 
 
-def test_of_padded_samples_the_batch_with_the_most_tokens_in_a_pass_is_the_longest(tmp_path):
+def test_the_batch_with_the_most_tokens_in_a_pass_is_the_longest(tmp_path):
     lines = [json.dumps({"text": text[: 2 + 17 * number % 31]}) for number, text in enumerate(TOPICS * 3)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     plan = DataPlan(paths=(str(tmp_path / "lines.jsonl"),), packing="padded", seed=1)

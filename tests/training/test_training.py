@@ -64,7 +64,7 @@ def operators(workload, **knobs):
     ),
     ids=str,
 )
-def test_what_is_computed_does_not_depend_on_how_a_step_is_run(small, seed, family, knobs):
+def test_results_do_not_depend_on_how_a_step_is_run(small, seed, family, knobs):
     numeric.hold(numeric.departure(small(family), {"micro_batch": 4, "attention": "sdpa", **knobs}, seed))
 
 

@@ -243,7 +243,7 @@ def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_pa
     assert sorted(each.name for each in saved.iterdir()) == names
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_an_uncreatable_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 8}, global_batch=8)
     turns(prepared, 1)

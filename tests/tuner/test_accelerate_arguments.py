@@ -76,7 +76,7 @@ def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
     assert found.predicted is None, "nothing was measured"
 
 
-def test_a_best_yaml_for_other_devices_is_planned_anew(tmp_path):
+def test_a_best_yaml_for_other_devices_is_planned_again(tmp_path):
     found = best_yaml(tmp_path, 4, dp=4, micro_batch=2, grad_accum=1)
     info = redline.accelerate(make_llama(), make_data(), strategy=found, global_batch=8).info
     assert "which is for 4 devices" in info.why
@@ -119,7 +119,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_trained_is_refused_in_words(what):
+def test_unsupported_models_are_refused_with_a_message(what):
     changed, message = REFUSED[what]
     given = {
         "model": make_llama() if "model" not in changed else None,
@@ -164,7 +164,7 @@ def refused_on_all(folder):
     return ""
 
 
-def test_what_rank_0_refuses_all_ranks_refuse(two):
+def test_a_refusal_of_rank_0_is_raised_on_all_ranks(two):
     message = two.run(refused_on_all, "nowhere")
     assert message[0] == message[1] != ""
 

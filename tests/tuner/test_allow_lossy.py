@@ -32,7 +32,7 @@ def precisions(**how):
     return task.space["precision"].values, dict(task.lossy)
 
 
-def test_it_is_asked_for_by_allow_or_by_naming_the_value():
+def test_lossy_values_are_allowed_by_allow_or_by_name():
     assert precisions() == (("fp32", "tf32", "bf16"), {})
     assert precisions(allow="lossy") == precisions(allow=["lossy"])
     both = {"precision": ["bf16_pure"], "reduce_dtype": ["bf16"]}

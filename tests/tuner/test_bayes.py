@@ -184,7 +184,7 @@ class Network:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_an_estimate_is_unsure_of_one_trial_tells_for_all_configurations(seed):
+def test_one_trial_settles_a_shared_uncertainty_of_the_estimate(seed):
     space = Space()
     space.choice("tp", [1, 2, 4, 8, 16, 32, 64, 128])
     space.choice("micro_batch", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -229,7 +229,7 @@ def test_a_table_that_fails_later_on_loses_its_effects_and_nothing_else():
     assert first.joined(second).effects.shape == (2, 2)
 
 
-def test_effects_of_another_shape_are_a_fault_of_the_table_and_said():
+def test_effects_of_a_wrong_shape_are_reported():
     class Prior(Network):
         def __init__(self):
             super().__init__(True)

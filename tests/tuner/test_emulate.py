@@ -86,7 +86,7 @@ def test_hardware_that_nobody_knows_is_refused_with_the_nearest():
         ({"runner": "local", "emulate_first": True, "devices": 1}, "no use for trials of one device"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(options, says):
+def test_options_without_effect_are_refused(options, says):
     with pytest.raises(UsageError, match=says):
         rl.tune("gpt2-tiny", **{"devices": 2, "trials": 1, "global_batch": 32, **options})
 
@@ -117,7 +117,7 @@ def too_large(config):
     )  # fmt: skip
 
 
-def test_what_does_not_fit_when_emulated_never_takes_the_devices():
+def test_emulated_oom_trials_never_use_devices():
     emulated, devices = Answers(too_large), Answers(fits)
     runner = EmulateFirst(emulated, devices)
     large, small = Config(micro_batch=8), Config(micro_batch=4)
@@ -196,7 +196,7 @@ COMMAND = [
 ]
 
 
-def test_one_rank_of_a_frameworks_command_runs_by_its_own_mode(tmp_path, monkeypatch, capsys):
+def test_one_rank_of_a_command_runs_in_the_framework_s_own_mode(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("pretrain_gpt.py").write_text(FAKE)
     command = "torchrun --nproc-per-node 16 pretrain_gpt.py"

@@ -84,7 +84,7 @@ def test_a_runner_lost_before_anything_was_found_leaves_an_account_of_that(lost,
     assert best["best"] is None
 
 
-def test_what_finished_beside_a_lost_trial_is_kept(lost, tmp_path, monkeypatch):
+def test_concurrent_results_are_kept_when_a_trial_is_lost(lost, tmp_path, monkeypatch):
     import threading
 
     together = threading.Barrier(2)

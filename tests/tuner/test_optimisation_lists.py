@@ -59,7 +59,7 @@ def test_fsdps_own_enumeration_is_read():
     assert follow([("fsdp", {"sharding_strategy": ShardingStrategy.NO_SHARD})], 8).knobs["zero"] == 0
 
 
-def test_what_is_tunable_is_left_to_the_search():
+def test_tunable_entries_are_left_to_the_search():
     found = follow([("zero2", None, True), ("checkpoint", None, False)], 8)
     assert "zero" not in found.knobs
     assert found.knobs["checkpoint_ratio"] == 1.0
@@ -77,7 +77,7 @@ NOTED = {
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_what_is_not_carried_over_is_said(name):
+def test_dropped_entries_are_reported(name):
     entry, message = NOTED[name]
     (note,) = follow([entry], 8).notes
     assert message in note
@@ -96,7 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_strategy_is_refused(name):
+def test_invalid_lists_are_refused(name):
     strategy, message = REFUSED[name]
     with pytest.raises(UsageError, match=message):
         follow(strategy, 8)
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_strategy_is_refused(tmp_path, text):
         read_list(tmp_path / "x.json")
 
 
-def test_what_a_list_leaves_open_is_planned():
+def test_open_knobs_of_a_list_are_planned():
     info = redline.accelerate(
         "llama-tiny", strategy=["zero1", ("amp_native", {"dtype": "bf16"}), "checkpoint"], seq_len=32
     ).info
@@ -151,7 +151,7 @@ def test_what_a_list_leaves_open_is_planned():
     assert info.why.startswith("the list of optimisations; the estimate's best of")
 
 
-def test_what_the_model_cannot_follow_is_said():
+def test_entries_that_the_model_does_not_support_are_reported():
     info = redline.accelerate("llama-tiny", strategy=["module_replace"], seq_len=32).info
     if "kernels" not in info.config:  # a CPU has none
         assert any(note.startswith("kernels=true is not followed") for note in info.notes)
@@ -161,7 +161,7 @@ def test_what_the_model_cannot_follow_is_said():
     (["sequence_parallel"], "sequence_parallel=true is not followed: it has no effect with tp=1 pp=1 dp=2"),
     (["zero3", "tensor_parallel"], "zero=3 is not followed: it has no effect with tp=2 pp=1 dp=1"),
 ])  # fmt: skip
-def test_what_has_no_effect_beside_the_rest_of_the_list_is_said(strategy, message):
+def test_entries_without_effect_are_reported(strategy, message):
     workload, place = redline.workload("llama-tiny", seq_len=32), Place(rank=0, local_rank=0, size=2)
     assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (message,)
     here = decide(workload, StrategyRequest(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)

@@ -99,13 +99,13 @@ def test_a_refined_configuration_that_is_faster_wins_after_being_measured_beside
         Measurement(status=Status.WRONG, reason="another loss"),
     ],
 )
-def test_one_that_is_slower_or_fails_leaves_the_uniform_winner(outcome):
+def test_a_slower_or_failed_refinement_leaves_the_uniform_winner(outcome):
     trials, _, _ = searched([60.0, 100.0, 80.0], outcome)
     assert summary.best(trials).number == 1
     assert trials[3].measurement.status is outcome.status
 
 
-def test_where_nothing_is_to_be_gained_nothing_is_tried_and_that_is_said():
+def test_no_refinement_is_tried_without_an_expected_gain():
     trials, order, listener = searched([60.0, 100.0], None, found=None)
     assert len(trials) == 2 and set(order) == {0, 1}
     assert "no gain is expected" in listener.messages[0]
@@ -118,7 +118,7 @@ def test_without_a_success_there_is_nothing_to_refine():
     assert folder.trials() == []
 
 
-def test_one_that_was_tried_before_is_not_tried_again():
+def test_a_known_refinement_is_not_tried_again():
     folder = Memory([60.0, 100.0])
     runner = Measures(folder, Measurement(status=Status.OK, throughput=110.0))
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_one_that_was_tried_before_is_not_tried_again():
     assert len(folder.trials()) == 3 and runner.order == [2]
 
 
-def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured():
+def test_a_uniform_refinement_is_tried_only_if_it_was_not_measured():
     setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
     estimator = Estimator(Shape(layers=24, hidden=1024, heads=16, vocabulary=50000), "a100-80gb", setup)
     space = Space()
@@ -149,7 +149,7 @@ def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured
 
 
 @pytest.mark.parametrize(("known", "why"), [(False, "there is no estimate"), (True, "cannot be traced")])
-def test_without_predictions_the_winner_stands_and_why_it_is_not_refined_is_said(known, why):
+def test_without_predictions_the_winner_is_not_refined_with_a_reason(known, why):
     class Untraceable:
         def facts(self, **variant):
             raise UsageError("the model cannot be traced")

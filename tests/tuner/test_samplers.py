@@ -232,7 +232,7 @@ class TestGP:
 
 
 class TestContainment:
-    def test_what_other_threads_print_meanwhile_is_kept(self, capsys):
+    def test_output_of_other_threads_is_kept(self, capsys):
         with contained(0):
             print("noise")
             other = threading.Thread(target=print, args=("progress",))

@@ -79,7 +79,7 @@ class TestEncoding:
         codes = np.array([[0, 0, 0, 0], [6, 0, 0, 0], [3, 2, 0, 0], [0, 0, 2, 1]])
         assert encoding.distances(codes, codes[0]).tolist() == [0, 1, 1, 2]
 
-    def test_a_knob_that_only_one_has_is_one_apart(self):
+    def test_a_knob_that_only_one_configuration_has_is_distance_one(self):
         encoding = Encoding(conditional_space())
         codes = np.array([[1, 0, 0, ABSENT], [1, 0, 1, 0], [1, 0, 1, 1]])
         assert encoding.distances(codes, codes[0]).tolist() == [0, 2, 2]

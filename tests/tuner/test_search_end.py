@@ -71,7 +71,7 @@ def test_gains_that_keep_coming_are_waited_for():
     assert len(result.all_trials) == 40
 
 
-def test_what_never_fits_ends_in_nothing_feasible_with_the_shortfall():
+def test_a_search_without_a_fitting_trial_reports_the_shortfall():
     def fn(config):
         need = 3000.0 * config["micro_batch"] ** 0.5 * (1.2 - 0.5 * config["checkpoint_ratio"])
         return Measurement(status=Status.OOM, reason="does not fit", peak_memory_mib=need, memory_limit_mib=1000.0)
@@ -101,7 +101,7 @@ def test_with_an_estimate_that_says_so_it_takes_fewer_trials():
     assert len(result.all_trials) <= 4
 
 
-def test_where_one_failure_rules_out_the_rest_that_is_nothing_feasible_too():
+def test_one_oom_that_excludes_the_rest_is_nothing_feasible():
     space = Space()
     space.choice("micro_batch", [1, 2, 4, 8], monotone_memory=1)
     result = tune(
@@ -159,7 +159,7 @@ def test_device_hours_are_those_of_the_trials_devices():
         ({"prior": 3.0}, "a prior must be callable"),
     ],
 )
-def test_what_contradicts_itself_is_refused_before_anything_is_written(options, message, tmp_path):
+def test_contradictory_requests_are_refused_before_files_are_written(options, message, tmp_path):
     with pytest.raises(rl.UsageError, match=message):
         rl.tune(measured, make_space(), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
@@ -187,5 +187,5 @@ def test_a_tie_within_noise_goes_to_more_free_memory():
         again(1, [99.5, 100.5], 985.0),  # no significant room left
     ],
 )
-def test_what_is_no_tie_or_no_more_room_goes_to_the_faster(roomy):
+def test_the_faster_wins_without_a_tie_or_more_free_memory(roomy):
     assert summary.best([again(0, [100.0, 102.0], 990.0), roomy]).number == 0

@@ -57,7 +57,7 @@ def test_the_devices_of_a_host_and_the_models_sizes_are_kept_for_exports(finishe
     assert (asked["shape"]["family"], asked["shape"]["layers"], asked["shape"]["hidden"]) == ("gpt2", 6, 64)
 
 
-def test_it_is_marked_as_simulated_wherever_it_is_shown(finished, capsys, tmp_path):
+def test_simulated_results_are_marked_everywhere(finished, capsys, tmp_path):
     _, out = finished
     assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["simulated"] is True
     assert yaml.safe_load((out / "best.yaml").read_text())["simulated"] is True
@@ -78,7 +78,7 @@ def test_the_same_seed_finds_the_same(finished, tmp_path):
     assert again.best.throughput == pytest.approx(first.best.throughput)
 
 
-def test_one_clock_tells_when_trials_ran_also_after_resuming(tmp_path):
+def test_trial_times_share_one_clock_after_resuming(tmp_path):
     asked = {"runner": "simulate", "hardware": "a100-40gb", "devices": 256, "patience": 0, "out": tmp_path / "run"}
     rl.tune("gpt2-tiny", trials=3, **asked, **NARROW)
     rl.tune("gpt2-tiny", trials=8, resume=True, concurrency=2, **asked, **NARROW)

@@ -230,7 +230,7 @@ def test_leaders_are_soaked_from_the_first_on_until_one_holds_up():
     assert len(messages) == 3 and messages[-1] == "trial 0 succeeded: soaked"
 
 
-def test_where_none_holds_up_there_is_no_winner():
+def test_without_a_soaked_success_there_is_no_winner():
     folder, runner, _ = soaked([3.0, 5.0], holding=())
     assert [each.number for each in runner.requests] == [1, 0]
     assert not any(trial.ok for trial in folder.trials())
@@ -261,7 +261,7 @@ def test_a_soak_is_given_the_time_that_compiling_other_lengths_may_take():
     assert job.timeout_s == plain.timeout_s == request.timeout_s
 
 
-def test_without_time_nothing_is_soaked_and_it_is_said():
+def test_without_time_the_soak_is_skipped_with_a_note():
     watch = Stopwatch(1e-9)
     folder, runner, messages = soaked([5.0], holding=(), seconds=1.0, watch=watch)
     assert runner.requests == [] and folder.trials()[0].ok

@@ -98,7 +98,7 @@ def test_a_share_of_the_time_is_kept_for_it_at_most(tmp_path):
     assert made.tried == round(9 * (1 - CONFIRM_SHARE))
 
 
-def test_where_nothing_is_left_first_figures_stand_and_that_is_said(tmp_path):
+def test_without_time_left_first_measurements_count_with_a_note(tmp_path):
     made = Searched(tmp_path, 60.0, lambda count: [10.0, 10.0, 10.0, 25.0][min(count, 3)])
     assert made.last_begun < 60.0
     assert all(trial.first is None and not trial.remeasured for trial in made.trials)
@@ -112,7 +112,7 @@ def test_the_first_trial_runs_however_short_the_time(tmp_path):
     assert summary.best(made.trials).number == 0
 
 
-def test_what_came_before_the_search_counts(tmp_path):
+def test_time_before_the_search_counts(tmp_path):
     long = Searched(tmp_path / "long", 300.0, lambda count: 10.0)
     short = Searched(tmp_path / "short", 300.0, lambda count: 10.0, before=100.0)
     assert long.tried == short.tried + 10

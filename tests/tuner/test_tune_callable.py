@@ -68,7 +68,7 @@ def test_a_run_without_out_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_feasible_says_why():
+def test_nothing_feasible_has_a_reason():
     def fn(config):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
 
@@ -101,7 +101,7 @@ def test_time_ends_the_search():
     assert "time" in result.ended
 
 
-def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(tmp_path):
+def test_ctrl_c_keeps_results_and_resume_continues(tmp_path):
     calls = []
 
     def fn(config):

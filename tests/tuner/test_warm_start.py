@@ -80,7 +80,7 @@ def logs(prior, configs):
 # -- transfer ------------------------------------------------------------------------------------------------
 
 
-def test_what_paid_before_is_expected_to_pay_here():
+def test_knobs_that_paid_before_are_expected_to_pay():
     space = make_space()
     warm = warm_start(space, earlier(space))
     expected = [warm(config).throughput for config in space]
@@ -108,7 +108,7 @@ def estimate(config):  # ignores attention
 
 
 @pytest.mark.parametrize("predicted", [lambda config: estimate(config) / 7, None], ids=["told", "not told"])
-def test_it_corrects_the_estimate_beneath_by_what_was_off_before(predicted):
+def test_the_base_estimate_is_corrected_by_earlier_errors(predicted):
     space = make_space()
     warm = warm_start(space, trials_of(space.sample(40, 0), speed, predicted=predicted), base=estimate)
     config = Config({"micro_batch": 8, "checkpoint_ratio": 0.5, "attention": "eager"})
@@ -173,7 +173,7 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
         ),
     ],
 )
-def test_likeness_follows_from_what_the_runs_were_asked(there, weight, message):
+def test_similarity_follows_from_the_requests(there, weight, message):
     found = task_similarity(there, HERE)
     assert found.weight == pytest.approx(weight)
     assert str(found) == message
@@ -270,7 +270,7 @@ def test_a_misleading_run_does_not_ruin_a_search(lie, base):
 # -- messages and errors -------------------------------------------------------------------------------------
 
 
-def test_what_matched_and_what_did_not_is_said():
+def test_matched_and_unmatched_runs_are_reported():
     space, there = make_space("fusion"), make_space("kernels")
     past = trials_of(there.sample(9, 0), speed)
     past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value that this space lacks
@@ -362,7 +362,7 @@ def test_a_run_on_disk_is_read_also_without_its_ledger(tmp_path):
     assert len(take(run, make_space(), run.asked).trials) == 6
 
 
-def test_what_is_no_run_or_does_not_say_what_it_was_asked_is_refused(tmp_path):
+def test_folders_without_a_readable_request_are_refused(tmp_path):
     with pytest.raises(rl.UsageError, match=r"warm start: .*contains no run"):
         read_runs([tmp_path])
     run_of(tmp_path / "a", trials=2)
@@ -382,7 +382,7 @@ def test_a_run_does_not_start_from_its_own_folder(tmp_path):
     assert (tmp_path / "a" / "run.yaml").read_text() == before
 
 
-def test_what_is_refused_leaves_nothing_behind(tmp_path):
+def test_a_refused_warm_start_leaves_no_files(tmp_path):
     run_of(tmp_path / "a", trials=3)
     document = yaml.safe_load((tmp_path / "a" / "run.yaml").read_text())
     document["asked"]["devices"] |= {"type": "quantum", "name": "Q1"}

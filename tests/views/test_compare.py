@@ -87,7 +87,7 @@ def test_the_error_is_that_of_the_mean_of_re_measurements_moderated_by_that_with
     assert relative_error(trial) == pytest.approx(half_width / 1.959963984540054, rel=0.01)
 
 
-def test_what_else_differs_is_noted(make, asked):
+def test_other_differences_are_noted(make, asked):
     other = make("b", asked={**asked, "seq_len": 256})
     (note,) = [each for each in compare([make("a"), other]).notes if "seq_len" in each]
     assert "seq_len: was 128, now 256" in note

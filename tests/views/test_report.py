@@ -129,7 +129,7 @@ def test_a_search_that_ended_without_a_winner_is_not_called_finished(tmp_path, o
     assert Source.read(tmp_path / "run").state == "nothing"
 
 
-def test_it_is_made_from_the_table_and_its_sidecars_alone(run):
+def test_the_report_needs_only_the_table_and_its_sidecars(run):
     with_ledger = document(Source.read(run))
     (run / "study.log").unlink()
     without = document(Source.read(run))
@@ -194,7 +194,7 @@ def test_predictions_are_judged_by_ratio_error_and_rank():
     assert predictions(backwards)["throughput"]["rank_correlation"] == pytest.approx(-1.0)
 
 
-def test_effects_tell_confounded_knobs_apart():
+def test_effects_separate_confounded_knobs():
     """micro_batch doubles the speed; fusion has no effect, but the sampler tried fast values mostly with fusion."""
     trials = []
     for number in range(48):
@@ -258,7 +258,7 @@ def test_lanes_are_trials_where_devices_are_many_or_all_trials_take_as_many():
     assert (more["of"], more["lanes"]) == ("trials", 2)
 
 
-def test_what_is_not_told_is_none_rather_than_nought():
+def test_unreported_values_are_none_not_zero():
     assert cost([trial(0, throughput=1.0)]) is None
     assert trial(0, throughput=1.0).measurement.spread is None
     assert lanes([trial(0, throughput=1.0)]) is None
@@ -288,7 +288,7 @@ def test_a_needed_column_that_is_missing_is_named(tmp_path, missing):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_success_without_a_throughput_is_left_out_and_said(tmp_path):
+def test_a_success_without_a_throughput_is_left_out_with_a_note(tmp_path):
     rows = [
         {"trial": 0, "status": "ok", "throughput": ""},
         {"trial": 1, "status": "ok", "throughput": "nan"},
@@ -368,7 +368,7 @@ def test_a_best_of_other_trials_is_not_believed(run):
     assert document(source)["headline"]["winner"]["trial"] == 0
 
 
-def test_where_no_success_held_up_there_is_no_winner(tmp_path, open_run, point, ok, oom):
+def test_without_a_confirmed_success_there_is_no_winner(tmp_path, open_run, point, ok, oom):
     with open_run(tmp_path / "run") as folder:
         folder.start(point(0), sampler="default")
         folder.finish(0, ok(1000.0, step_ms=8.0))
@@ -443,7 +443,7 @@ def test_a_log_is_read_from_the_runs_folder_only(tmp_path, named):
     assert "log" not in failure and "log_why" in failure
 
 
-def test_what_is_inside_is_read_also_through_a_link_to_the_folder(tmp_path):
+def test_files_are_read_through_a_link_to_the_folder(tmp_path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "0.log").write_text("one\ntwo\nthree\n")
     (tmp_path / "alias").symlink_to(tmp_path / "run")

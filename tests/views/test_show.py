@@ -70,7 +70,7 @@ def test_re_measurements_are_shown(run):
     assert "listed first" not in shown(run, selection=listing.Selection(statuses=("oom",)))
 
 
-def test_what_was_told_of_the_first_measurement_stands_beside_that(run):
+def test_metrics_of_the_first_measurement_are_shown_beside_it(run):
     run.finish(3, Measurement(status=Status.OK, throughput=400.0, unit="tokens/s", reason="p99_ms = 120"))
     run.remeasure(3, [390.0])
     assert "the re-measurement; the first time 400 tokens/s (p99_ms = 120)" in shown(run)
@@ -110,7 +110,7 @@ def test_a_failed_default_is_named(tmp_path, open_run, point, ok, oom):
         assert "best: trial 1, 5 tokens/s; the default configuration (trial 0) ended as oom" in shown(run)
 
 
-def test_what_is_missing_is_noted(run):
+def test_missing_files_are_noted(run):
     run.close()
     (run.path / "study.log").unlink()
     text = shown(View(run.path))
@@ -171,7 +171,7 @@ def test_asked_columns_are_the_table(run):
         ({"top": 0}, "top must be at least 1"),
     ],
 )
-def test_what_is_not_there_is_named(run, selection, message):
+def test_missing_trials_are_named(run, selection, message):
     with pytest.raises(UsageError, match=message):
         shown(run, selection=listing.Selection(**selection))
 

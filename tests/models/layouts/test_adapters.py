@@ -54,7 +54,7 @@ def test_peft_computes_what_the_model_did(family, lora, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "lora"), CASES)
-def test_what_is_merged_is_what_peft_merges_and_a_plain_model(family, lora, tmp_path):
+def test_merging_equals_peft_s_and_gives_a_plain_model(family, lora, tmp_path):
     made, model = folders(family, lora, tmp_path)
     write_hugging_face(merged(weights_of(model), made), made, tmp_path / "merged")
     with quiet():
@@ -76,7 +76,7 @@ def test_base_and_adapters_come_back_by_the_model_s_names(family, lora, tmp_path
     assert set(missing).isdisjoint(alone.shapes)
 
 
-def test_what_peft_saved_itself_is_read(tmp_path):
+def test_adapters_saved_by_peft_are_read(tmp_path):
     made = architecture("llama", lora="r=4,alpha=8,target=q_proj+v_proj")
     base = filled(plain(made))
     saved(base, tmp_path / "base")

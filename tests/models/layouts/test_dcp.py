@@ -60,7 +60,7 @@ def test_a_box_across_pieces_is_read_of_those_alone(tmp_path, monkeypatch):
     assert found.read((slice(3, 3),)).shape == (0, 6, 4)
 
 
-def test_other_names_are_mapped_and_missing_ones_told(tmp_path):
+def test_other_names_are_mapped_and_missing_ones_named(tmp_path):
     checkpoint.save({"model/big": BIG, "optim/big": BIG}, checkpoint_id=tmp_path, no_dist=True)
     weights = DcpWeights(tmp_path, {"big": "model/big"})
     assert weights.shapes == {"big": (BIG.shape, torch.float32)}

@@ -29,7 +29,7 @@ def test_a_full_disk_is_told_in_words_and_leaves_nothing(layout):
     assert left == []
 
 
-def test_what_a_killed_one_left_is_swept_by_the_next_and_nothing_else(tmp_path):
+def test_the_next_write_removes_only_leftovers_of_killed_ones(tmp_path):
     (tmp_path / ".out.mine.writing").mkdir()
     if (child := os.fork()) == 0:
         with whole_folder(tmp_path / "out") as made:
@@ -48,7 +48,7 @@ def test_what_a_killed_one_left_is_swept_by_the_next_and_nothing_else(tmp_path):
     assert [each.name for each in (tmp_path / "out").iterdir()] == ["x"]
 
 
-def test_what_is_no_refusal_of_the_disk_is_not_told_as_one(tmp_path):
+def test_only_disk_errors_are_reported_as_such(tmp_path):
     with pytest.raises(RuntimeError, match="a shape is wrong"), whole_folder(tmp_path / "out"):
         raise RuntimeError("a shape is wrong")
     assert list(tmp_path.iterdir()) == []

@@ -159,7 +159,7 @@ def test_biases_that_the_model_has_not_are_not_passed_over(tmp_path):
         hugging_face(folder, MADE["llama"])
 
 
-def test_what_cannot_be_read_says_why(tmp_path):
+def test_unreadable_checkpoints_are_refused_with_the_reason(tmp_path):
     made = MADE["llama"]
     with pytest.raises(WorkloadError, match=r"there is no checkpoint '.*nothing'"):
         find_weights(tmp_path / "nothing", made)

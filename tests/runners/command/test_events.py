@@ -116,9 +116,7 @@ def test_an_event_that_is_written_in_two_pieces_is_read_when_it_is_whole(tmp_pat
     assert [each.values for each in events.read(time.monotonic())] == [{"step": 1.0, "speed": 2.5}]
 
 
-def test_of_several_files_events_come_in_the_order_in_which_they_happened_without_those_of_earlier_runs(
-    tmp_path, writer
-):
+def test_events_of_several_files_are_ordered_by_time_without_earlier_runs(tmp_path, writer):
     process = writer('writer.add_scalar("a", 1.0, 5); writer.close(); print("done", flush=True)')
     until_it_says(process, "done")
     events = Events(tmp_path / "runs")

@@ -89,7 +89,7 @@ def test_each_host_starts_its_part_and_what_one_tells_or_suffers_is_the_trials(t
     assert [line for line in lines if line.startswith("LEFT")] == ["LEFT []"] * 5
 
 
-def test_what_counts_of_several_hosts_is_a_measurement_before_a_cause_before_an_echo():
+def test_hosts_reports_rank_measurement_before_cause_before_consequence():
     def report_of(rank, status, **more):
         report = CommandReport(measured=Measurement(status=status, **more), losses={rank: 1.0})
         return RankOutcome(rank=rank, status=Status.OK, report=report)
@@ -112,7 +112,7 @@ def test_what_counts_of_several_hosts_is_a_measurement_before_a_cause_before_an_
     assert _together(stopped) == (stopped, {})
 
 
-def test_of_several_that_crash_the_one_that_says_why_counts():
+def test_the_crash_with_a_reason_counts():
     report = CommandReport(measured=Measurement(status=Status.CRASH, reason="ValueError: rank one fails"))
     echo = CommandReport(measured=Measurement(status=Status.CRASH, reason="exited with code 1"), echo=True)
     ranks = tuple(RankOutcome(rank=rank, status=Status.OK, report=each) for rank, each in enumerate((echo, report)))

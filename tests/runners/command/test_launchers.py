@@ -114,7 +114,7 @@ def test_a_run_is_not_made_short_twice():
     assert "--yes" in words("nemo", "sh t.sh")
 
 
-def test_what_is_offloaded_is_said_as_deepspeed_has_it(tmp_path):
+def test_offloading_is_written_in_deepspeed_s_form(tmp_path):
     (tmp_path / "ds.json").write_text("{}")
     asked = Command(command="sh t.sh {trial_dir}", launcher="deepspeed", render=[str(tmp_path / "ds.json")])
     space = space_of("deepspeed", offload=["none", "optimizer"])
@@ -157,7 +157,7 @@ def test_a_knob_that_a_launcher_does_not_know_needs_a_place():
     assert "--deep 1" in " ".join(words("trainer", "sh train.sh --deep {unheard}", unheard=[1, 2]))
 
 
-def test_what_only_matters_on_several_devices_does_not_vary_on_one():
+def test_multi_device_knobs_do_not_vary_on_one_device():
     assert "zero" not in find_launcher("deepspeed").values(NOTHING, 1) and "zero" in find_launcher("deepspeed").values(
         NOTHING, 2
     )
@@ -200,7 +200,7 @@ CONFIG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSED)
-def test_its_own_parser_takes_what_is_said(name, tmp_path):
+def test_the_launcher_s_own_parser_accepts_the_arguments(name, tmp_path):
     script = tmp_path / "launch"
     script.write_text("import sys\n" + PARSED[name].replace("sys.argv[2:]", "sys.argv[1:]"))
     more = {} if name == "accelerate" else {"grad_accum": [2]}
@@ -214,7 +214,7 @@ def test_its_own_parser_takes_what_is_said(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchtitans_own_parser_takes_what_is_said(tmp_path):
+def test_torchtitan_s_own_parser_accepts_the_arguments(tmp_path):
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
     script = tmp_path / "train.py"
@@ -233,7 +233,7 @@ print("RESULT", made.training.local_batch_size, made.parallelism.tensor_parallel
     assert "RESULT 4 2 1000 1 /trial" in out.stdout, out.stderr[-2000:]
 
 
-def test_megatrons_own_parser_takes_what_is_said(tmp_path):
+def test_megatron_s_own_parser_accepts_the_arguments(tmp_path):
     try:
         metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
@@ -275,7 +275,7 @@ def test_the_launchers_are_those_of_the_documentation():
     assert sorted(name for row in rows for name in re.findall(r"`([\w-]+)`", row)) == sorted(LAUNCHERS)
 
 
-def test_what_makes_a_run_short_is_not_what_one_trains_with():
+def test_options_that_shorten_a_run_are_not_in_the_training_command():
     space = space_of("trainer", devices=1)
     work = Commands(Command(command="sh train.sh", launcher="trainer"), space, devices=1)
     config = space.config(micro_batch=2)
@@ -295,6 +295,6 @@ def test_a_global_batch_is_said_to_those_who_derive_the_accumulation_themselves(
 
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHERS if name not in (*PARSED, "deepspeed", "torchtitan")])
-def test_of_those_that_are_not_installed_the_words_are_whole(name):
+def test_arguments_of_missing_launchers_are_complete(name):
     arguments = words(name, "sh train train.sh", config={"micro_batch": 4})
     assert not any("{" in word or not word for word in arguments) and "4" in " ".join(arguments)

@@ -68,7 +68,7 @@ TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0
         ("step 4 of the installation: 3 of 7 done", {}),
     ],
 )
-def test_what_known_frameworks_print_is_read(line, expected):
+def test_output_of_known_frameworks_is_read(line, expected):
     assert lines_for(()).read(line) == pytest.approx(expected)
 
 
@@ -113,7 +113,7 @@ def test_a_metric_that_cannot_be_read_is_refused(text, says):
         ("a/b=c", "a/b=c", "a/b=c"),
     ],
 )
-def test_what_is_no_regular_expression_is_a_name_and_what_that_is_called(text, metric, name):
+def test_a_metric_that_is_no_regular_expression_is_a_name(text, metric, name):
     lines = lines_for([text])
     assert lines.requested == [metric]
     assert lines.read(json.dumps({name: 2.5, "x": 1})) == {metric: 2.5}
@@ -169,7 +169,7 @@ def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
         ([(0, 0.0), (8, 0.08), (6, 0.09), (9, 0.1), (7, 0.11)], [10, 20]),  # a rank that is behind
     ],
 )
-def test_steps_are_timed_by_when_their_numbers_are_told(lines, expected):
+def test_steps_are_timed_by_the_arrival_of_their_lines(lines, expected):
     steps, times = StepNumbers(), []
     moments = sorted({at for _, at in lines})
     for moment in moments:
@@ -213,7 +213,7 @@ def test_a_last_line_without_an_end_counts_once_nothing_is_appended_any_more(tmp
         ("a,b\n1,2\n", "w", "a\n5\n", [5.0]),
     ],
 )
-def test_what_an_earlier_run_left_in_a_file_is_not_this_ones(tmp_path, before, mode, more, expected):
+def test_an_earlier_run_s_lines_are_ignored(tmp_path, before, mode, more, expected):
     path = tmp_path / "log.csv"
     path.write_text(before)
     os.utime(path, ns=(0, 0))
@@ -235,7 +235,7 @@ def test_what_an_earlier_run_left_in_a_file_is_not_this_ones(tmp_path, before, m
         (Objective(name="p99_ms", smaller=True), 4.0, 4.0, 0.25, "1/p99_ms"),
     ],
 )
-def test_what_is_told_becomes_a_cost_and_that_a_throughput(objective, value, cost, throughput, unit):
+def test_reported_metrics_become_a_cost_and_a_throughput(objective, value, cost, throughput, unit):
     assert objective.cost(value) == cost and objective.throughput(cost) == throughput and objective.unit == unit
     assert objective.cost_of(throughput) == pytest.approx(cost)
 

@@ -68,7 +68,7 @@ def test_variables_in_front_of_a_command_are_its_environment(space):
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", "$(rm -rf /)", "; exit 1"])
-def test_what_is_shown_or_given_to_a_shell_is_quoted(space, name):
+def test_shown_commands_are_quoted_for_a_shell(space, name):
     import subprocess
 
     shell = read_command("printf '%s|' {name} end", space.by_name, shell=True)
@@ -94,7 +94,7 @@ def test_what_is_shown_or_given_to_a_shell_is_quoted(space, name):
         ("A=1", "the command is empty"),
     ],
 )
-def test_what_is_no_template_is_refused_with_its_place(space, text, says):
+def test_invalid_templates_are_refused_with_the_position(space, text, says):
     with pytest.raises(UsageError, match=says):
         read_command(text, space.by_name, shell=False)
 

@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
         ("python 'train.py", Trained()),
     ],
 )  # fmt: skip
-def test_what_its_words_say(command, expected):
+def test_settings_are_read_from_the_command_s_arguments(command, expected):
     assert Trained.by(Command(command=command)) == expected
 
 
@@ -66,7 +66,7 @@ def test_a_recipe_may_have_the_name_of_a_preset(command, model):
     assert Trained.by(Command(command=command)).model == model
 
 
-def test_what_its_files_say_unless_its_words_say_otherwise():
+def test_arguments_override_settings_of_files():
     Path("a.yaml").write_text("base_model: one\nsequence_len: 2048\nbf16: auto\nlora: {model: no}\n")
     Path("ds.json").write_text(json.dumps({"model": "of ds", "seq_len": "{length}"}))
     assert Trained.by(Command(command="axolotl train a.yaml")) == Trained(model="one", seq_len=2048, precision="bf16")

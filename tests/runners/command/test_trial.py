@@ -156,7 +156,7 @@ def test_a_metric_of_no_known_name_counts_as_it_stands_at_the_end(run, script):
     assert measured.reason == "latency = 0.25, but `latency < 0.2` is required; speed = 3"
 
 
-def test_of_a_trial_that_keeps_a_bound_what_is_bounded_is_told(run, script):
+def test_a_trial_within_its_bound_reports_the_bounded_metric(run, script):
     text = "print('12.5 requests/s, p50 20 ms, p99 150.5 ms')"
     metric = r"(?P<requests_per_second>[\d.]+) requests/s, .*p99 (?P<p99_ms>[\d.]+) ms"
     measured, _ = run(script(text), metric=[metric], require=["p99_ms < 200"])
@@ -198,7 +198,7 @@ def test_a_file_that_it_writes_is_read(run, script):
     assert measured.status is Status.OK and 1000 <= measured.throughput <= 1001 and measured.unit == "tokens/s"
 
 
-def test_its_folder_its_files_and_its_environment_are_its_own(run, script, tmp_path):
+def test_each_trial_has_its_own_folder_files_and_environment(run, script, tmp_path):
     Path(tmp_path / "checkout" / "job.yaml").write_text("batch: '{micro_batch}'\n")
     command = script(
         """
@@ -396,7 +396,7 @@ def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
         ('for i in range(50): print(\'{"step_ms": 5, "loss": NaN}\')', Status.WRONG, "the reported loss is nan"),
     ],
 )
-def test_what_a_command_ends_with_is_told(run, script, text, status, reason):
+def test_a_command_s_exit_status_is_reported(run, script, text, status, reason):
     measured, _ = run(script(text))
     assert measured.status is status and reason in measured.reason
 
@@ -475,7 +475,7 @@ def test_a_knob_that_a_configuration_lacks_has_its_default(space):
     assert work.rendered(space.config(micro_batch=2, offload="cpu"), 0, Path()) == "true 2 cpu"
 
 
-def test_samples_of_a_step_follow_from_knobs_or_are_said(space):
+def test_samples_of_a_step_follow_from_knobs_or_an_option(space):
     def work(**more):
         made = Commands(Command(command="true {micro_batch}", **more), space, devices=4)
         return made._work(made.values(space.config(micro_batch=2), 0, Path()))

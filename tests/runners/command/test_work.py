@@ -39,7 +39,7 @@ def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(lo
         assert why.startswith("its loss is ") and "at step 39, but that of the first run was 4.584" in why
 
 
-def test_what_scatters_from_step_to_step_may_be_as_far_off():
+def test_noisy_losses_may_differ_by_their_noise():
     comparison = Comparison()
     comparison.why_not(reported(), None, curve(start=1.0, noise=0.5))
     assert comparison.why_not(reported(), None, curve(start=1.6, noise=0.5)) == ""

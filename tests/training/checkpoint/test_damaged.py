@@ -113,7 +113,7 @@ def test_no_bit_of_a_manifest_may_differ(here, number):
     assert latest(here, None, notes.append).step == 4 and len(notes) == 1
 
 
-def test_where_all_are_damaged_nothing_begins_anew(here):
+def test_only_damaged_checkpoints_refuse_to_start_again(here):
     for each in here.all():
         flip(each.path / "__0_0.distcp")
     notes = []
@@ -134,11 +134,11 @@ def test_weights_that_are_kept_once_are_checked_with_each_checkpoint(small, tmp_
         latest(folder, None, lambda note: None)
 
 
-def test_where_there_is_none_there_is_none(tmp_path):
+def test_an_empty_folder_has_no_checkpoint(tmp_path):
     assert latest(CheckpointFolder(tmp_path / "nowhere"), None, print) is None
 
 
-def test_what_one_rank_finds_damaged_no_rank_takes(two, small, tmp_path):
+def test_a_checkpoint_damaged_on_one_rank_is_used_by_none(two, small, tmp_path):
     """Each rank reads some of the files, so that the damage may be on the other rank."""
     where = tmp_path / "here"
     two.run(lambda workload: part(workload, {"tp": 2}, HYPER, save=where, save_every=3), small("llama"))

@@ -92,14 +92,14 @@ def test_a_disk_that_refuses_the_last_change_costs_no_checkpoint_that_is_there(t
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_those_that_stay_are_the_latest(tmp_path, keep):
+def test_the_latest_checkpoints_are_kept(tmp_path, keep):
     folder = CheckpointFolder(tmp_path, keep)
     for step in (2, 9, 10, 11, 100):
         write(folder, step)
     assert [each.step for each in folder.all()] == [100, 11, 10][:keep]
 
 
-def test_what_is_saved_stays_even_where_later_ones_lie(tmp_path):
+def test_a_save_after_going_back_stays_beside_later_steps(tmp_path):
     """Later steps are from before the training went back: `keep` neither counts nor removes them, and the new save
     stays."""
     folder = CheckpointFolder(tmp_path, keep=1)
@@ -136,7 +136,7 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path):
     assert there(tmp_path) == set(FOREIGN)
 
 
-def test_what_came_beside_checkpoints_is_neither_counted_nor_touched(tmp_path):
+def test_other_files_are_neither_counted_nor_touched(tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, 3)
     lay(tmp_path)

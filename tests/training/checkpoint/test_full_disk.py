@@ -54,7 +54,7 @@ def trained(folder, workload, config):
 
 
 @pytest.mark.parametrize(("config", "ranks"), [({"micro_batch": 4}, 1), ({"dp": 2, "zero": 1}, 2), ({"tp": 2}, 2)])
-def test_it_ends_the_save_and_not_the_training(small, config, ranks):
+def test_a_full_disk_ends_the_save_and_not_the_training(small, config, ranks):
     workload = small("llama", global_batch=8)
     found = on_small_disk(8 << 20, trained, workload, config, ranks=ranks)
     (one, kept, last), *_ = found if ranks > 1 else [found]
@@ -69,7 +69,7 @@ def test_it_ends_the_save_and_not_the_training(small, config, ranks):
         assert one.losses == part(workload, config, HYPER).losses
 
 
-def test_one_rank_alone_whose_disk_refuses_is_named_and_none_goes_on_with_half(two, small, tmp_path):
+def test_a_single_rank_with_a_full_disk_is_named_and_fails_the_save(two, small, tmp_path):
     def limited(loop):
         if place()[0] == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

@@ -153,7 +153,7 @@ def test_buffers_of_batch_norm_are_kept(tmp_path):
     assert held["model/1.num_batches_tracked"].dtype == torch.int64
 
 
-def test_of_adapters_only_they_have_a_state(small, tmp_path):
+def test_only_adapters_have_optimizer_state(small, tmp_path):
     held = goes_on_bit_for_bit(with_lora(small("llama"), Lora(r=4)), {"micro_batch": 8}, tmp_path)
     states = [name for name in held if name.startswith("optimizer/")]
     assert states and all(".lora_" in name for name in states)
@@ -161,7 +161,7 @@ def test_of_adapters_only_they_have_a_state(small, tmp_path):
     assert all(".lora_" in name for name in held if name.startswith("model/"))
 
 
-def test_what_is_not_trained_is_written_once_and_again_for_another_training(small, tmp_path):
+def test_frozen_weights_are_written_once_for_each_training(small, tmp_path):
     workload, where = with_lora(small("llama"), Lora(r=4)), tmp_path / "here"
     frozen = where / "frozen" / "step-00000000"
     part(workload, {"micro_batch": 8}, HYPER, until=2, save=where)
@@ -253,7 +253,7 @@ def written(workload, config):
 @pytest.mark.parametrize(
     "config", tiered([{"dp": 2, "zero": 1}], [{"tp": 2}, {"dp": 2}, {"dp": 2, "zero": 3}]), ids=str
 )
-def test_what_ranks_hold_alike_is_written_once_and_each_writes_about_as_much(two, small, config):
+def test_replicated_tensors_are_written_once_and_evenly(two, small, config):
     everybody = two.run(lambda: written(small("llama"), config))
     shares = shared_out(everybody)
     times = Counter(place for share in shares for place in share)

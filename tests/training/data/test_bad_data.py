@@ -52,7 +52,7 @@ def zipped(data):
         ("a.bin", b"abc", r"a\.bin has 3 bytes, and tokens of a vocabulary of 600 have 2 each"),
     ],
 )  # fmt: skip
-def test_what_is_no_data_is_refused(samples, write, tmp_path, name, content, message):
+def test_invalid_data_is_refused(samples, write, tmp_path, name, content, message):
     refused(samples, tmp_path, message, write(name, content))
 
 
@@ -105,7 +105,7 @@ def test_documents_that_cannot_be_told_are_not_guessed(samples, tmp_path):
         samples(tmp_path / "a.bin", packing="documents")
 
 
-def test_what_is_not_there_is_refused(samples, tmp_path, write):
+def test_missing_files_are_refused(samples, tmp_path, write):
     refused(samples, tmp_path, r"the data file or folder .*nothing\.txt does not exist", tmp_path / "nothing.txt")
     (tmp_path / "empty").mkdir()
     refused(samples, tmp_path, r"the folder .*empty contains no data: no file ends in \.txt", tmp_path / "empty")
@@ -124,7 +124,7 @@ def test_what_is_not_there_is_refused(samples, tmp_path, write):
             tokenizer=str(tmp_path / "both"))  # fmt: skip
 
 
-def test_a_cache_that_cannot_be_written_is_said(samples, write, tmp_path):
+def test_an_unwritable_cache_is_reported(samples, write, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(StudyError, match=r"cache' is a file"):
         samples(write("a.txt", "x" * 40))
@@ -186,7 +186,7 @@ def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, t
     assert (about["documents"], about["skipped_rows"]) == (2, 2)
 
 
-def test_where_no_row_is_good_the_first_is_refused(samples, write, tmp_path):
+def test_only_bad_rows_refuse_the_first(samples, write, tmp_path):
     message = (
         r"all 2 rows are bad, so nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
     )

@@ -145,12 +145,12 @@ def test_without_a_template_a_conversation_is_refused(conversation, samples, wri
         ({"messages": "Hi"}, r"line 2: the data has conversations before this, and str here"),
     ],
 )
-def test_what_is_no_conversation_is_named(samples, write, tokenizer_folder, record, wrong):
+def test_invalid_conversations_are_named(samples, write, tokenizer_folder, record, wrong):
     path = write("a.jsonl", [{"messages": SHORT}, record])
     with pytest.raises(WorkloadError, match=wrong):
         samples(path, field="messages", tokenizer=tokenizer_folder(CHATML))
 
 
-def test_who_speaks_in_a_text_is_not_asked(samples, write):
+def test_train_on_assistant_refuses_texts(samples, write):
     with pytest.raises(WorkloadError, match=r"contains text; train_on=assistant needs conversations"):
         samples(write("a.txt", "text" * 10), train_on="assistant")

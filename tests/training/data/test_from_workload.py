@@ -46,13 +46,13 @@ def test_evaluation_has_samples_that_no_step_has(numbers):
         data.evaluation(6, 4)
 
 
-def test_what_changes_a_batch_changes_what_is_kept_of_none(numbers):
+def test_batches_are_copies(numbers):
     data = FromWorkload(numbers)
     data(0, 6)[1].zero_()
     assert data(0, 6)[1].tolist() == list(range(6))
 
 
-def test_it_says_what_it_is(numbers):
+def test_the_description_names_the_workload(numbers):
     one, two = FromWorkload(numbers, seed=1).describe(), FromWorkload(numbers, seed=2).describe()
     assert one["workload"] == numbers.id and one["digest"] != two["digest"]
 

@@ -167,14 +167,14 @@ def test_sequence_to_sequence_predicts_what_follows(samples, topics):
     assert torch.equal(torch.cat([batch["input_ids"], batch["labels"]], dim=1), row)
 
 
-def test_they_pickle_in_few_bytes_and_are_the_same_there(samples, topics):
+def test_samples_pickle_small_and_equal(samples, topics):
     made = samples(topics, packing="padded", task="masked")
     data = pickle.dumps(made)
     assert len(data) < 4096
     assert equal(pickle.loads(data)(3, 7), made(3, 7))
 
 
-def test_they_pickle_in_few_bytes_where_some_documents_are_left_out_too(samples, tmp_path, bpe):
+def test_samples_with_omitted_documents_pickle_small(samples, tmp_path, bpe):
     end = bpe[1].eos_token_id
     np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(
         tmp_path / "a.bin"

@@ -51,7 +51,7 @@ def words(result):
     return " ".join(out.split())
 
 
-def test_its_tokenizer_is_taken_where_none_is_given(here, begun):
+def test_the_checkpoint_s_tokenizer_is_the_default(here, begun):
     document = yaml.safe_load((here / "went-on" / "train.yaml").read_text())
     assert document["asked"]["tokenizer"] == document["data"]["tokenizer"] == str(begun)
     assert document["data"]["tokens"] < 30_000, "of 40,000 bytes"
@@ -72,7 +72,7 @@ def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, 
         assert torch.equal(weight, held[f"model/{name}"].read().to(expected)), name
 
 
-def test_another_tokenizer_is_said_to_be_one(run, here, begun):
+def test_another_tokenizer_gets_a_note(run, here, begun):
     make_tokenizer(here / "smaller", 280), make_tokenizer(here / "shuffled", 295, texts=3)
     shutil.copytree(begun, here / "same")
     note = "with which the weights were trained"
@@ -85,7 +85,7 @@ def test_another_tokenizer_is_said_to_be_one(run, here, begun):
         assert (note in text and message in text) if message else note not in text, text
 
 
-def test_bytes_are_read_where_they_are_asked_for_or_nothing_else_is_there(run, here, begun, tmp_path):
+def test_text_by_bytes_needs_a_request_or_no_tokenizer(run, here, begun, tmp_path):
     text = words(run(*trained("train", "llama", "by-bytes", "--from", "begun", "--tokenizer", "bytes", steps=1)))
     assert "note: text is read by bytes, as requested, but the weights were trained with the tokenizer in" in text
     assert "tokenizer bytes" in text

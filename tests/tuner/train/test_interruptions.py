@@ -33,7 +33,7 @@ def uninterrupted(here):
     return curve(here / "uninterrupted")
 
 
-def test_killed_and_taken_up_on_other_devices_it_is_the_same_training(start, here, uninterrupted):
+def test_a_killed_training_resumed_on_other_devices_is_the_same(start, here, uninterrupted):
     tuned = start("tune", "llama", *SIZES, "--devices", 2, "--trials", 2, "--measure-time", "50ms", "--out", "run")
     code, text = tuned.wait()
     assert code == 0, text
@@ -72,7 +72,7 @@ def test_killed_and_taken_up_on_other_devices_it_is_the_same_training(start, her
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_an_interrupt_ends_with_a_checkpoint_from_which_it_goes_on(start, here, uninterrupted, number):
+def test_an_interrupt_saves_a_checkpoint_to_resume_from(start, here, uninterrupted, number):
     name = f"interrupted-{number.name}"
     command = start(*trained("train", "llama", name, "--lr", "1e-3", steps=150))
     command.until(here / name, lambda line: line["step"] >= 10)
@@ -109,7 +109,7 @@ def test_a_second_interrupt_ends_at_once(start, here):
     assert not list((here / "twice" / "checkpoints").glob("step-*"))
 
 
-def test_out_of_memory_goes_back_and_on_in_a_safer_configuration(start, here):
+def test_out_of_memory_resumes_in_a_safer_configuration(start, here):
     out = here / "spiking"
     arguments = ("train", "work.py:spiking", "--devices", 1, "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1,
                  "--save-every", 4, "--fix", "micro_batch=8", "--out")  # fmt: skip
@@ -143,7 +143,7 @@ def test_under_torchrun_a_restart_takes_a_safer_configuration(start, here):
     assert max(curve(here / "launched")) == 60 and "note: out of memory" in text
 
 
-def test_under_torchrun_it_ends_where_nothing_is_safer_and_says_what_would_help(start, here):
+def test_under_torchrun_no_safer_configuration_ends_it_with_a_remedy(start, here):
     arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, "--save-every", 4, "--fix", "micro_batch=8",
                  "--out", "launched-fixed"]  # fmt: skip
     code, text = start(*arguments, launcher=torchrun(1, restarts=1)).wait()
@@ -157,7 +157,7 @@ def test_under_torchrun_it_ends_where_nothing_is_safer_and_says_what_would_help(
     assert strategy["configuration"]["micro_batch"] == 8
 
 
-def test_under_torchrun_another_number_of_ranks_goes_on_planned_anew(start, here, uninterrupted):
+def test_under_torchrun_another_number_of_ranks_is_planned_again(start, here, uninterrupted):
     out = here / "regrouped"
     arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, "--log-every", 1, "--lr", "1e-3",
                  "--out", "regrouped"]  # fmt: skip

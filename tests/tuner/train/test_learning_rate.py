@@ -18,7 +18,7 @@ def rates(request, steps):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize(("step", "steps"), [(100, 200), (90, 400), (90, 95)])
-def test_it_neither_jumps_nor_rises(schedule, step, steps):
+def test_the_rate_neither_jumps_nor_rises(schedule, step, steps):
     before = replace(ASKED, lr_schedule=schedule)
     after, note = with_schedule(replace(before, steps=steps), before, step)
     assert after.lr_steps == 100
@@ -29,13 +29,13 @@ def test_it_neither_jumps_nor_rises(schedule, step, steps):
 
 
 @pytest.mark.parametrize(("schedule", "step"), [("constant", 50), ("wsd", 50), ("cosine", 0), ("cosine", 5)])
-def test_where_nothing_jumps_the_schedule_moves_along(schedule, step):
+def test_the_schedule_extends_if_nothing_jumps(schedule, step):
     before = replace(ASKED, lr_schedule=schedule)
     after, note = with_schedule(replace(before, steps=200), before, step)
     assert note == "" and rates(after, range(200)) == rates(replace(before, steps=200), range(200))
 
 
-def test_what_is_asked_for_is_done_and_said():
+def test_a_requested_schedule_is_followed_with_a_note():
     after, note = with_schedule(replace(ASKED, steps=190, lr_steps=190), ASKED, 100)
     assert after.lr_steps == 190
     assert note == "by --lr-steps 190 the learning rate jumps from 1.00e-04 to 5.50e-04 at step 100"

@@ -25,7 +25,7 @@ def words(result):
     return " ".join(out.split())
 
 
-def test_who_gives_no_data_is_told_that_nothing_is_learnt(run, finished):
+def test_a_training_without_data_says_that_it_learns_nothing(run, finished):
     arguments = ["train", "llama", *SIZES, *PLAIN, "--devices", 1, "--steps", 1, "--out", "no-data"]
     text = words(run(*arguments))
     assert f"note: {MADE_UP}: that shows its speed, but it learns nothing; --data names training files" in text
@@ -59,14 +59,14 @@ def test_a_last_step_whose_checkpoint_is_damaged_is_done_again(run, here):
     assert curve(here / "cut-off") == before
 
 
-def test_a_training_that_was_ended_before_its_first_checkpoint_says_that_it_begins_anew(run, finished, tmp_path):
+def test_a_training_without_a_checkpoint_says_that_it_restarts(run, finished, tmp_path):
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "train.yaml").write_bytes((finished / "train.yaml").read_bytes())
     text = words(run("train", tmp_path / "killed", "--resume", "--steps", 1))
     assert "note: there is no checkpoint to continue from: the training starts from step 0" in text
 
 
-def test_the_export_that_is_named_is_one_that_is_possible(run, here, finished):
+def test_the_suggested_export_is_possible(run, here, finished):
     assert f"export redline convert {finished.name} OUT --to hf" in words(run("train", finished.name, "--resume"))
     adapted = words(run(*trained("train", "llama", "of-adapters", "--lora", "r=4", steps=1)))
     assert "export redline convert of-adapters OUT --to peft" in adapted
@@ -75,7 +75,7 @@ def test_the_export_that_is_named_is_one_that_is_possible(run, here, finished):
     assert "trained: 1 step, " in own and "export" not in own
 
 
-def test_a_dry_run_is_compared_with_the_training_that_it_tried_and_with_no_other(run, here, finished):
+def test_a_dry_run_is_compared_only_with_its_own_training(run, here, finished):
     (first,) = yaml.safe_load((finished / "train.yaml").read_text())["strategies"]
     best = {"configuration": first["configuration"], "throughput": 1e12}
     trains = {"workload": {"spec": "llama"}, "seq_len": 16, "global_batch": 8, "devices": {"used": 1}}

@@ -62,7 +62,7 @@ def again(tmp_path):
     return prepare
 
 
-def test_without_anything_new_it_goes_on_as_before(again, of_llama):
+def test_an_unchanged_training_keeps_its_strategy(again, of_llama):
     strategy, notes, strategies = again(of_llama)
     assert notes == [] and strategies == [strategy.to_dict()] and strategy.step == 0
     _, notes, same = again(of_llama, tune_trials=3)
@@ -82,7 +82,7 @@ def test_without_anything_new_it_goes_on_as_before(again, of_llama):
     ],
     ids=str,
 )
-def test_for_other_devices_memory_or_knobs_it_is_planned_anew_and_said(again, of_llama, asked, words):
+def test_other_devices_memory_or_knobs_are_replanned_with_a_note(again, of_llama, asked, words):
     strategy, (reason,), (before, after) = again(of_llama, **asked)
     assert reason.startswith(words)
     assert after == strategy.to_dict() and after["step"] == 1 and before["step"] == 0
@@ -93,14 +93,14 @@ def test_for_other_devices_memory_or_knobs_it_is_planned_anew_and_said(again, of
     assert again(of_llama) == (strategy, [], [before, after])
 
 
-def test_where_nothing_fits_it_is_said_what_would_and_the_training_is_as_it_was(again, of_llama, tmp_path):
+def test_without_a_fitting_configuration_a_remedy_is_given_and_nothing_changes(again, of_llama, tmp_path):
     before = (of_llama / "train.yaml").read_bytes()
     with pytest.raises(NothingFound, match=r"is predicted to fit 1 rank .*, with 40 MiB each\. .* would"):
         again(of_llama, memory_limit="40MiB")
     assert (tmp_path / "copy" / "train.yaml").read_bytes() == before
 
 
-def test_a_note_that_memory_ran_out_is_heeded_once(again, of_net, tmp_path):
+def test_a_note_of_an_oom_is_applied_once(again, of_net, tmp_path):
     first = yaml.safe_load((of_net / "train.yaml").read_text())["strategies"][0]["configuration"]
     strategy, notes, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
     assert notes[0] == "out of memory: no room" and notes[1] == "continuing from step 1 in a safer configuration"

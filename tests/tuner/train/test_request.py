@@ -26,7 +26,7 @@ def tensors_of(folder):
     return {name: each.read() for name, each in held.items()}
 
 
-def test_it_goes_on_from_another_folder_as_if_nothing_had_happened(run, here, tmp_path, monkeypatch):
+def test_a_training_continues_from_another_working_directory(run, here, tmp_path, monkeypatch):
     """Paths of the model, the data and the training's folder are relative to where it started."""
     constant = ("--lr", "1e-3", "--lr-schedule", "constant", "--save-every", 1, "--average", "0.5")
     code, out, err = run(*trained("train", "./llama", "begun-here", *constant, "--keep", 2, steps=3))
@@ -72,7 +72,7 @@ def test_the_same_data_by_another_path_is_the_same(tmp_path, monkeypatch):
         taken_up(TrainRequest(source="here", resume=True, paths=("a.txt",)), was)
 
 
-def test_a_default_that_is_asked_for_is_asked_for():
+def test_an_explicit_default_counts_as_given():
     was = TrainRequest(source="gpt2-tiny", steps=500, keep=2, lr_schedule="linear", seed=3).given()
     silent = taken_up(TrainRequest(source="here", resume=True), was)
     assert (silent.steps, silent.keep, silent.lr_schedule, silent.seed) == (500, 2, "linear", 3)
@@ -87,7 +87,7 @@ def test_a_default_that_is_asked_for_is_asked_for():
 
 
 @pytest.mark.parametrize("target", ["./llama", "llama/config.json", "work.py:net"])
-def test_what_a_search_found_of_a_relative_path_is_found_from_anywhere(here, tmp_path, monkeypatch, target):
+def test_relative_paths_of_a_search_resolve_from_anywhere(here, tmp_path, monkeypatch, target):
     monkeypatch.chdir(here)
     sizes = {} if ".py:" in target else {"seq_len": 16, "global_batch": 8}
     asked = {"runner": "simulate", "hardware": "h100", "trials": 1, "devices": 1}
@@ -103,7 +103,7 @@ def test_what_a_search_found_of_a_relative_path_is_found_from_anywhere(here, tmp
     assert rl.workload(spec, **sizes).id == before.id
 
 
-def test_a_training_of_before_is_found_where_it_began(here, monkeypatch):
+def test_relative_paths_of_an_older_training_resolve_in_its_start_folder(here, monkeypatch):
     """Relative paths in an older train.yaml are resolved in the folder where the training started."""
     monkeypatch.chdir(here)
     assert TrainRequest.again("x", {"paths": ["corpus.txt"], "steps": 3}).paths == (str(here / "corpus.txt"),)

@@ -22,7 +22,7 @@ long = replace(net, name="long", batch=batch)
 
 
 @pytest.mark.parametrize(("more", "steps"), [((), 1), (("--no-soak",), 90)], ids=["soaked", "not soaked"])
-def test_what_would_run_out_of_memory_later_does_so_at_once(start, here, more, steps):
+def test_a_later_oom_fails_after_the_first_step(start, here, more, steps):
     (here / "long.py").write_text("import sys; sys.path.insert(0, '.')\n" + LONG)
     out = "long-" + "-".join(["soaked", *more])
     arguments = ("train", "long.py:long", "--devices", 1, "--memory-limit", "1GiB", "--steps", 120, "--log-every", 1,

@@ -57,7 +57,7 @@ def test_with_json_one_object_is_printed_and_nothing_else(run, here):
     assert measured["throughput"] == pytest.approx(8 * 16 * 1e3 / measured["step_ms"])
 
 
-def test_with_json_errors_are_told_beside_it(run):
+def test_with_json_errors_go_to_stderr(run):
     code, out, err = run("train", "llama", "--data", "nowhere.txt", *SIZES, "--devices", 1, "--out", "no", "--json")
     assert (code, out) == (2, "") and "nowhere.txt" in err
 
@@ -87,7 +87,7 @@ def test_a_gpt2_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, 
 
 
 @pytest.mark.slow
-def test_adapters_become_peft_s_and_merged_a_model_of_equal_outputs(run, here, base, adapted, tmp_path):
+def test_adapters_convert_to_peft_and_merge_to_equal_outputs(run, here, base, adapted, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ def test_adapters_become_peft_s_and_merged_a_model_of_equal_outputs(run, here, b
     assert code == 2 and "trains adapters: give --to peft, or --merge for a whole model" in " ".join(err.split())
 
 
-def test_weights_that_adapters_stand_beside_stay_as_they_were(here, base, adapted):
+def test_base_weights_of_adapters_stay_unchanged(here, base, adapted):
     from safetensors.torch import load_file
 
     before, held = load_file(base / "model.safetensors"), latest(here / adapted)
