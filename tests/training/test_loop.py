@@ -453,7 +453,7 @@ def test_a_training_without_a_checkpoint_says_so(small, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lr_schedule": "cosin"}, "unknown learning-rate schedule 'cosin'; did you mean 'cosine'?"),
+        ({"lr_schedule": "cosin"}, "unknown lr_schedule 'cosin'; did you mean 'cosine'?"),
         ({"lr": 0.0}, "lr must be above 0, but got 0.0"),
         ({"lr": math.nan}, "lr must be above 0, but got nan"),
         ({"steps": 0}, "steps must be a whole number of at least 1, but got 0"),

@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
-from redline.base.errors import StudyError, WorkloadError
+from redline.base.errors import StudyError, UsageError, WorkloadError
 from redline.training.data import DataPlan
 from texts import CHATML
 
@@ -136,13 +136,13 @@ def test_an_unwritable_cache_is_reported(samples, write, tmp_path):
         ({"paths": "a.txt"}, r"but got 'a\.txt'"),
         ({"packing": "pack"}, r"unknown packing 'pack'; did you mean 'packed'\? Known: documents, packed, padded"),
         ({"train_on": "user"}, r"unknown train_on 'user'.* Known: all, assistant"),
-        ({"held_out": 0.6}, r"held_out must be a share of the samples from 0 to 0\.5, but is 0\.6"),
-        ({"held_out": float("nan")}, r"but is nan"),
+        ({"held_out": 0.6}, r"held_out must be a share from 0 to 0\.5, but got 0\.6"),
+        ({"held_out": float("nan")}, r"but got nan"),
         ({"field": ""}, r"must be the name of a column, but is empty"),
     ],
 )
 def test_a_plan_is_checked(wrong, message):
-    with pytest.raises(WorkloadError, match=message):
+    with pytest.raises(UsageError, match=message):
         DataPlan(**{"paths": ("a.txt",), **wrong})
 
 
