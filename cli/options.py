@@ -75,7 +75,8 @@ def _option(field: Field[Any], option: Option) -> Decorator:
     if field.default is False:
         return click.option(flag, field.name, is_flag=True, help=option.help)
     if field.default is True:
-        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=option.help)
+        both = flag if "/" in flag else f"{flag}/--no-{flag[2:]}"
+        return click.option(both, field.name, default=True, help=option.help)
     shared: dict[str, Any] = {"help": option.help, "metavar": option.metavar or METAVARS.get(option.type, "NAME")}
     flags = ("-o", flag) if flag == "--out" else (flag,)
     if option.many:

@@ -203,7 +203,7 @@ def test_an_impossible_setup_is_an_error_in_words(training, words):
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ({**SHAPE, "layers": 0}, "layers must be an integer of at least 1"),
+        ({**SHAPE, "layers": 0}, "layers must be a whole number of at least 1"),
         ({**SHAPE, "heads": 7}, "heads must divide hidden"),
         ({**SHAPE, "kv_heads": 3}, "kv_heads must divide heads"),
         ({**SHAPE, "hiden": 3}, "hidden"),
