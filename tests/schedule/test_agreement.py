@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, verify
 from redline.schedule.parallel.checksums import checksum
@@ -19,12 +20,6 @@ class Net(nn.Module):
     def forward(self, batch, *, shift=None):
         out = self.fc2(torch.relu(self.fc1(batch))) * self.scale
         return out if shift is None else out + shift
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def cut(sch, bias=True):

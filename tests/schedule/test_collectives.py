@@ -4,15 +4,10 @@ import pytest
 import redline as rl
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
 from torch import nn
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def whole():

@@ -3,17 +3,11 @@
 import numeric
 import pytest
 import torch
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.rounding import unit_roundoff
 from torch import nn
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def cut_mlp(sch):

@@ -9,18 +9,13 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, full_state_dict, verify
 from redline.schedule.parallel.sharding import shards_of
 from redline.schedule.rounding import allowance
 from torch import nn
 from torch.nn import functional as F
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 class Pair(nn.Module):

@@ -4,6 +4,7 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import device as rank_device, mesh
 from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
@@ -12,15 +13,8 @@ from redline.testing import numerics
 from torch import nn
 
 
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def check_stage(make, name, zero, axes, seed, hsdp=1):
-    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_initialized() else torch.device("cpu")
+    device = rank_device()
     tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1 + seed)).to(device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     sch = create_schedule(make(name), mesh(**axes))

@@ -15,6 +15,7 @@ from redline.schedule.materialise import materialise
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.recording import Unrecordable
 from redline.training.training import seeded
+from same_model import assert_same, held
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -22,38 +23,6 @@ CPU = torch.device("cpu")
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-
-
-def held(model):
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_same(made, expected):
-    first, second = held(made), held(expected)
-    assert list(first) == list(second) and list(made.state_dict()) == list(expected.state_dict())
-    for name, tensor in first.items():
-        other = second[name]
-        for fact in ("dtype", "shape", "requires_grad", "device"):
-            assert getattr(tensor, fact) == getattr(other, fact), name
-        assert tensor.stride() == other.stride() and type(tensor) is type(other), name
-        assert torch.equal(bits(tensor), bits(other)), name
-    for share in (lambda tensor: id(tensor), lambda tensor: tensor.untyped_storage().data_ptr()):
-        assert groups(first, share) == groups(second, share)
-
-
-def groups(tensors, share):
-    found = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            found.setdefault(share(tensor), []).append(name)
-    return sorted(found.values())
 
 
 def in_place(make, seed=3):

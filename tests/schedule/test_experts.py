@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule
 from redline.schedule.parallel import experts as parallel
@@ -61,10 +62,8 @@ class Model(nn.Module):
 
 
 def spread(model, ep, **shared):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    made, _ = build(create_schedule(model, mesh).shard_experts(ep).shard_data(**shared))
+    replicas = mesh(dp=dist.get_world_size())
+    made, _ = build(create_schedule(model, replicas).shard_experts(ep).shard_data(**shared))
     return made
 
 
@@ -111,18 +110,14 @@ def departure(route, zero, ep=2):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("route", ROUTES)
-def test_ranks_come_to_what_one_process_computes(two, route, zero):
-    for found in two.run(departure, route, zero):
-        assert found < 1e-12
+CASES = [("two", 0), ("two", 3), *(pytest.param("four", zero, marks=pytest.mark.slow) for zero in (0, 1, 3))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(("ranks", "zero"), CASES)
 @pytest.mark.parametrize("route", ROUTES)
-def test_so_do_ranks_of_which_several_hold_the_same_experts(four, route, zero):
-    for found in four.run(departure, route, zero):
+def test_ranks_compute_the_same_as_one_process(request, route, ranks, zero):
+    """Of four ranks, two have the same experts."""
+    for found in request.getfixturevalue(ranks).run(departure, route, zero):
         assert found < 1e-12
 
 
@@ -179,7 +174,7 @@ def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
             expected = copy(tokens[mine], chosen[mine])
             expected.square().mean().backward()
             parts.append((mine, expected, dropped, copy))
-        sch = create_schedule(Model(), *([_mesh(ranks)] if ranks > 1 else []))
+        sch = create_schedule(Model(), *([mesh(dp=ranks)] if ranks > 1 else []))
         sch = (sch.shard_experts(ep) if ep > 1 else sch).limit_experts(factor)
         model, _ = build(sch.shard_data(zero=zero) if ranks > 1 else sch)
         mine, expected, dropped, _ = parts[rank]
@@ -201,12 +196,6 @@ def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
     finally:
         torch.Tensor.argsort = sort
         torch.set_default_dtype(torch.float32)
-
-
-def _mesh(ranks, axis="dp"):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.3, 3])
@@ -240,7 +229,7 @@ def exchanges(factor, training):
 
     parallel.all_to_all_rows = counted
     try:
-        sch = create_schedule(Model(), _mesh(2)).shard_experts(2)
+        sch = create_schedule(Model(), mesh(dp=2)).shard_experts(2)
         model, _ = build((sch.limit_experts(factor) if factor else sch).shard_data())
         chosen = torch.full((TOKENS, 2), EXPERTS - 1)
         out = model.train(training)(torch.randn(TOKENS, WIDTH, requires_grad=True), chosen)
@@ -274,7 +263,7 @@ def departure_of_whole(route, ep, averaged=True):
         whole = Model()
         expected = whole(tokens, chosen)
         expected.square().mean().backward()
-        sch = create_schedule(Model(), _mesh(2, "tp")).shard_experts(ep, whole=True)
+        sch = create_schedule(Model(), mesh(tp=2)).shard_experts(ep, whole=True)
         model, _ = build(sch.shard_data() if ep == 1 and averaged else sch)
         with counted_rows(model) as rows:
             found = model(tokens, chosen)
@@ -303,7 +292,7 @@ def test_gradients_of_a_part_of_the_tokens_alone_are_seen(two):
 
 
 def indivisible():
-    model, _ = build(create_schedule(Model(), _mesh(2, "tp")).shard_experts(2, whole=True))
+    model, _ = build(create_schedule(Model(), mesh(tp=2)).shard_experts(2, whole=True))
     with pytest.raises(ScheduleError, match="2 ranks divide the tokens of whole experts, so they must divide 3 tokens"):
         model(torch.randn(3, WIDTH), torch.zeros(3, 2, dtype=torch.long))
     return True

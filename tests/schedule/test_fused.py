@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import yaml
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import apply_recipe, build, create_schedule, verify
 from redline.schedule.primitives.fused import Attention, written_out
@@ -231,12 +232,6 @@ def test_masks_and_biases_are_kept_and_learn(kind):
 # Several devices
 
 
-def mesh():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-
-
 def cut(sch):
     for name in ("gate", "up"):
         sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
@@ -245,7 +240,7 @@ def cut(sch):
 
 def check_attention_cut():
     torch.manual_seed(0)
-    sch = create_schedule(Block(), mesh())
+    sch = create_schedule(Block(), mesh(tp=2))
     with verify(sch, torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))):
         for name in "qkv":
             sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")

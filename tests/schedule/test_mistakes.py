@@ -6,19 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import build, call_module, create_schedule, deferred, list_primitives, verify
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
 
 # Samples of ranks that share sequences
 

@@ -4,6 +4,7 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import device as rank_device, mesh
 from redline.base.errors import ScheduleError
 from redline.knobs.pipeline import PIPELINE_SCHEDULES, Placement
 from redline.models.families import schedule_of
@@ -17,15 +18,8 @@ from torch import nn
 FAMILIES = ["gpt2", "bert", "llama"]
 
 
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 def check_transformer(make, name, seed, axes, cuts, layers=2, kind=None, micro_batches=None, zero=None):
-    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_initialized() else torch.device("cpu")
+    device = rank_device()
     tokens = torch.randint(3, 96, (8, 16), generator=torch.Generator().manual_seed(1 + seed)).to(device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     sch = create_schedule(make(name, layers=layers), mesh(**axes))

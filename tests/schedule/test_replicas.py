@@ -6,6 +6,7 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.schedule import build, create_schedule
 from redline.schedule.rounding import allowance, unit_roundoff
 from redline.testing import numerics
@@ -32,14 +33,8 @@ def data(seed=0, size=4, width=8):
     return whole, whole.chunk(2)[dist.get_rank()]
 
 
-def mesh():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-
-
 def replicated(model, zero=0, make=torch.optim.AdamW, **options):
-    sch = create_schedule(model, mesh())
+    sch = create_schedule(model, mesh(dp=2))
     sch.shard_data(zero, **options)
     return build(sch, optimizer=make, device="cpu")
 

@@ -6,6 +6,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.base._torch import FakeTensorMode
 from redline.base.errors import ScheduleError
 from redline.knobs.sequence import SequenceShards
@@ -82,14 +83,12 @@ def packed():
 
 def departure(make, batch, degrees, fault=None):
     """Largest departure from one process, of the loss and of gradients relative to the largest in their tensor."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     whole = make()
     expected = whole(**batch).loss
     expected.backward()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    replicas = mesh(dp=dist.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
-        model, _ = build(create_schedule(make(), mesh).cut_sequence(**degrees))
+        model, _ = build(create_schedule(make(), replicas).cut_sequence(**degrees))
         if fault is not None:
             fault(patch)
         output = model(**batch)
@@ -140,14 +139,13 @@ def test_bidirectional_attention_sees_tokens_and_padding_of_all_shards(two, axis
 
 
 def refusal_of_documents():
-    from torch.distributed.device_mesh import init_device_mesh
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register("maskless", AttentionInterface()["sdpa"])
     AttentionMaskInterface.register("maskless", flash_attention_mask)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model, _ = build(create_schedule(llama("maskless"), mesh).cut_sequence(sp=2))
+    replicas = mesh(dp=2)
+    model, _ = build(create_schedule(llama("maskless"), replicas).cut_sequence(sp=2))
     model(**plain())
     with pytest.raises(ScheduleError) as refused:
         model(**packed())
@@ -185,10 +183,8 @@ def test_keys_of_fewer_heads_than_ranks_are_repeated(four, attention, heads, key
 
 def dropped(degrees, seed):
     """This rank's logits and its keys' gradient, with attention dropout."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model, _ = build(create_schedule(llama(attention_dropout=0.5), mesh).cut_sequence(**degrees))
+    replicas = mesh(dp=2)
+    model, _ = build(create_schedule(llama(attention_dropout=0.5), replicas).cut_sequence(**degrees))
     model.train()
     torch.manual_seed(seed)
     output = model(**plain())
@@ -318,14 +314,12 @@ def test_blocks_outside_the_window_are_not_computed():
 
 
 def compiled(seed):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    sch = create_schedule(llama("sdpa"), mesh).cut_sequence(cp=2)
+    replicas = mesh(dp=2)
+    sch = create_schedule(llama("sdpa"), replicas).cut_sequence(cp=2)
     for number in range(2):
         sch[f"model.layers.{number}"].compile(backend="aot_eager")
     model, _ = build(sch)
-    plainly, _ = build(create_schedule(llama("sdpa"), mesh).cut_sequence(cp=2))
+    plainly, _ = build(create_schedule(llama("sdpa"), replicas).cut_sequence(cp=2))
     losses = [each(**plain()).loss for each in (model, plainly)]
     for each in losses:
         each.backward()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from ranks import mesh
 from redline.base.errors import ScheduleError, TraceError
 from redline.schedule import apply_recipe, build, call_module, create_schedule, verify
 from redline.schedule.forward import layers_of
@@ -44,12 +45,6 @@ def whole_mlp(x, w1, b1, w2, b2):
 
 def glu(x, w1, b1, w2, b2):
     return F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2)
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def seeded(kind):

@@ -7,6 +7,7 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import device, mesh
 from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import (
@@ -27,17 +28,6 @@ def plan(sch, name, sequence_parallel=False):
 
 
 FAMILIES = ["gpt2", "bert", "llama"]
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def device():
-    return torch.device("cuda", dist.get_rank()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def batch(seed=0):

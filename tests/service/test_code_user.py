@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from other_user import NOBODY, closed, only_root, open_python
+from processes import until
 from redline.base.errors import UsageError
 from redline.results import Measurement
 from redline.runners.unix_user import UnixUser, unix_user
@@ -131,21 +132,13 @@ def a_worker(service, folder):
             env=environment, stdout=output, stderr=output,
         )  # fmt: skip
     try:
-        until(lambda: service.store.workers() or process.poll() is not None)
+        until(lambda: service.store.workers() or process.poll() is not None, LONG_S)
         assert process.poll() is None, (folder / "output").read_text()
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, (folder / "output").read_text()
     assert "Traceback" not in (folder / "output").read_text()
-
-
-def until(condition):
-    end = time.monotonic() + LONG_S
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.05)
-    return found
 
 
 def dry_run(service, request, config):
@@ -212,7 +205,7 @@ def test_a_command_runs_as_that_user_and_reaches_nothing(service, place, nobody)
         command = {"command": f"{sys.executable} {script} {{x}}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]}
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, number = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
-        outcome = until(lambda: service.store.outcome(number))
+        outcome = until(lambda: service.store.outcome(number), LONG_S)
         assert Measurement.from_dict(outcome).status == "ok", outcome
         assert Measurement.from_dict(outcome).throughput == 3.0
         reports, text = reports_of(service, search)
@@ -226,7 +219,7 @@ def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, place, no
         text = WORKLOAD.replace("LOOK", looking(service, worker))
         request = {"workload": {"text": text, "sha256": digest(text), "name": "workload"}, "devices": 1}
         search, number = dry_run(service, request, {"micro_batch": 2})
-        outcome = until(lambda: service.store.outcome(number))
+        outcome = until(lambda: service.store.outcome(number), LONG_S)
         assert "refused" not in outcome, outcome
         reports, message = reports_of(service, search)
         assert Measurement.from_dict(outcome).status == "ok", message
@@ -252,7 +245,7 @@ def test_a_link_in_the_place_of_the_log_is_not_read(service, place, nobody):
         }  # fmt: skip
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, number = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
-        until(lambda: service.store.outcome(number))
+        until(lambda: service.store.outcome(number), LONG_S)
         time.sleep(1)
         assert b"alone" not in read_log(service.parts.runs.data, search, "0.log")[0]
 
@@ -264,7 +257,7 @@ def test_a_dry_run_of_code_that_is_cancelled_ends(service, place, nobody):
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, _ = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
         sleeping = lambda: subprocess.run(["pgrep", "-u", NOBODY, "-f", "^sleep 10002$"], capture_output=True).stdout  # noqa: E731
-        until(sleeping)
+        until(sleeping, LONG_S)
         service.store.cancel(search)
-        until(lambda: not sleeping())
+        until(lambda: not sleeping(), LONG_S)
         assert worker.poll() is None

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from agent_tasks import Fails, Waits
 from pools import DEVICE, a_store
+from processes import until
 from redline.service import searchers as module
 from redline.service.records import SearchState
 from redline.service.searchers import MOST_DEATHS, Searchers, SearcherSlots
@@ -41,15 +42,6 @@ def service(tmp_path, monkeypatch):
 
 def a_search(store, **more):
     return store.submit(store.ann, {"target": "gpt2-tiny"}, devices=1, **more)[0].id
-
-
-def until(condition, within_s=30.0):
-    """Waits until the condition holds and returns its value."""
-    begun = time.monotonic()
-    while not (found := condition()):
-        assert time.monotonic() - begun < within_s, "it did not come to that"
-        time.sleep(0.02)
-    return found
 
 
 def pid_of(searchers, search):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from pools import PLACED, a_store, measured
+from processes import until
 from redline.base.errors import RunnerError, StorageUnavailable, UsageError
 from redline.results import Measurement, Status
 from redline.runners import Runner
@@ -108,15 +109,6 @@ def asked(store, number=0):
     request |= {"timeout_s": None, "best_throughput": None, "reference": None, "soak": None}
     payload = {"requests": [request], "memory_limit_mib": 1000.0}
     return store.ask_dry_run(store.sought, store.attempt, f"trial-{number}", "run", payload, 1).id
-
-
-def until(condition, within_s=20.0):
-    """Waits until the condition holds and returns its value."""
-    begun = time.monotonic()
-    while not (found := condition()):
-        assert time.monotonic() - begun < within_s, "it did not come to that"
-        time.sleep(0.02)
-    return found
 
 
 def test_an_assigned_dry_run_runs_and_its_log_is_stored(place):

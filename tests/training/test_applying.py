@@ -3,6 +3,7 @@
 import pytest
 import redline as rl
 import torch
+from ranks import mesh
 from redline.base.errors import ScheduleError
 
 
@@ -22,12 +23,6 @@ def batch():
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1)
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @pytest.mark.parametrize(("method", "blocks"), [("uniform", [1, 3]), ("first", [0, 1])])

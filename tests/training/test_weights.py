@@ -21,6 +21,7 @@ from redline.schedule import build, create_schedule, deferred, full_state_dict
 from redline.schedule.deferred import stray
 from redline.training import Training
 from redline.training.training import seeded
+from same_model import assert_same, held
 from tiers import diagonal
 from torch import nn
 
@@ -142,38 +143,6 @@ def unset_memory_is_alike():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def held(model):
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def assert_same(made, expected):
-    first, second = held(made), held(expected)
-    assert list(first) == list(second) and list(made.state_dict()) == list(expected.state_dict())
-    for name, tensor in first.items():
-        other = second[name]
-        assert (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride()), name
-        assert tensor.requires_grad == other.requires_grad and isinstance(tensor, type(other)), name
-        assert torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))), (
-            name
-        )
-    assert [list(first.values()).index(each) for each in map(_Same, first.values())] == [
-        list(second.values()).index(each) for each in map(_Same, second.values())
-    ]
-
-
-class _Same:
-    """Equal to one object only, to find the first of tied parameters."""
-
-    def __init__(self, one):
-        self.one = one
-
-    def __eq__(self, other):
-        return self.one is other
 
 
 def check(make, seed=5):

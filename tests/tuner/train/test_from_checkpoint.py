@@ -11,7 +11,7 @@ from redline.training.checkpoint.folder import CheckpointFolder
 from redline.training.checkpoint.restoring import stored_in
 from safetensors.torch import load_file
 from texts import TOPICS
-from train_commands import ended, trained
+from train_commands import ended, trained, words
 
 pytestmark = pytest.mark.timeout(900)
 GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "eos_token_id": 0}
@@ -43,12 +43,6 @@ def begun(here):
     make_tokenizer(here / "begun", 295)
     assert ended(here, *trained("train", "llama", "went-on", "--from", "begun", "--lr", "1e-2", steps=2)) == 0
     return here / "begun"
-
-
-def words(result):
-    code, out, err = result
-    assert code == 0, out + err
-    return " ".join(out.split())
 
 
 def test_the_checkpoint_s_tokenizer_is_the_default(here, begun):

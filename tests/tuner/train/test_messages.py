@@ -6,7 +6,7 @@ import json
 import pytest
 import yaml
 from redline.cli import train_progress
-from train_commands import PLAIN, SIZES, WORKLOADS, curve, ended, lines_of, trained
+from train_commands import PLAIN, SIZES, WORKLOADS, curve, ended, lines_of, trained, words
 
 pytestmark = pytest.mark.timeout(900)
 MADE_UP = "no data is given, so llama trains on made-up tokens"
@@ -17,12 +17,6 @@ def finished(here):
     """A finished training of three steps."""
     assert ended(here, *trained("train", "llama", "all-done", "--save-every", 1, steps=3)) == 0
     return here / "all-done"
-
-
-def words(result):
-    code, out, err = result
-    assert code == 0, out + err
-    return " ".join(out.split())
 
 
 def test_a_training_without_data_says_that_it_learns_nothing(run, finished):
