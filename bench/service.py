@@ -150,22 +150,22 @@ class PaperPool:
 
     def shares(self, *, week: bool = False) -> list[Share]:
         """Returns the recent usage of the users, as the store does."""
-        recent, longer = self._faded(RECENT_S), self._faded(WEEK_S) if week else {}
+        recent, longer = self._discounted(RECENT_S), self._discounted(WEEK_S) if week else {}
         return [
             Share(user=user, weight=weight, recent=recent.get(user, 0.0), week=longer.get(user, 0.0))
             for user, weight in self.users.items()
         ]
 
-    def _faded(self, window_s: float) -> dict[int, float]:
+    def _discounted(self, window_s: float) -> dict[int, float]:
         since = self.now - window_s
         out: dict[int, float] = defaultdict(float)
         for user, had in self.had.items():
             for each in reversed(had):  # in order of their ends
                 if each[1] <= since:
                     break
-                out[user] += _fading(*each, since, window_s)
+                out[user] += _discounted_seconds(*each, since, window_s)
         for each in self.running.values():
-            out[each.user] += _fading(each.started, self.now, each.devices, since, window_s)
+            out[each.user] += _discounted_seconds(each.started, self.now, each.devices, since, window_s)
         return out
 
     def decide(self) -> float:
@@ -202,7 +202,7 @@ class PaperPool:
         return sum(each.devices for each in self.running.values())
 
 
-def _fading(began: float, finished: float, devices: int, since: float, window_s: float) -> float:
+def _discounted_seconds(began: float, finished: float, devices: int, since: float, window_s: float) -> float:
     began = max(began, since)
     return max(0.0, devices * (finished - began) * ((began + finished) / 2 - since) / window_s)
 

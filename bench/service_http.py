@@ -159,7 +159,7 @@ def events(server: Server, spread: Spread) -> dict[str, Any]:
         for number in range(count):
             time.sleep(max(0.0, began + number / EVENTS_A_SECOND - time.monotonic()))
             sent.append(time.monotonic())
-            server.store.tell(None, "said", {"number": number, "message": "x" * 60})
+            server.store.add_event(None, "said", {"number": number, "message": "x" * 60})
         seconds = time.monotonic() - began
         received: list[list[tuple[int, float]]] = listeners.received()
         used = server.cpu_s - before
@@ -231,7 +231,7 @@ async def _listening(address: str, token: str, number: int, wanted: int, after: 
     streams = [await _opened(address, token, after) for _ in range(number)]
     pipe.send("open")
     if wanted:
-        sent = await asyncio.gather(*(_heard(reader, wanted) for reader, _ in streams))
+        sent = await asyncio.gather(*(_received(reader, wanted) for reader, _ in streams))
         pipe.send([list(_numbers(data, marks)) for data, marks in sent])
     await asyncio.to_thread(_closed, pipe)
     for _, writer in streams:
@@ -258,7 +258,7 @@ async def _opened(address: str, token: str, after: int) -> tuple[asyncio.StreamR
     return reader, writer
 
 
-async def _heard(reader: asyncio.StreamReader, wanted: int) -> tuple[bytes, list[tuple[int, float]]]:
+async def _received(reader: asyncio.StreamReader, wanted: int) -> tuple[bytes, list[tuple[int, float]]]:
     """Returns the contents of a stream up to its last event, and the number of bytes received at each time."""
     data, marks, last = bytearray(), [], f'"number":{wanted - 1},'.encode()
     until = time.monotonic() + TELLING_S + START_S

@@ -140,7 +140,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         traced = {} if timeline is None else {"memory_trace": timeline.to_dict()}
         click.echo(json.dumps({**document.to_dict(), **traced}, allow_nan=False))
     else:
-        then = () if single is not None else _then(again, output, tunable=shape is None)
+        then = () if single is not None else _next_commands(again, output, tunable=shape is None)
         click.echo(
             "\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then, timeline=timeline))
         )
@@ -206,7 +206,7 @@ class _Status:
             self._live = None
 
 
-def _then(again: str, output: str | None, *, tunable: bool) -> list[str]:
+def _next_commands(again: str, output: str | None, *, tunable: bool) -> list[str]:
     """Returns the commands that use the plans."""
     written = output or "plan.yaml"
     file = shlex.quote(written)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .server_options import PRIORITY, client_of, reached
+from .server_options import PRIORITY, client_of, with_server
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +40,7 @@ Examples:
     metavar="ID NAME",
     help="Change who sees a search: own, team or all.",
 )
-@reached
+@with_server
 def queue(
     server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool, **changes: Any
 ) -> None:

@@ -61,7 +61,7 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
         found = climbed(found, lambda found, count: _to_improve(found, count if count == 1 else max(top, count)))
     ranks = by_expected_throughput(found.table)
     best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
-    safest, small = _beside_best(found.table, ranks)
+    safest, small = _safer_plans(found.table, ranks)
     return Chosen(
         best=best,
         safest=None if safest is None else found.ranked(safest),
@@ -73,11 +73,11 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
 def _to_improve(found: Predicted, count: int) -> list[int]:
     """The best configurations of different plans; with several also the alternatives to the best."""
     ranks = by_expected_throughput(found.table)
-    alternatives = _beside_best(found.table, ranks) if count > 1 else ()
+    alternatives = _safer_plans(found.table, ranks) if count > 1 else ()
     return [*distinct(found, ranks, count), *(each for each in alternatives if each is not None)]
 
 
-def _beside_best(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:
+def _safer_plans(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:
     """The safest plan with nearly the best throughput, if it is safer than the best, and the one with the least memory at half of
     the best throughput or more."""
     if not len(ranks):

@@ -45,7 +45,7 @@ class WireTable:
         what it takes longer after so much computing."""
         points = _nearest(self.seconds[kind], ranks)
         sizes, *columns = zip(*points, strict=True)
-        seconds, core_s = (_at(sizes, values, num_bytes) for values in columns)
+        seconds, core_s = (_interpolated(sizes, values, num_bytes) for values in columns)
         return Price(seconds + self._later(kind, ranks, computed_s), core_s)
 
     def _later(self, kind: str, ranks: int, computed_s: float) -> float:
@@ -75,7 +75,7 @@ def _nearest(by_size: Mapping[int, Any], ranks: int) -> Any:
     return by_size[min(by_size, key=lambda size: abs(math.log(size / ranks)))]
 
 
-def _at(sizes: Sequence[int], values: Sequence[float], num_bytes: int) -> float:
+def _interpolated(sizes: Sequence[int], values: Sequence[float], num_bytes: int) -> float:
     """Value at a number of bytes; beyond the largest size the last two continue."""
     if num_bytes <= sizes[-1] or len(sizes) == 1:
         return float(np.interp(num_bytes, sizes, values))

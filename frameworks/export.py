@@ -69,7 +69,7 @@ def render(
         raise UsageError(f"{target}: {unknown('form', form, chosen.forms)}")
     setup = chosen.setup(trial, document)
     chosen.forms[form](setup, "")  # the first pass collects the notes, the second writes them
-    notes, use = setup.finish(), _used(chosen, setup, file or chosen.file(form))
+    notes, use = setup.finish(), _instructions(chosen, setup, file or chosen.file(form))
     comments = [*_head(chosen, setup), *use]
     if notes:
         comments += [
@@ -188,7 +188,7 @@ def _head(target: Target, setup: Setup) -> list[str]:
     return lines
 
 
-def _used(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
+def _instructions(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
     """Instructions to use a file of that name, and to start a training with it."""
     lines = [f"Use: {fold(target.use(file))}"] if target.use is not None else []
     if target.start is not None:

@@ -59,11 +59,11 @@ def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], l
     version = document.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StudyError(
-            f"'{path}' is not a run of redline: its format is {schema.shown(version)}, not a number; give another --out"
+            f"'{path}' is not a run of redline: its format is {schema.shortened(version)}, not a number; give another --out"
         )
     if version > FORMAT:
         raise StudyError(
-            f"'{path}' was written by a newer redline (format {schema.shown(version)}, this one knows up to {FORMAT}); "
+            f"'{path}' was written by a newer redline (format {schema.shortened(version)}, this one knows up to {FORMAT}); "
             "upgrade with `pip install --upgrade redline` or give another --out"
         )
     if not isinstance(document.get("asked"), dict) or not isinstance(document.get("study"), str):

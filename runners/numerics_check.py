@@ -75,7 +75,7 @@ def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float,
     for place, value in losses.items():
         if not math.isfinite(value):
             return f"loss is {value} at {place}"
-    if not _quiet(probe).finite:
+    if not _without_randomness(probe).finite:
         return f"the probe's results are not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_incomparable(probe, reference):
         return ""
@@ -86,7 +86,7 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
     """Yields the comparisons of a candidate with a comparable reference: on the probe's samples, then in the first step."""
     rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
     tolerance = rounding(noise_numbers=min(probe.noise_numbers, expected.noise_numbers))
-    yield compare(_quiet(expected), _quiet(probe), tolerance)
+    yield compare(_without_randomness(expected), _without_randomness(probe), tolerance)
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
     alike = probe.step is not None and probe.step.samples == samples
@@ -105,7 +105,7 @@ def why_incomparable(probe: Probe, reference: Reference) -> str:
     return ""
 
 
-def _quiet(probe: Probe) -> Numbers:
+def _without_randomness(probe: Probe) -> Numbers:
     """Returns the results on the fixed batch without randomness, and the difference that training's randomness makes."""
     logits = {"the logits": torch.tensor(probe.logits, dtype=torch.float64)} if probe.logits else {}
     return replace(_numbers(probe.quiet, " on the probe"), outputs=logits, noise=probe.noise)

@@ -87,7 +87,7 @@ class SimulateRunner(Runner):
     name = "simulate"
 
     def __post_init__(self) -> None:
-        self._world = self.estimator.drawn(self._random("world"))
+        self._world = self.estimator.sampled(self._random("world"))
         begun = time.time() if self.terms.begun is None else self.terms.begun
         self._free_at = [begun] * self.slots
 

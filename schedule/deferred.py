@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..base._torch import TorchDispatchMode
-from .held import loose, own
+from .held import loose, own_tensors
 from .random_state import full
 from .recording import Recording, Unrecordable, recorded, recording_of
 
@@ -50,7 +50,7 @@ def deferred(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def noted(*tensors: torch.Tensor) -> Iterator[None]:
+def recorded_operations(*tensors: torch.Tensor) -> Iterator[None]:
     """Records operations in the `with` if one of the tensors is recorded; otherwise changes nothing."""
     found = next(filter(None, map(recorded, tensors)), None)
     if found is None:
@@ -91,7 +91,7 @@ def going_on(recording: Recording) -> Iterator[None]:
         recording.active = False
 
 
-def stray(module: nn.Module) -> str:
+def unmaterialised(module: nn.Module) -> str:
     """Describes a tensor without memory that `build` would not materialise: an attribute of a module that is on the
     meta device itself, or a tensor outside a module; empty if there is none.
     """
@@ -101,7 +101,7 @@ def stray(module: nn.Module) -> str:
         for name, tensor in loose(each):
             if tensor.is_meta and recorded(tensor) is None:
                 return f"{path}.{name}" if path else name
-        held.update(place[1] for _, tensor in own(each) + loose(each) if (place := recorded(tensor)))
+        held.update(place[1] for _, tensor in own_tensors(each) + loose(each) if (place := recorded(tensor)))
     if recording is None:
         return ""
 

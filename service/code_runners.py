@@ -93,7 +93,7 @@ class CodeRunners:
         self._lock = threading.Lock()
         self._closed = False
 
-    def tried(self, assignment: Assignment, logs: Path, over: threading.Event) -> dict[str, Any]:
+    def run_dry_run(self, assignment: Assignment, logs: Path, over: threading.Event) -> dict[str, Any]:
         """Runs a dry run and returns its outcome.
 
         Args:

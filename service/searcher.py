@@ -56,7 +56,7 @@ class StoreListener(SearchListener):
 
     def on_start(self, plan: SearchPlan) -> None:
         self.done = plan.done
-        self._tell(
+        self._record_event(
             "plan",
             name=plan.name,
             where=plan.where,
@@ -68,11 +68,11 @@ class StoreListener(SearchListener):
         )
 
     def on_wait(self, what: str) -> None:
-        self._tell("waiting", what=what)
+        self._record_event("waiting", what=what)
 
     def on_trial_start(self, trial: Trial) -> None:
         self.trying.set()
-        self._tell(
+        self._record_event(
             "started",
             trial=trial.number,
             config=trial.config.to_dict(),
@@ -97,17 +97,17 @@ class StoreListener(SearchListener):
         self.finished_one(trial)
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        self._tell("remeasuring", leaders=[each.number for each in leaders], done=done, total=total)
+        self._record_event("remeasuring", leaders=[each.number for each in leaders], done=done, total=total)
 
     def on_message(self, message: str) -> None:
-        self._tell("said", message=message)
+        self._record_event("said", message=message)
 
     def on_end(self, result: "Result") -> None:
         best = result.best
-        self._tell("ended", why=result.ended, best=None if best is None else best.trial.number)
+        self._record_event("ended", why=result.ended, best=None if best is None else best.trial.number)
 
-    def _tell(self, kind: str, **data: Any) -> None:
-        self._store.tell(self._search, kind, data)
+    def _record_event(self, kind: str, **data: Any) -> None:
+        self._store.add_event(self._search, kind, data)
 
 
 def _finite(value: float | None) -> float | None:

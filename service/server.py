@@ -119,7 +119,7 @@ def serve(
         options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
         servers: list[Any] = []
-        held.enter_context(_alone(options, url, say, lambda: _end(servers)))
+        held.enter_context(_locks(options, url, say, lambda: _end(servers)))
         # Started early: it imports in parallel with this process, which has much to import as well.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
@@ -147,7 +147,7 @@ def serve(
 
 
 @contextlib.contextmanager
-def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], None]) -> Iterator[None]:
+def _locks(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], None]) -> Iterator[None]:
     """Locks the folder and the database for this server. With `standby`, waits until they are free.
 
     Raises:

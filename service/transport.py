@@ -95,7 +95,7 @@ class Transport:
         try:
             answer = self._client.request(method, path, **more)
         except httpx.HTTPError as error:
-            raise self._away(error) from None
+            raise self._unreachable(error) from None
         if answer.status_code >= 400:
             refused(answer)
         return answer
@@ -113,13 +113,13 @@ class Transport:
                     refused(answer)
                 yield answer.iter_lines()
         except httpx.HTTPError as error:
-            raise self._away(error) from None
+            raise self._unreachable(error) from None
 
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
 
-    def _away(self, error: Exception) -> Exception:
+    def _unreachable(self, error: Exception) -> Exception:
         if (why := _distrusted(error)) is not None:
             return UsageError(
                 f"the certificate of {self.server} is not trusted: {why}; give --trust (in Python trust=) the file of that "

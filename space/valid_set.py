@@ -22,7 +22,7 @@ _BATCH = 4096
 _BEAM = 4096
 
 
-def _beside(tables: Sequence[Choices], rows: int) -> Choices:
+def _combined(tables: Sequence[Choices], rows: int) -> Choices:
     """Combines tables of different knobs to one."""
     return Choices(rows, {name: column for table in tables for name, column in table.codes.items()})
 
@@ -219,9 +219,9 @@ class ValidSet:
         if self.enumerable:
             indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
             tables = [self.table(at).take(rows) for at, rows in enumerate(self._digits(indices))]
-            return _beside(tables, len(indices))
+            return _combined(tables, len(indices))
         tables = self._draw(np.random.default_rng(seed), most) or []
-        return _beside(tables, tables[0].rows if tables else 0).unique()
+        return _combined(tables, tables[0].rows if tables else 0).unique()
 
     def _drawn_indices(self, count: int, seed: int) -> np.ndarray:
         if self.size <= 2**62:
@@ -243,7 +243,7 @@ class ValidSet:
             first, second = np.nonzero(total <= changes)
             rows, changed = np.vstack([rows[:, first], here[second]]), total[first, second]
             tables.append(table)
-        return _beside([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
+        return _combined([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
 
     def made(self, choices: Choices) -> list[Config]:
         """Configurations of rows of codes."""

@@ -278,12 +278,12 @@ class Training:
         import torch
 
         from ..schedule import build, create_schedule
-        from ..schedule.deferred import stray
+        from ..schedule.deferred import unmaterialised
         from ..schedule.liger import replace_modules
 
         with making:
             module = self.workload.build_model(self.config)
-        if left := stray(module):
+        if left := unmaterialised(module):
             raise ScheduleError(f"{left} is a tensor on the meta device that is neither a parameter nor a buffer")
         sch = create_schedule(module, self._mesh)
         schedule = self.workload.schedule or generic_schedule

@@ -302,9 +302,9 @@ class Confirmation:
 
     def comparison(self) -> "Comparison":
         """Compares the contenders by all rounds so far."""
-        return compare_rounds(self._held())
+        return compare_rounds(self._valid_rounds())
 
-    def _held(self) -> list[dict[int, Measurement]]:
+    def _valid_rounds(self) -> list[dict[int, Measurement]]:
         """Returns the rounds that count, without contenders that failed in any round."""
         rounds = [{n: each for n, each in round_.items() if n not in self.failed} for round_ in self.rounds]
         return calm_rounds([round_ for round_ in rounds if round_])
@@ -312,7 +312,7 @@ class Confirmation:
     def _keep(self) -> None:
         """Saves the re-measurements, each corrected for the disturbance of its round."""
         kept: dict[int, list[float]] = {number: [] for number in self.failed}
-        rounds = self._held()
+        rounds = self._valid_rounds()
         disturbances = compare_rounds(rounds).disturbance if rounds else []
         for round_, disturbance in zip(rounds, disturbances, strict=True):
             for number, each in round_.items():

@@ -234,9 +234,9 @@ class Run(Clock):
         """Waits until the objective has been reported once more."""
         before = len(self.costs)
         while len(self.costs) == before:
-            self._turn()
+            self._read_output()
 
-    def _turn(self) -> None:
+    def _read_output(self) -> None:
         """Reads the next output."""
         exited = self.process.poll() is not None
         data = self._received(LOOK_S)
@@ -352,7 +352,7 @@ class Run(Clock):
             end = time.monotonic() + (0.0 if self.out_of_memory else TERM_S)
             while time.monotonic() < end and self.process.poll() is None:
                 try:
-                    self._turn()
+                    self._read_output()
                 except _Over:
                     break
             self._signal(signal.SIGKILL)

@@ -33,7 +33,7 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
         axis = _shared(mesh, name)
         if axis is None:
             continue
-        whole, known = _held(root, set(made), cut_too=name == "dp")
+        whole, known = _shared_tensors(root, set(made), cut_too=name == "dp")
         known["the seed"] = (seed if made else 0, len(made))
         known.update({label: checksum(tensor) for label, tensor in whole.items()})
         differ = departing(known, axis)
@@ -61,7 +61,7 @@ def _shared(mesh: Any, name: str) -> Axis | None:
     return axis if axis is not None and axis.size > 1 else None
 
 
-def _held(
+def _shared_tensors(
     root: nn.Module, made: set[torch.Tensor], cut_too: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Checksum]]:
     """Returns the tensors that all ranks of an axis must have alike, and checksums of tensors from before they were cut.

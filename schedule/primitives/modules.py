@@ -10,7 +10,7 @@ from torch import nn
 
 from ...base._torch import buffers_of, children_of, parameters_of
 from ...base.errors import ScheduleError, unknown
-from ..deferred import noted
+from ..deferred import recorded_operations
 from ..forward import layers_of
 from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
@@ -82,7 +82,7 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
         with torch.device(held[0].device):
             made = called_with_path(new, old, sch.path)
     else:
-        with noted(*held):
+        with recorded_operations(*held):
             made = called_with_path(new, old, sch.path)
     if not isinstance(made, nn.Module):
         raise ScheduleError(

@@ -138,7 +138,7 @@ class Database:
         finally:
             self._turn.release()
 
-    def apart(self) -> Connection:
+    def separate_connection(self) -> Connection:
         """Returns a connection of the caller's own, which must close it. Each statement is a transaction."""
         return self._reader.connect().execution_options(isolation_level="AUTOCOMMIT")
 
@@ -334,7 +334,7 @@ class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
                 path = _path_of(url)
                 self._file = FolderLock(path.parent, f"{path.name}.server")
             else:
-                self._session = self._database.read(lambda connection: self._taken())
+                self._session = self._database.read(lambda connection: self._locked_session())
                 self._thread = threading.Thread(target=self._watch, daemon=True, name="alone")
                 self._thread.start()
         except BaseException:
@@ -360,13 +360,13 @@ class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _taken(self) -> Connection:
+    def _locked_session(self) -> Connection:
         """Returns a session that has the lock.
 
         Raises:
             StudyError: another server has it.
         """
-        session = self._database.apart()
+        session = self._database.separate_connection()
         try:
             session.execute(
                 text("SELECT set_config('application_name', :name, false)"),
@@ -391,7 +391,7 @@ class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
                 if self._session is not None:
                     self._session.execute(text("SELECT 1"))
                     continue
-                self._session = self._taken()
+                self._session = self._locked_session()
                 _log.warning("%s was unreachable; this server has locked it again", self._database.words)
             except DBAPIError:  # unreachable for every server: retried
                 if self._session is not None:

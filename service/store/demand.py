@@ -100,7 +100,7 @@ class Demand(Part):
 
         `recent` is over `RECENT_S`, with each second weighted less in proportion to its age.
         """
-        recent, (used, week) = self._lately(connection), self._totals(connection)
+        recent, (used, week) = self._recent_usage(connection), self._totals(connection)
         return [
             Share(
                 user=each.id,
@@ -137,7 +137,7 @@ class Demand(Part):
             week[user] += max(0.0, float(total))
         return dict(used), dict(week)
 
-    def _lately(self, connection: Connection) -> dict[int, float]:
+    def _recent_usage(self, connection: Connection) -> dict[int, float]:
         """Returns each user's device-seconds within `RECENT_S` discounted by age, of dry runs that ended in that time
         or run now.
         """

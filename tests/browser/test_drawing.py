@@ -5,7 +5,7 @@ import re
 from importlib.resources import files
 
 import pytest
-from redline.views.dashboard.app import PAGES, own
+from redline.views.dashboard.app import PAGES, asset_file
 from redline.views.report import write_report
 from redline.views.report.page import DRAWING, SCRIPTS, asset
 
@@ -24,7 +24,7 @@ def drawing():
 
 def test_only_the_drawing_layer_creates_svg_or_uses_a_canvas():
     others = {name: asset(f"js/{name}.js") for name in (*SCRIPTS, "report") if name not in DRAWING} | {
-        name: own(f"{name}.js") for name in PAGES
+        name: asset_file(f"{name}.js") for name in PAGES
     }
     makes = re.compile(r"createElementNS|www\.w3\.org|getContext|\bsvg\(|new Pen\b")
     assert {name: makes.findall(text) for name, text in others.items() if makes.search(text)} == {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, replay, verify
-from redline.schedule.deferred import stray
+from redline.schedule.deferred import unmaterialised
 from redline.schedule.materialise import materialise
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.recording import Unrecordable
@@ -33,7 +33,7 @@ def in_place(make, seed=3):
 def late(make, seed=3, meta=True):
     with seeded(seed, CPU), deferred():
         model = make()
-    assert any(each.is_meta for each in held(model).values()) is meta and not stray(model)
+    assert any(each.is_meta for each in held(model).values()) is meta and not unmaterialised(model)
     return build(create_schedule(model), seed=seed)[0]
 
 
@@ -542,9 +542,9 @@ def test_a_tensor_that_would_be_left_without_memory_is_found(keep):
     KEPT.clear()
     with deferred():
         model = Holder(fill)
-    assert stray(model)
+    assert unmaterialised(model)
     with deferred():
-        assert not stray(nn.Linear(2, 2))
+        assert not unmaterialised(nn.Linear(2, 2))
 
 
 KEPT = []

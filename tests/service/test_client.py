@@ -114,7 +114,7 @@ def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     assert following.is_alive() and asking.is_alive() and waiting.is_alive()
     with served(tmp_path, port=port, tokens=tokens) as again:
         asking.join(timeout=60)
-        again.store.tell(run.id, "said", {"message": "after"})
+        again.store.add_event(run.id, "said", {"message": "after"})
         again.store.cancel(run.id)
         following.join(timeout=60)
         waiting.join(timeout=60)

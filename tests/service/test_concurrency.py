@@ -11,7 +11,7 @@ import pytest
 from redline.service.records import DryRunState
 from redline.service.store import Store
 from redline.service.store.dry_runs import MOST_ATTEMPTS
-from redline.service.store.part import tell
+from redline.service.store.part import add_event
 
 
 class Processes:
@@ -161,14 +161,14 @@ def test_no_event_appears_before_one_with_a_lower_number(url, real):
     ready, go_on = threading.Event(), threading.Event()
 
     def slowly(connection):
-        tell(connection, 0.0, None, "first", {})
+        add_event(connection, 0.0, None, "first", {})
         ready.set()
         go_on.wait()
 
     with Store.open(url) as one, Store.open(url, patience_s=60) as two, ThreadPoolExecutor(2) as threads:
         first = threads.submit(one.database.write, slowly)
         ready.wait()
-        second = threads.submit(two.tell, None, "second", {})
+        second = threads.submit(two.add_event, None, "second", {})
         wait([second], timeout=0.5)  # it must not finish within this time
         seen = [each.kind for each in real.events()]
         go_on.set()

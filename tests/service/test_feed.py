@@ -36,8 +36,8 @@ def test_a_search_s_events_come_from_its_beginning_to_its_end(service):
         search = client.post("/v1/searches", json=SEARCH).json()["id"]
         other = client.post("/v1/searches", json=SEARCH).json()["id"]
         for number in range(5):
-            service.store.tell(search, "said", {"message": str(number)})
-            service.store.tell(other, "said", {"message": "another's"})
+            service.store.add_event(search, "said", {"message": str(number)})
+            service.store.add_event(other, "said", {"message": "another's"})
         threading.Timer(0.5, service.store.cancel, [search]).start()
         found = read(client, f"/v1/searches/{search}/events", 100)
         assert [each["data"].get("message", each["data"].get("state")) for each in found] == [
@@ -48,12 +48,12 @@ def test_a_search_s_events_come_from_its_beginning_to_its_end(service):
 
 def test_a_stream_goes_on_behind_the_event_that_was_seen_last(service):
     for number in range(10):
-        service.store.tell(None, "said", {"number": number})
+        service.store.add_event(None, "said", {"number": number})
     time.sleep(0.3)
     with service.client("reader") as client:
         first = read(client, "/v1/events?after=0", 4)
         for number in range(10, 13):
-            service.store.tell(None, "said", {"number": number})
+            service.store.add_event(None, "said", {"number": number})
         rest = read(client, "/v1/events", 9, headers={"last-event-id": str(first[-1]["id"])})
     assert [each["data"]["number"] for each in first + rest] == list(range(13))
     ids = [each["id"] for each in first + rest]
@@ -65,7 +65,7 @@ def test_old_events_are_read_from_the_database(tmp_path, monkeypatch):
     monkeypatch.setattr(feeds, "PAGE", 3)
     with served(tmp_path) as service:
         for number in range(40):
-            service.store.tell(None, "said", {"number": number})
+            service.store.add_event(None, "said", {"number": number})
         time.sleep(0.5)
         with service.client() as client:
             found = read(client, "/v1/events?after=0", 40)
@@ -74,7 +74,7 @@ def test_old_events_are_read_from_the_database(tmp_path, monkeypatch):
 
 def test_an_id_of_another_database_begins_now(service):
     with service.client() as client:
-        threading.Timer(0.4, service.store.tell, [None, "said", {"number": 1}]).start()
+        threading.Timer(0.4, service.store.add_event, [None, "said", {"number": 1}]).start()
         assert read(client, "/v1/events?after=1000000", 1)[0]["data"] == {"number": 1}
         answer = client.get("/v1/events", headers={"last-event-id": "x"})
         assert answer.status_code == 422 and "Last-Event-ID" in answer.json()["error"]["message"]
@@ -83,7 +83,7 @@ def test_an_id_of_another_database_begins_now(service):
 def test_listeners_who_leave_are_forgotten_and_cost_nobody_anything(service):
     with service.client() as client:
         for _ in range(20):
-            service.store.tell(None, "said", {})
+            service.store.add_event(None, "said", {})
             read(client, "/v1/events?after=0", 1)
         until = time.monotonic() + 10
         while service.parts.feed.listeners and time.monotonic() < until:
@@ -102,7 +102,7 @@ def test_a_stream_ends_when_its_token_is_revoked(service, monkeypatch):
                 assert next(lines) is not None, each
             service.store.revoke(service.tokens["reader"])
             assert len(list(islice(lines, 1000))) < 1000
-            service.store.tell(None, "said", {"number": 7})
+            service.store.add_event(None, "said", {"number": 7})
             assert "7" in next(each for each in others if each.startswith("data: "))
         assert reader.get("/v1/me").status_code == 401
 
@@ -124,7 +124,7 @@ def test_many_idle_listeners_hear_of_what_happens(service):
         assert begun.acquire(timeout=20)
     with service.client() as client:
         assert client.get("/v1/queue").status_code == 200
-    service.store.tell(None, "said", {"number": 7})
+    service.store.add_event(None, "said", {"number": 7})
     for each in threads:
         each.join(timeout=20)
     assert len(received) == 50 and len(set(received)) == 1

@@ -14,15 +14,15 @@ def test_events_of_old_searches_are_deleted_and_their_end_is_kept(pool, clock, m
     store, old = pool.store, pool.search.id
     running, _ = store.submit(pool.user, {"model": "gpt2-tiny"}, devices=1)
     for number in range(10):
-        store.tell(old, "said", {"n": number})
-        store.tell(running.id, "said", {"n": number})
-        store.tell(None, "worker", {"n": number})
+        store.add_event(old, "said", {"n": number})
+        store.add_event(running.id, "said", {"n": number})
+        store.add_event(None, "worker", {"n": number})
     store.finish(old, pool.attempt, "done", "all tried", None)
     clock.pass_by(31 * DAY_S)
     recent, _ = store.submit(pool.user, {"model": "gpt2-tiny"}, devices=1)
-    store.tell(recent.id, "said", {"n": 0})
+    store.add_event(recent.id, "said", {"n": 0})
     store.finish(recent.id, store.take_search(recent.id), "done", "all tried", None)
-    store.tell(None, "worker", {"n": 10})
+    store.add_event(None, "worker", {"n": 10})
     store.audit("ann", "login", "here")
     before = (events_of(store, running.id), events_of(store, recent.id), len(store.audited()))
 
@@ -34,21 +34,21 @@ def test_events_of_old_searches_are_deleted_and_their_end_is_kept(pool, clock, m
 
 
 def test_numbers_go_on_where_everything_is_forgotten(pool, clock):
-    pool.store.tell(None, "worker", {"n": 1})
+    pool.store.add_event(None, "worker", {"n": 1})
     last = pool.store.latest()
     clock.pass_by(100 * DAY_S)
     pool.store.forget_events(clock.now)
     assert pool.store.latest() == last
-    assert pool.store.tell(None, "worker", {"n": 2}).id > last
+    assert pool.store.add_event(None, "worker", {"n": 2}).id > last
 
 
 @pytest.mark.parametrize(("days", "left"), [(0.5, 1), (2, 2)])
 def test_a_server_forgets_after_so_many_days(pool, clock, days, left):
     store = pool.store
-    store.tell(pool.search.id, "said", {"n": 1})
+    store.add_event(pool.search.id, "said", {"n": 1})
     store.finish(pool.search.id, pool.attempt, "done", "all tried", None)
     clock.pass_by(DAY_S)
-    store.tell(None, "worker", {"n": 2})
+    store.add_event(None, "worker", {"n": 2})
     thread = Retention(store, days)
     thread.start()
     thread.close()

@@ -106,7 +106,7 @@ def test_events_are_in_order_and_can_be_resumed(store, ann):
     one, _ = store.submit(ann, REQUEST, devices=1)
     two, _ = store.submit(ann, REQUEST, devices=1)
     attempt = store.take_search(one.id)
-    event = store.tell(one.id, "trial", {"trial": 0, "throughput": 1.5})
+    event = store.add_event(one.id, "trial", {"trial": 0, "throughput": 1.5})
     store.finish(one.id, attempt, "failed", "no memory")
     every = store.events()
     assert [each.id for each in every] == sorted(each.id for each in every)

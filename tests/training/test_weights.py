@@ -18,7 +18,7 @@ from redline.base._transformers import quiet
 from redline.models import Workload, workload
 from redline.models.presets import PRESETS
 from redline.schedule import build, create_schedule, deferred, full_state_dict
-from redline.schedule.deferred import stray
+from redline.schedule.deferred import unmaterialised
 from redline.training import Training
 from redline.training.training import seeded
 from same_model import assert_same, held
@@ -150,7 +150,7 @@ def check(make, seed=5):
         expected = make()
     with seeded(seed, CPU), deferred(), quiet():
         model = make()
-    assert all(each.is_meta for each in model.parameters()) and not stray(model)
+    assert all(each.is_meta for each in model.parameters()) and not unmaterialised(model)
     with seeded(seed, CPU):
         made, _ = build(create_schedule(model), seed=seed)
     assert_same(made, expected)

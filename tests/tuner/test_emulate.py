@@ -10,7 +10,7 @@ import redline as rl
 import yaml
 from command_line import run
 from redline.base.errors import UsageError
-from redline.frameworks.launcher import alone
+from redline.frameworks.launcher import without_torchrun
 from redline.frameworks.registry import LAUNCHERS, find_launcher
 from redline.results import Measurement, Status, Trial
 from redline.runners.command.command import Command
@@ -164,11 +164,16 @@ def test_emulated_times_correct_the_estimate():
 
 
 def test_torchrun_is_taken_out_of_a_command_and_nothing_else():
-    assert alone("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16") == "python pretrain_gpt.py --bf16"
-    assert alone("/opt/bin/torchrun --nnodes=2 -m torchtitan.train --x 1") == "python -m torchtitan.train --x 1"
-    assert alone("python -m torch.distributed.run --nproc_per_node {devices} a.py") == "python a.py"
-    assert alone("torchrun --no-python --nproc-per-node 2 ./train --lr 1") == "./train --lr 1"
-    assert alone("python train.py --with torchrun.yaml") == "python train.py --with torchrun.yaml"
+    assert (
+        without_torchrun("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")
+        == "python pretrain_gpt.py --bf16"
+    )
+    assert (
+        without_torchrun("/opt/bin/torchrun --nnodes=2 -m torchtitan.train --x 1") == "python -m torchtitan.train --x 1"
+    )
+    assert without_torchrun("python -m torch.distributed.run --nproc_per_node {devices} a.py") == "python a.py"
+    assert without_torchrun("torchrun --no-python --nproc-per-node 2 ./train --lr 1") == "./train --lr 1"
+    assert without_torchrun("python train.py --with torchrun.yaml") == "python train.py --with torchrun.yaml"
 
 
 def test_frameworks_without_such_a_mode_are_refused_by_name():

@@ -20,7 +20,7 @@ from redline.testing.samplers import (
 )
 from redline.tuner.samplers.candidates import remaining
 from redline.tuner.samplers.encoding import ABSENT, MAX_LISTED, Encoding
-from redline.tuner.samplers.model_based import spread, thin
+from redline.tuner.samplers.model_based import spread, subsample
 from redline.tuner.samplers.observations import observe
 
 SPACES = [small_space(), wide_space(), conditional_space()]
@@ -152,7 +152,7 @@ class TestCandidates:
         seen = observe(encoding, trials)
         rng = np.random.default_rng(0)
         candidates = remaining(encoding, trials, rng, sample=1)
-        fewer = thin(candidates, 40, seen, rng)
+        fewer = subsample(candidates, 40, seen, rng)
         best = seen.codes[np.nanargmax(seen.objective)]
         nearest = np.sort(encoding.distances(candidates.codes, best))[:10]
         assert np.allclose(np.sort(encoding.distances(fewer.codes, best))[:10], nearest)

@@ -105,7 +105,7 @@ class Checkpoint:
         return document
 
     @property
-    def sound(self) -> bool:
+    def intact(self) -> bool:
         """True if the manifest has not changed since it was saved. Only such checkpoints are ever removed."""
         try:
             return bool(self.manifest)
@@ -277,11 +277,11 @@ class CheckpointFolder:
         """Folder of the frozen tensors, which are saved once for all checkpoints."""
         return CheckpointFolder(self.path / FROZEN, keep=1)
 
-    def whole(self, step: int) -> Checkpoint:
+    def checkpoint(self, step: int) -> Checkpoint:
         """The checkpoint of a step, which need not exist yet."""
         return Checkpoint(self.path / f"step-{step:08d}")
 
-    def beside(self, step: int) -> Path:
+    def temporary(self, step: int) -> Path:
         """Temporary folder that the checkpoint of a step is written to."""
         return self.path / f".step-{step:08d}.saving"
 
@@ -296,9 +296,9 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be written.
         """
-        beside, checkpoint = self.beside(step), self.whole(step)
+        beside, checkpoint = self.temporary(step), self.checkpoint(step)
         # Compared in its JSON form, because other values would change when they are read again.
-        kept = next((each for each in self.frozen.all() if each.sound), None)
+        kept = next((each for each in self.frozen.all() if each.intact), None)
         named = {} if kept is None else {KEPT: kept.seals[0]}
         document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, **named, "files": dict(files)}))
         write_atomic(beside / MANIFEST, json.dumps(_sealed(document), indent=1).encode())
@@ -307,14 +307,14 @@ class CheckpointFolder:
             self._remove(checkpoint)
         os.rename(beside, checkpoint.path)
         sync_folder(self.path)
-        older = [each for each in self.all() if each.step < step and each.sound]
+        older = [each for each in self.all() if each.step < step and each.intact]
         for each in older[self.keep - 1 :]:
             self._remove(each)
         return checkpoint
 
     def discard(self, step: int) -> None:
         """Removes the temporary folder of a failed save."""
-        shutil.rmtree(self.beside(step), ignore_errors=True)
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def prepare(self, found: Checkpoint | None = None) -> None:
         """Creates the folder, and removes only leftovers of killed saves.
@@ -345,7 +345,7 @@ class CheckpointFolder:
 
     def _remove(self, old: Checkpoint) -> None:
         """Removes the files that a checkpoint's manifest lists, and the folder if nothing else is in it."""
-        if not old.sound:
+        if not old.intact:
             return
         names = {MANIFEST, *old.files()}
         with contextlib.suppress(OSError):
@@ -366,7 +366,7 @@ def _written_as_one(each: Checkpoint) -> bool:
     path = each.path
     if path.name != f"step-{each.step:08d}" or path.is_symlink() or not path.is_dir():
         return False
-    return (path / MANIFEST).is_file() and ((path / _METADATA).is_file() or each.sound)
+    return (path / MANIFEST).is_file() and ((path / _METADATA).is_file() or each.intact)
 
 
 def put_aside(damaged: Checkpoint) -> None:

@@ -36,7 +36,7 @@ def latest(
         StudyError: all checkpoints are damaged; the message names them.
     """
     damaged = []
-    for found in _alike(folder.all(), group):
+    for found in _from_rank_0(folder.all(), group):
         failure = check(found, group, report)
         if not failure:
             return found
@@ -61,7 +61,7 @@ def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str
     rank; empty if there is none.
     """
     rank, ranks = _place(group)
-    found = next((each for each in _alike(folder.all(), group) if each.sound), None)
+    found = next((each for each in _from_rank_0(folder.all(), group) if each.intact), None)
     failure = "" if found is None else _failure_of(lambda: found.check_frozen(rank, ranks))
     return next(filter(None, _gathered(failure, group)), "")
 
@@ -79,7 +79,7 @@ def keep_again(state: State, weights: Weights, folder: CheckpointFolder, saver: 
     Raises:
         StudyError: they cannot be saved.
     """
-    sound = [each for each in (*folder.all(), *folder.frozen.all()) if each.sound]
+    sound = [each for each in (*folder.all(), *folder.frozen.all()) if each.intact]
     seals = {seal for each in sound for seal in (each.manifest.get(KEPT), *each.manifest.get(REPLACES, ())) if seal}
     saver.gathered(None)  # before anything is moved
     if rank == 0:
@@ -114,7 +114,7 @@ def stored_in(found: Checkpoint) -> LazyTensors:
     return {**kept, **dcp_tensors(found.path)}
 
 
-def _alike(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:
+def _from_rank_0(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:
     """Returns the list that rank 0 sees on every rank: another host may see a new checkpoint later."""
     return found if group is None else _gathered(found, group)[0]
 

@@ -57,7 +57,7 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
     out: list[Chat] = []
     for number, found in enumerate(spans):
         ids = np.asarray(encoded["input_ids"][number], dtype=np.uint32)
-        out.append((ids, None if found is None else _within(encoded["offset_mapping"][number], found)))
+        out.append((ids, None if found is None else _span_mask(encoded["offset_mapping"][number], found)))
     return out
 
 
@@ -94,7 +94,7 @@ def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]
     return out
 
 
-def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def _span_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Mask of the tokens, given by their character ranges, that lie in `spans`; bool."""
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     out = np.zeros(len(begins), dtype=bool)

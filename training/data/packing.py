@@ -212,14 +212,14 @@ def check_packing(
         raise WorkloadError(
             f"packing=documents separates documents by position_ids, which the model's forward does not take; {instead}"
         )
-    if not isinstance(model, Collection) and not _apart(model):
+    if not isinstance(model, Collection) and not _independent(model):
         raise WorkloadError(
             f"packing=documents needs a model whose tokens see only their own document, but in {type(model).__name__} "
             f"the tokens of one document depend on another; {instead}"
         )
 
 
-def _apart(model: "nn.Module") -> bool:
+def _independent(model: "nn.Module") -> bool:
     """True if the second of two documents does not depend on the first."""
     import torch
 

@@ -65,7 +65,7 @@ def prepare(
             f"{sources[0].path}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
             f"has {vocab_size}; give a tokenizer"
         )
-    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _now_and_then(on_read)))
+    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _rate_limited(on_read)))
     about = store.about
     if about.largest >= vocab_size:
         source = (
@@ -166,7 +166,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
     return made_once(cache, wanted, make)
 
 
-def _now_and_then(on_read: OnRead) -> OnRead:
+def _rate_limited(on_read: OnRead) -> OnRead:
     """Limits calls of `on_read` to one per `REPORT_S`."""
     last = time.monotonic()
 
@@ -195,7 +195,7 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
     first = next(pieces, None)
     if first is None:
         if bad.count:
-            raise _none_is_good(bad)
+            raise _no_good_row(bad)
         raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files with data to train on")
     conversations = isinstance(first.content, list)
     if plan.train_on == "assistant" and not conversations:
@@ -207,11 +207,11 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
         conversations=conversations, masked=train_on == "assistant",
     )  # fmt: skip
     if bad.count and not written["documents"]:
-        raise _none_is_good(bad)
+        raise _no_good_row(bad)
     return {**written, "skipped": bad.count, "first_skipped": bad.first}
 
 
-def _none_is_good(bad: BadRows) -> WorkloadError:
+def _no_good_row(bad: BadRows) -> WorkloadError:
     return WorkloadError(f"all {bad.count} rows are bad, so nothing is left to train on; the first: {bad.first}")
 
 

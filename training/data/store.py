@@ -53,12 +53,12 @@ def made_once(cache: Path, wanted: Mapping[str, Any], make: Callable[[Path], Map
     """
     key = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache / key
-    if _whole(folder):
+    if _is_complete(folder):
         return folder
     make_folder(cache)
     try:
         with _lock(cache / f".{key}.lock"):
-            if not _whole(folder):
+            if not _is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # it was altered
                 _sweep(cache, key)
                 _make(folder, wanted, make)
@@ -72,7 +72,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / ABOUT).read_bytes()))
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """True if the folder exists, with all files of the right size."""
     try:
         sizes = read_about(folder)["files"]
@@ -97,7 +97,7 @@ def _make(folder: Path, wanted: Mapping[str, Any], make: Callable[[Path], Mappin
         try:
             os.rename(unfinished, folder)
         except OSError:
-            if not _whole(folder):  # without locks another process may have been faster
+            if not _is_complete(folder):  # without locks another process may have been faster
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -18,7 +18,7 @@ class Killed(BaseException):
 
 def write(folder, step):
     """Writes files as ranks do, and makes them the checkpoint of a step."""
-    beside = folder.beside(step)
+    beside = folder.temporary(step)
     beside.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (beside / name).write_text(f"{name} of {step}")
@@ -162,7 +162,7 @@ def test_an_older_damaged_one_that_was_put_aside_stays_beside_the_next(tmp_path)
     write(folder, 1)
     for number in (1, 2):
         write(folder, 2)
-        (folder.whole(2).path / "__0_0.distcp").write_text(f"damage {number}")
+        (folder.checkpoint(2).path / "__0_0.distcp").write_text(f"damage {number}")
         folder.prepare(folder.all()[-1])
     aside = sorted(each for each in there(tmp_path) if each.endswith("__0_0.distcp") and each.startswith("damaged"))
     assert [(tmp_path / each).read_text() for each in aside] == ["damage 2", "damage 1"]
