@@ -15,9 +15,6 @@ from .collectives import group
 from .constants import CPU, Constants
 from .hardware import Hardware
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send", "barrier")
-"""Kinds of communication with a price. Receiving costs as much as sending."""
-
 
 class Price(NamedTuple):
     """Cost of a communication once all its ranks have reached it."""
@@ -104,7 +101,8 @@ class Wire:
         """Price of a communication.
 
         Args:
-            kind: one of `KINDS`, or `receive`.
+            kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`, `reduce`, `send`, `barrier` or
+                `receive`, which costs as much as `send`.
             num_bytes: b.
             ranks: global ranks of the group, or the two ends of a send or receive.
             computed_s: what the ranks computed since their last communication; counts only on a CPU, where it delays the next.

@@ -15,7 +15,6 @@ _MICRO_BATCH, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumu
 _STAGES = (0, 1, 2, 3)
 _LARGEST_MICRO_BATCH = 1024
 """Default of its autotuner."""
-_NAMES = {_MICRO_BATCH: "micro_batch", _ACCUMULATION: "grad_accum", "stage": "zero"}
 _BUCKETS = (5e7, 5e8, 1e9)
 _OWN_CHOICES: dict[str, tuple[tuple[Any, ...], str | None]] = {
     "overlap_comm": ((True, False), "zero >= 2"),

@@ -261,10 +261,6 @@ def _run(
     )
 
 
-def _copied(value: Any, device: torch.device) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
-
-
 def _input_gradient(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
     """Gradient of an input, zeros if there is none; that of the whole batch if ranks share it."""
     gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)

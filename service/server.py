@@ -42,7 +42,6 @@ STUDIES_WAITING = 200
 """Number of calls on studies that may wait."""
 STUDY_SECONDS = 120.0
 """Time limit of a call on a study, s."""
-_log = logging.getLogger("redline.server")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ INFERRED = (
     "BERT base by NVIDIA's PyTorch: sequence 128, under a heading with 16 in fp16 by apex, else fp32; batch a device",
     "hosts are joined by 100 Gbit/s; left out: convolutional networks, tables of several frameworks",
 )
-_CASE = re.compile(r"(?:\w*_)?(\d+)x(\d+)x(\d+)_(\d+)_(\d+)x(\d+)$")
 _PLACED = re.compile(r"(\d+)n_(\d+)g_dp_(\d+)bs")
 CONTEXT_MIB = 800.0
 _HALF = {"precision": "bf16_pure", "gradient_dtype": "fp16", "master_weights": "fp32", "products": "fp16"}

@@ -62,9 +62,6 @@ def attempts_when_given_back(attempts: int) -> int:
     return attempts - 1
 
 
-_OPEN = (str(DryRunState.WAITING), str(DryRunState.LEASED))
-
-
 class DryRuns(Part):
     """Operations on dry runs."""
 
@@ -132,23 +129,10 @@ class DryRuns(Part):
         return _get(connection, dry_run)
 
     @reads
-    def dry_runs(self, connection: Connection, search: str, *, after: int = 0, limit: int = 1000) -> list[DryRun]:
-        """Returns the dry runs of a search after number `after`, in order."""
-        query = select(dry_runs).where(dry_runs.c.search == search, dry_runs.c.id > after)
-        return [_dry_run(each) for each in connection.execute(query.order_by(dry_runs.c.id).limit(limit))]
-
-    @writes
-    def withdraw(self, connection: Connection, dry_run: int) -> None:
-        """Withdraws a dry run. A worker that runs it learns so at its next renewal. Does nothing if it has ended."""
-        row = _locked(connection, dry_run)
-        if row.state not in _OPEN:
-            return
-        now = self.clock()
-        over = {"state": DryRunState.WITHDRAWN, "lease": row.lease + 1, "ended": now}
-        if row.state == DryRunState.LEASED:
-            self._used(connection, row, now)
-        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**over))
-        self._record_event(connection, dry_run, row.search, row.key, DryRunState.WITHDRAWN)
+    def dry_runs(self, connection: Connection, search: str) -> list[DryRun]:
+        """Returns the dry runs of a search, in order."""
+        query = select(dry_runs).where(dry_runs.c.search == search).order_by(dry_runs.c.id)
+        return [_dry_run(each) for each in connection.execute(query)]
 
     @writes
     def lease(self, connection: Connection, dry_run: int, worker: str, seconds: float) -> Assignment:

@@ -181,26 +181,23 @@ def test_the_same_key_is_the_same_dry_run_with_its_outcome(store, pool):
     assert (again.id, again.outcome, again.payload) == (asked.id, OK, {"number": "7"})
 
 
-def test_a_withdrawn_dry_run_is_stopped_and_can_be_requested_again(store, pool):
-    asked = pool.ask()
+def test_dry_runs_of_an_ended_search_are_withdrawn_and_can_be_requested_again(store, pool):
+    done, asked = pool.lease(pool.ask("0")), pool.ask("1")
+    store.answer(done.dry_run, done.lease, OK)
     lease = pool.lease(asked)
-    store.withdraw(asked.id)
+    store.cancel(pool.search.id)
+    assert store.outcome(done.dry_run) == OK, "a finished one stays"
     with pytest.raises(LeaseOver, match="withdrawn"):
         store.outcome(asked.id)
     with pytest.raises(LeaseOver):
         store.renew(asked.id, lease.lease, 10)
     with pytest.raises(LeaseOver):
         store.answer(asked.id, lease.lease, OK)
-    again = pool.ask()
+    store.retry(pool.search.id)
+    pool.attempt = store.take_search(pool.search.id)
+    again = pool.ask("1")
     assert (again.id, again.state) == (asked.id, DryRunState.WAITING)
     assert pool.lease(again).lease > lease.lease
-
-
-def test_a_finished_dry_run_is_not_withdrawn(store, pool):
-    lease = pool.lease(pool.ask())
-    store.answer(lease.dry_run, lease.lease, OK)
-    store.withdraw(lease.dry_run)
-    assert store.outcome(lease.dry_run) == OK
 
 
 def test_no_worker_gets_more_than_it_has(store, pool):
@@ -279,7 +276,6 @@ def test_unknown_ones_are_told_as_such(store, pool):
         lambda: store.outcome(99),
         lambda: store.lease(99, pool.worker.id, 1),
         lambda: store.answer(99, 1, OK),
-        lambda: store.withdraw(99),
     ):
         with pytest.raises(NotFound, match="there is no dry run 99"):
             call()

@@ -8,7 +8,7 @@ import torch
 from checkpoints import architecture, differing, filled, lazy, weights_of
 from redline.base.errors import WorkloadError
 from redline.models.layouts import dcp
-from redline.models.layouts.dcp import DcpWeights, dcp_tensors, write_dcp
+from redline.models.layouts.dcp import dcp_tensors, write_dcp
 from redline.models.layouts.find import find_weights
 from torch.distributed import checkpoint
 
@@ -58,17 +58,6 @@ def test_a_box_across_pieces_is_read_of_those_alone(tmp_path, monkeypatch):
     assert torch.equal(found.read(box), BIG[box])
     assert [each.shape[0] for each in read] == [5, 5]
     assert found.read((slice(3, 3),)).shape == (0, 6, 4)
-
-
-def test_other_names_are_mapped_and_missing_ones_named(tmp_path):
-    checkpoint.save({"model/big": BIG, "optim/big": BIG}, checkpoint_id=tmp_path, no_dist=True)
-    weights = DcpWeights(tmp_path, {"big": "model/big"})
-    assert weights.shapes == {"big": (BIG.shape, torch.float32)}
-    assert torch.equal(weights.read("big", (slice(1, 3),)), BIG[1:3])
-    with pytest.raises(
-        WorkloadError, match=r"lacks 1 of the 2 tensors that it should contain: model/x; it contains model/big"
-    ):
-        DcpWeights(tmp_path, {"big": "model/big", "x": "model/x"})
 
 
 @pytest.mark.parametrize("prefix", ["", "model/", "model."])
