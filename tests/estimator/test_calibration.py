@@ -91,17 +91,17 @@ def test_more_trials_reduce_the_uncertainty(plain):
 
 @pytest.mark.parametrize("count", [4, 10])
 def test_an_outlier_does_not_spoil_the_calibration(plain, count):
-    clean, spoilt = [], []
+    clean, with_outlier = [], []
     for seed in range(6):
         rng = np.random.default_rng(seed)
         step, memory = truth(plain, rng)
         chosen = rng.permutation(len(CONFIGS))[:count]
-        wild = step.copy()
-        wild[chosen[0]] *= 20
+        outlier = step.copy()
+        outlier[chosen[0]] *= 20
         clean.append(error(plain.calibrate(trials(chosen, step, memory)), step, chosen))
-        spoilt.append(error(plain.calibrate(trials(chosen, wild, memory)), step, chosen))
-    assert np.mean(spoilt) < np.mean(clean) + 0.1
-    assert np.max(spoilt) < 0.5  # the outlier was off by log(20) = 3
+        with_outlier.append(error(plain.calibrate(trials(chosen, outlier, memory)), step, chosen))
+    assert np.mean(with_outlier) < np.mean(clean) + 0.1
+    assert np.max(with_outlier) < 0.5  # the outlier was off by log(20) = 3
 
 
 def test_intervals_contain_80_percent_of_what_follows_the_model(plain):

@@ -119,10 +119,10 @@ def test_a_moment_of_rest_is_enough(shares):
 
 
 def test_a_machine_that_lets_it_hardly_run_is_still_a_machine(monkeypatch):
-    def crawling(works, where, seconds):
+    def slow_best(works, where, seconds):
         return dict.fromkeys(works, 3600.0)
 
-    monkeypatch.setattr(measuring, "_best", crawling)
+    monkeypatch.setattr(measuring, "_best", slow_best)
     found = measure(short=True).to_hardware()
     assert found.tflops["fp32"] == SLOWEST_TFLOPS and found.memory_gb_per_s == SLOWEST_GB_PER_S
 

@@ -129,8 +129,8 @@ def gathers(zero, gathered):
 
 def test_zero_stages_mean_the_same_everywhere(two, monkeypatch):
     # "step" makes ZeRO 3 gather once a step, as ZeRO 2 does.
-    often, seldom = (two.run(gathers, 3, each) for each in ("pass", "step"))
-    assert seldom == two.run(gathers, 2, "step") and 0 < seldom[0] < often[0]
+    each_pass, each_step = (two.run(gathers, 3, each) for each in ("pass", "step"))
+    assert each_step == two.run(gathers, 2, "step") and 0 < each_step[0] < each_pass[0]
     assert "fsdp_reshard_after_forward always" in exported("torchtitan", zero=3).text
     longer = estimate(zero=3, grad_accum=2, micro_batch=2).breakdown["time.parameter gathers"]
     monkeypatch.setitem(EXCHANGES, 3, replace(EXCHANGES[3], gathered="step"))

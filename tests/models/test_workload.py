@@ -144,14 +144,14 @@ def test_an_optimizer_of_one_s_own_is_used_and_offers_fusion_only_where_it_has_i
 
 
 def test_a_schedule_of_one_s_own_has_only_the_knobs_that_it_reads(cpu):
-    def deaf(sch, config):
+    def without_knobs(sch, config):
         sch["blocks.0"].checkpoint()
 
     def listening(sch, config):
         if config["checkpoint_ratio"] > 0:
             sch["blocks.0"].checkpoint()
 
-    offered = {k.name for k in make_space(own(schedule=deaf), cpu).knobs}
+    offered = {k.name for k in make_space(own(schedule=without_knobs), cpu).knobs}
     assert not {"checkpoint_ratio", "fusion"} & offered
     offered = {k.name for k in make_space(own(schedule=listening), cpu).knobs}
     assert "checkpoint_ratio" in offered and "fusion" not in offered

@@ -232,10 +232,10 @@ def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch)
         step()
     assert (watch.clock_mhz, watch.power_w) == (1755, 695) and len(steps) == 4
 
-    def untold(handle):
+    def no_power(handle):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", untold)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", no_power)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: 1500)
     watch.restart()
     step()

@@ -367,7 +367,7 @@ def check_chain(kind, seed):
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
-def test_untraceable_modules_are_still_sharded(two, seed, kind):
+def test_untraceable_modules_are_cut_into_stages(two, seed, kind):
     assert two.run(check_chain, kind, seed) == [
         ["pre.linear.weight", "layers.0.weight"],
         ["layers.1.weight", "post.weight"],

@@ -89,9 +89,9 @@ def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     seen, found, ended = [], [], []
     with served(tmp_path) as first:
         port, tokens = int(first.address.rpartition(":")[2]), first.tokens
-        hasty = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
+        short_patience = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
         patient = rl.Client(first.address, token=tokens["submitter"], patience_s=60)
-        run = hasty.submit("gpt2-tiny")
+        run = short_patience.submit("gpt2-tiny")
         received = threading.Event()
 
         def follow():
@@ -107,7 +107,7 @@ def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     asking = threading.Thread(target=lambda: found.append(patient.search(run.id).state))
     asking.start()
     with pytest.raises(ServerUnreachable):
-        hasty.me()
+        short_patience.me()
     with pytest.raises(TimeoutError, match="has not ended within 0.1 s") as late:
         run.wait(timeout=0.1)
     assert isinstance(late.value.__cause__, ServerUnreachable)

@@ -97,18 +97,18 @@ def test_hundreds_of_half_open_connections_keep_nobody_out(service):
 @pytest.mark.parametrize(("role", "status"), [(None, b"401"), ("forged", b"401"), ("reader", b"403")])
 def test_unauthorised_requests_are_refused_before_the_body_is_read(tmp_path, role, status):
     """The body is not sent first: a server that waited for it would close the connection without an answer."""
-    with served(tmp_path) as running, reach(running) as stranger:
+    with served(tmp_path) as running, reach(running) as connection:
         token = running.tokens.get(role, "redline_00000000_forged")
         head = f"authorization: Bearer {token}\r\n" if role else ""
         for path in ("/v1/searches", "/v1/leases/1/answer"):
             more = "content-type: application/json\r\ncontent-length: 900000\r\n\r\n"
-            stranger.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}{more}".encode())
+            connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}{more}".encode())
             answer = b""
             while b"}}" not in answer:
-                answer += (found := stranger.recv(1 << 16))
+                answer += (found := connection.recv(1 << 16))
                 assert found, answer
             assert answer.startswith(b"HTTP/1.1 " + status)
-            stranger.sendall(b" " * 900000)
+            connection.sendall(b" " * 900000)
 
 
 def test_bodies_are_checked_beside_the_event_loop(tmp_path, monkeypatch):
@@ -138,10 +138,10 @@ def test_answers_are_a_mebibyte_at_most(tmp_path):
 
 
 def test_an_address_without_a_token_asks_so_often(tmp_path):
-    with served(tmp_path) as running, running.client(None) as stranger, running.client() as working:
-        seen = [stranger.get("/v1/me").status_code for _ in range(400)]
+    with served(tmp_path) as running, running.client(None) as anonymous, running.client() as working:
+        seen = [anonymous.get("/v1/me").status_code for _ in range(400)]
         assert set(seen[:100]) == {401} and 429 in seen
-        assert working.get("/v1/me").status_code == 200 and stranger.get("/healthz").status_code == 200
+        assert working.get("/v1/me").status_code == 200 and anonymous.get("/healthz").status_code == 200
 
 
 # -- limits on connections -------------------------------------------------------------------------------------

@@ -100,10 +100,10 @@ def test_a_question_is_answered_as_soon_as_there_is_something_to_run(service, po
 
 
 def test_a_worker_that_hangs_up_gets_nothing(service, pool, worker):
-    impatient = service.client("worker")
+    client = service.client("worker")
     with pytest.raises(Exception, match="timed out"):
-        impatient.post(f"/v1/workers/{worker}/lease", params={"wait": 20}, timeout=0.3)
-    impatient.close()
+        client.post(f"/v1/workers/{worker}/lease", params={"wait": 20}, timeout=0.3)
+    client.close()
     time.sleep(1.5)  # longer than the server takes to notice the closed connection
     waiting = asked(service)
     time.sleep(0.5)

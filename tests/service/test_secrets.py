@@ -86,12 +86,12 @@ def test_a_cookie_is_a_session_and_not_the_token(service):
 
 def test_a_session_ends_with_a_logout_whoever_has_its_cookie(service):
     with logged_in(service) as page:
-        stolen = dict(page.cookies)
+        cookies = dict(page.cookies)
         page.post("/logout")
-        with service.client(None, cookies=stolen) as thief:
-            assert thief.get("/v1/me").status_code == 401
-            assert thief.get("/session").status_code == 401
-            assert thief.get("/runs/api/runs").status_code == 401
+        with service.client(None, cookies=cookies) as other:
+            assert other.get("/v1/me").status_code == 401
+            assert other.get("/session").status_code == 401
+            assert other.get("/runs/api/runs").status_code == 401
     with service.client() as api:
         assert api.get("/v1/me").status_code == 200  # the token is still valid
 

@@ -203,12 +203,12 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     made = MADE["llama"]
     model = filled(made)
 
-    def torn(box):
+    def failing_read(box):
         raise OSError(28, "No space left on device")
 
     tensors = {**weights_of(model).tensors}
     last = lazy(model.lm_head.weight)
-    last._read = torn
+    last._read = failing_read
     tensors["lm_head.weight"] = last
     with pytest.raises(UsageError, match=r"cannot write '.*out': No space left on device; nothing was left there"):
         write_hugging_face(LazyWeights(tensors), made, tmp_path / "out", max_shard_bytes=20_000)
