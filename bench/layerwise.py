@@ -27,7 +27,7 @@ GPT_2_7B = Shape(
     name="gpt-2.7b", layers=32, hidden=2560, heads=32, vocabulary=50257, positions=2048, gated=False, biases=True
 )
 FIXED = {"precision": "bf16", "fusion": False, "sp": 1, "cp": 1}
-"""What Galvatron does not vary."""
+"""Knobs that Galvatron does not vary."""
 
 
 @dataclass(frozen=True, kw_only=True)

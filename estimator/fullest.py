@@ -32,7 +32,7 @@ class FullestRank:
     least_mib: float
     """Peak of the pipeline rank with the least memory, MiB."""
     reasons: tuple[str, ...]
-    """What it has more of than that rank, and than its own replicas; empty if all ranks are alike."""
+    """Terms of which it has more than that rank, and than its own replicas; empty if all ranks are equal."""
 
     def __str__(self) -> str:
         if not self.reasons:

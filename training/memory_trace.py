@@ -256,7 +256,7 @@ class _Watch:
         self.step, self._updates = step, False
 
     def phase(self) -> Phase:
-        """What the rank is doing now."""
+        """Phase of the step that the rank is in."""
         if self.step < 0:
             return Phase.BUILD
         if self._updates:

@@ -39,7 +39,7 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
     config = {**workload.probe, "precision": precision, **_attention(workload, facts)}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), quiet():
-        # Of transformers' models only the blocks that are compiled need tensors.
+        # Only the compiled blocks of transformers' models need tensors.
         bare = isinstance(workload.model, Architecture)
         model = (skeleton(workload, config) if bare else fake_model(workload, config, fake)).train()
     segments = {segment.path: segment for segment in seen.segments if segment.block}

@@ -116,7 +116,7 @@ CASES = [("two", 0), ("two", 3), *(pytest.param("four", zero, marks=pytest.mark.
 @pytest.mark.parametrize(("ranks", "zero"), CASES)
 @pytest.mark.parametrize("route", ROUTES)
 def test_ranks_compute_the_same_as_one_process(request, route, ranks, zero):
-    """Of four ranks, two have the same experts."""
+    """Two of four ranks have the same experts."""
     for found in request.getfixturevalue(ranks).run(departure, route, zero):
         assert found < 1e-12
 
