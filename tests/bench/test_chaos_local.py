@@ -31,7 +31,7 @@ OF_RAY = ("rank", "host agent", "Ray node", "Ray head")
     [([], 7), pytest.param(["--ray", "--kinds", *OF_RAY], 6, marks=pytest.mark.exhaustive)],
     ids=["sqlite", "ray"],
 )
-def test_the_service_loses_and_repeats_nothing_whatever_of_it_is_killed(tmp_path, where, kills):
+def test_the_service_loses_and_repeats_nothing_under_kills(tmp_path, where, kills):
     """The time until it continues is measured by the benchmark, on an idle machine."""
     counts_file = tmp_path / "told.json"
     command = [

@@ -68,7 +68,7 @@ def ok(step_ms):
     )
 
 
-def test_recording_goes_on_where_it_was_stopped(space, tmp_path):
+def test_recording_resumes_where_it_stopped(space, tmp_path):
     path = tmp_path / "table.csv"
     first, second, *rest = space
     table = record.Table(path, space, "tokens_per_second")

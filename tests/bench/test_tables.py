@@ -180,7 +180,7 @@ def test_calibration_by_other_rows_of_the_device_takes_a_common_factor_away(tabl
     assert after["rows"] == 7 and after["time_median"] < max(0.5 * before["time_median"], 0.01)
 
 
-def test_recipes_are_asked_about_as_a_file_would_state_them_and_those_called_unfit_are_counted(tables, tmp_path):
+def test_recipes_are_checked_as_files_and_unfit_verdicts_counted(tables, tmp_path):
     from tables import checking
 
     rows = [f"125m,2048,8,a100_40gb,45,{micro},1,{8 * micro},120000,amp_bf16,PURE,FULL_SHARD,False,False,red"

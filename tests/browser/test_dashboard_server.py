@@ -94,7 +94,7 @@ def test_the_sparkline_ends_at_the_best_also_where_something_faster_did_not_hold
     assert (line["best"], line["spark"]) == (2000.0, [1000.0, 2000.0, 2000.0])
 
 
-def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone(tmp_path, disk, monkeypatch):
+def test_a_deleted_run_leaves_the_list_with_a_message(tmp_path, disk, monkeypatch):
     monkeypatch.setattr("redline.views.dashboard.discover.DISCOVERY_SECONDS", 1e9)
     for name in ("gone", "kept"):
         disk.write_run(tmp_path / name, 2)
@@ -106,7 +106,7 @@ def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone
         library.changes("gone")
 
 
-def test_a_run_whose_lock_is_held_stands_first_as_running(tmp_path, disk, open_folder):
+def test_a_locked_run_is_listed_first_as_running(tmp_path, disk, open_folder):
     disk.write_run(tmp_path / "new", 3)
     with open_folder(tmp_path / "run"):
         os.utime(tmp_path / "run" / "run.yaml", (1, 1))
@@ -148,7 +148,7 @@ def test_only_new_and_changed_rows_travel_and_add_up_to_the_table(tmp_path, disk
     assert Library(tmp_path).changes("x", second["version"])["added"] is False
 
 
-def test_asking_for_what_is_held_already_reads_nothing_however_many_runs_are_watched(tmp_path, disk, monkeypatch):
+def test_unchanged_runs_are_not_read_again(tmp_path, disk, monkeypatch):
     for number in range(12):
         disk.write_run(tmp_path / f"run-{number}", 3, seed=number)
     library = Library(tmp_path)
@@ -187,7 +187,7 @@ def test_a_truncated_table_is_shown_with_a_warning(tmp_path, disk, keep):
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00\xff" * 500, b"a,b\n1,2\n", b"trial,status\n0,ok\n"])
-def test_a_table_that_is_none_is_an_empty_run_that_says_why(tmp_path, disk, data):
+def test_an_invalid_table_is_an_empty_run_with_a_reason(tmp_path, disk, data):
     disk.write_run(tmp_path / "good", 2)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "trials.csv").write_bytes(data)
@@ -276,7 +276,7 @@ def test_no_path_leads_anywhere_but_to_the_runs(served, target):
 @pytest.mark.parametrize(
     "log", ["../secret.txt", "/etc/passwd", "logs/../../secret.txt", "logs/link.log", "logs", "logs/pipe"]
 )
-def test_a_log_outside_of_its_run_is_not_given_out_and_a_pipe_blocks_nobody(tmp_path, disk, serving, log):
+def test_logs_outside_the_run_are_not_served_and_pipes_do_not_block(tmp_path, disk, serving, log):
     (tmp_path / "secret.txt").write_text("SECRET")
     disk.write_run(tmp_path / "runs" / "a", 2)
     folder = tmp_path / "runs" / "a"

@@ -57,7 +57,7 @@ def test_the_layer_draws_a_chart_of_anything_without_the_scripts_of_either_page(
     assert drawn["corner"] == drawn["edges"]
 
 
-def test_every_figure_says_what_it_shows_to_those_who_do_not_see_it(tab, made):
+def test_every_figure_has_a_text_for_screen_readers(tab, made):
     tab.goto(made.as_uri())
     tab.locator("#timeline svg.chart").wait_for()
     labels = tab.evaluate(
@@ -109,7 +109,7 @@ def test_the_diagonal_is_where_predicted_and_measured_are_equal(tab, made, width
         assert inner and all(x == pytest.approx(y, abs=0.01) for x, y in inner), ticks
 
 
-def test_words_at_a_line_stand_where_the_fewest_marks_are(tab):
+def test_labels_of_a_line_are_where_the_fewest_marks_are(tab):
     tab.set_content("<!doctype html><main></main>")
     places = tab.evaluate(f"""() => {{ {"".join(drawing().values())}
       const place = (points) => {{

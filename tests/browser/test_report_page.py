@@ -288,7 +288,7 @@ def test_values_of_the_parallel_coordinates_do_not_overlap(tab, eleven, phone, d
         )
 
 
-def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp_path, disk, simulated):
+def test_the_timeline_s_height_is_limited(tab, tmp_path, disk, simulated):
     def run(name, devices, step):
         outcomes = [
             ({"a": n}, disk.measured(1000.0 + n, devices=devices(n), started=1.7e9 + step * n, seconds_total=150.0))
@@ -348,7 +348,7 @@ def test_a_remeasured_winner_shows_one_number_and_names_the_first(tab, again):
     assert re.search(r"First\s+3,000", text) and re.search(r"Measured again\s+1,980, 2,020", text)
 
 
-def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_measured_once(tab, again, made):
+def test_a_winner_below_others_is_explained_and_they_are_marked(tab, again, made):
     tab.goto(again.as_uri())
     for name in ("progress", "memory", "parallel", "trials"):
         lead = tab.locator(f"#{name} .lead").first.inner_text()
@@ -395,7 +395,7 @@ def test_a_tie_goes_to_the_smaller_memory_and_says_so(tab, tmp_path, disk):
     )
 
 
-def test_a_spread_that_is_not_known_is_said_to_be_unknown(tab, tmp_path, disk):
+def test_an_unknown_spread_is_shown_as_unknown(tab, tmp_path, disk):
     outcomes = [({"a": n}, disk.measured(1000.0 + n, step_ms=None, step_ms_spread=None)) for n in range(2)]
     tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes)).as_uri())
     assert "±\u00a0unknown: measured once" in tab.locator(".tile").first.inner_text()

@@ -161,7 +161,7 @@ def test_a_change_of_configuration_a_restart_and_a_failed_checkpoint_are_marked(
     assert tab.locator("#course svg.chart").count() == 4
 
 
-def test_how_much_of_the_peak_was_used_is_a_curve_where_it_is_known(tab, address):
+def test_utilisation_is_a_curve_if_the_peak_is_known(tab, address):
     show(tab, address, "plain")
     charts = tab.locator("#course svg.chart")
     assert charts.count() == 5
@@ -189,7 +189,7 @@ def test_the_page_fits_a_phone(tab, address, phone, overflow, scheme):
     assert overflow(tab) <= 0
 
 
-def test_damage_is_said_in_words_and_texts_stay_texts(tab, address):
+def test_damage_is_reported_and_texts_are_escaped(tab, address):
     show(tab, address, "damaged")
     assert "'damaged/train.yaml' is damaged" in tab.locator(".problems").inner_text()
     tab.goto("about:blank")

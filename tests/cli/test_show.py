@@ -87,7 +87,7 @@ def test_compare_needs_two_runs_that_are_there(capsys, folder):
 
 
 @pytest.mark.parametrize("width", ["40", "80", "200"])
-def test_models_names_are_whole_whatever_the_width(capsys, monkeypatch, width):
+def test_model_names_are_not_truncated_at_any_width(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)
     code, out, _ = run(capsys, "models")
     from redline.models.presets import PRESETS

@@ -66,7 +66,7 @@ def test_a_command_is_tuned_and_the_winner_s_command_is_printed(checkout, capsys
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_same_command_alone(checkout, capsys):
+def test_only_the_same_command_resumes_a_run(checkout, capsys):
     options = [
         "--space",
         "knobs.yaml",

@@ -165,7 +165,7 @@ def test_throughput_is_as_good_as_a_step_time(plain):
     np.testing.assert_allclose(by_rate.table(CONFIGS).step_ms, by_time.table(CONFIGS).step_ms)
 
 
-def test_an_oom_where_it_was_thought_to_fit_raises_memory(plain):
+def test_an_unexpected_oom_raises_the_memory_prediction(plain):
     table = plain.table(CONFIGS)
     at = int(np.argmin(np.abs(table.peak_memory_mib / table.memory_limit_mib - 0.8)))
     found = plain.calibrate([failed(Status.OOM, CONFIGS[at])]).table(CONFIGS)
@@ -173,7 +173,7 @@ def test_an_oom_where_it_was_thought_to_fit_raises_memory(plain):
     assert found.probability_fits[at] < table.probability_fits[at]
 
 
-def test_an_oom_where_it_was_expected_says_nothing():
+def test_an_expected_oom_changes_nothing():
     plain = Estimator(SHAPE, "a100-80gb", SETUP.replace(memory_limit_mib=16000))
     table = plain.table(CONFIGS)
     at = int(np.argmax(np.where(np.isfinite(table.peak_memory_mib), table.peak_memory_mib, 0)))

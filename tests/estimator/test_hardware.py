@@ -186,7 +186,7 @@ def test_an_unknown_field_names_the_nearest(tmp_path):
         ("base: h1000\n", "h100"),
     ],
 )
-def test_a_file_that_is_none_is_an_error(tmp_path, text, words):
+def test_an_invalid_file_is_an_error(tmp_path, text, words):
     with pytest.raises(UsageError, match=words):
         Hardware.from_yaml(written(tmp_path, text))
 

@@ -231,7 +231,7 @@ def test_the_answer_holds_both_beside_each_other():
     assert [run.last for run in parse(data["strategy"])][-1] == 23
 
 
-def test_a_refinement_that_treats_all_blocks_alike_is_said_to_be_the_uniform_configuration():
+def test_a_uniform_refinement_is_reported_as_the_uniform_configuration():
     _, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     mixed = found.layerwise
     assert 0 < sum(each.ckpt for each in mixed.layers) < 24 and mixed.amounts_to() is None

@@ -99,7 +99,7 @@ def shares(quick, monkeypatch):
     return Busy.shares
 
 
-def test_a_busy_machine_says_so_and_is_measured_anew_soon(shares, tmp_path, monkeypatch):
+def test_a_busy_machine_is_reported_and_measured_again_soon(shares, tmp_path, monkeypatch):
     shares += [0.8, 0.5, 0.6]
     found = this_machine(tmp_path)
     assert "other processes took 50 % of its cores" in found.note

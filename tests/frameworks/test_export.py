@@ -96,7 +96,7 @@ def test_a_knob_that_a_target_does_not_know_is_stated(target, form):
 
 
 @pytest.mark.parametrize(("target", "form"), FORMS)
-def test_every_note_stands_in_the_text_of_a_form_with_comments(target, form):
+def test_every_note_is_in_the_text_of_a_form_with_comments(target, form):
     made = render(target, trial(**(ONE_STAGE if target == "deepspeed" else FULL)), DOCUMENT, form=form)
     if not made.comments_inside:
         assert "#" not in made.text
@@ -169,7 +169,7 @@ def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
         ("deepspeed", "precision=fp8 has no counterpart", "precision=fp8_rowwise has no counterpart"),
     ],
 )
-def test_8_bits_are_said_in_each_framework_s_words(target, tensorwise, rowwise):
+def test_float8_is_written_in_each_framework_s_form(target, tensorwise, rowwise):
     for precision, message in (("fp8", tensorwise), ("fp8_rowwise", rowwise)):
         made = render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT)
         assert message in made.text + " ".join(made.notes)
@@ -200,7 +200,7 @@ def test_exports_without_sequence_parallelism_use_fewer_devices_and_say_so():
     assert "On 8 devices: tp 1 x sp 2 x pp 1 x dp 4" in made["_comment"]
 
 
-def test_rings_are_written_for_those_that_have_them_and_others_say_that_they_have_none():
+def test_ring_attention_is_written_for_frameworks_that_have_it_and_noted_for_others():
     knobs = {"micro_batch": 1, "grad_accum": 1, "cp": 2, "dp": 4, "zero": 3}
     megatron, torchtitan = (render(target, trial(**knobs), DOCUMENT).text for target in ("megatron", "torchtitan"))
     assert "--context-parallel-size 2" in megatron and "On 8 devices: tp 1 x cp 2 x pp 1 x dp 4" in megatron

@@ -155,7 +155,7 @@ def test_every_configuration_does_the_same_work(cpu, compiler, total, devices):
         assert prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == devices
 
 
-def test_several_devices_have_the_parallel_knobs_each_where_it_means_something(cpu, compiler):
+def test_several_devices_have_the_parallel_knobs_that_can_matter(cpu, compiler):
     space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
     space.override("precision", ["fp32"])
     configs = list(space)
@@ -320,7 +320,7 @@ def test_a_global_batch_that_replicas_cannot_share_leaves_what_needs_none(cpu, c
     assert space.default()["tp"] == 2 and space.default()["micro_batch"] == 7
 
 
-def test_accumulation_is_free_where_it_is_given_in_place_of_a_global_batch(cpu, compiler):
+def test_grad_accum_is_free_without_a_global_batch(cpu, compiler):
     space = default_space(workload("gpt2-tiny"), cpu, 2, grad_accum=[1, 3])
     assert {config["grad_accum"] for config in space} == {1, 3}
     assert {config["micro_batch"] for config in space} == {1, 2, 4, 8, 16, 32}
@@ -366,7 +366,7 @@ def test_hints_say_what_takes_memory(cpu, cuda, compiler):
     assert space["tp"].monotone_memory == space["pp"].monotone_memory == 0
 
 
-def test_a_space_is_made_anew_for_every_call(cpu, compiler):
+def test_every_call_returns_a_new_space(cpu, compiler):
     made = workload("gpt2-tiny")
     make_space(made, cpu).fix("micro_batch", 1)
     assert len(make_space(made, cpu)["micro_batch"].values) == 6
@@ -419,7 +419,7 @@ def test_the_gain_can_be_asked_for_against_another_number_format(cpu, cuda, comp
         default("fp32", space=default_space(workload("gpt2"), cuda((9, 0))), override={"precision": ["bf16"]})
 
 
-def test_rows_of_experts_are_dropped_only_where_it_is_asked_for(cpu, compiler):
+def test_expert_rows_are_dropped_only_on_request(cpu, compiler):
     mixture = default_space(workload("mixtral-tiny"), cpu, allow=("lossy",))
     assert "capacity_factor" not in values(mixture) and "capacity_factor" not in mixture.default()
     set_values(mixture, "capacity_factor", [0, 1.25, 1.0, 1.25])

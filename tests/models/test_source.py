@@ -111,7 +111,7 @@ def test_a_file_s_workload_reaches_another_process_without_the_file(file, kept_a
     numeric.within(abs(loss - expected) / expected, allowed, "the loss")
 
 
-def test_a_file_may_import_what_stands_beside_it(file):
+def test_a_file_may_import_files_beside_it(file):
     file("width = 8\n", "beside_the_workload.py")
     made = workload(f"{file('import beside_the_workload' + chr(10) + FILE)}:net")
     assert pickle.loads(cloudpickle.dumps(made)).id == made.id

@@ -173,7 +173,7 @@ def test_a_space_of_one_s_own_is_used_as_it_is_or_as_it_is_made(cpu):
         make_space(own(space=lambda: 3), cpu)
 
 
-def test_a_global_batch_is_what_the_configuration_says_where_it_says_all():
+def test_a_complete_configuration_determines_the_global_batch():
     training = Training(own(), {"micro_batch": 2, "grad_accum": 3}, CPU)
     assert (training.samples_per_step, training.tokens_per_step) == (6, None)
 

@@ -93,7 +93,7 @@ def test_a_disk_that_fills_up_costs_no_finished_trial(small_disk, open_run, poin
         assert list(read_table(small_disk / "a" / "trials.csv")[0]["trial"]) == [0, 1, 2]
 
 
-def test_a_run_goes_on_when_there_is_space_again(small_disk, open_run, point, ok):
+def test_a_run_continues_when_space_is_free_again(small_disk, open_run, point, ok):
     run = open_run(small_disk / "a", warn=lambda message: None)
     run.start(point(0), sampler="tpe")
     fill(small_disk / "filler")

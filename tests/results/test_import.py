@@ -41,7 +41,7 @@ def test_a_measurement_takes_its_status_as_a_word():
         Measurement(status="okay")
 
 
-def test_a_measurement_is_json_whatever_its_numbers_are():
+def test_every_measurement_is_valid_json():
     import json
 
     import numpy

@@ -47,7 +47,7 @@ def test_a_trial_knows_that_it_is_lossy_from_the_ledger_and_from_the_table(run):
     assert [trial.lossy for trial in View(run).trials()] == marks
 
 
-def test_the_best_without_lossy_values_stands_beside_the_winner(run):
+def test_the_best_exact_configuration_is_shown_beside_the_winner(run):
     trials = View(run).trials()
     assert (summary.best(trials).number, summary.best_exact(trials).number) == (2, 1)
     text = shown(View(run))

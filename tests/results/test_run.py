@@ -96,7 +96,7 @@ def test_files_of_others_are_left_alone(tmp_path, open_run):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_resuming_goes_on_where_it_stopped(tmp_path, open_run, point, ok, make_config):
+def test_resuming_continues_where_it_stopped(tmp_path, open_run, point, ok, make_config):
     with open_run(tmp_path) as run:
         run.start(point(0), sampler="default")
         run.finish(0, ok(10.0))

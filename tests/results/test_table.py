@@ -174,7 +174,7 @@ def test_hostile_values_come_back(tmp_path_factory, rows):
     assert list(map(unquoted, by_pandas["reason"])) == [fold(outcome.reason) for outcome, _, _ in rows]
 
 
-def test_rows_are_in_order_whatever_ends_first_and_pending_trials_are_none(tmp_path):
+def test_rows_are_ordered_by_trial_and_pending_trials_have_none(tmp_path):
     path = write(
         tmp_path / "trials.csv",
         ["tp"],

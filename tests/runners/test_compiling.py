@@ -60,7 +60,7 @@ def test_a_compilation_longer_than_the_deadline_is_no_timeout(bench):
 
 
 @pytest.mark.slow
-def test_the_deadline_goes_on_after_a_compilation(bench):
+def test_the_deadline_resumes_after_a_compilation(bench):
     def program(context):
         import torch
 
@@ -73,7 +73,7 @@ def test_the_deadline_goes_on_after_a_compilation(bench):
     assert (outcome.status, outcome.reason) == (Status.TIMEOUT, "no result within 2 s (during after it)")
 
 
-def test_a_compilation_that_hangs_is_killed_in_the_end_and_said_to_be_one(bench, tmp_path):
+def test_a_hanging_compilation_is_killed_and_reported_as_such(bench, tmp_path):
     def program(context):
         import torch
 
@@ -89,7 +89,7 @@ def test_a_compilation_that_hangs_is_killed_in_the_end_and_said_to_be_one(bench,
 
 
 @pytest.mark.slow
-def test_a_rank_that_compiles_leaves_the_others_waiting_and_all_go_on(bench):
+def test_ranks_wait_for_a_compiling_one_and_continue(bench):
     def program(context):
         import torch
         import torch.distributed as dist

@@ -74,7 +74,7 @@ def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_pat
     assert clock[0] == pytest.approx(before + memory.POLL_S)
 
 
-def test_nobody_waits_for_a_trial_that_is_given_up(tmp_path, clock):
+def test_a_cancelled_trial_is_not_waited_for(tmp_path, clock):
     wait_for_room(("0",), tmp_path, lambda what: None, use=used(600))
     wait_for_room(("0",), tmp_path, lambda what: None, use=used(70_000), given_up=lambda: True)
     assert clock == [0]

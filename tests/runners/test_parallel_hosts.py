@@ -226,7 +226,7 @@ def test_the_cause_is_told_from_its_echoes_on_other_hosts():
     assert [each.rank for each in merged.ranks] == [8, 9]
 
 
-def test_ranks_of_several_hosts_meet_at_a_port_that_nobody_has(monkeypatch):
+def test_ranks_of_several_hosts_meet_at_a_free_port(monkeypatch):
     with socket.socket() as taken, socket.socket() as left:
         for each in (taken, left):
             each.bind(("127.0.0.1", 0))

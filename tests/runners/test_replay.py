@@ -158,7 +158,7 @@ def test_transfers_of_earlier_steps_have_ended():
     assert play([trace], second).seconds == pytest.approx(1.0)
 
 
-def test_ranks_that_wait_for_what_nobody_begins_are_a_fault_that_is_named():
+def test_ranks_waiting_for_a_transfer_that_never_starts_are_named():
     first = step(0, 1.0)
     second_stage = step(1, 1.0, (0.0, Act.BEGIN, 1, hop(Kind.RECEIVE, 0)), (0.0, Act.WAIT, 1))
     with pytest.raises(AssertionError, match="wait for what none of them begins"):

@@ -148,7 +148,7 @@ def test_the_kernels_own_killer_is_recognised_and_takes_the_rank():
     assert "Killed process" in outcome.reason or "oom_kill of its control group rose from 0 to 1" in outcome.reason
 
 
-def test_a_kill_in_a_group_where_the_kernel_killed_nobody_is_a_crash():
+def test_a_kill_without_a_kernel_oom_kill_is_a_crash():
     with small_group(1024) as folder:
         outcome = supervised(die, enter=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())))
     assert outcome.status is Status.CRASH

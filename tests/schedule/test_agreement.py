@@ -193,7 +193,7 @@ def check_positional():
     return float(model.pipeline.step(inputs(0)))
 
 
-def test_a_pipeline_takes_its_batch_by_position_whatever_the_model_calls_itself(two):
+def test_a_pipeline_takes_its_batch_by_position(two):
     torch.manual_seed(0)
     expected = float(Loop()(inputs(0)).square().mean().detach())
     assert two.run(check_positional) == pytest.approx([expected, expected])

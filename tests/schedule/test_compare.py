@@ -57,7 +57,7 @@ def test_departures_are_named(change, message):
     assert compare(PLAIN, replace(PLAIN, **change), TENSORS).wrong.description == message
 
 
-def test_the_first_kind_that_departs_is_named_by_its_gravest_and_of_those_that_are_as_grave_by_the_first():
+def test_the_largest_departure_of_the_first_failing_kind_is_named():
     def named(**departs):
         expected = Numbers(loss=1.0, gradients={name: torch.tensor([1.0]) for name in departs})
         found = {name: torch.tensor([1.0 + by]) for name, by in departs.items()}
@@ -131,7 +131,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_quiet_model_drops_nothing_and_is_afterwards_as_it_was(training):
+def test_a_quiet_model_drops_nothing_and_is_restored(training):
     model = Recurrent()
     model.norm.eval()
     with pytest.raises(ZeroDivisionError), quiet(model, training=training):

@@ -92,7 +92,7 @@ def check_refusals(make, model):
         create_schedule(make(), mesh(model=2))
 
 
-def test_contradictions_are_refused_and_leave_the_schedule_as_it_was(two, make_transformer, mlp):
+def test_contradictions_are_refused_and_change_nothing(two, make_transformer, mlp):
     two.run(check_refusals, type(mlp), make_transformer)
 
 
@@ -138,7 +138,7 @@ def check_decompose(make, first, seed):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_linear_layers_come_apart_before_and_after_sharding(two, mlp, seed, first):
+def test_linear_layers_are_decomposed_before_and_after_sharding(two, mlp, seed, first):
     two.run(check_decompose, type(mlp), first, seed)
 
 

@@ -41,7 +41,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("function", [True, False])
-def test_a_residual_is_found_whatever_form_its_activation_has(function):
+def test_a_residual_is_found_with_any_form_of_its_activation(function):
     sch = create_schedule(Residual(function)).trace()
     (found,) = sch.find(lambda y, x: F.relu(y) + x)
     assert found.names == ["relu" if function else "act", "add"]

@@ -48,7 +48,7 @@ def check_annotated():
     ]
 
 
-def test_a_piece_keeps_what_was_said_of_the_parameter_and_knows_the_whole(two):
+def test_a_shard_keeps_annotations_and_knows_the_whole_shape(two):
     assert two.run(check_annotated) == [[("fc1", (16, 8), (8, 8)), ("fc2", (8, 16), (8, 8))]] * 2
 
 

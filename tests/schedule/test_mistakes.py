@@ -218,7 +218,7 @@ class Counting(nn.Module):
         ("attribute", torch.ones(2, 4)),
     ],
 )
-def test_a_forward_that_writes_its_module_is_refused_and_leaves_it_as_it_was(how, examples):
+def test_a_forward_that_writes_its_module_is_refused_and_changes_nothing(how, examples):
     model = Counting(how)
     before, buffers = copy.deepcopy(model.state_dict()), dict(model.named_buffers())
     written = {"count": "count", "mean": "mean", "attribute": "last"}[how]
@@ -400,7 +400,7 @@ def test_a_class_is_called_with_the_old_module_and_others_are_refused_in_words()
         (lambda sch: sch[0:2].replace(nn.ReLU()), r"for each in sch\[...\]: each.replace"),
     ],
 )
-def test_names_of_other_languages_get_an_answer(mlp, use, message):
+def test_names_of_other_libraries_get_a_hint(mlp, use, message):
     with pytest.raises(AttributeError, match=message):
         use(create_schedule(mlp))
 

@@ -485,5 +485,5 @@ def check_refusals(make):
     )
 
 
-def test_cuts_that_cannot_be_are_refused_and_leave_the_schedule_as_it_was(two, make_transformer):
+def test_impossible_cuts_are_refused_and_change_nothing(two, make_transformer):
     two.run(check_refusals, make_transformer)

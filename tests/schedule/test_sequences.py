@@ -495,7 +495,7 @@ def test_indivisible_sequences_are_refused_with_the_numbers(refused, message):
         refused()
 
 
-def test_a_refused_call_leaves_the_model_as_it_was():
+def test_a_refused_call_changes_nothing():
     model = llama()
     with pytest.raises(ScheduleError):
         cut(model, 3)

@@ -33,7 +33,7 @@ def error(answer, status, code):
 # -- permissions ---------------------------------------------------------------------------------------------
 
 
-def test_nobody_gets_in_without_a_token(service):
+def test_requests_without_a_token_are_refused(service):
     with service.client(None) as client:
         for path in ("/v1/me", "/v1/queue", "/v1/searches", "/v1/events", "/v1/workers", "/v1/history"):
             detail = error(client.get(path), 401, "no_token")
@@ -175,7 +175,7 @@ def test_bodies_that_are_not_json_are_malformed(submitter):
         assert answer.json()["error"]["message"]
 
 
-def test_a_body_that_is_too_large_is_refused_whatever_it_says_of_its_length(submitter):
+def test_a_large_body_is_refused_regardless_of_its_stated_length(submitter):
     large = b'{"request": {"target": "' + b"x" * (1 << 20) + b'"}}'
     headers = {"content-type": "application/json"}
     error(submitter.post("/v1/searches", content=large, headers=headers), 413, "too_large")
@@ -237,7 +237,7 @@ def test_the_same_key_is_the_same_search(submitter, service):
     error(submitter.post("/v1/searches", json=SEARCH, headers={"idempotency-key": "a b"}), 422, "invalid")
 
 
-def test_a_list_goes_on_where_it_stopped(submitter):
+def test_lists_continue_where_they_stopped(submitter):
     made = [submitter.post("/v1/searches", json=SEARCH).json()["id"] for _ in range(5)]
     seen, after = [], None
     while True:
@@ -288,7 +288,7 @@ def test_the_queue_says_why_a_search_waits(service, submitter):
     assert first["id"] == search and "no worker" in first["reason"]
 
 
-def test_metrics_count_requests_by_route_and_name_nobody(service, submitter):
+def test_metrics_count_requests_by_route_without_user_names(service, submitter):
     submitter.get("/v1/searches/0123456789ab")
     text = service.client(None).get("/metrics").text
     assert 'redline_http_requests_total{method="GET",route="/v1/searches/{search}",status="404"}' in text

@@ -80,7 +80,7 @@ def test_a_second_request_on_a_connection_has_the_same_deadline_and_a_pause_befo
         assert ended(kept)
 
 
-def test_hundreds_of_half_open_connections_keep_nobody_out(service):
+def test_half_open_connections_do_not_block_others(service):
     """All are from one address. If there are too many, the oldest without a complete request is closed."""
     with contextlib.ExitStack() as held, service.client() as working:
         for _ in range(3 * module.MOST_OPENING_AN_ADDRESS):
@@ -169,7 +169,7 @@ def test_an_address_has_a_part_of_all_connections_and_a_proxy_may_have_them_all(
     assert not door._of and not door._opening and not door._opening_of
 
 
-def test_an_answer_that_nobody_reads_ends_a_connection(quick):
+def test_an_unread_answer_ends_its_connection(quick):
     """Tests the protocol alone: an application that writes without end, and a client that reads nothing."""
 
     async def scenario():

@@ -110,7 +110,7 @@ def test_another_kind_of_database_is_refused(url, message):
     assert "secret" not in str(refused.value)
 
 
-def test_a_locked_database_says_so_and_goes_on_when_it_is_free(sqlite_url):
+def test_a_locked_database_is_reported_and_used_when_free(sqlite_url):
     path = sqlite_url.removeprefix("sqlite:///")
     other = sqlite3.connect(path, isolation_level=None)
     with Store.open(sqlite_url, patience_s=0.1) as store:

@@ -76,7 +76,7 @@ def locked(service, table="redline_searches"):
         yield
 
 
-def test_a_locked_database_is_said_to_be_and_is_written_when_the_lock_is_gone(service, client):
+def test_a_locked_database_is_reported_and_written_when_free(service, client):
     first = submit(client).json()["id"]
     with locked(service):
         away(submit(client), "is locked by another process")
@@ -87,7 +87,7 @@ def test_a_locked_database_is_said_to_be_and_is_written_when_the_lock_is_gone(se
     assert submit(client).status_code == 201
 
 
-def test_many_who_wait_for_a_lock_are_all_answered_and_keep_nobody_else_waiting(service):
+def test_all_requests_that_wait_for_a_lock_are_answered_without_delaying_others(service):
     """There are more requests than server threads, and each would wait for those before it."""
     many = httpx.Limits(max_connections=60)
     with locked(service), ThreadPoolExecutor(60) as pool, service.client(limits=many) as client:
@@ -99,7 +99,7 @@ def test_many_who_wait_for_a_lock_are_all_answered_and_keep_nobody_else_waiting(
         assert client.get("/v1/me").status_code == 200
 
 
-def test_a_read_only_database_is_said_to_be_and_can_be_read(service, client, cluster_of):
+def test_a_read_only_database_is_reported_and_can_be_read(service, client, cluster_of):
     first = submit(client).json()["id"]
     with cluster_of.read_only(service):
         away(submit(client), "is read-only")
@@ -165,7 +165,7 @@ def on_a_full_disk(folder):
         return first.status_code, answers, looked, again.status_code, len(service.store.searches(limit=1000))
 
 
-def test_a_full_disk_is_said_to_be_and_what_was_there_stays():
+def test_a_full_disk_is_reported_and_stored_data_stays():
     first, answers, looked, again, kept = on_small_disk(4 << 20, on_a_full_disk)
     status, message = answers[-1]
     assert (first, status, looked, again) == (201, 503, 200, 201)

@@ -44,7 +44,7 @@ def containers(document):
             yield from containers(each)
 
 
-def test_the_image_starts_a_command_that_exists_as_nobody_special():
+def test_the_image_starts_an_existing_command_as_an_unprivileged_user():
     lines = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text()).splitlines()
     steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
     by_name = dict(steps)

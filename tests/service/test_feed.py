@@ -46,7 +46,7 @@ def test_a_search_s_events_come_from_its_beginning_to_its_end(service):
         assert {each["search"] for each in found} == {search}
 
 
-def test_a_stream_goes_on_behind_the_event_that_was_seen_last(service):
+def test_a_stream_continues_after_the_last_seen_event(service):
     for number in range(10):
         service.store.add_event(None, "said", {"number": number})
     time.sleep(0.3)
@@ -80,7 +80,7 @@ def test_an_id_of_another_database_begins_now(service):
         assert answer.status_code == 422 and "Last-Event-ID" in answer.json()["error"]["message"]
 
 
-def test_listeners_who_leave_are_forgotten_and_cost_nobody_anything(service):
+def test_disconnected_listeners_are_removed_without_cost(service):
     with service.client() as client:
         for _ in range(20):
             service.store.add_event(None, "said", {})

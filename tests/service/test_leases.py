@@ -47,7 +47,7 @@ def test_a_lease_that_ends_is_taken_up_and_the_old_one_is_refused(store, pool, c
     assert store.answer(asked.id, new.lease, OK).outcome == OK
 
 
-def test_a_late_answer_is_taken_where_nobody_else_has_begun(store, pool, clock):
+def test_a_late_answer_counts_if_no_other_worker_has_started(store, pool, clock):
     lease = pool.lease(pool.ask(), seconds=10)
     clock.pass_by(60)
     store.expire()

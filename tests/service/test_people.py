@@ -32,7 +32,7 @@ def test_a_token_is_its_user_s_until_it_expires_or_is_revoked(store, ann, clock)
     assert {each.name: each.revoked for each in store.tokens()} == {"laptop": clock.now, "ci": None}
 
 
-def test_a_forged_token_is_nobody_s(store, ann):
+def test_a_forged_token_belongs_to_no_user(store, ann):
     token = store.new_token(ann)
     prefix, name, secret = token.split("_", 2)
     forged = [

@@ -159,7 +159,7 @@ def test_turns_that_are_lost_or_cannot_be_taken_are_none(store):
         assert a_runner(store, a_search(store)).take_turns([a_request(1)], [], 0.0) is None
 
 
-def test_a_search_whose_searcher_dies_goes_on_where_it_was_and_ends_as_if_nothing_had_happened(store, tmp_path):
+def test_a_search_survives_its_searcher_with_the_same_result(store, tmp_path):
     with Hands(store, store.ann) as hands:
         whole = a_search(store)
         expected = a_whole_search(store, whole, tmp_path / "whole")
@@ -180,7 +180,7 @@ def test_a_search_whose_searcher_dies_goes_on_where_it_was_and_ends_as_if_nothin
     assert result.best.throughput == expected.best.throughput
 
 
-def test_every_trial_is_told_of_however_often_the_search_is_taken_up(store, tmp_path):
+def test_every_trial_is_reported_once_across_attempts(store, tmp_path):
     search = a_search(store)
     with Hands(store, store.ann):
         with pytest.raises(Killed):

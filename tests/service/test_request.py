@@ -77,7 +77,7 @@ def test_files_that_a_command_names_are_not_read_by_a_searcher(evil):
         )
 
 
-def test_hardware_is_of_the_table_whatever_files_are_there(evil):
+def test_hardware_names_are_never_files(evil):
     (evil / "mine").write_text("name: mine\n")
     with pytest.raises(UsageError, match="unknown hardware 'mine'"):
         arguments({"target": "gpt2-tiny", "hardware": "mine"}, evil)

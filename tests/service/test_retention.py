@@ -33,7 +33,7 @@ def test_events_of_old_searches_are_deleted_and_their_end_is_kept(pool, clock, m
     assert store.forget_events(clock.now - 30 * DAY_S) == 0
 
 
-def test_numbers_go_on_where_everything_is_forgotten(pool, clock):
+def test_event_numbers_continue_after_all_events_are_deleted(pool, clock):
     pool.store.add_event(None, "worker", {"n": 1})
     last = pool.store.latest()
     clock.pass_by(100 * DAY_S)

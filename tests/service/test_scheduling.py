@@ -152,7 +152,7 @@ counts = st.integers(1, 8)
     st.lists(st.tuples(st.integers(0, 5), counts), max_size=8),
     st.integers(0, 4),
 )  # fmt: skip
-def test_whatever_waits_no_device_is_given_twice_and_no_quota_passed(machines, waits, busy, limit):
+def test_no_device_is_assigned_twice_and_no_quota_exceeded(machines, waits, busy, limit):
     workers = [worker(f"w{number}", devices, kind) for number, (devices, kind) in enumerate(machines)]
     free = {each.id: each.devices for each in workers}
     running = []
@@ -239,7 +239,7 @@ def test_a_simulated_search_needs_a_place_and_no_devices():
     assert share_slots([contends("s", simulated=True), contends("d")], [], [], [], 8)[0] == ["s"]
 
 
-def test_a_search_runs_on_the_kind_that_it_was_placed_on_whatever_else_its_name_fits():
+def test_a_search_runs_only_on_the_kind_it_was_placed_on():
     """`H100` is a part of both names; a search that was planned for one does not run on the other."""
     workers = [worker("a", 8, "NVIDIA H100 PCIe"), worker("b", 2, "NVIDIA H100")]
     wanted = replace(wants(1, device="H100"), kind="NVIDIA H100")

@@ -68,7 +68,7 @@ def test_the_most_urgent_begin_first_and_no_more_than_may(service):
     assert low not in searchers._children
 
 
-def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_again(service):
+def test_searches_of_an_earlier_server_continue_and_killed_searchers_restart(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)

@@ -20,7 +20,7 @@ def test_a_search_is_kept_as_submitted(store, ann, clock):
     assert store.search(search.id) == search
 
 
-def test_a_key_stands_for_one_search_of_its_user(store, ann):
+def test_a_key_identifies_one_search_of_its_user(store, ann):
     first, _ = store.submit(ann, REQUEST, devices=2, key="k")
     assert store.submit(ann, dict(reversed(REQUEST.items())), devices=2, key="k") == (first, False)
     for other in ({"request": {**REQUEST, "trials": 17}, "devices": 2}, {"request": REQUEST, "devices": 4}):
@@ -84,7 +84,7 @@ def test_invalid_submissions_are_refused(store, ann, given, message):
     assert store.searches() == []
 
 
-def test_any_text_comes_back_as_it_was(store, ann):
+def test_any_text_round_trips(store, ann):
     odd = {"name": "é漢🙂\u2028'\"\\ --;", "deep": [[{"\u0000": "\u0000", "": None}]], "big": 2**70, "small": 1e-300}
     search, _ = store.submit(ann, odd, devices=1, name="Ünïcode 🙂")
     assert store.search(search.id).request == odd
@@ -121,7 +121,7 @@ def test_events_are_in_order_and_can_be_resumed(store, ann):
     assert {each.search for each in every} == {one.id, two.id}
 
 
-def test_workers_that_are_not_heard_of_have_left_until_they_are(store, ann, clock):
+def test_silent_workers_count_as_left_until_they_report(store, ann, clock):
     worker = store.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 4, 1024, {"torch": "2.13"})
     clock.pass_by(50)
     store.seen(worker.id)

@@ -48,7 +48,7 @@ def test_a_second_server_of_a_folder_is_refused_with_the_reason(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_stands_by_takes_over_when_the_first_is_killed(tmp_path):
+def test_a_standby_server_takes_over_when_the_first_is_killed(tmp_path):
     first = Server(tmp_path, "--port", "0", "--no-worker")
     token, address = first.line("REDLINE_TOKEN=(.*)"), first.line("serve on (http://[^,]*),")
     second = Server(tmp_path, "--port", address.rpartition(":")[2], "--no-worker", "--standby")

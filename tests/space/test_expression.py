@@ -233,7 +233,7 @@ def test_evaluating_needs_every_knob(knobs):
         (knobs[0] * knobs[1]).evaluate({"tp": 1})
 
 
-def test_depth_is_limited_where_it_is_built(knobs):
+def test_depth_is_limited_at_construction(knobs):
     expression = knobs[0]
     with pytest.raises(SpaceError, match="nested 200 deep"):
         for _ in range(300):

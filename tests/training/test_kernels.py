@@ -68,7 +68,7 @@ def test_a_language_model_has_it_off_by_default(cpu, name):
     assert head_of(sch, made.schedule.blocks(sch)).path == HEADS[name]
 
 
-def test_a_model_of_ones_own_has_it_where_its_loss_can_do_without_logits(cpu):
+def test_a_user_s_model_has_kernels_if_its_loss_needs_no_logits(cpu):
     made = own()
     assert "kernels" in default_space(made, cpu).by_name
     for knobs in ({"kernels": True}, {"kernels": True, "micro_batch": 2, "checkpoint_ratio": 1.0}):

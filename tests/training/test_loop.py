@@ -137,7 +137,7 @@ def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, c
     tiered([PARTS["zero3"], PARTS["pp2"]], [{"micro_batch": 1}, {"micro_batch": 4}, PARTS["dp2"], PARTS["tp2"]]),
     ids=str,
 )
-def test_every_token_counts_alike_however_uneven_samples_are_cut(small, run, corpus, config):
+def test_every_token_has_equal_weight_in_uneven_samples(small, run, corpus, config):
     """With padded documents of 1 to 19 bytes the mean over micro-batches differs from that over tokens."""
     workload, read = small("llama"), corpus("lines.jsonl", packing="padded")
     lengths = (read()(0, 8)["labels"] != -100).sum(1)
@@ -254,7 +254,7 @@ def test_wsd_is_level_until_it_falls():
     assert values[75:] == pytest.approx([(100 - step) / 25 for step in range(75, 100)])
 
 
-def test_a_training_that_goes_on_has_the_learning_rate_of_its_step(small, tmp_path):
+def test_a_resumed_training_has_the_learning_rate_of_its_step(small, tmp_path):
     hyper = replace(HYPER, lr_schedule="linear", steps=8)
     part(small("llama"), {"micro_batch": 8}, hyper, until=5, save=tmp_path)
     found = part(small("llama"), {"micro_batch": 8}, hyper, begin=tmp_path)
@@ -309,7 +309,7 @@ def test_the_moving_average_is_one(small, tmp_path):
         for name, config in PARTS.items()
     ],
 )
-def test_evaluations_say_the_same_whatever_the_strategy(small, run, corpus, config):
+def test_evaluations_are_equal_under_every_strategy(small, run, corpus, config):
     workload, read = small("llama"), corpus("lines.jsonl", packing="padded", held_out=0.2)
     plan = {"eval_every": 3, "eval_steps": 2}
     whole = part(workload, {"micro_batch": 8}, HYPER, samples=read(), **plan)

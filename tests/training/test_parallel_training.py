@@ -45,7 +45,7 @@ def test_replicas_train_as_one_at_every_stage_of_zero(two, small, seed, family, 
 
 
 @pytest.mark.parametrize("family", tiered(["gpt2"], ["llama"]))
-def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
+def test_each_zero_stage_shards_its_state(two, small, family):
     configs = [{"zero": zero, "micro_batch": 2, "grad_accum": 2} for zero in range(4)]
     found = [two.run(held, small(family), each) for each in configs]
     assert {samples for each in found for _, _, samples in each} == {8}

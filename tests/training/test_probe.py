@@ -233,7 +233,7 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_norms_count_pieces_once_however_many_groups_hold_them(four, seed, zero):
+def test_norms_count_shared_pieces_once(four, seed, zero):
     from redline.testing import numerics
 
     workload = numerics.tiny("gpt2")
@@ -475,7 +475,7 @@ def test_a_bias_of_zeros_that_is_added_twice_is_seen(small):
 
 
 @pytest.mark.parametrize("knobs", [{"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "grad_accum": 4}], ids=str)
-def test_adapters_that_begin_as_nothing_are_seen_however_they_are_spread(two, knobs):
+def test_zero_initialised_adapters_are_detected_under_every_strategy(two, knobs):
     pytest.importorskip("peft")
     from redline.models.lora import Lora, with_lora
     from redline.testing import numerics

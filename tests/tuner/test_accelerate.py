@@ -196,7 +196,7 @@ def interrupted(config, folder, first):
     return found
 
 
-def test_a_checkpoint_goes_on_in_another_configuration(two, tmp_path):
+def test_a_checkpoint_resumes_in_another_configuration(two, tmp_path):
     expected = plain(make_llama(), make_data(), own_loss)
     before = two.run(interrupted, {"dp": 2, "zero": 3, "micro_batch": 2}, tmp_path / "saved", True)[0]
     behind = two.run(interrupted, {"tp": 2, "micro_batch": 4}, tmp_path / "saved", False)[0]
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         other.info.load(tmp_path / "saved")
 
 
-def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_path):
+def test_a_checkpoint_replaces_only_its_own_predecessors(tmp_path):
     config = {"strategy": {"micro_batch": 8}, "global_batch": 8}
     saved = tmp_path / "saved"
     before = redline.accelerate(make_llama(), make_data(), **config)

@@ -117,7 +117,7 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     assert f"without lossy values: trial {result.best_exact.trial.number}, " in out
 
 
-def test_without_lossy_values_nothing_stands_beside_the_winner(capsys):
+def test_without_lossy_values_only_the_winner_is_shown(capsys):
     def measured(number, speed):
         config = Config(precision="fp32", micro_batch=number)
         measured = Measurement(status=Status.OK, throughput=speed)

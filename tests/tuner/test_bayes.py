@@ -129,7 +129,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_prior_that_says_nothing_of_use_counts_as_unknown_and_that_is_said_once(kind):
+def test_a_useless_prior_is_ignored_with_one_warning(kind):
     messages = []
     sampler = make_sampler("bayes", make_space(), 0, prior=BAD[kind], warn=messages.append)
     done = search(sampler, outcome, 12)

@@ -154,7 +154,7 @@ def test_an_unconfirmed_trial_is_never_above_the_winner():
     assert summary.best(trials).number == 4
 
 
-def test_as_good_as_equal_ends_and_goes_to_more_free_memory_and_is_said_to_be_a_tie():
+def test_equal_leaders_are_a_tie_that_goes_to_more_free_memory():
     first = [60.0, 100.0, 99.8]
     trials, order, _ = confirm(first, peaks=[500.0, 900.0, 400.0])
     assert order.count(1) == order.count(2) == 3
@@ -193,13 +193,13 @@ def test_no_confirmed_leader_means_no_winner_with_a_reason():
     assert "failed when it was measured again" in summary.why_nothing(trials)
 
 
-def test_a_measurement_far_off_its_first_is_said_aloud():
+def test_a_remeasurement_far_from_the_first_is_reported():
     _, _, lines = confirm([60.0, 1846.0, 90.0], [60.0, 706.0, 90.0])
     (line,) = lines
     assert "trial 1 ran at 1,846 tokens/s, then at 706 tokens/s" in line and "load" in line
 
 
-def test_a_single_success_has_nobody_to_be_compared_with():
+def test_a_single_success_is_not_remeasured_in_turns():
     trials, order, _ = confirm([60.0])
     assert order == [] and summary.best(trials).number == 0
 

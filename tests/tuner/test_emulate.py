@@ -71,7 +71,7 @@ def test_times_of_one_device_are_not_taken_for_anothers():
         rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h100-80gb", trials=1, **NARROW)
 
 
-def test_hardware_that_nobody_knows_is_refused_with_the_nearest():
+def test_unknown_hardware_is_refused_with_the_nearest():
     with pytest.raises(UsageError, match="h100"):
         rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h10-80gb", trials=1, memory_only=True, **NARROW)
 

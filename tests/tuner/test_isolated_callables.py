@@ -258,7 +258,7 @@ def test_limits_that_ask_for_nothing_are_taken_in_this_process():
 
 
 @pytest.mark.slow
-def test_ray_runs_the_calls_where_it_is_asked_to(tmp_path):
+def test_ray_runs_the_calls_on_request(tmp_path):
     script = """
     import os, sys
     import redline as rl

@@ -46,7 +46,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_list_comes_to_knobs(name):
+def test_a_list_is_converted_to_knobs(name):
     strategy, knobs = LISTS[name]
     found = follow(strategy, 8)
     assert found.knobs == {**NEUTRAL, **knobs}
@@ -168,7 +168,7 @@ def test_entries_without_effect_are_reported(strategy, message):
     assert here.config["sequence_parallel"] is True and here.notes == ()
 
 
-def test_number_formats_that_the_devices_lack_are_refused_with_those_that_there_are(monkeypatch):
+def test_unsupported_number_formats_are_refused_with_the_supported_ones(monkeypatch):
     from redline.base.device import Device
 
     plain = Device(type="cpu", name="a CPU without bfloat16", count=1, memory_mib=8000)

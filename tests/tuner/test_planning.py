@@ -304,7 +304,7 @@ print(dict(taken.config), taken.why)
 
 
 @pytest.mark.slow
-def test_every_rank_comes_to_the_same_fallback_without_measuring_anything(capsys, monkeypatch):
+def test_every_rank_plans_the_same_fallback_without_measuring(capsys, monkeypatch):
     """A separate process, whose sets have another order, returns this process's fallbacks."""
     other = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=Path.home(), timeout=300

@@ -87,7 +87,7 @@ class TestRegistry:
             make_sampler("tpe", small_space(), startup=startup)
 
     @pytest.mark.slow
-    def test_a_fresh_process_proposes_the_same_whatever_its_hash_seed(self, fresh):
+    def test_proposals_do_not_depend_on_the_hash_seed(self, fresh):
         here: dict[str, object] = {}
         exec(PROPOSALS, here)
         assert fresh["proposals"] == here["proposals"]

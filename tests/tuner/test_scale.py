@@ -72,7 +72,7 @@ def test_the_predicted_interval_widens_with_the_distance(scaled):
     assert last[-1].devices == 1024 and wide == sorted(wide) and wide[-1] > 1.2 * wide[0]
 
 
-def test_a_trainer_is_the_baseline_where_it_is_asked_for(tmp_path):
+def test_a_trainer_is_the_baseline_on_request(tmp_path):
     small = {**SIMULATED, **NARROW, "trials": 1, "predict_to": 4, "global_batch": 8}
     found = rl.scale("gpt2-tiny", "1,2", baseline="trainer", out=tmp_path / "s", **small)
     assert all(each.trainer_throughput > 0 for each in found.points)
@@ -144,7 +144,7 @@ def test_the_global_batch_stays_unless_it_is_to_grow(tmp_path):
     assert len({each.global_batch for each in usual.points}) == 1
 
 
-def test_a_count_at_which_nothing_fits_is_said_and_ends_it_only_where_asked():
+def test_a_device_count_at_which_nothing_fits_is_reported_and_ends_it_on_request():
     # Weights, gradients and optimizer state of 124 million parameters take 1.9 GiB.
     needs = {**SIMULATED, **NARROW, "trials": 1, "memory_limit": "1500MiB", "global_batch": 16}
     both = rl.scale("gpt2", "1,16", predict_to=16, **needs)

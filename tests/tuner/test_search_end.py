@@ -49,7 +49,7 @@ def test_a_grid_is_tried_to_its_end_unless_patience_is_asked_for():
     assert len(result.all_trials) == len(space)
 
 
-def test_without_patience_it_goes_on_to_the_end():
+def test_without_patience_the_search_runs_to_the_end():
     space = make_space(sizes=(1, 2))
     result = tune(measured, space, trials=200, patience=0, sampler="random")
     assert len(result.all_trials) == len(space)

@@ -156,7 +156,7 @@ def cpu():
     )  # fmt: skip
 
 
-def test_a_model_that_cannot_be_traced_is_searched_without_an_estimate_and_that_is_said_once():
+def test_an_untraceable_model_is_searched_without_an_estimate_with_one_warning():
     workload = rl.Workload(model=Reads, batch=make_batch, loss=make_loss, global_batch=8)
     space = rl.Space()
     space.choice("micro_batch", [1, 2, 4, 8])

@@ -149,7 +149,7 @@ def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak(tuned):
         ("late", "timeout", "(during soak"),
     ],
 )
-def test_whatever_ends_a_soak_is_what_the_trial_ends_as(tuned, name, status, reason):
+def test_the_outcome_of_a_soak_is_the_trial_s(tuned, name, status, reason):
     found, rows, _ = tuned(name, soak=True, trial_timeout="15s")
     assert found.winner.config["micro_batch"] == 2
     assert rows[16]["status"] == status and reason in rows[16]["reason"], rows[16]["reason"]

@@ -106,7 +106,7 @@ def test_without_time_left_first_measurements_count_with_a_note(tmp_path):
     assert any("their first measurements count" in line for line in made.listener.messages)
 
 
-def test_the_first_trial_runs_however_short_the_time(tmp_path):
+def test_the_first_trial_runs_in_any_time(tmp_path):
     made = Searched(tmp_path, 1.0, lambda count: 10.0)
     assert (made.tried, made.again) == (1, 0)
     assert summary.best(made.trials).number == 0

@@ -79,7 +79,7 @@ LOSSES = {10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}
 HELD_OUT = {20: 4.5, 35: 3.5}
 
 
-def test_tensorboard_goes_on_in_its_folder_and_has_no_step_twice(tmp_path):
+def test_tensorboard_continues_in_its_folder_without_repeated_steps(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -106,7 +106,7 @@ def test_tensorboard_takes_back_what_lost_ranks_do_again(tmp_path):
 
 
 @pytest.mark.parametrize("lost", tiered([True], [False]))
-def test_mlflow_goes_on_in_its_run_and_has_no_step_twice(tmp_path, monkeypatch, lost):
+def test_mlflow_continues_in_its_run_without_repeated_steps(tmp_path, monkeypatch, lost):
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy")
     from mlflow import MlflowClient
@@ -146,7 +146,7 @@ def test_mlflow_says_how_a_training_ended(tmp_path, monkeypatch):
     assert status() == "KILLED"
 
 
-def test_wandb_goes_on_in_its_run_and_has_no_step_twice(tmp_path):
+def test_wandb_continues_in_its_run_without_repeated_steps(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     # A separate process: wandb starts a service that would outlive this test.
     code = (

@@ -35,7 +35,7 @@ def make(tmp_path, open_run, point, oom):
     return make
 
 
-def test_winners_stand_side_by_side(make, point):
+def test_winners_are_shown_side_by_side(make, point):
     made = compare([make("a", 200.0), make("b", 260.0)])
     knobs, numbers = dict(made.knobs), dict(made.numbers)
     assert knobs["micro_batch"] == ("2", "2") and knobs["fusion"] == ("false", "false")

@@ -146,7 +146,7 @@ def test_the_space_and_the_environment_are_told_in_words(run):
     assert {"Machine", "Versions"} <= {title for title, _ in found["environment"]}
 
 
-def test_failures_stand_by_reason_with_the_end_of_their_log(run):
+def test_failures_are_grouped_by_reason_with_the_end_of_their_log(run):
     oom, crash = sorted(document(Source.read(run))["failures"], key=lambda each: each["trials"])
     assert (oom["status"], oom["trials"]) == ("oom", [2])
     assert oom["log_why"] == "the table names no log"
@@ -333,7 +333,7 @@ def test_another_format_is_refused_by_name_but_its_table_can_be_shown(run):
     assert any("format 99" in each for each in found["problems"])
 
 
-def test_damage_is_said_and_the_rest_is_shown(run):
+def test_damage_is_reported_and_the_rest_shown(run):
     (run / "run.yaml").write_text("format: [1\n")
     text = (run / "trials.csv").read_text()
     (run / "trials.csv").write_text(text[:-20])

@@ -176,7 +176,7 @@ def test_missing_trials_are_named(run, selection, message):
         shown(run, selection=listing.Selection(**selection))
 
 
-def test_a_sparkline_keeps_its_ends_whatever_its_width():
+def test_a_sparkline_keeps_its_ends_at_any_width():
     assert listing.sparkline([None, 1, 1, 2, 3]) == " ▁▁▅█"
     assert listing.sparkline([5, 5]) == "▁▁"
     assert listing.sparkline([None, None]) == ""

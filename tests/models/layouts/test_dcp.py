@@ -42,7 +42,7 @@ def test_torch_loads_what_is_written_and_we_what_torch_saved(tmp_path, monkeypat
     assert torch.equal(found["big"].read(), BIG) and torch.equal(found["small"].read(), SMALL)
 
 
-def test_a_box_across_pieces_is_read_of_those_alone(tmp_path, monkeypatch):
+def test_a_box_reads_only_the_pieces_that_it_overlaps(tmp_path, monkeypatch):
     monkeypatch.setattr(dcp, "PIECE_BYTES", 500)
     write_dcp({"big": lazy(BIG)}, tmp_path)
     found = dcp_tensors(tmp_path)["big"]
@@ -61,7 +61,7 @@ def test_a_box_across_pieces_is_read_of_those_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("prefix", ["", "model/", "model."])
-def test_a_folder_with_the_model_s_own_names_is_found_whatever_stands_before_them(prefix, tmp_path):
+def test_a_folder_with_the_model_s_names_is_found_under_any_prefix(prefix, tmp_path):
     made = architecture("gpt2")
     model = filled(made)
     state = {f"{prefix}{name}": each for name, each in model.state_dict().items()}

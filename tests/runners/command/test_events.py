@@ -181,7 +181,7 @@ def test_a_trial_is_timed_by_the_steps_of_its_events_and_ended_once_they_are_ste
     assert measured.loss == 3.0 and time.monotonic() - begin < 60
 
 
-def test_a_tag_of_no_known_name_counts_as_it_stands_at_the_end(run):
+def test_an_unknown_tag_counts_with_its_last_value(run):
     measured = run(
         """
         for step in range(5):
@@ -193,7 +193,7 @@ def test_a_tag_of_no_known_name_counts_as_it_stands_at_the_end(run):
     assert (measured.status, measured.throughput, measured.unit) == (Status.OK, 104.0, "perf/throughput(tok/s)")
 
 
-def test_a_tag_that_is_not_there_is_told_with_those_that_are(run):
+def test_a_missing_tag_is_reported_with_the_existing_ones(run):
     measured = run('writer.add_scalar("perf/tps", 1.0, 1); writer.close()', metric=["perf/tqs"])
     assert measured.status is Status.CRASH
     assert measured.reason == "the command ended without reporting 'perf/tqs'; it reported step, perf/tps"
@@ -231,6 +231,6 @@ def test_without_tensorboard_its_files_are_refused_before_the_first_trial(space,
     Commands(command("{trial_dir}/log.jsonl"), space, devices=1)
 
 
-def test_event_files_of_which_nobody_says_what_counts_are_refused(space):
+def test_event_files_without_a_metric_are_refused(space):
     with pytest.raises(UsageError, match="choose a tag with --metric"):
         Commands(command("{trial_dir}/runs"), space, devices=1)

@@ -37,7 +37,7 @@ def words(name, command, devices=4, render=(), config=None, samples="8", **more)
     return shlex.split(work.rendered(space.config(**(config or {})), 0, Path("/trial")))
 
 
-def test_knobs_without_a_place_are_said_and_what_is_said_stays():
+def test_knobs_without_a_place_are_added_and_given_arguments_stay():
     arguments = words(
         "trainer", f"{sys.executable} train.py --max_steps 7 --per_device_train_batch_size {{micro_batch}}"
     )
@@ -49,7 +49,7 @@ def test_knobs_without_a_place_are_said_and_what_is_said_stays():
     )
 
 
-def test_options_of_its_own_are_those_of_the_same_name_alone():
+def test_only_options_of_the_same_name_count_as_given():
     arguments = words("trainer", "sh train.sh --max_steps_of_warmup 3 --output_dir=here --bf16 {precision == 'bf16'}")
     assert arguments[arguments.index("--max_steps") + 1] == "1000" and "--output_dir" not in arguments
     assert arguments.count("--bf16") == 1 and "--fp16" not in arguments, (
@@ -284,7 +284,7 @@ def test_options_that_shorten_a_run_are_not_in_the_training_command():
     assert "--max_steps" not in whole and "/trial" not in whole and "--per_device_train_batch_size 2" in whole
 
 
-def test_a_global_batch_is_said_to_those_who_derive_the_accumulation_themselves():
+def test_launchers_that_derive_the_accumulation_get_the_global_batch():
     space = space_of("megatron", devices=4)
     space.derive("grad_accum", 16 // space["micro_batch"])
     command = Command(command="sh train.sh", launcher="megatron")

@@ -56,7 +56,7 @@ def words(text, space, **changed):
         ("train \"o={{'n': {name!r}, 'f': {fusion!r}}}\"", ["train", "o={'n': 'two words', 'f': True}"]),
     ],
 )
-def test_values_stand_where_they_are_written_and_words_stay_words(space, text, expected):
+def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expected):
     assert words(text, space) == expected
 
 

@@ -88,7 +88,7 @@ def test_a_progress_bar_is_enough_and_it_is_ended_once_its_speed_is_known(run, s
     assert time.monotonic() - begin < 30 and "999/1000" not in log and "1/1000" in log
 
 
-def test_a_bar_that_is_drawn_twice_a_step_tells_the_step_once(run, script):
+def test_a_progress_bar_drawn_twice_a_step_counts_once(run, script):
     measured, _ = run(
         script(
             """
@@ -103,7 +103,7 @@ def test_a_bar_that_is_drawn_twice_a_step_tells_the_step_once(run, script):
     assert measured.status is Status.OK and 20 <= measured.step_ms < 60
 
 
-def test_bars_of_several_ranks_tell_a_step_once_and_one_that_begins_anew_is_another(run, script):
+def test_progress_bars_of_several_ranks_count_once_and_a_restarted_bar_is_another(run, script):
     measured, _ = run(
         script(
             """
@@ -138,7 +138,7 @@ def test_reports_of_the_script_are_exact(run, script):
     assert 3000 < measured.throughput <= 10_000
 
 
-def test_a_metric_of_no_known_name_counts_as_it_stands_at_the_end(run, script):
+def test_an_unknown_metric_counts_with_its_last_value(run, script):
     text = """
     for speed in (5, 7, 3):
         print("speed", speed)
@@ -288,7 +288,7 @@ def test_a_process_that_the_memory_limit_stops_is_out_of_memory(run, script):
 
 
 @pytest.mark.parametrize(("limit_mib", "status"), [(1000.0, Status.OOM), (8000.0, Status.OK)])
-def test_on_gpus_memory_is_theirs_and_so_is_its_limit(space, tmp_path, script, monkeypatch, limit_mib, status):
+def test_on_gpus_memory_and_its_limit_are_the_gpus(space, tmp_path, script, monkeypatch, limit_mib, status):
     """Host memory of the command's processes does not count. Without a GPU a stub replaces the driver's answer."""
 
     class Held:

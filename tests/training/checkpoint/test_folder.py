@@ -176,7 +176,7 @@ def test_names_survive_a_power_cut_as_what_they_name_does(tmp_path, monkeypatch)
     assert synced == [f"{tmp_path}/.train.yaml.tmp", str(tmp_path)]
 
 
-def test_a_log_is_synced_where_it_tells_of_a_checkpoint(tmp_path, monkeypatch):
+def test_the_log_is_synced_when_it_records_a_checkpoint(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file.name))
     with _Log(tmp_path, None) as log:

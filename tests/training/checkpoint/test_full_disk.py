@@ -159,7 +159,7 @@ def test_ranks_do_not_wait_for_one_that_failed(two, small, tmp_path):
     assert found[0].failure == found[1].failure
 
 
-def test_training_goes_on_while_a_slow_disk_takes_a_checkpoint(small, tmp_path, monkeypatch):
+def test_training_continues_while_a_slow_disk_writes_a_checkpoint(small, tmp_path, monkeypatch):
     taken, in_time = threading.Event(), []
     write = saver.write
 

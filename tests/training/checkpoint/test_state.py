@@ -73,7 +73,7 @@ def goes_on_bit_for_bit(workload, config, where, hyper=HYPER, run=lambda functio
     "name",
     tiered(["Adam", "AdamW fused", "Adafactor", "numbers"], ["SGD", "SGD with momentum", "AdamW", "RMSprop"]),
 )
-def test_every_optimizer_goes_on_bit_for_bit(small, tmp_path, name):
+def test_every_optimizer_resumes_bit_for_bit(small, tmp_path, name):
     held = goes_on_bit_for_bit(with_optimizer(small("llama"), name), {"micro_batch": 8}, tmp_path)
     keys = {each.rpartition("/")[2] for each in held if each.startswith("optimizer/")}
     assert (
@@ -185,7 +185,7 @@ def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path, config):
     assert held.keys() == dcp_tensors(CheckpointFolder(plain).all()[0].path).keys()
 
 
-def test_dropout_goes_on_bit_for_bit(small, tmp_path):
+def test_dropout_resumes_bit_for_bit(small, tmp_path):
     """Dropout masks follow from the seed, the step and the place, so that a checkpoint need not contain them."""
     workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
     goes_on_bit_for_bit(workload, {"micro_batch": 2}, tmp_path)
@@ -198,7 +198,7 @@ def test_dropout_goes_on_bit_for_bit(small, tmp_path):
     tiered([{"pp": 2, "grad_accum": 4}], [{"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"tp": 2}]),
     ids=str,
 )
-def test_dropout_on_two_ranks_goes_on_bit_for_bit(two, small, tmp_path, config):
+def test_dropout_on_two_ranks_resumes_bit_for_bit(two, small, tmp_path, config):
     workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
     goes_on_bit_for_bit(workload, config, tmp_path, run=two.run)
 

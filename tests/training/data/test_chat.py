@@ -80,7 +80,7 @@ def test_a_column_of_another_name_with_messages_is_a_conversation(samples, write
     assert one.describe()["documents"] == 2
 
 
-def test_conversations_of_sharegpt_s_form_are_those_that_they_say(samples, write, tokenizer_folder):
+def test_sharegpt_s_form_is_read_as_the_same_conversations(samples, write, tokenizer_folder):
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     shared = [[{"from": names[each["role"]], "value": each["content"]} for each in talk] for talk in (TALK, SHORT)]
     folder, plan = tokenizer_folder(CHATML), {"seq_len": 100, "shuffle": False}
@@ -102,7 +102,7 @@ def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
         conversation(CHATML, [question, SHORT[1]], seq_len=40)
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused_unless_all_is_trained_on(conversation):
+def test_a_template_that_rewrites_messages_is_refused_unless_all_is_trained_on(conversation):
     forgetful = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else 'x' }}\n{% endfor %}"
     with pytest.raises(
         WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 differently"

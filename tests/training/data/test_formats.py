@@ -133,7 +133,7 @@ def test_a_character_on_the_edge_of_what_is_read_at_once_stays_whole(tokens, wri
     assert tokens(write("a.txt", text)) == (by_bytes([text]), 1)
 
 
-def test_a_tokenizer_s_own_special_tokens_stand_around_documents(tokens, write, tokenizer_folder):
+def test_a_tokenizer_s_special_tokens_surround_documents(tokens, write, tokenizer_folder):
     from tokenizers import Tokenizer, processors
 
     folder = tokenizer_folder()

@@ -57,7 +57,7 @@ def test_the_description_names_the_workload(numbers):
     assert one["workload"] == numbers.id and one["digest"] != two["digest"]
 
 
-def test_tokens_that_are_drawn_are_told_from_those_of_a_text_and_from_samples_of_the_user_s(numbers, tmp_path):
+def test_random_tokens_are_distinguished_from_texts_and_user_samples(numbers, tmp_path):
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 20)
     drawn = workload("gpt2-tiny", seq_len=16, global_batch=4)
     of_text = workload("gpt2-tiny", seq_len=16, global_batch=4, data=tmp_path / "text.txt")

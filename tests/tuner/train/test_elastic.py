@@ -56,7 +56,7 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_lost_host_is_replaced_and_nobody_sees_it_in_the_loss(tmp_path):
+def test_a_lost_host_is_replaced_without_effect_on_the_loss(tmp_path):
     (tmp_path / "corpus.txt").write_text("All work and no play makes a model dull. " * 400)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=590
