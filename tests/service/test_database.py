@@ -1,8 +1,6 @@
 """The database: its tables match the code; a locked, full, read-only, damaged or newer one is reported as such."""
 
 import contextlib
-import re
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -108,22 +106,6 @@ def test_another_kind_of_database_is_refused(url, message):
     with pytest.raises(UsageError, match=message) as refused:
         Store.open(url)
     assert "secret" not in str(refused.value)
-
-
-def test_a_locked_database_is_reported_and_used_when_free(sqlite_url):
-    path = sqlite_url.removeprefix("sqlite:///")
-    other = sqlite3.connect(path, isolation_level=None)
-    with Store.open(sqlite_url, patience_s=0.1) as store:
-        store.database.write(lambda c: c.exec_driver_sql("PRAGMA busy_timeout = 50"))
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(
-            StorageUnavailable, match=rf"the database '{re.escape(sqlite_url)}' is locked by another process"
-        ):
-            store.add_user("ann")
-        assert store.users() == []  # reads continue meanwhile
-        other.execute("ROLLBACK")
-        assert store.add_user("ann").name == "ann"
-    other.close()
 
 
 def test_a_read_only_database_says_so(sqlite_url):
