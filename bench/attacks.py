@@ -105,9 +105,9 @@ def main() -> None:
         row("regular clients, beside attackers", beside, "200"),
     ]
     for name in ATTACKS:
-        mine = [(status, seconds) for each, status, seconds in seen if each == name]
-        statuses = ", ".join(map(str, sorted({status for status, _ in mine})))
-        lines.append(row(name, [seconds for _, seconds in mine], statuses))
+        attack_times = [(status, seconds) for each, status, seconds in seen if each == name]
+        statuses = ", ".join(map(str, sorted({status for status, _ in attack_times})))
+        lines.append(row(name, [seconds for _, seconds in attack_times], statuses))
     print("\n".join(lines))
     if options.write is not None:
         text = options.write.read_text()

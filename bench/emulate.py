@@ -162,8 +162,8 @@ def memory(rows: dict[str, Any], models: list[str]) -> None:
             real, emulated = sides.run(sides.real, config), sides.run(sides.emulated, config)
             row: dict[str, Any] = {"part": "memory", "model": model, "case": name, "why": failed(real, emulated)}
             if not row["why"]:
-                theirs = {each.rank: each.peak_memory_mib for each in real.ranks}
-                row["ranks"] = [[each.rank, theirs[each.rank], each.peak_memory_mib] for each in emulated.ranks]
+                real_peaks = {each.rank: each.peak_memory_mib for each in real.ranks}
+                row["ranks"] = [[each.rank, real_peaks[each.rank], each.peak_memory_mib] for each in emulated.ranks]
             keep(rows, key, row)
     finally:
         agent.close()
@@ -256,7 +256,7 @@ def written(rows: dict[str, Any]) -> str:
              ("memory", "trace", "time", "ranking")}  # fmt: skip
     out: list[str] = []
     if found := parts["memory"]:
-        apart = [abs(off(mine, real)) for row in found for _, real, mine in row["ranks"]]
+        apart = [abs(off(emulated, real)) for row in found for _, real, emulated in row["ranks"]]
         out += [
             f"Memory of {len(apart)} ranks of {len(found)} configurations: median error {statistics.median(apart):.1f} %, "
             f"largest {max(apart):.1f} %. For each configuration the rank that is furthest off, real and emulated, MiB:",
@@ -265,10 +265,10 @@ def written(rows: dict[str, Any]) -> str:
             "",
         ]
     if found := parts["trace"]:
-        apart = [abs(off(mine, real)) for row in found for _, real, mine in row["ranks"]]
+        apart = [abs(off(emulated, real)) for row in found for _, real, emulated in row["ranks"]]
         by_model = {
             model: statistics.median(
-                abs(off(mine, real)) for row in found if row["model"] == model for _, real, mine in row["ranks"]
+                abs(off(emulated, real)) for row in found if row["model"] == model for _, real, emulated in row["ranks"]
             )
             for model in MODELS
             if any(row["model"] == model for row in found)
@@ -309,8 +309,8 @@ def written(rows: dict[str, Any]) -> str:
 
 
 def memory_cell(row: dict[str, Any]) -> str:
-    _, real, mine = max(row["ranks"], key=lambda each: abs(off(each[2], each[1])))
-    return f"{real:.0f} {mine:.0f} ({off(mine, real):+.1f} %)"
+    _, real, emulated = max(row["ranks"], key=lambda each: abs(off(each[2], each[1])))
+    return f"{real:.0f} {emulated:.0f} ({off(emulated, real):+.1f} %)"
 
 
 def time_cell(row: dict[str, Any]) -> str:

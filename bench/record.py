@@ -137,8 +137,8 @@ class Table:
                     )
                 for row in reader:
                     self.rows[tuple(row[knob.name] for knob in space.knobs)] = row
-        if strange := [key for key in self.rows if key not in self.order]:
-            raise UsageError(f"'{path}' has a row that is not in this space: {strange[0]}; give another --out")
+        if unknown_keys := [key for key in self.rows if key not in self.order]:
+            raise UsageError(f"'{path}' has a row that is not in this space: {unknown_keys[0]}; give another --out")
 
     def key(self, config: Config) -> tuple[str, ...]:
         return tuple(str(value) for value in knobs_of(self.space, config).values())

@@ -159,8 +159,8 @@ class PaperPool:
     def _discounted(self, window_s: float) -> dict[int, float]:
         since = self.now - window_s
         out: dict[int, float] = defaultdict(float)
-        for user, had in self.had.items():
-            for each in reversed(had):  # in order of their ends
+        for user, usage in self.had.items():
+            for each in reversed(usage):  # in order of their ends
                 if each[1] <= since:
                     break
                 out[user] += _discounted_seconds(*each, since, window_s)
@@ -267,12 +267,12 @@ def on_paper(
 
 
 def _device_seconds(pool: PaperPool) -> dict[int, float]:
-    had = dict.fromkeys(pool.users, 0.0)
+    used_seconds = dict.fromkeys(pool.users, 0.0)
     for user, each in pool.had.items():
-        had[user] += sum(devices * (end - began) for began, end, devices in each)
+        used_seconds[user] += sum(devices * (end - began) for began, end, devices in each)
     for running in pool.running.values():
-        had[running.user] += running.devices * (pool.now - running.started)
-    return had
+        used_seconds[running.user] += running.devices * (pool.now - running.started)
+    return used_seconds
 
 
 def largest_decision(devices: int, searches: int) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def fill(server: Server, size: int) -> str:
     users = [store.add_user(f"user{each}").id for each in range(USERS - 1)]
     users.append(next(each.id for each in store.users() if each.name.startswith("http-")))
     host = store.join(users[0], "bench", "host", {"type": "cuda", "name": "NVIDIA H100"}, 8, 81920, {})
-    had: dict[tuple[int, int], float] = defaultdict(float)
+    used_seconds: dict[tuple[int, int], float] = defaultdict(float)
     rows: list[dict[str, Any]] = []
     for number in range(size):
         user, created = rng.choice(users), now - 30 * DAY_S * (1 - number / size)
@@ -101,7 +101,7 @@ def fill(server: Server, size: int) -> str:
             "attempt": 1, "heartbeat": created, "reuse": False, "finished": TRIALS, "seconds": 800.0, "trials": TRIALS,
             "best": {"trial": 3, "config": CONFIG, "throughput": 12345.6, "unit": "tokens/s", "measurement": MEASURED},
         })  # fmt: skip
-        had[user, int((created + 1000) // DAY_S)] += TRIALS * 8 * 40.0
+        used_seconds[user, int((created + 1000) // DAY_S)] += TRIALS * 8 * 40.0
     for begin in range(0, size, 500):
         some = rows[begin : begin + 500]
         left = [
@@ -125,7 +125,7 @@ def fill(server: Server, size: int) -> str:
         store.database.write(
             lambda one, some=some, left=left, event_rows=event_rows: _insert(one, some, left, event_rows)
         )
-    totals = [{"user": user, "day": day, "device_seconds": had[user, day]} for user, day in had]
+    totals = [{"user": user, "day": day, "device_seconds": used_seconds[user, day]} for user, day in used_seconds]
     store.database.write(lambda one: one.execute(insert(usage), totals))
     for number in range(RUNNING + QUEUED):
         made = store.submit(users[number % USERS], REQUEST, devices=8)[0].id

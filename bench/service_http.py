@@ -203,13 +203,13 @@ class _Listeners(AbstractContextManager["_Listeners"]):
 
     def __init__(self, server: Server, number: int, wanted: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         after = server.store.latest()
         self._process = context.Process(
-            target=_listen, args=(server.address, server.token, number, wanted, after, theirs)
+            target=_listen, args=(server.address, server.token, number, wanted, after, child_pipe)
         )
         self._process.start()
-        theirs.close()
+        child_pipe.close()
         if not self._pipe.poll(START_S):
             raise SystemExit(f"{number} streams could not be opened within {START_S:g} s")
         self._pipe.recv()

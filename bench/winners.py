@@ -105,7 +105,9 @@ def throughputs_of(
     best = max((trial.config.id for trial in near), key=whole.get)
     if best == winner:
         return throughputs, 1.0, 0.0
-    middle, within = median_interval([mine - its for mine, its in zip(apart[winner], apart[best], strict=True)])
+    middle, within = median_interval(
+        [winner_log - best_log for winner_log, best_log in zip(apart[winner], apart[best], strict=True)]
+    )
     return throughputs, math.exp(middle), within * math.exp(middle)
 
 

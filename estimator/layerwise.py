@@ -381,8 +381,8 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
     """The strategy of each of a model's blocks, from those of the blocks of each stage: equal degrees are adjacent, and blocks
     that keep the most come last, since these activations are needed and freed first."""
     placed: dict[int, BlockStrategy] = {}
-    for stage, mine in zip(cut, layers, strict=True):
-        ordered = sorted(mine, key=lambda each: (each.tp, each.ep, not each.ckpt, -each.zero))
+    for stage, stage_layers in zip(cut, layers, strict=True):
+        ordered = sorted(stage_layers, key=lambda each: (each.tp, each.ep, not each.ckpt, -each.zero))
         placed |= dict(zip(stage.indices, ordered, strict=True))
     return tuple(placed[index] for index in sorted(placed))
 

@@ -120,10 +120,10 @@ def _held(
     placed, ends = Placement(pp * chunks, pp, v_shaped), [0, *accumulate(counts)]
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):
-        mine = placed.held(rank)
-        indices = tuple(index for each in mine for index in range(ends[each], ends[each + 1]))
-        own = tuple(counts[each] for each in mine)
-        key = (-1 if distinct else rank, own, 0 in mine, pp * chunks - 1 in mine)
+        own_stages = placed.held(rank)
+        indices = tuple(index for each in own_stages for index in range(ends[each], ends[each + 1]))
+        own = tuple(counts[each] for each in own_stages)
+        key = (-1 if distinct else rank, own, 0 in own_stages, pp * chunks - 1 in own_stages)
         held.setdefault(key, []).append((rank, indices))
     return [
         (own, first, last, tuple(rank for rank, _ in alike), alike[0][1])

@@ -355,10 +355,10 @@ def _stage_time(
     """
     rank = _Rank.of(stage, links, cols)
     rows = {id(part): row for row, part in enumerate(links.facts.parts)}
-    mine = work.take([rows[id(part)] for part in rank.parts], at)
-    slot = _slot(rank, mine)
+    own_work = work.take([rows[id(part)] for part in rank.parts], at)
+    slot = _slot(rank, own_work)
     if links.limited < 1:
-        slot = _slot(rank, mine.at_clocks(clocks(slot.products, slot.whole - slot.products, links.limited)))
+        slot = _slot(rank, own_work.at_clocks(clocks(slot.products, slot.whole - slot.products, links.limited)))
     transfer, bubble = _pipeline(rank, slot)
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
     exchanged = _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0))

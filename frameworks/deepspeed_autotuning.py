@@ -71,8 +71,8 @@ def _zero(document: Mapping[str, Any], tuner: Mapping[str, Any], draft: Draft, p
     stages = given if isinstance(given, list) else [given]
     if "all" in stages:
         stages = list(_STAGES)
-    if strange := [each for each in stages if each not in (*_STAGES, None) or isinstance(each, bool)]:
-        raise UsageError(f"zero_optimization.stage must be of 0, 1, 2, 3 or 'all', but is {strange[0]!r}")
+    if invalid := [each for each in stages if each not in (*_STAGES, None) or isinstance(each, bool)]:
+        raise UsageError(f"zero_optimization.stage must be of 0, 1, 2, 3 or 'all', but is {invalid[0]!r}")
     if isinstance(given, list) or given == "all":
         draft.knob("stage", stages, name="zero")
         paths["zero"] = "zero_optimization.stage"

@@ -243,8 +243,8 @@ def whole_numbers(values: Sequence[Any], shown: str) -> list[int]:
     Raises:
         UsageError: one is not a whole number of at least 1, or there are none.
     """
-    if strange := [each for each in values if type(each) is not int or each < 1]:
-        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but contains {strange[0]!r}")
+    if invalid := [each for each in values if type(each) is not int or each < 1]:
+        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but contains {invalid[0]!r}")
     if not values:
         raise UsageError(f"{shown} must have values, but is empty")
     return list(values)

@@ -79,7 +79,7 @@ def formed_logits(workload: Workload) -> str:
         what = f"{type(error).__name__}: {text}"
         return f"what its loss does with logits cannot be seen without running it ({what})"
     uses = formed_for(head)
-    if formed := sorted(name for name, was in uses.items() if was):
+    if formed := sorted(name for name, is_formed in uses.items() if is_formed):
         return f"its loss takes logits by {', '.join(formed)}, for which they have to be formed"
     return "" if uses else "its loss takes no logits"
 

@@ -289,8 +289,8 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
     for degree in degrees:
         chunks = {many: support.pp(degree * many) for many in VIRTUAL_STAGES[1:]}
         for reason in dict.fromkeys(each for each in chunks.values() if each):
-            beyond = [many for many in chunks if chunks[many] == reason]
-            space.require((pp != degree) | ~virtual.isin(beyond), reason)
+            too_many = [many for many in chunks if chunks[many] == reason]
+            space.require((pp != degree) | ~virtual.isin(too_many), reason)
 
 
 def divisors(number: int) -> list[int]:

@@ -63,11 +63,11 @@ class View:
             ledger = Ledger.load(storage, name=name, make_config=make_config, lossy=lossy)
             self.problems += ledger.problems
             return ledger.trials()
-        elsewhere = (self.document or {}).get("storage")
+        named_storage = (self.document or {}).get("storage")
         try:
-            if elsewhere:
+            if named_storage:
                 raise StudyError(
-                    f"the trials are in the storage '{elsewhere}', which is opened only if you name it with --storage"
+                    f"the trials are in the storage '{named_storage}', which is opened only if you name it with --storage"
                 )
             data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)
             where = f"'{self.path / LEDGER}'"

@@ -97,9 +97,9 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
 def why_incomparable(probe: Probe, reference: Reference) -> str:
     """Returns the reason why a candidate cannot be compared with the reference; empty if it can."""
     expected = reference.probe
-    mine, theirs = probe.quiet.samples, expected.quiet.samples
-    if mine != theirs:
-        return f"not compared with the reference, which was probed with {theirs} samples, not {mine}"
+    own_samples, expected_samples = probe.quiet.samples, expected.quiet.samples
+    if own_samples != expected_samples:
+        return f"not compared with the reference, which was probed with {expected_samples} samples, not {own_samples}"
     if other := sorted(set(probe.brought) ^ set(expected.brought)):
         return f"not compared with the reference, which has other weights: {and_more(other)}"
     return ""

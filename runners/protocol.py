@@ -290,10 +290,10 @@ class Caller:
     def _error(self, kind: str, message: str, trace: str) -> Exception:
         """Returns the error that the peer raised."""
         known: Any = getattr(errors, kind, None)
-        ours = isinstance(known, type) and issubclass(known, RedlineError)
+        is_redline_error = isinstance(known, type) and issubclass(known, RedlineError)
         if self._plain:
-            return RunnerError((message if ours else f"{kind}: {message}")[:LONGEST_ERROR])
-        error: Exception = known(message) if ours else RemoteError(f"{kind}: {message}\n{trace}")
+            return RunnerError((message if is_redline_error else f"{kind}: {message}")[:LONGEST_ERROR])
+        error: Exception = known(message) if is_redline_error else RemoteError(f"{kind}: {message}\n{trace}")
         error.__cause__ = RemoteTraceback(trace)
         return error
 

@@ -163,7 +163,7 @@ def _batches(training: "Training", number: int, length: int | None) -> list[Batc
         workload = replace(workload, seq_len=length, batch=replace(workload.batch, seq_len=length))
     whole = make_batch(workload, training.samples_per_step, training.seed_of(BEYOND + number))
     share = micro * training.grad_accum
-    mine = to_device(batch_slice(whole, world.dp_rank * share, (world.dp_rank + 1) * share), training.device)
+    local_batch = to_device(batch_slice(whole, world.dp_rank * share, (world.dp_rank + 1) * share), training.device)
     if world.pp > 1:
-        return [mine]
-    return [batch_slice(mine, at * micro, (at + 1) * micro) for at in range(training.grad_accum)]
+        return [local_batch]
+    return [batch_slice(local_batch, at * micro, (at + 1) * micro) for at in range(training.grad_accum)]

@@ -204,13 +204,13 @@ class Recording:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator of real tensors, or records one of recorded tensors and returns a result without values."""
         tensors = tensors_in((args, kwargs))
-        mine = [each for each in tensors if recorded(each) is not None]
+        recorded_tensors = [each for each in tensors if recorded(each) is not None]
         kind = func.overloadpacket
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        device = _destination(kwargs, mine or tensors)
-        if not mine and device == _META and kind is _ATEN.scalar_tensor:
+        device = _destination(kwargs, recorded_tensors or tensors)
+        if not recorded_tensors and device == _META and kind is _ATEN.scalar_tensor:
             device = self.device  # a number assigned to a part of a recorded tensor
-        elif not mine and (device == _META or not (draws or kind in _DEFERRED)):
+        elif not recorded_tensors and (device == _META or not (draws or kind in _DEFERRED)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         self._check(func, kwargs, tensors, written)
@@ -242,8 +242,8 @@ class Recording:
             self.refuse("it sets a tensor by its own generator")
         if any(each.layout is not torch.strided for each in tensors):
             self.refuse("it has a tensor that is not dense")
-        strange = any(each.is_meta and place is None for each, place in zip(tensors, found, strict=True))
-        if strange and kind not in _UNDEFINED:
+        unrecorded_meta = any(each.is_meta and place is None for each, place in zip(tensors, found, strict=True))
+        if unrecorded_meta and kind not in _UNDEFINED:
             self.refuse(f"it calls {func} with a tensor on the meta device that has no values")
         if any(not each.is_meta for each in written):
             self.refuse(f"it sets a tensor that was made of values at hand by {func}")

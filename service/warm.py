@@ -103,8 +103,8 @@ class WarmRunners:
 
     def _acquire(self, assignment: Assignment) -> _Kept:
         with self._lock:
-            mine = [each for each in self._kept if each.search == assignment.search]
-            free = [each for each in mine if self._agent is not None or not each.users]
+            own_runners = [each for each in self._kept if each.search == assignment.search]
+            free = [each for each in own_runners if self._agent is not None or not each.users]
             kept = free[0] if free else _Kept(assignment.search, assignment.devices)
             # Moved to the end: the least recently used is closed first.
             self._kept = [each for each in self._kept if each is not kept] + [kept]
@@ -117,11 +117,11 @@ class WarmRunners:
         with self._lock:
             idle = [each for each in self._kept if not each.users]
             if self._agent is not None:
-                gone = idle[: max(0, len(idle) - MOST_KEPT)]
+                surplus = idle[: max(0, len(idle) - MOST_KEPT)]
             else:
-                gone = self._blocking(idle)
-            self._kept = [each for each in self._kept if each not in gone]
-        for kept in gone:
+                surplus = self._blocking(idle)
+            self._kept = [each for each in self._kept if each not in surplus]
+        for kept in surplus:
             _close(kept.runner)
 
     def _blocking(self, idle: list[_Kept]) -> list[_Kept]:
@@ -129,13 +129,13 @@ class WarmRunners:
         could fragment a host's devices so that a multi-device dry run does not fit.
         """
         sizes = {each.devices for each in self._kept if each.users}
-        gone = [each for each in idle if sizes and sizes != {each.devices}]
-        held = sum(each.devices for each in self._kept if each not in gone)
+        blocking = [each for each in idle if sizes and sizes != {each.devices}]
+        held = sum(each.devices for each in self._kept if each not in blocking)
         for each in idle:
-            if held > self.devices and each not in gone:
-                gone.append(each)
+            if held > self.devices and each not in blocking:
+                blocking.append(each)
                 held -= each.devices
-        return gone
+        return blocking
 
     def _make(self, assignment: Assignment) -> Runner:
         options: dict[str, Any] = arguments(

@@ -287,14 +287,14 @@ def _owned(seen: StepTrace, layout: Layout) -> dict[str, set[str]]:
     owned: dict[str, set[str]] = {}
     left = set(seen.parameters)
     for path in layout.blocks:
-        mine = {name for name in left if name.startswith(path + ".")}
-        owned[_key(path, True, 0)] = mine
-        left -= mine
+        own_names = {name for name in left if name.startswith(path + ".")}
+        owned[_key(path, True, 0)] = own_names
+        left -= own_names
     for segment in seen.segments:
         if not segment.block:
-            mine = segment.parameters & left
-            owned[_key(segment.path, False, segment.after)] = mine
-            left -= mine
+            own_names = segment.parameters & left
+            owned[_key(segment.path, False, segment.after)] = own_names
+            left -= own_names
     owned[""] = left
     return owned
 

@@ -206,9 +206,11 @@ class StandardSchedule:
             raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {why}")
         drawing, at = draws(sch), 0
         for stage in stages:
-            mine = [*degrees[at : at + len(stage)]]
+            stage_degrees = [*degrees[at : at + len(stage)]]
             at += len(stage)
-            for block, degree, before, after in zip(stage, mine, [None, *mine], [*mine[1:], None]):
+            for block, degree, before, after in zip(
+                stage, stage_degrees, [None, *stage_degrees], [*stage_degrees[1:], None]
+            ):
                 if degree < tp:
                     block.share_samples(tp=degree, enters=degree != before, leaves=degree != after, draws=drawing)
 

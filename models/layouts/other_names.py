@@ -46,11 +46,11 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def to_tool(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+    def to_tool(self, tensors: LazyTensors) -> dict[str, LazyTensor]:
         """Converts tensors to the tool's form, without padding of the vocabulary."""
 
     @abstractmethod
-    def from_tool(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
+    def from_tool(self, stored: LazyTensors) -> dict[str, LazyTensor]:
         """Converts tensors to the model's form, with the vocabulary as stored."""
 
     def read(self, stored: LazyTensors, where: str) -> LazyWeights:

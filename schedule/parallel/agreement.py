@@ -87,9 +87,9 @@ def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     def alike(rows: list[tuple[int, int]]) -> list[bool]:
-        mine = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 2)
-        every = [torch.empty_like(mine) for _ in range(axis.size)]
-        dist.all_gather(every, mine, group=axis.group)
+        own_rows = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 2)
+        every = [torch.empty_like(own_rows) for _ in range(axis.size)]
+        dist.all_gather(every, own_rows, group=axis.group)
         return torch.stack(every).eq(every[0]).all(dim=-1).all(dim=0).tolist()
 
     if not all(alike([(len(values), 0)])):

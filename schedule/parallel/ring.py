@@ -208,8 +208,8 @@ def _backward(
         of_keys, of_values = of_both.split(sizes, -1)
         for block, how in ring.blocks(source):
             at, there = block.queries, block.keys
-            mine = Queries(*(each[:, :, at] for each in (query, grad, output, log_sum)))
-            found = gradients(mine, keys[:, :, there], values[:, :, there], how)
+            own_queries = Queries(*(each[:, :, at] for each in (query, grad, output, log_sum)))
+            found = gradients(own_queries, keys[:, :, there], values[:, :, there], how)
             of_queries[:, :, at] += found[0]
             of_keys[:, :, there] += found[1]
             of_values[:, :, there] += found[2]

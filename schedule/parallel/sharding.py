@@ -159,12 +159,12 @@ def load_full_state_dict(module: nn.Module, state: dict[str, torch.Tensor]) -> N
         holder, name = owner(module, key)
         shard = shards_of(holder).get(name)
         pieces[key] = shard.cut(value) if shard is not None else value
-    mine = module.state_dict()
+    own_state = module.state_dict()
     for key, value in pieces.items():
-        if is_dtensor(mine.get(key)):
+        if is_dtensor(own_state.get(key)):
             from torch.distributed.tensor import distribute_tensor
 
-            pieces[key] = distribute_tensor(value, mine[key].device_mesh, mine[key].placements)
+            pieces[key] = distribute_tensor(value, own_state[key].device_mesh, own_state[key].placements)
     module.load_state_dict(pieces)
 
 

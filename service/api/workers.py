@@ -179,8 +179,8 @@ async def _answer(
     until, waiting = loop.time() + wait, asyncio.wrap_future(question)
     while not waiting.done():
         left = until - loop.time()
-        gone = left <= 0 or parts.feed.stopped or await request.is_disconnected()
-        if gone and question.cancel():
+        disconnected = left <= 0 or parts.feed.stopped or await request.is_disconnected()
+        if disconnected and question.cancel():
             return None
         await asyncio.wait({waiting}, timeout=max(0.01, min(left, _LOOK_S)))
     return waiting.result()

@@ -130,9 +130,11 @@ class Demand(Part):
             used[user] += seconds * (first + 1 - since if day == first else 1.0)
             week[user] += seconds * min(1.0, max(0.0, 1 - (now - (day + 0.5) * DAY_S) / WEEK_S))
         runs = dry_runs.c.state == DryRunState.LEASED
-        had = select(searches.c.user, func.sum(dry_runs.c.devices * (now - dry_runs.c.started)))
-        had = had.join(searches, searches.c.id == dry_runs.c.search).where(runs).group_by(searches.c.user)
-        for user, total in connection.execute(had):
+        device_seconds = select(searches.c.user, func.sum(dry_runs.c.devices * (now - dry_runs.c.started)))
+        device_seconds = (
+            device_seconds.join(searches, searches.c.id == dry_runs.c.search).where(runs).group_by(searches.c.user)
+        )
+        for user, total in connection.execute(device_seconds):
             used[user] += max(0.0, float(total))
             week[user] += max(0.0, float(total))
         return dict(used), dict(week)
@@ -150,9 +152,9 @@ class Demand(Part):
         ):
             began = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
             # The integral of the weight of a second, which grows from 0 at the window's beginning to 1 now.
-            had = dry_runs.c.devices * (end - began) * ((began + end) / 2 - since) / RECENT_S
+            device_seconds = dry_runs.c.devices * (end - began) * ((began + end) / 2 - since) / RECENT_S
             counts = and_(which, dry_runs.c.started.is_not(None), end > began)
-            query = select(searches.c.user, func.sum(had)).join(searches, searches.c.id == dry_runs.c.search)
+            query = select(searches.c.user, func.sum(device_seconds)).join(searches, searches.c.id == dry_runs.c.search)
             for user, total in connection.execute(query.where(counts).group_by(searches.c.user)):
                 out[user] = out.get(user, 0.0) + float(total)
         return out

@@ -381,16 +381,16 @@ class Searches(Part):
         row = one(connection, select(searches.c.user).where(searches.c.id == search))
         assert row is not None
         leased = and_(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)
-        had = select(func.sum(dry_runs.c.devices * (now - dry_runs.c.started))).where(leased)
-        add_usage(connection, row.user, now, connection.execute(had).scalar() or 0.0)
+        device_seconds = select(func.sum(dry_runs.c.devices * (now - dry_runs.c.started))).where(leased)
+        add_usage(connection, row.user, now, connection.execute(device_seconds).scalar() or 0.0)
         connection.execute(update(dry_runs).where(open_ones).values(**over))
         add_event(connection, now, search, "search", {"state": state, "reason": reason})
         return _get(connection, search)
 
 
 def _queued_by(connection: Connection, user: int) -> int:
-    mine = and_(searches.c.user == user, searches.c.state == SearchState.QUEUED)
-    return int(connection.execute(select(func.count()).select_from(searches).where(mine)).scalar_one())
+    own = and_(searches.c.user == user, searches.c.state == SearchState.QUEUED)
+    return int(connection.execute(select(func.count()).select_from(searches).where(own)).scalar_one())
 
 
 def check_attempt(row: Row[Any], attempt: int) -> None:

@@ -106,13 +106,13 @@ class Workers(Part):
 
     @writes
     def _forget(self, connection: Connection, unseen: list[str], since: float) -> list[Worker]:
-        gone = []
+        left_workers = []
         for worker in unseen:
             row = _locked(connection, worker)
             if row.left is None and row.seen < since:  # it may have reported just now
                 self._gone(connection, row, "unseen")
-                gone.append(_get(connection, worker))
-        return gone
+                left_workers.append(_get(connection, worker))
+        return left_workers
 
     @reads
     def worker(self, connection: Connection, worker: str) -> Worker:

@@ -262,11 +262,11 @@ class CheckpointFolder:
 
     def _foreign(self) -> list[str]:
         """Names of files and folders that are not from a training."""
-        ours = {each.path.name for each in self.all()}
+        own_names = {each.path.name for each in self.all()}
         return sorted(
             each.name
             for each in self.path.iterdir()
-            if each.name not in ours
+            if each.name not in own_names
             and not _LEFT.fullmatch(each.name)
             and not _ASIDE.fullmatch(each.name)
             and not (each.name == FROZEN and each.is_dir() and not self.frozen._foreign())
@@ -351,9 +351,9 @@ class CheckpointFolder:
         with contextlib.suppress(OSError):
             if {each.name for each in old.path.iterdir()} <= names:
                 # Renamed first, so that a killed process does not leave half a checkpoint under its name.
-                gone = old.path.with_name(f".{old.path.name}.removing")
-                os.rename(old.path, gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                removing = old.path.with_name(f".{old.path.name}.removing")
+                os.rename(old.path, removing)
+                shutil.rmtree(removing, ignore_errors=True)
                 return
             for name in sorted(
                 names, key=lambda name: name != MANIFEST

@@ -228,13 +228,13 @@ def _independent(model: "nn.Module") -> bool:
         return True
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, device=weight.device)
     tokens = torch.tensor([[5, 6, 7, 8, 3, 4, 3, 4], [1, 2, 1, 2, 3, 4, 3, 4]], device=weight.device)
-    was = model.training
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             found = model(input_ids=tokens, position_ids=positions)
     finally:
-        model.train(was)
+        model.train(was_training)
     first, second = getattr(found, "logits", found)[:, 4:].float()
     # Rows of a batch may be rounded differently, but by much less than the effect of another context.
     return bool((first - second).abs().max() <= 1e-2 * first.std())

@@ -122,10 +122,10 @@ def _lock(path: Path) -> Iterator[None]:
 def _sweep(cache: Path, key: str) -> None:
     """Removes leftovers of killed processes: those of this host at once, since they do not hold the lock, others by age."""
     for each in cache.glob(f".{key}.*.*"):
-        mine = each.name.rpartition(".")[0] == f".{key}.{_host()}"
+        own_temporary = each.name.rpartition(".")[0] == f".{key}.{_host()}"
         with suppress(OSError):
             newest = max((part.stat().st_mtime for part in (each, *each.iterdir())), default=0.0)
-            if (mine and not _running(each.name)) or time.time() - newest > ABANDONED_S:
+            if (own_temporary and not _running(each.name)) or time.time() - newest > ABANDONED_S:
                 shutil.rmtree(each, ignore_errors=True)
 
 
