@@ -79,11 +79,11 @@ def main() -> None:
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
-        address, tokens = held.enter_context(server(Path(folder)))
-        pool = held.enter_context(ThreadPoolExecutor(WORKING + 2))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        address, tokens = stack.enter_context(server(Path(folder)))
+        pool = stack.enter_context(ThreadPoolExecutor(WORKING + 2))
         clients = [
-            held.enter_context(
+            stack.enter_context(
                 httpx.Client(
                     base_url=address, headers={"authorization": f"Bearer {token}"}, trust_env=False, timeout=60
                 )

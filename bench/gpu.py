@@ -39,13 +39,13 @@ def main() -> int:
     parser.add_argument("--only", help="names of checks, with commas between")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         _importable(Path(place))
         from redline.runners.host import COMMON_IMPORTS, PLAIN_IMPORTS, HostAgent
 
         # One agent for the trials of all checks; it imports while this process does.
         agent = HostAgent(PLAIN_IMPORTS if options.tiny else COMMON_IMPORTS)
-        held.callback(agent.close)
+        stack.callback(agent.close)
         _import_once()
         agent.wait_ready()
         from gpu_checks import CHECKS, Setting

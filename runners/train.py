@@ -88,8 +88,8 @@ class TrainRank:
             if not torch.distributed.is_initialized():
                 join(context)
             group = patient_group()
-        with ExitStack() as held:
-            written = held.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
+        with ExitStack() as stack:
+            written = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
             log = written or _discard
             context.phase("data")
             samples = self._samples()
@@ -109,7 +109,7 @@ class TrainRank:
             context.phase("checkpoint")
             folder = CheckpointFolder(self.folder / CHECKPOINTS, self.plan.keep)
             saver = Saver(folder, context.rank, group)
-            held.callback(saver.close)
+            stack.callback(saver.close)
             step, position = self._begin(training, state, saver, group, log)
             saver.gathered(
                 None
@@ -124,7 +124,7 @@ class TrainRank:
                 position=position,
                 facts={**self.facts, "configuration": dict(self.config), "devices": context.world_size},
                 log=log,
-                stop=held.enter_context(_stop_requested(self.folder if context.rank == 0 else None)),
+                stop=stack.enter_context(_stop_requested(self.folder if context.rank == 0 else None)),
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
                 average=average,

@@ -220,12 +220,12 @@ class Worker:
             UsageError: the request is invalid or cannot be run here.
         """
         for number in range(MOST_LOST):
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as stack:
                 if number:
                     # Dry runs lost together are repeated one at a time, to find the one at fault.
-                    held.enter_context(self._again)
+                    stack.enter_context(self._again)
                 try:
-                    run = self._code_runner(lease) or held.enter_context(self._warm.runner(lease.assignment))
+                    run = self._code_runner(lease) or stack.enter_context(self._warm.runner(lease.assignment))
                 except RunnerError as error:
                     self._not_ready(error)
                     return None

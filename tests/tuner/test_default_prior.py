@@ -189,8 +189,8 @@ def test_the_default_prior_predicts_no_trial():
 def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better():
     def begun(**asked):
         request = Request(lambda config: 1.0, SPACE, trials=3, **asked)
-        with contextlib.ExitStack() as held:
-            return set_up(request, held, lambda message: None)
+        with contextlib.ExitStack() as stack:
+            return set_up(request, stack, lambda message: None)
 
     assert begun().sampler.knowledge.shape_prior is not None
     assert begun(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None

@@ -91,8 +91,8 @@ def train(request: TrainRequest, listener: TrainListener | None = None) -> Train
         TrainingFailed: the ranks failed for another reason than memory.
         RunnerError: the machinery that runs the ranks failed repeatedly.
     """
-    with contextlib.ExitStack() as held:
-        return Driver(request, listener or TrainListener(), held).run()
+    with contextlib.ExitStack() as stack:
+        return Driver(request, listener or TrainListener(), stack).run()
 
 
 class Driver:
@@ -101,7 +101,7 @@ class Driver:
     Args:
         request: the request.
         listener: receives the events of the training.
-        held: keeps the folder's lock.
+        stack: keeps the folder's lock.
         again: continue a training in the folder, because a launcher restarts the same command.
 
     Raises:
@@ -109,7 +109,7 @@ class Driver:
     """
 
     def __init__(
-        self, request: TrainRequest, listener: TrainListener, held: contextlib.ExitStack, *, again: bool = False
+        self, request: TrainRequest, listener: TrainListener, stack: contextlib.ExitStack, *, again: bool = False
     ) -> None:
         path = Path(request.out or request.source) if request.resume or request.out is not None else None
         source = None if request.resume else read_source(request.source)
@@ -136,10 +136,10 @@ class Driver:
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         if obstacle := self.checkpoints.obstacle():
             raise StudyError(obstacle)
-        self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
+        self.listener = stack.enter_context(logging_training_to(request.log_to, path, listener))
         self._made = [each for each in (path, *path.parents) if not each.exists()]
         make_folder(path)
-        held.callback(FolderLock(path).release)
+        stack.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
         self.device = detect()
         self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]

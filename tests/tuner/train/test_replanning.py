@@ -54,8 +54,8 @@ def again(tmp_path):
         if note is not None:
             (copy / OUT_OF_MEMORY).write_text(json.dumps(note))
         listener = MessageListener()
-        with contextlib.ExitStack() as held:
-            driver = Driver(TrainRequest(source=copy, resume=True, **asked), listener, held)
+        with contextlib.ExitStack() as stack:
+            driver = Driver(TrainRequest(source=copy, resume=True, **asked), listener, stack)
             driver.prepare()
         return driver.strategy, listener.messages, yaml.safe_load((copy / "train.yaml").read_text())["strategies"]
 
