@@ -203,8 +203,8 @@ def in_turns(sides: Sides, config: dict[str, Any], turns: int) -> dict[str, Any]
     real_ms, emulated_ms, modelled, foreign, spread = [], [], [], [], []
     for _ in range(turns):
         real, emulated = sides.run(sides.real, config), sides.run(sides.deciding, config)
-        if why := failed(real, emulated):
-            return {"why": why}
+        if reason := failed(real, emulated):
+            return {"why": reason}
         real_ms.append(real.step_ms)
         emulated_ms.append(emulated.step_ms)
         modelled.append(emulated.seconds_modelled * 1e3)

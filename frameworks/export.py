@@ -181,8 +181,8 @@ def _head(target: Target, setup: Setup) -> list[str]:
         if not lacks.get(name) and (name not in ("sp", "cp") or size > 1)
     )
     if setup.processes < setup.devices:
-        why = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)
-        lines.append(f"On {setup.processes} of {setup.devices} devices, since {target.name} has no {why}: {runs}")
+        reason = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)
+        lines.append(f"On {setup.processes} of {setup.devices} devices, since {target.name} has no {reason}: {runs}")
     elif setup.devices > 1:
         lines.append(f"On {setup.devices} devices: {runs}")
     return lines

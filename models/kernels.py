@@ -35,8 +35,8 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
     if not isinstance(schedule, StandardSchedule):
         return "the workload's own schedule does not look at it"
     sch = sch or create_schedule(skeleton(workload))
-    if why := schedule.no_kernels(sch):
-        return why
+    if reason := schedule.no_kernels(sch):
+        return reason
     head = head_of(sch, schedule.blocks(sch)).module
     if head.out_features < LARGE_HEAD * head.in_features:
         return f"{head.out_features:,} logits a token are too few for it to pay"

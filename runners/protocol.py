@@ -302,12 +302,12 @@ class Caller:
         with self._losing:
             if self._why is not None:
                 return
-            why = self._on_lost(error) if self._open or not self._closed else "the connection is closed"
+            reason = self._on_lost(error) if self._open or not self._closed else "the connection is closed"
             with self._changed:
-                self._why = why
+                self._why = reason
                 left, self._open = list(self._open.values()), {}
                 for each in left:
-                    each.end(error=RunnerError(why), replied=False)
+                    each.end(error=RunnerError(reason), replied=False)
                 self._changed.notify_all()
 
     def close(self) -> None:

@@ -151,10 +151,10 @@ class Recording:
         finally:
             self.plain -= 1
 
-    def refuse(self, why: str) -> NoReturn:
+    def refuse(self, reason: str) -> NoReturn:
         """Ends the recording; a constructor cannot continue by catching this."""
-        self.broken = self.broken or why
-        raise Unrecordable(why)
+        self.broken = self.broken or reason
+        raise Unrecordable(reason)
 
     def view(self, tensor: torch.Tensor) -> View | None:
         """View of a recorded tensor; None for any other."""

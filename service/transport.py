@@ -120,9 +120,9 @@ class Transport:
         self._client.close()
 
     def _unreachable(self, error: Exception) -> Exception:
-        if (why := _distrusted(error)) is not None:
+        if (reason := _distrusted(error)) is not None:
             return UsageError(
-                f"the certificate of {self.server} is not trusted: {why}; give --trust (in Python trust=) the file of that "
+                f"the certificate of {self.server} is not trusted: {reason}; give --trust (in Python trust=) the file of that "
                 "certificate, or of the authority that signed it"
             )
         return ServerUnreachable(f"the server {self.server} does not answer: {str(error) or type(error).__name__}")

@@ -392,8 +392,8 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
     if own_schedule and named:
         knob = "stage_blocks" if strategy.strategy is None else "strategy"
         raise WorkloadError(f"{knob}: the workload has a schedule of its own, which does not follow it")
-    if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
-        raise WorkloadError(why)
+    if reason := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
+        raise WorkloadError(reason)
     return strategy
 
 

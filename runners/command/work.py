@@ -295,8 +295,8 @@ class Commands(Work):
         if not measured.ok:
             return measured
         samples = self._work(self.values(request.config, request.number, Path()))
-        why = self._comparison.why_not(measured, samples, losses)
-        return replace(measured, status=Status.WRONG, reason=why) if why else measured
+        reason = self._comparison.why_not(measured, samples, losses)
+        return replace(measured, status=Status.WRONG, reason=reason) if reason else measured
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
         """Returns the samples per step; None if unknown."""

@@ -94,8 +94,8 @@ def find_subgraphs(
         )
     if explain and not found:
         names = dict.fromkeys(_name(node) for _, _, layer in places for node in layer.graph.nodes if _named(node))
-        why = miss.why or f"there are the operations {', '.join(names)}"
-        raise ScheduleError(f"find on '{sch.name}': there is no match; {why}")
+        reason = miss.why or f"there are the operations {', '.join(names)}"
+        raise ScheduleError(f"find on '{sch.name}': there is no match; {reason}")
     return found
 
 

@@ -69,8 +69,8 @@ def shard_experts(
         for path, module in mixtures_of(sch.module).items()
         if any(module in set(each.modules()) for each in inside)
     }
-    if why := _obstacle(found, ep, whole):
-        raise ScheduleError(f"ep: {why}")
+    if reason := _obstacle(found, ep, whole):
+        raise ScheduleError(f"ep: {reason}")
     along, layers = axis_of(sch.mesh, "dp"), axis_of(sch.mesh, "tp")
     if whole:
         _check_whole(label, ep, along, layers)

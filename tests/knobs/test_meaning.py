@@ -172,11 +172,11 @@ def test_when_groups_sum_is_followed_by_all(four, monkeypatch):
 
 
 def test_indivisible_groups_are_refused_everywhere():
-    for knobs, why in (({"zero": 1}, "needs zero 2 or 3"), ({"hsdp": 4}, "into groups of two or more")):
+    for knobs, reason in (({"zero": 1}, "needs zero 2 or 3"), ({"hsdp": 4}, "into groups of two or more")):
         config = {**GROUPS, **knobs}
-        with pytest.raises(UsageError, match=why):
+        with pytest.raises(UsageError, match=reason):
             estimate(**config)
-        with pytest.raises(WorkloadError, match=why):
+        with pytest.raises(WorkloadError, match=reason):
             Training(numerics.tiny("llama"), config, torch.device("cpu"), world_size=4)
 
 

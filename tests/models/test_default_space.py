@@ -206,7 +206,7 @@ def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reaso
         "each of 16 stages needs a repeated block, but the model has 8"
         in reasons["(pp != 4) | (virtual_stages not in [4])"]
     )
-    for knobs, why in (
+    for knobs, reason in (
         ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "zbv runs 2 model chunks"),
         ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1f1b runs 1 model chunk"),
         ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "interleaved runs 2 or more model chunks"),
@@ -215,7 +215,7 @@ def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reaso
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "checkpoint_ratio": 1.0}, "recompute a block"),
         ({"pipeline_schedule": "zbv", "pp": 2, "kernels": True}, "gradients are formed once"),
     ):
-        with pytest.raises(SpaceError, match=why):
+        with pytest.raises(SpaceError, match=reason):
             space.config(micro_batch=1, **knobs)
 
 
@@ -277,24 +277,24 @@ def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, co
     found = {(each["tp"], each["pp"], each["hsdp"]) for each in space.sample(5000, seed=0) if each.get("hsdp", 1) > 1}
     # The number of groups is the number of hosts of a stage's replicas, with at least two replicas on each.
     assert found == {(tp, pp, 4 // pp) for tp in (1, 2, 4) for pp in (1, 2)}
-    for knobs, why in (
+    for knobs, reason in (
         ({"zero": 3, "hsdp": 2}, "pieces are cut within a host, of 8 devices here"),
         ({"zero": 3, "hsdp": 4, "tp": 8}, "a host has one replica"),
     ):
-        with pytest.raises(SpaceError, match=why):
+        with pytest.raises(SpaceError, match=reason):
             space.config(micro_batch=1, **knobs)
     assert not any("hsdp" in each for each in space.sample(500, seed=0) if each.get("zero", 0) < 2)
 
 
 def test_without_several_hosts_hsdp_is_absent_with_a_reason(cpu, cuda, compiler):
     task = workload("gpt2-tiny", global_batch=96)
-    for device, count, why in (
+    for device, count, reason in (
         (cuda(count=8), 8, "the 8 devices are on one host"),
         (cuda(count=1), 4, "each of the 4 devices is on its own host"),
         (cpu, 4, "which ranks share a host is not known of CPUs"),
     ):
         assert "hsdp" not in default_space(task, device, count).by_name
-        assert parallel.no_hsdp(count, device) == why
+        assert parallel.no_hsdp(count, device) == reason
 
 
 def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):

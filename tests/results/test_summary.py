@@ -81,7 +81,7 @@ def test_the_smallest_need_is_among_the_ooms_only():
 
 
 @pytest.mark.parametrize(
-    ("trials", "why"),
+    ("trials", "reason"),
     [
         ([], "no trial has finished"),
         ([pending(0)], "no trial has finished"),
@@ -104,8 +104,8 @@ def test_the_smallest_need_is_among_the_ooms_only():
         ),
     ],
 )
-def test_the_reason_for_a_missing_winner_is_given(trials, why):
-    assert summary.why_nothing(trials) == why
+def test_the_reason_for_a_missing_winner_is_given(trials, reason):
+    assert summary.why_nothing(trials) == reason
 
 
 def failed_again(number, log):

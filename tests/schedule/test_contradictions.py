@@ -22,7 +22,7 @@ def cut_mlp(sch):
 def check_refusals(make, model):
     axis = mesh(tp=2)
 
-    def refused(sch, why, call):
+    def refused(sch, reason, call):
         steps, tensors = (
             list(sch.tree.steps),
             {k: (id(v), v.shape) for k, v in sch.module.state_dict().items()},
@@ -33,7 +33,7 @@ def check_refusals(make, model):
         )
         counts = [{k: v for k, v in vars(m).items() if isinstance(v, int)} for m in sch.module.modules()]
         held = list(sch.module.parameters())
-        with pytest.raises(ScheduleError, match=why):
+        with pytest.raises(ScheduleError, match=reason):
             call(sch)
         assert steps == sch.tree.steps and drawn == str(sch)
         assert all(a is b for a, b in zip(held, sch.module.parameters()))

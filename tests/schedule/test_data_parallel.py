@@ -83,7 +83,7 @@ def check_blocks(make):
     model, _ = build(sch)
     assert isinstance(model.transformer.h[0].mlp, FSDPModule)
     assert not isinstance(model.transformer.h[0], FSDPModule)
-    for call, why in [
+    for call, reason in [
         (lambda s: s["transformer"].shard_data(), "on the root"),
         (lambda s: s.shard_data(zero=4), "from 0 to 3, but got 4"),
         (lambda s: s.shard_data(zero=True), "but got True"),
@@ -94,7 +94,7 @@ def check_blocks(make):
         (lambda s: s.shard_data(cut=["weights"]), "the first of optimizer, gradients, weights, but is weights"),
         (lambda s: s.shard_data(zero=3, gather="once"), "must be step or pass, but got 'once'"),
     ]:
-        with pytest.raises(ScheduleError, match=why):
+        with pytest.raises(ScheduleError, match=reason):
             call(create_schedule(make("gpt2"), mesh(dp=2)))
     with pytest.raises(ScheduleError, match="axis named dp"):
         create_schedule(make("gpt2")).shard_data()

@@ -66,8 +66,8 @@ def near(found, expected):
 
 
 def test_a_model_that_looks_at_values_has_the_losses_of_one_process_in_stages(two):
-    for why, alone, staged in two.run(lambda: example("untraceable_pipeline").compare(mesh(pp=2))):
-        assert "untraceable_pipeline.py:" in why and "if y.abs().max() > 2:" in why
+    for reason, alone, staged in two.run(lambda: example("untraceable_pipeline").compare(mesh(pp=2))):
+        assert "untraceable_pipeline.py:" in reason and "if y.abs().max() > 2:" in reason
         near(staged, alone)
 
 

@@ -408,9 +408,9 @@ class Holding(nn.Module):
 def check_refusals(make):
     axis = mesh(pp=2)
 
-    def refused(sch, why, call):
+    def refused(sch, reason, call):
         before = (list(sch.tree.cuts), str(sch), sch.tree.pipeline)
-        with pytest.raises(ScheduleError, match=why):
+        with pytest.raises(ScheduleError, match=reason):
             call(sch)
         assert before == (sch.tree.cuts, str(sch), sch.tree.pipeline)
 
@@ -456,7 +456,7 @@ def check_refusals(make):
         "axis named pp",
         lambda s: s["lm_head"].cut_pipeline_stage(),
     )
-    for cuts, kind, count, why in [
+    for cuts, kind, count, reason in [
         ([0], "1f1b", 1, "as many micro-batches as ranks, 2, or more, but got 1"),
         ([0, 1, 2], "gpipe", 4, "takes one stage a rank, but there are 4 on 2 ranks; use 'interleaved'"),
         ([0, 1, 2], "interleaved", 3, "2 ranks must divide the micro-batches, but got 3"),
@@ -468,8 +468,8 @@ def check_refusals(make):
         sch = gpt2().pipeline(kind, count)
         for index in cuts:
             sch[f"transformer.h.{index}"].cut_pipeline_stage()
-        refused(sch, why, build)
-    for why, spoil in [
+        refused(sch, reason, build)
+    for reason, spoil in [
         ("compile.* on 'transformer.h.1': .* of a compiled block", lambda s: s["transformer.h.1"].compile()),
         ("checkpoint.* on 'transformer.h.1': .* recompute a block", lambda s: s["transformer.h.1"].checkpoint()),
         ("fused_loss.* on 'lm_head': .* gradients are formed once", lambda s: s["lm_head"].fused_loss()),
@@ -477,7 +477,7 @@ def check_refusals(make):
         sch = gpt2().pipeline("zero_bubble", 4)
         sch["transformer.h.1"].cut_pipeline_stage()
         spoil(sch)
-        refused(sch, f"schedule zero_bubble does not go with {why}", build)
+        refused(sch, f"schedule zero_bubble does not go with {reason}", build)
     sch = create_schedule(make("gpt2", layers=4), mesh(pp=2, dp=1)).pipeline("zero_bubble", 4)
     sch["transformer.h.1"].cut_pipeline_stage()
     refused(

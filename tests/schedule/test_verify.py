@@ -182,7 +182,7 @@ def test_a_recipe_refuses_what_text_cannot_say_and_what_is_no_recipe(mlp):
     sch["fc1"].replace(lambda old: nn.Linear(8, 16))
     with pytest.raises(ScheduleError, match="imported by name"):
         sch.recipe()
-    for bad, why in [
+    for bad, reason in [
         ([{"path": "fc1"}], "must have path and primitive"),
         ([{"path": "fc1", "primitive": "chekpoint"}], "did you mean 'checkpoint'"),
         ([{"path": "fc3", "primitive": "checkpoint"}], "did you mean 'fc"),
@@ -194,5 +194,5 @@ def test_a_recipe_refuses_what_text_cannot_say_and_what_is_no_recipe(mlp):
         ),
         ("checkpoint", "list of steps"),
     ]:
-        with pytest.raises(ScheduleError, match=why):
+        with pytest.raises(ScheduleError, match=reason):
             apply_recipe(create_schedule(copy.deepcopy(mlp)), bad)

@@ -76,7 +76,7 @@ def test_a_user_s_model_has_kernels_if_its_loss_needs_no_logits(cpu):
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("made", "reason"),
     [
         (workload("vit-tiny"), "no projection to a vocabulary"),
         (workload("wide-resnet-tiny"), "no projection to a vocabulary"),
@@ -101,8 +101,8 @@ def test_a_user_s_model_has_kernels_if_its_loss_needs_no_logits(cpu):
     ],
     ids=["vit", "resnet", "no blocks", "small", "transpose", "log_softmax", "item", "schedule"],
 )
-def test_missing_kernels_have_a_reason(cpu, made, why):
-    assert why in kernels_obstacle(made)
+def test_missing_kernels_have_a_reason(cpu, made, reason):
+    assert reason in kernels_obstacle(made)
     assert "kernels" not in default_space(made, cpu).by_name
 
 

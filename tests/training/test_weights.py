@@ -122,19 +122,19 @@ def small(name):
     task, _, kind = name.partition("/")
     if kind not in transformers.CONFIG_MAPPING:
         return f"transformers has no configuration of {kind}"
-    kind, why = transformers.CONFIG_MAPPING[kind], []
+    kind, reason = transformers.CONFIG_MAPPING[kind], []
     auto = getattr(transformers, TASKS[task][1])
     for factor in FACTORS:
         try:
             with torch.device("meta"):
                 model = auto.from_config(small_configuration(kind, factor))
         except Exception as error:  # a library of 300 models may raise anything on unexpected sizes
-            why.append(f"{type(error).__name__}: {error}")
+            reason.append(f"{type(error).__name__}: {error}")
             continue
         if sum(each.numel() for each in model.parameters()) < MOST_PARAMETERS:
             return lambda: auto.from_config(small_configuration(kind, factor), dtype=torch.float32)
-        why.append("it is too large")
-    return f"no small configuration: {' '.join(why[0].split())[:120]}"
+        reason.append("it is too large")
+    return f"no small configuration: {' '.join(reason[0].split())[:120]}"
 
 
 @pytest.fixture(autouse=True)

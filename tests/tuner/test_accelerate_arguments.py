@@ -205,7 +205,7 @@ def test_torchrun_starts_the_same_loop(how, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = (each for each in done.stdout.splitlines() if each.startswith("LOSS"))
-    _, loss, size, why = line.split(" ", 3)
+    _, loss, size, reason = line.split(" ", 3)
     expected = plain(make_llama(), make_data(), own_loss, steps=3, clip=None)[0][-1]
     assert (float(loss), size) == (pytest.approx(expected, rel=1e-2), "2")  # the search may choose bf16
-    assert ("of 2 dry runs" in why) == ("trials" in how)
+    assert ("of 2 dry runs" in reason) == ("trials" in how)

@@ -148,8 +148,8 @@ def test_a_uniform_refinement_is_tried_only_if_it_was_not_measured():
     assert refined([winner, slower]) is None
 
 
-@pytest.mark.parametrize(("known", "why"), [(False, "there is no estimate"), (True, "cannot be traced")])
-def test_without_predictions_the_winner_is_not_refined_with_a_reason(known, why):
+@pytest.mark.parametrize(("known", "reason"), [(False, "there is no estimate"), (True, "cannot be traced")])
+def test_without_predictions_the_winner_is_not_refined_with_a_reason(known, reason):
     class Untraceable:
         def facts(self, **variant):
             raise UsageError("the model cannot be traced")
@@ -161,7 +161,7 @@ def test_without_predictions_the_winner_is_not_refined_with_a_reason(known, why)
     messages = []
     estimator = Estimator(Untraceable(), "a100-80gb", setup) if known else None
     assert refiner(estimator, space, 0.05, messages.append)([winner]) is None
-    assert len(messages) == 1 and "not refined layer by layer" in messages[0] and why in messages[0]
+    assert len(messages) == 1 and "not refined layer by layer" in messages[0] and reason in messages[0]
 
 
 def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():

@@ -90,8 +90,8 @@ def test_a_trainer_is_the_baseline_on_request(tmp_path):
 def test_a_trainer_is_measured_on_two_ranks():
     pytest.importorskip("accelerate")
     trained = workload("gpt2-tiny", seq_len=32, global_batch=4)
-    throughput, why = measured(trained, 2)
-    assert throughput > 0 and not why
+    throughput, reason = measured(trained, 2)
+    assert throughput > 0 and not reason
     assert measured(trained, 3) == (None, "Trainer on 3 devices cannot share a global batch of 4")
 
 

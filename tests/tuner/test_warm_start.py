@@ -285,7 +285,7 @@ def test_matched_and_unmatched_runs_are_reported():
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         (lambda trials: [], "none of its trials succeeded"),
         (
@@ -311,9 +311,9 @@ def test_matched_and_unmatched_runs_are_reported():
         ),
     ],
 )  # fmt: skip
-def test_a_run_of_which_nothing_sensible_can_be_taken_is_refused(change, why):
+def test_a_run_of_which_nothing_sensible_can_be_taken_is_refused(change, reason):
     space = make_space()
-    with pytest.raises(rl.UsageError, match=f"warm start from runs/a: nothing can be taken: {why}"):
+    with pytest.raises(rl.UsageError, match=f"warm start from runs/a: nothing can be taken: {reason}"):
         taken(space, change(earlier(space)), unit="tokens/s")
 
 

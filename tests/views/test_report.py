@@ -301,7 +301,7 @@ def test_a_success_without_a_throughput_is_left_out_with_a_note(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"),
+    ("rows", "reason"),
     [
         ([], ""),
         ([{"trial": 0, "status": "ok", "throughput": 5}], ""),
@@ -310,15 +310,15 @@ def test_a_success_without_a_throughput_is_left_out_with_a_note(tmp_path):
     ],
     ids=["none", "one", "no success"],
 )  # fmt: skip
-def test_a_report_is_made_of_few_trials_and_of_no_success(tmp_path, rows, why):
+def test_a_report_is_made_of_few_trials_and_of_no_success(tmp_path, rows, reason):
     (tmp_path / "run.csv").write_text("trial,status,throughput\n")
     if rows:
         write_csv(tmp_path / "run.csv", rows)
     found = embedded(write_report(tmp_path / "run.csv").read_text())
     assert found["headline"]["trials"] == len(rows)
     assert bool(found["headline"]["winner"]) == (len(rows) == 1)
-    if why:
-        assert found["headline"]["why"].startswith(why)
+    if reason:
+        assert found["headline"]["why"].startswith(reason)
 
 
 def test_another_format_is_refused_by_name_but_its_table_can_be_shown(run):

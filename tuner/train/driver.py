@@ -408,9 +408,9 @@ class Driver:
         try:
             (self.path / STOP).touch()
         except OSError as error:
-            why = error.strerror or error
+            reason = error.strerror or error
             self.listener.on_message(
-                f"the ranks cannot be requested to end: '{self.path / STOP}': {why}; Ctrl-C again ends at once"
+                f"the ranks cannot be requested to end: '{self.path / STOP}': {reason}; Ctrl-C again ends at once"
             )
         else:
             self.listener.on_message("saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint")

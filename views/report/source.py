@@ -58,12 +58,12 @@ class Source:
         return bool((self.request or {}).get("asked", {}).get("emulated"))
 
     @classmethod
-    def unreadable(cls, folder: Path, why: str) -> "Source":
+    def unreadable(cls, folder: Path, reason: str) -> "Source":
         """Returns a run that cannot be read, as one without trials."""
         columns, _ = parse(_NOTHING, TABLE)
         return cls(
             folder=folder, table=TABLE, columns=columns, trials=[], request=None, best=None, state=state.STOPPED,
-            problems=[why],
+            problems=[reason],
         )  # fmt: skip
 
     @classmethod

@@ -33,10 +33,10 @@ def curve(start=10.0, rate=0.02, noise=0.0, steps=40):
 def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(losses, compares):
     comparison = Comparison()
     assert comparison.why_not(reported(), 32.0, curve()) == ""
-    why = comparison.why_not(reported(), 32.0, losses)
-    assert (why == "") is compares
+    reason = comparison.why_not(reported(), 32.0, losses)
+    assert (reason == "") is compares
     if not compares:
-        assert why.startswith("its loss is ") and "at step 39, but that of the first run was 4.584" in why
+        assert reason.startswith("its loss is ") and "at step 39, but that of the first run was 4.584" in reason
 
 
 def test_noisy_losses_may_differ_by_their_noise():
