@@ -55,9 +55,9 @@ def works(client: httpx.Client, end: float) -> list[float]:
     """Returns the response times, s."""
     took = []
     while time.monotonic() < end:
-        begun = time.monotonic()
+        start = time.monotonic()
         assert client.get("/v1/me").status_code == 200
-        took.append(time.monotonic() - begun)
+        took.append(time.monotonic() - start)
         time.sleep(1.0)
     return took
 

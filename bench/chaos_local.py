@@ -220,8 +220,8 @@ class Study:
         self.look()
         self.counts["lost"] += self.trials - len(self.known)
         for line in (self.folder / "calls").read_text().splitlines():
-            x, begun = line.split()
-            if float(begun) > self.since.get(int(x), float("inf")) + 0.1:
+            x, start = line.split()
+            if float(start) > self.since.get(int(x), float("inf")) + 0.1:
                 print(f"repeated: {line}, known since {self.since[int(x)]}", flush=True)
                 self.counts["repeated"] += 1
         left = [each for each in os.listdir(self.folder / "tmp") if each.startswith("redline-")]

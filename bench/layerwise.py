@@ -159,9 +159,9 @@ def compared(published: Published, hardware: str | None = None, memory_gib: floa
     request = published.request(hardware, memory_gib)
     config = published.config()
     published_estimate = request.estimator(config)
-    began = time.perf_counter()
+    start = time.perf_counter()
     found = estimate_document(request, top=1, layerwise=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     best: Any = found.layerwise or found.ranked[0].estimate
     knobs = found.layerwise.config if found.layerwise else found.ranked[0].config
     return {

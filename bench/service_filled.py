@@ -61,9 +61,9 @@ def filled(folder: Path, spread: Spread) -> list[dict[str, Any]]:
     for size in SIZES:
         url = f"sqlite:///{folder / f'filled-{size}.db'}"
         with Server(folder, url) as server:
-            began = time.monotonic()
+            start = time.monotonic()
             middle = fill(server, size)
-            print(f"{size:,} searches: filled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            print(f"{size:,} searches: filled in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
             took: dict[str, Any] = {}
             with server.client() as client:
                 for name, path in PATHS.items():
@@ -145,9 +145,9 @@ def _insert(
 
 
 def _timed(ask: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     ask()
-    return 1000 * (time.perf_counter() - began)
+    return 1000 * (time.perf_counter() - start)
 
 
 def words(found: list[dict[str, Any]]) -> list[list[str]]:

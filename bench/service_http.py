@@ -85,9 +85,9 @@ def over_http(url: str, folder: Path, spread: Spread) -> dict[str, Any]:
     with Server(folder, url) as server:
         found: dict[str, Any] = {"database": "sqlite" if server.store.database.sqlite else "postgresql"}
         for name, measure in MEASURED.items():
-            began = time.monotonic()
+            start = time.monotonic()
             found[name] = measure(server, spread)
-            print(f"{found['database']} {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            print(f"{found['database']} {name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         return found
 
 
@@ -97,9 +97,9 @@ def _timed(ask: Callable[[], httpx.Response]) -> float:
     Raises:
         SystemExit: it was refused.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     answer = ask()
-    took = 1000 * (time.perf_counter() - began)
+    took = 1000 * (time.perf_counter() - start)
     if answer.status_code >= 400:
         raise SystemExit(f"{answer.request.method} {answer.request.url}: {answer.status_code} {answer.text}")
     return took
@@ -155,12 +155,12 @@ def events(server: Server, spread: Spread) -> dict[str, Any]:
     """Events that another process sends at a constant rate, and the times at which listeners receive them."""
     count = int(EVENTS_A_SECOND * TELLING_S)
     with _Listeners(server, LISTENERS, count) as listeners:
-        before, began, sent = server.cpu_s, time.monotonic(), []
+        before, start, sent = server.cpu_s, time.monotonic(), []
         for number in range(count):
-            time.sleep(max(0.0, began + number / EVENTS_A_SECOND - time.monotonic()))
+            time.sleep(max(0.0, start + number / EVENTS_A_SECOND - time.monotonic()))
             sent.append(time.monotonic())
             server.store.add_event(None, "said", {"number": number, "message": "x" * 60})
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         received: list[list[tuple[int, float]]] = listeners.received()
         used = server.cpu_s - before
     wanted = list(range(count))

@@ -196,9 +196,9 @@ class Cluster(threading.Thread):
         asked = {**request, "trials": trials, "seed": seed, "patience": 0}
         made = self.store.submit(self.user, asked, devices=8)[0].id
         self.truths[made], self.tried[made] = self.world.of(request), []
-        begun = time.monotonic()
+        start = time.monotonic()
         Searcher(self.store, url, data, made).run()
-        print(f"  {request['target']}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        print(f"  {request['target']}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         assert (stored := self.store.search(made)).state is SearchState.DONE, stored.reason
         return self.tried[made]
 

@@ -247,10 +247,10 @@ def _outcome(call: Call, job: Job) -> Outcome:
     Raises:
         TimeoutError: the agent did not begin it.
     """
-    begun: Begun | None = call.note(BEGIN_S)
-    if begun is None:  # lost
+    started: Begun | None = call.note(BEGIN_S)
+    if started is None:  # lost
         call.result()
-    assert begun is not None
+    assert started is not None
     deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
     while True:
         patience = ANSWER_S + job.teardown_s - TEARDOWN_S
@@ -258,7 +258,7 @@ def _outcome(call: Call, job: Job) -> Outcome:
         try:
             note: Compiling | None = call.note(left)
         except TimeoutError:
-            kill_tree(begun.supervisor)
+            kill_tree(started.supervisor)
             silent = f"its supervisor did not answer for another {patience:g} s and was killed"
             return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {silent}")
         if note is None:

@@ -88,8 +88,8 @@ class SimulateRunner(Runner):
 
     def __post_init__(self) -> None:
         self._world = self.estimator.sampled(self._random("world"))
-        begun = time.time() if self.terms.begun is None else self.terms.begun
-        self._free_at = [begun] * self.slots
+        start = time.time() if self.terms.begun is None else self.terms.begun
+        self._free_at = [start] * self.slots
 
     def run(self, request: TrialRequest) -> Measurement:
         """Returns the measurement of one trial in the drawn world."""

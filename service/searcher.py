@@ -206,12 +206,12 @@ class Searcher:
             more |= self._on_the_pool(Request(target, **asked), placed, known, listener)
         if asked.get("sampler", "bayes") == "bayes":
             more["warm_start"] = known.earlier(Request(target, **{**asked, **more}))
-        begun = time.monotonic()
+        start = time.monotonic()
         while True:
             try:
                 return tune(target, **{**asked, **more, "resume": holds_run(self._folder)})
             except StudyError as error:
-                if "is in use by" not in str(error) or time.monotonic() - begun > LOCKED_S:
+                if "is in use by" not in str(error) or time.monotonic() - start > LOCKED_S:
                     raise
             time.sleep(LOOK_S)
 

@@ -261,7 +261,7 @@ class Worker:
     def _renew(self) -> None:
         """Renews the leases of all running dry runs. Stops those whose lease is over."""
         while True:
-            began = time.monotonic()
+            start = time.monotonic()
             with self._lock:
                 leases = list(self._leases.values())
             if self._stopping.is_set() and not leases:
@@ -273,7 +273,7 @@ class Worker:
                     self._end_lease(lease)
                 except AWAY as error:
                     _log.warning("the pool cannot be reached: %s", error)
-            time.sleep(max(0.1, RENEW_S - (time.monotonic() - began)))
+            time.sleep(max(0.1, RENEW_S - (time.monotonic() - start)))
 
     def _end_lease(self, lease: _Lease) -> None:
         if lease.over.is_set():
@@ -303,14 +303,14 @@ class Worker:
     def _ship(self, lease: _Lease, path: Path, ended: threading.Event) -> None:
         """Sends a file as it grows, until `ended` is set."""
         assert lease.log is not None
-        sent, begun = 0, False
+        sent, started = 0, False
         while True:
             last = ended.wait(LOG_S)
             try:
                 data = _part(lease, sent)
-                while data or (last and not begun):
+                while data or (last and not started):
                     self.pool.log(lease.assignment, lease.log, sent, data)
-                    sent, begun = sent + len(data), True
+                    sent, started = sent + len(data), True
                     data = _part(lease, sent)
             except (LeaseOver, NotFound, UsageError):
                 return

@@ -187,14 +187,14 @@ def compile(sch: ScheduledModule, **options: Any) -> None:
     sch.defer("compile", _apply, options=options)
 
 
-def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Calls `began` whenever torch.compile starts to compile a forward or backward pass in this process, and `ended`
+def on_compilation(on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
+    """Calls `on_begin` whenever torch.compile starts to compile a forward or backward pass in this process, and `on_end`
     when it is done or has failed. A nested compilation belongs to the outer one.
     """
     from ...base._torch import dynamo
 
-    dynamo.on_compile_start(lambda args: began())
-    dynamo.on_compile_end(lambda args: ended())
+    dynamo.on_compile_start(lambda args: on_begin())
+    dynamo.on_compile_end(lambda args: on_end())
 
 
 def refusals() -> int:

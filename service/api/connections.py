@@ -195,8 +195,8 @@ class Guard(H11Protocol):
         client_state = self.conn.their_state
         if client_state is h11.IDLE:
             # Between requests uvicorn closes it.
-            begun = self._waits_for == "headers" or bool(self.conn.trailing_data[0])
-            self._wait_for("headers" if begun else "", HEADER_S)
+            in_request = self._waits_for == "headers" or bool(self.conn.trailing_data[0])
+            self._wait_for("headers" if in_request else "", HEADER_S)
             return
         self.door.opened(self)
         self._wait_for("body" if client_state is h11.SEND_BODY else "", BODY_S)

@@ -130,11 +130,11 @@ class Database:
         writer = self._writer if durable else self._beating
         if not self.sqlite:
             return self._run(writer, body)
-        begun = time.monotonic()
+        start = time.monotonic()
         if not self._turn.acquire(timeout=self._patience_s):
             raise StorageUnavailable(f"{self.words} is locked, and other writers wait for it")
         try:
-            return self._run(writer, body, time.monotonic() - begun)
+            return self._run(writer, body, time.monotonic() - start)
         finally:
             self._turn.release()
 

@@ -150,10 +150,10 @@ class Demand(Part):
             (dry_runs.c.ended, dry_runs.c.ended > since),
             (literal(now), dry_runs.c.state == DryRunState.LEASED),
         ):
-            began = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
+            start = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
             # The integral of the weight of a second, which grows from 0 at the window's beginning to 1 now.
-            device_seconds = dry_runs.c.devices * (end - began) * ((began + end) / 2 - since) / RECENT_S
-            counts = and_(which, dry_runs.c.started.is_not(None), end > began)
+            device_seconds = dry_runs.c.devices * (end - start) * ((start + end) / 2 - since) / RECENT_S
+            counts = and_(which, dry_runs.c.started.is_not(None), end > start)
             query = select(searches.c.user, func.sum(device_seconds)).join(searches, searches.c.id == dry_runs.c.search)
             for user, total in connection.execute(query.where(counts).group_by(searches.c.user)):
                 out[user] = out.get(user, 0.0) + float(total)

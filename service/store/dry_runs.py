@@ -168,10 +168,10 @@ class DryRuns(Part):
         now = self.clock()
         if not search.kind:
             connection.execute(update(searches).where(searches.c.id == search.id).values(kind=kind))
-        begun = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
+        values = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
         same_worker = row.worker == worker and row.until is not None
         more = {"started": now, "attempts": attempts_when_leased(row.attempts, row.lease, same_worker=same_worker)}
-        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**begun, **more))
+        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**values, **more))
         self._record_event(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
         return Assignment(
             dry_run=dry_run,

@@ -93,9 +93,18 @@ class Searches(Part):
                 f"you have {most_queued} searches queued, which is this server's limit for a user; wait, or cancel some"
             )
         now = self.clock()
-        begun = {"state": SearchState.QUEUED, "reason": "", "created": now, "attempt": 0, "finished": 0, "seconds": 0.0}
-        begun |= {"trials": 0, "kind": "", "held": False}
-        connection.execute(insert(searches).values(**values, **begun))
+        initial = {
+            "state": SearchState.QUEUED,
+            "reason": "",
+            "created": now,
+            "attempt": 0,
+            "finished": 0,
+            "seconds": 0.0,
+            "trials": 0,
+            "kind": "",
+            "held": False,
+        }
+        connection.execute(insert(searches).values(**values, **initial))
         add_event(connection, now, values["id"], "search", {"state": SearchState.QUEUED, "reason": ""})
         return _get(connection, values["id"]), True
 

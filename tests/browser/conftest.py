@@ -73,12 +73,12 @@ def _serving():
     def start(folder, messages=None, **options):
         printed, ready = [] if messages is None else messages, threading.Event()
 
-        def begun(server):
+        def on_start(server):
             servers.append(server)
             ready.set()
 
         thread = threading.Thread(
-            target=serve, args=(folder,), kwargs={"port": 0, "say": printed.append, "started": begun} | options
+            target=serve, args=(folder,), kwargs={"port": 0, "say": printed.append, "started": on_start} | options
         )
         thread.start()
         threads.append(thread)

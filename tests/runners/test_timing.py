@@ -182,13 +182,13 @@ def test_the_interval_of_thousands_of_steps_is_known_and_continues_that_of_few()
 def test_clocks_settle_before_what_counts_is_measured():
     """A GPU that lowers its clocks while it warms up: 100 ms a step at first, 130 ms in the end."""
     warm_up, falling = [100, 100], np.linspace(100, 130, 60)
-    begun = []
+    started = []
     clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
     plan = TimingPlan(settle_seconds=60)
-    timing = measure(clock.step, clock, plan, measuring=lambda: begun.append(clock.steps))
+    timing = measure(clock.step, clock, plan, measuring=lambda: started.append(clock.steps))
     assert timing.step_ms == pytest.approx(130, rel=1e-3)
     # Three equal windows of two seconds in a row, from where the steps are almost steady.
-    assert 62 + 2 * 15 <= begun[0] <= 62 + 4 * 17 and timing.seconds_settle < 20
+    assert 62 + 2 * 15 <= started[0] <= 62 + 4 * 17 and timing.seconds_settle < 20
     clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
     assert measure(clock.step, clock, TimingPlan()).step_ms < 105
 

@@ -66,30 +66,30 @@ def check_buckets(zero):
         model, optimizer = replicated(tower(), zero)
         made = Exchanges(patch, "all_reduce", "reduce", "broadcast")
         model.replicas.passes = 3
-        begun = []
+        started = []
         first = model.layers[0].weight
-        first.register_hook(lambda grad: begun.append(len(made.calls)))
+        first.register_hook(lambda grad: started.append(len(made.calls)))
         for seed in range(3):
             model(data(seed)[1]).sum().backward()
             assert bool(made.calls) == (seed == 2)  # only the last pass of a step sends
         sent = [size for _, size, _ in made.calls]
         held = sum(each.grad is not None for each in model.parameters())
         optimizer.step()
-        return sent, begun[-1], held, [name for name, *_ in made.calls], optimizer.state
+        return sent, started[-1], held, [name for name, *_ in made.calls], optimizer.state
 
 
 def test_gradients_travel_in_buckets_once_a_step_while_the_backward_pass_runs(two):
-    for sent, begun, held, names, _ in two.run(check_buckets, 0):
+    for sent, started, held, names, _ in two.run(check_buckets, 0):
         # A bucket has two layers, followed by one number per parameter.
         assert sent == [2 * 72 + 4, 2 * 72 + 4] and names == ["all_reduce"] * 2
-        assert begun == 1  # the last two layers' bucket, before the first layer's gradient exists
+        assert started == 1  # the last two layers' bucket, before the first layer's gradient exists
         assert held == 8
 
 
 def test_with_owners_a_parameter_is_reduced_to_one_rank_and_sent_from_it(two):
     found = two.run(check_buckets, 1)
-    for _, begun, _, names, _ in found:
-        assert begun >= 1
+    for _, started, _, names, _ in found:
+        assert started >= 1
         assert names == ["reduce"] * (len(names) // 2) + ["broadcast"] * (len(names) // 2)
     # Each rank has gradients and optimizer state of the half that it owns.
     assert [held for *_, held, _, _ in found] == [4, 4]

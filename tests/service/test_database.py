@@ -145,10 +145,10 @@ def test_files_that_are_no_database_are_refused(tmp_path):
 
 def test_a_postgres_that_is_not_there_says_so_without_its_password():
     pytest.importorskip("psycopg")
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be reached") as caught:
         Store.open("postgresql://ann:secret@127.0.0.1:1/d", patience_s=0.5)
-    assert "secret" not in str(caught.value) and time.monotonic() - began < 60
+    assert "secret" not in str(caught.value) and time.monotonic() - start < 60
 
 
 def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postgresql_url):

@@ -92,10 +92,10 @@ def test_all_requests_that_wait_for_a_lock_are_answered_without_delaying_others(
     many = httpx.Limits(max_connections=60)
     with locked(service), ThreadPoolExecutor(60) as pool, service.client(limits=many) as client:
         client.timeout = 2 * LONG_S
-        began = time.monotonic()
+        start = time.monotonic()
         for answer in pool.map(submit, [client] * 60):
             away(answer, "is locked")
-        assert time.monotonic() - began < LONG_S
+        assert time.monotonic() - start < LONG_S
         assert client.get("/v1/me").status_code == 200
 
 

@@ -108,20 +108,20 @@ def test_a_stream_ends_when_its_token_is_revoked(service, monkeypatch):
 
 
 def test_many_idle_listeners_hear_of_what_happens(service):
-    received, begun = [], threading.Semaphore(0)
+    received, subscribed = [], threading.Semaphore(0)
 
     def listen():
         with service.client() as client, client.stream("GET", "/v1/events") as answer:
             lines = answer.iter_lines()
             next(lines)
-            begun.release()
+            subscribed.release()
             received.append(next(line for line in lines if line.startswith("data: ")))
 
     threads = [threading.Thread(target=listen, daemon=True) for _ in range(50)]
     for each in threads:
         each.start()
     for _ in threads:
-        assert begun.acquire(timeout=20)
+        assert subscribed.acquire(timeout=20)
     with service.client() as client:
         assert client.get("/v1/queue").status_code == 200
     service.store.add_event(None, "said", {"number": 7})

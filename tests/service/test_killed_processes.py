@@ -64,7 +64,7 @@ def service(tmp_path):
 
 def followed(store, workers, search, on=lambda event: None):
     """Returns the events of a search once it has ended; calls `on` with each as it comes."""
-    events, begun = [], time.monotonic()
+    events, start = [], time.monotonic()
     while True:
         ended = store.search(search).state.ended
         for event in store.events(after=events[-1].id if events else 0, search=search):
@@ -73,7 +73,7 @@ def followed(store, workers, search, on=lambda event: None):
         if ended:
             return events
         workers.look()
-        assert time.monotonic() - begun < WITHIN_S, events[-5:]
+        assert time.monotonic() - start < WITHIN_S, events[-5:]
         time.sleep(0.1)
 
 

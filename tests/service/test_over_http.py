@@ -91,11 +91,11 @@ def test_a_question_is_answered_as_soon_as_there_is_something_to_run(service, po
     thread = threading.Thread(target=lambda: found.append(pool.lease(worker, 20)))
     thread.start()
     time.sleep(0.5)
-    began = time.monotonic()
+    start = time.monotonic()
     waiting = asked(service)
     thread.join(timeout=15)
     assert found[0].dry_run == waiting.id
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - start < 15
     assert pool.lease(worker, 0.2) is None
 
 

@@ -145,12 +145,12 @@ def test_an_agent_that_is_killed_is_started_again_and_its_searchers_are_not_to_b
     searchers = searching(Waits)
     seen: set[int | None] = {None}
 
-    def begun():
+    def is_started():
         found = {pid_of(searchers, each) for each in searches}
         return found if len(found) == 2 and not found & seen else None
 
     for number in range(5):
-        seen |= until(begun)
+        seen |= until(is_started)
         if number < 4:
             os.kill(searchers.agent.pid, signal.SIGKILL)
     assert [store.search(each).state for each in searches] == [SearchState.RUNNING] * 2

@@ -38,14 +38,14 @@ def test_a_client_that_trusts_the_authority_gets_in(service, files):
 
 
 def test_a_client_that_does_not_trust_it_is_told_what_to_give(service):
-    began = time.monotonic()
+    start = time.monotonic()
     with rl.Client(service.address, token=service.tokens["submitter"], patience_s=60) as client:
         with pytest.raises(UsageError, match=r"the certificate of https://127.* is not trusted: .*; give --trust"):
             client.me()
         run = client._transport
         with pytest.raises(UsageError, match="is not trusted"), run.stream("/v1/events"):
             pass
-    assert time.monotonic() - began < 30, "what trying again does not mend is not tried again"
+    assert time.monotonic() - start < 30, "what trying again does not mend is not tried again"
 
 
 def test_a_worker_that_does_not_trust_it_is_told_the_same(service):

@@ -43,9 +43,9 @@ def attack(client, name, tokens):
     role, method, path, body = ATTACKS[name]
     token = tokens.get(role, "redline_00000000_forged") if role else None
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-    begun = time.monotonic()
+    start = time.monotonic()
     answer = client.request(method, path, content=body, headers=headers)
-    return answer.status_code, time.monotonic() - begun
+    return answer.status_code, time.monotonic() - start
 
 
 def attacked(address, tokens, end):

@@ -188,14 +188,14 @@ class Command:
 @pytest.fixture
 def start(here):
     """Returns `start(*arguments)`, which starts a background command."""
-    begun = []
+    started = []
 
     def command(*arguments, launcher=()):
-        begun.append(Command(arguments, here, launcher))
-        return begun[-1]
+        started.append(Command(arguments, here, launcher))
+        return started[-1]
 
     yield command
-    for each in begun:
+    for each in started:
         if each.process.poll() is None:
             os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()

@@ -187,14 +187,14 @@ def test_the_default_prior_predicts_no_trial():
 
 
 def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better():
-    def begun(**asked):
+    def setup_of(**asked):
         request = Request(lambda config: 1.0, SPACE, trials=3, **asked)
         with contextlib.ExitStack() as stack:
             return set_up(request, stack, lambda message: None)
 
-    assert begun().sampler.knowledge.shape_prior is not None
-    assert begun(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None
-    assert begun().first.config == SPACE.default()
+    assert setup_of().sampler.knowledge.shape_prior is not None
+    assert setup_of(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None
+    assert setup_of().first.config == SPACE.default()
 
 
 def test_hardware_is_that_at_hand_unless_trials_need_more_devices():

@@ -41,17 +41,17 @@ writer = SummaryWriter(sys.argv[1])
 @pytest.fixture
 def writer(tmp_path):
     """Starts a script that has a `writer` and waits for a line of input before each further part."""
-    begun = []
+    started = []
 
     def begin(text, folder=tmp_path / "runs", by=WRITER):
-        script = tmp_path / f"{len(begun)}.py"
+        script = tmp_path / f"{len(started)}.py"
         script.write_text(by + textwrap.dedent(text))
         command = [sys.executable, str(script), str(folder)]
-        begun.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        return begun[-1]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[-1]
 
     yield begin
-    for each in begun:
+    for each in started:
         each.kill()
         each.communicate()
 

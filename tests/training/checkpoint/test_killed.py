@@ -129,7 +129,7 @@ def test_a_kill_of_either_of_two_ranks(training, tmp_path, times):
     for number in range(times):
         store = str(tmp_path / f"store{number}")
         (first, reads), (second, other) = (ranks_saving(training, tmp_path / "here", store, rank) for rank in (0, 1))
-        begun = os.read(reads, 64).decode().split()
+        first_lines = os.read(reads, 64).decode().split()
         time.sleep(chance.uniform(0, 0.15))
         victims = [first, second] if chance.random() < 0.5 else [second, first]
         kill(victims[0])
@@ -138,7 +138,7 @@ def test_a_kill_of_either_of_two_ranks(training, tmp_path, times):
             os.kill(victims[1], signal.SIGKILL)
         finally:
             os.waitpid(victims[1], 0)
-        steps = [int(each) for each in begun + output(reads) if each.isdigit()]
+        steps = [int(each) for each in first_lines + output(reads) if each.isdigit()]
         os.close(other)
         assert steps[0] > finished
         finished = steps[-1]

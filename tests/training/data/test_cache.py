@@ -80,13 +80,13 @@ def test_without_file_locks_all_prepare_it_and_one_counts(corpus, tmp_path, monk
     assert len(seen(tmp_path / "cache")) == 1
 
 
-def _slow(path, folder, begun):
+def _slow(path, folder, started):
     real = preparing.encoded
 
     def encoded(*args):
         for number, piece in enumerate(real(*args)):
             if number == 20:
-                begun.set()
+                started.set()
                 time.sleep(60)
             yield piece
 
@@ -95,10 +95,10 @@ def _slow(path, folder, begun):
 
 
 def test_a_killed_preparation_does_not_block_the_next(corpus, tmp_path):
-    begun = FORK.Event()
-    first = FORK.Process(target=_slow, args=(corpus, tmp_path / "cache", begun))
+    started = FORK.Event()
+    first = FORK.Process(target=_slow, args=(corpus, tmp_path / "cache", started))
     first.start()
-    assert begun.wait(60)
+    assert started.wait(60)
     assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [True]  # only temporary files
     os.kill(first.pid, signal.SIGKILL)
     first.join()

@@ -32,7 +32,7 @@ def make_tokenizer(folder, size, texts=10):
 
 
 @pytest.fixture(scope="session")
-def begun(here):
+def checkpoint(here):
     """A checkpoint in bfloat16 as transformers saves it."""
     from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM
 
@@ -45,20 +45,20 @@ def begun(here):
     return here / "begun"
 
 
-def test_the_checkpoint_s_tokenizer_is_the_default(here, begun):
+def test_the_checkpoint_s_tokenizer_is_the_default(here, checkpoint):
     document = yaml.safe_load((here / "went-on" / "train.yaml").read_text())
-    assert document["asked"]["tokenizer"] == document["data"]["tokenizer"] == str(begun)
+    assert document["asked"]["tokenizer"] == document["data"]["tokenizer"] == str(checkpoint)
     assert document["data"]["tokens"] < 30_000, "of 40,000 bytes"
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, here, begun, tmp_path, dtype):
+def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, here, checkpoint, tmp_path, dtype):
     more = ("--dtype", dtype) if dtype else ()
     text = words(run("convert", "went-on", tmp_path / "hf", *more))
     rounded = ", rounded to bfloat16, the precision of --from (--dtype float32 keeps all digits)"
     assert text == f"wrote {tmp_path / 'hf'}: step 2 of went-on, for hf{'' if dtype else rounded}"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / "hf" / name).read_bytes() == (begun / name).read_bytes()
+        assert (tmp_path / "hf" / name).read_bytes() == (checkpoint / name).read_bytes()
     expected = torch.float32 if dtype else torch.bfloat16
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
     held = dcp_tensors(CheckpointFolder(here / "went-on" / "checkpoints").all()[0].path)
@@ -66,9 +66,9 @@ def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, 
         assert torch.equal(weight, held[f"model/{name}"].read().to(expected)), name
 
 
-def test_another_tokenizer_gets_a_note(run, here, begun):
+def test_another_tokenizer_gets_a_note(run, here, checkpoint):
     make_tokenizer(here / "smaller", 280), make_tokenizer(here / "shuffled", 295, texts=3)
-    shutil.copytree(begun, here / "same")
+    shutil.copytree(checkpoint, here / "same")
     note = "with which the weights were trained"
     for name, message in (
         ("smaller", "it has 280 tokens, and the checkpoint's 295; without --tokenizer the checkpoint's is used"),
@@ -79,19 +79,19 @@ def test_another_tokenizer_gets_a_note(run, here, begun):
         assert (note in text and message in text) if message else note not in text, text
 
 
-def test_text_by_bytes_needs_a_request_or_no_tokenizer(run, here, begun, tmp_path):
+def test_text_by_bytes_needs_a_request_or_no_tokenizer(run, here, checkpoint, tmp_path):
     text = words(run(*trained("train", "llama", "by-bytes", "--from", "begun", "--tokenizer", "bytes", steps=1)))
     assert "note: text is read by bytes, as requested, but the weights were trained with the tokenizer in" in text
     assert "tokenizer bytes" in text
     words(run("convert", "by-bytes", tmp_path / "hf"))
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()).get("temperature") is None
-    shutil.copytree(begun, here / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(checkpoint, here / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     text = words(run(*trained("train", "llama", "of-bare", "--from", "bare", steps=1)))
     assert "bare' has no tokenizer and none is given: text is read by bytes" in text
 
 
-def test_a_damaged_copy_of_weights_that_are_not_trained_is_made_again(run, here, begun, tmp_path):
+def test_a_damaged_copy_of_weights_that_are_not_trained_is_made_again(run, here, checkpoint, tmp_path):
     lora = ("--from", "begun", "--lora", "r=2", "--save-every", 2, "--lr", "1e-2")
     words(run(*trained("train", "llama", "mended", *lora, steps=4)))
     shutil.copytree(here / "mended", here / "never-damaged")
