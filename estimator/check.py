@@ -239,15 +239,15 @@ class _Asked:
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
         """Predictions under the trainer's conventions, and the index of the configuration of each row."""
-        alike: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
         for at, config in enumerate(configs):
             conventions = self.conventions(config)
-            alike.setdefault(repr(sorted(conventions.items())), (conventions, []))[1].append(at)
+            groups.setdefault(repr(sorted(conventions.items())), (conventions, []))[1].append(at)
         tables = [
             self._by(conventions).table([_estimated(configs[each], conventions) for each in some])
-            for conventions, some in alike.values()
+            for conventions, some in groups.values()
         ]
-        return reduce(joined, tables), np.concatenate([np.array(some) for _, some in alike.values()])
+        return reduce(joined, tables), np.concatenate([np.array(some) for _, some in groups.values()])
 
     def _by(self, conventions: Mapping[str, Any]) -> Estimator:
         return self.estimator.on(self.estimator.training.replace(**conventions), self.estimator.hardware)

@@ -342,8 +342,8 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
     stride = 1 if config.get("etp") == 1 else world.tp
     places = [sharer * stride for sharer in range(min(world.ep, MOST_SHARERS))]
     if emulation.ranks == "all":
-        alike = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
-        replicas = [0] if alike else list(range(world.replicas))
+        equal_replicas = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
+        replicas = [0] if equal_replicas else list(range(world.replicas))
         tensors = sorted({0, world.tp - 1})
         places = [replica * world.tp + tensor for replica in replicas for tensor in tensors]
     return [stage * within + place for stage in stages for place in places]

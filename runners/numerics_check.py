@@ -89,9 +89,9 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
     yield compare(_without_randomness(expected), _without_randomness(probe), tolerance)
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
-    alike = probe.step is not None and probe.step.samples == samples
+    same_samples = probe.step is not None and probe.step.samples == samples
     tolerance = rounding(noise=max(probe.noise, expected.noise), samples=samples)
-    yield compare(_step(expected), _step(probe) if alike else Numbers(still=probe.still), tolerance)
+    yield compare(_step(expected), _step(probe) if same_samples else Numbers(still=probe.still), tolerance)
 
 
 def why_incomparable(probe: Probe, reference: Reference) -> str:

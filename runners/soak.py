@@ -61,8 +61,8 @@ class SoakPlan:
         longest = workload.batch.seq_len
         least = max(math.ceil(self.shortest * longest), 2)
         random = Random(seed)
-        drawn = [random.randint(min(least, longest), longest) for _ in range(self.steps)]
-        even = [min(longest, math.ceil(length / multiple) * multiple) for length in drawn]
+        random_lengths = [random.randint(min(least, longest), longest) for _ in range(self.steps)]
+        even = [min(longest, math.ceil(length / multiple) * multiple) for length in random_lengths]
         return [longest, *even, longest]
 
     def measuring(self, plan: TimingPlan) -> TimingPlan:

@@ -201,11 +201,11 @@ def obstacle(device: str, devices: int, workers: Sequence[Worker], *, kind: str 
     """
     if not workers:
         return "no worker is in the pool"
-    alike = [each for each in workers if (each.kind == kind if kind else matches(device, each.device))]
-    if not alike:
+    matching = [each for each in workers if (each.kind == kind if kind else matches(device, each.device))]
+    if not matching:
         named = f"'{kind or device}'{', on which its search began' if kind else ''}"
         return f"no worker has {named}; there are {', '.join(sorted({each.kind for each in workers}))}"
-    most = max(each.devices for each in alike)
+    most = max(each.devices for each in matching)
     if most < devices:
         return f"a dry run takes {devices} devices of one worker, and none has more than {most}"
     return ""

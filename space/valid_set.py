@@ -100,9 +100,9 @@ class ValidSet:
         listed = self._tables[at]
         if not isinstance(listed, Choices) and len(self.components[at].names) > 1:
             # A few random partial choices that can be completed are found quickly.
-            drawn = self.components[at].draw(np.random.default_rng(0), 64)
-            if drawn.rows:
-                return drawn
+            sampled = self.components[at].draw(np.random.default_rng(0), 64)
+            if sampled.rows:
+                return sampled
         try:
             return self.table(at)
         except TooLarge as error:
@@ -271,8 +271,8 @@ class ValidSet:
         while len(found) < count and fruitless < 5:
             known = len(found)
             tables = self._draw(rng, count)
-            drawn = [] if tables is None else self.configs(tables, count)
-            found.update((config, None) for config in drawn)
+            sampled = [] if tables is None else self.configs(tables, count)
+            found.update((config, None) for config in sampled)
             fruitless = 0 if len(found) > known else fruitless + 1
         if not found and count:
             raise SpaceError(
@@ -289,11 +289,11 @@ class ValidSet:
             if isinstance(listed, Choices):
                 tables.append(listed.take(rng.integers(0, listed.rows, count)))
                 continue
-            drawn = component.draw(rng, max(_BEAM, 4 * count))
-            if not drawn.rows:
+            sampled = component.draw(rng, max(_BEAM, 4 * count))
+            if not sampled.rows:
                 return None
-            picked = rng.permutation(drawn.rows)[:count]
-            tables.append(drawn.take(np.resize(picked, count)))
+            picked = rng.permutation(sampled.rows)[:count]
+            tables.append(sampled.take(np.resize(picked, count)))
         return tables
 
     def nearest(self, wanted: dict[str, int]) -> Config:

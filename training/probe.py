@@ -369,8 +369,8 @@ class _Probed:
 
         if (what, count) not in self._signs:
             generator = torch.Generator().manual_seed(zlib.crc32(what.encode()))
-            drawn = torch.randint(2, (count, PROJECTIONS), generator=generator)
-            self._signs[what, count] = (2.0 * drawn - 1).to(self.training.device)
+            bits = torch.randint(2, (count, PROJECTIONS), generator=generator)
+            self._signs[what, count] = (2.0 * bits - 1).to(self.training.device)
         return self._signs[what, count]
 
 

@@ -164,9 +164,9 @@ class Transfer:
         if not len(rows):
             return
         # Scales fitted to less similar runs would mostly reflect their differences.
-        alike = weights[owner] == weights[owner].max()
-        none = np.zeros((int(alike.sum()), 0))
-        scales, _ = fit_scales(points[alike], values[alike], none, EXPECTED)
+        most_similar = weights[owner] == weights[owner].max()
+        none = np.zeros((int(most_similar.sum()), 0))
+        scales, _ = fit_scales(points[most_similar], values[most_similar], none, EXPECTED)
         self._kernel, self._points = Kernel(scales, points.shape[1]), Points.of(points)
         correlation = np.where(owner[:, None] == owner, 1.0, np.outer(weights[owner], weights[owner]))
         none = np.zeros((len(rows), 0))

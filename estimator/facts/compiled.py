@@ -82,10 +82,10 @@ def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
 def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> str:
     """The middle one of the blocks that have the part's products, since the first may differ from the rest."""
     wanted = {(each.k, each.n) for each in part.matmuls}
-    alike = [
+    same_products = [
         path for path in paths if path in segments and {(each.k, each.n) for each in segments[path].products} == wanted
     ]
-    return (alike or paths)[len(alike or paths) // 2]
+    return (same_products or paths)[len(same_products or paths) // 2]
 
 
 @dataclass(frozen=True, slots=True)

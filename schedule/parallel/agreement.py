@@ -86,15 +86,15 @@ def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
     cuda = "gloo" not in dist.get_backend(axis.group) and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
-    def alike(rows: list[tuple[int, int]]) -> list[bool]:
+    def same_on_all(rows: list[tuple[int, int]]) -> list[bool]:
         own_rows = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 2)
         every = [torch.empty_like(own_rows) for _ in range(axis.size)]
         dist.all_gather(every, own_rows, group=axis.group)
         return torch.stack(every).eq(every[0]).all(dim=-1).all(dim=0).tolist()
 
-    if not all(alike([(len(values), 0)])):
+    if not all(same_on_all([(len(values), 0)])):
         return ["the number of tensors"]
-    return [name for name, same in zip(values, alike(list(values.values()))) if not same]
+    return [name for name, same in zip(values, same_on_all(list(values.values()))) if not same]
 
 
 def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

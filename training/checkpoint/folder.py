@@ -165,10 +165,10 @@ class Checkpoint:
                 if size != entry["bytes"]:
                     raise StudyError(f"'{path}' is damaged: it has {size} bytes, and had {entry['bytes']} when saved")
                 if number is None:
-                    alike = checksum(path) == entry["sha256"]
+                    matches = checksum(path) == entry["sha256"]
                 else:
-                    alike = _piece_checksum(path, number) == entry["pieces"][number]
-                if not alike:
+                    matches = _piece_checksum(path, number) == entry["pieces"][number]
+                if not matches:
                     raise StudyError(f"'{path}' is damaged: its checksum is not the one it was saved with")
             except OSError as error:
                 raise StudyError(f"'{path}' cannot be read: {error.strerror or error}") from error
