@@ -80,7 +80,7 @@ def test_a_dry_run_is_answered_once_whoever_comes_late_or_dies(real, processes):
     processes.go()
     processes.all[-1].stdout.readline()  # it has done something
     processes.all[-1].kill()
-    answers = [tuple(map(int, line.split())) for lines in processes.said() for line in lines]
+    answers = [tuple(map(int, line.split())) for lines in processes.output() for line in lines]
     # The pipe may lose the killed process's last line; the store has its answer.
     assert max(Counter(answers).values()) == 1
     done = {each.id: each for each in real.dry_runs(search.id)}
