@@ -370,12 +370,12 @@ class Info:
         steps: Steps,
         loader: Loader,
         *,
-        reason: str,
+        why: str,
         notes: tuple[str, ...] = (),
         predicted: float | None = None,
         group: "ProcessGroup | None" = None,
     ) -> None:
-        self.why, self.notes, self.predicted = reason, notes, predicted
+        self.why, self.notes, self.predicted = why, notes, predicted
         self.training = steps.training
         """Model, optimizer and sizes in this configuration."""
         self._steps, self._loader, self._group = steps, loader, group
