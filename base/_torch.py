@@ -1,7 +1,7 @@
 """Private torch APIs that redline depends on.
 
 Checked with torch 2.11 to 2.13. A name that is missing in a later torch raises `MissingDependency` at first use;
-`tests/test_private_names.py` resolves all of them. torch is imported at first use.
+`tests/base/test_private_names.py` resolves all of them. torch is imported at first use.
 """
 
 from typing import TYPE_CHECKING, Any

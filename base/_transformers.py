@@ -168,8 +168,8 @@ def as_saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     declared = set(model.all_tied_weights_keys)
     for names in tied(model):
         here = sorted(each for each in names if each in kept)
-        twice = [each for each in here if each in declared] + [each for each in here if each not in declared]
-        for each in twice[: len(here) - 1]:
+        doubled = [each for each in here if each in declared] + [each for each in here if each not in declared]
+        for each in doubled[: len(here) - 1]:
             del kept[each]
     return revert_weight_conversion(model, kept)
 

@@ -9,13 +9,13 @@ Type and default are those of the field, and the documentation of a Python funct
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import Field, dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
-from .errors import UsageError
+from .errors import UsageError, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Option:
     help: str
     """Help text."""
     flag: str = ""
-    """Name of the command-line option, if it differs from the field's."""
+    """Name of the command-line option, if it differs from the field's; for a switch that is on by default `on/off`."""
     type: Any = None
     """Type of a number, or of each of several, `int` or `float`; None for text and switches."""
     least: float | None = None
@@ -36,6 +36,8 @@ class Option:
     """Largest value of a number."""
     below: float | None = None
     """Number that exceeds the value."""
+    choices: Collection[str] = ()
+    """Names of which the value is one."""
     check: Callable[[Any, str], Any] | None = None
     """Raises UsageError for an invalid value, given with its name in words; for text."""
     sent: bool = False
@@ -107,5 +109,7 @@ def check_options(request: Any) -> None:
             several = isinstance(field.default, tuple)
             if not all(option.allows(each) for each in (value if several else (value,))):
                 raise UsageError(f"{field.name} must be {option.rule}, but got {value!r}")
+        elif option.choices and value not in option.choices:
+            raise UsageError(unknown(field.name, value, option.choices))
         elif option.check is not None:
             option.check(value, field.name.replace("_", " "))

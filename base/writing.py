@@ -177,10 +177,10 @@ class Reserve:
 
     def release(self) -> bool:
         """Frees the space; returns True if any was reserved."""
-        was, self.held = self.held, False
+        reserved, self.held = self.held, False
         with contextlib.suppress(OSError):  # on a read-only disk the retry reports the error
             self.path.unlink(missing_ok=True)
-        return was
+        return reserved
 
 
 def as_data(value: Any) -> Any:

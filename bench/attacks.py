@@ -55,9 +55,9 @@ def works(client: httpx.Client, end: float) -> list[float]:
     """Returns the response times, s."""
     took = []
     while time.monotonic() < end:
-        begun = time.monotonic()
+        start = time.monotonic()
         assert client.get("/v1/me").status_code == 200
-        took.append(time.monotonic() - begun)
+        took.append(time.monotonic() - start)
         time.sleep(1.0)
     return took
 
@@ -79,11 +79,11 @@ def main() -> None:
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
-        address, tokens = held.enter_context(server(Path(folder)))
-        pool = held.enter_context(ThreadPoolExecutor(WORKING + 2))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        address, tokens = stack.enter_context(server(Path(folder)))
+        pool = stack.enter_context(ThreadPoolExecutor(WORKING + 2))
         clients = [
-            held.enter_context(
+            stack.enter_context(
                 httpx.Client(
                     base_url=address, headers={"authorization": f"Bearer {token}"}, trust_env=False, timeout=60
                 )
@@ -105,9 +105,9 @@ def main() -> None:
         row("regular clients, beside attackers", beside, "200"),
     ]
     for name in ATTACKS:
-        mine = [(status, seconds) for each, status, seconds in seen if each == name]
-        statuses = ", ".join(map(str, sorted({status for status, _ in mine})))
-        lines.append(row(name, [seconds for _, seconds in mine], statuses))
+        attack_times = [(status, seconds) for each, status, seconds in seen if each == name]
+        statuses = ", ".join(map(str, sorted({status for status, _ in attack_times})))
+        lines.append(row(name, [seconds for _, seconds in attack_times], statuses))
     print("\n".join(lines))
     if options.write is not None:
         text = options.write.read_text()

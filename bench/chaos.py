@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a page into which the table of all results is written")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # its child processes end with it
-    found = tormented(given) if given.kills else {"lost": [], "repeated": [], "slow": []}
+    found = kill_processes(given) if given.kills else {"lost": [], "repeated": [], "slow": []}
     if given.kills:
         print(json.dumps(found, indent=2))
     if given.out is not None:
@@ -78,7 +78,7 @@ def main() -> None:
     sys.exit(bool(found["lost"] or found["repeated"] or found["slow"]))
 
 
-def tormented(given: argparse.Namespace) -> dict[str, Any]:
+def kill_processes(given: argparse.Namespace) -> dict[str, Any]:
     """Returns the results of searches during which processes are killed."""
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -168,7 +168,7 @@ class Chaos:
     def _kill(self) -> None:
         weights = [RARE.get(each, 1.0) for each in self._kinds]
         kind = self._draw.choices(self._kinds, weights)[0]
-        self._waiting = self.service.strike(kind, self._draw)
+        self._waiting = self.service.inject(kind, self._draw)
         self._kills += self._waiting is not None
 
     def _recovered(self, waiting: Recovery) -> None:
@@ -226,14 +226,14 @@ def counted(service: Service, folder: Path, storage: str, ids: list[str], trials
                 lost.append(f"{search} {run.key}: {run.outcome.get('throughput')} was answered, {measured} is kept")
             if "were lost while it ran" in run.outcome.get("reason", ""):
                 lost.append(f"{search} {run.key}: {run.outcome['reason']}")
-        ended = set()
+        finished = set()
         for event in service.store.events(search=search, limit=100_000):
             if event.kind == "dry_run":
                 number = event.data["dry_run"]
-                if number in ended:
+                if number in finished:
                     repeated.append(f"{search} {event.data['key']} is {event.data['state']} after its outcome")
                 if event.data["state"] == DryRunState.DONE:
-                    ended.add(number)
+                    finished.add(number)
     return {"lost": lost, "repeated": repeated}
 
 

@@ -220,8 +220,8 @@ class Study:
         self.look()
         self.counts["lost"] += self.trials - len(self.known)
         for line in (self.folder / "calls").read_text().splitlines():
-            x, begun = line.split()
-            if float(begun) > self.since.get(int(x), float("inf")) + 0.1:
+            x, start = line.split()
+            if float(start) > self.since.get(int(x), float("inf")) + 0.1:
                 print(f"repeated: {line}, known since {self.since[int(x)]}", flush=True)
                 self.counts["repeated"] += 1
         left = [each for each in os.listdir(self.folder / "tmp") if each.startswith("redline-")]
@@ -230,7 +230,7 @@ class Study:
         self.counts["orphaned"] += len(left)
 
 
-def torment(study: Study, draw: random.Random, most: int, kills: collections.Counter, only: list[str]) -> None:
+def inject(study: Study, draw: random.Random, most: int, kills: collections.Counter, only: list[str]) -> None:
     """Runs a study to its end and kills up to `most` of its processes, of these kinds."""
     done, moved, killed = 0, time.monotonic(), 0
     study.start()
@@ -297,7 +297,7 @@ def main() -> None:
             runner = options.runners[studies % len(options.runners)]
             study = Study(Path(folder), runner, options.trials, counts)
             try:
-                torment(study, draw, min(options.each, options.kills - kills.total()), kills, options.kinds)
+                inject(study, draw, min(options.each, options.kills - kills.total()), kills, options.kinds)
             finally:
                 study.end_cluster()
         studies += 1

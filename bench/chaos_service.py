@@ -132,11 +132,11 @@ class Service:
             return answer.status == 200
         return False
 
-    def strike(self, kind: str, draw: random.Random) -> Recovery | None:
+    def inject(self, kind: str, draw: random.Random) -> Recovery | None:
         """Kills a process of a kind and returns the recovery to wait for; None without such a process."""
         with contextlib.suppress(psutil.Error):
             if kind == "database":
-                return self._strike_database(draw)
+                return self._restart_database(draw)
             found = self._victims(kind)
             if not found:
                 return None
@@ -222,7 +222,7 @@ class Service:
         found = self.store.dry_run(dry_run)
         return found.lease > lease or found.state in (DryRunState.DONE, DryRunState.WITHDRAWN)
 
-    def _strike_database(self, draw: random.Random) -> Recovery:
+    def _restart_database(self, draw: random.Random) -> Recovery:
         if self._storage.startswith("sqlite"):
             recovery = Recovery("database", lambda: not locking.is_alive() and self.ready())
             locking = threading.Thread(

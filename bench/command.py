@@ -46,10 +46,12 @@ def main() -> None:
             alone.append(middle - begin)
             tried.append(time.perf_counter() - middle)
             assert measured.status is Status.OK, measured.reason
-    beyond = [mine - bare for mine, bare in zip(tried, alone, strict=True)]
+    overhead = [tried_s - alone_s for tried_s, alone_s in zip(tried, alone, strict=True)]
     print(f"the command alone  {1e3 * statistics.median(alone):6.0f} ms")
     print(f"as a trial         {1e3 * statistics.median(tried):6.0f} ms")
-    print(f"beyond the command {1e3 * statistics.median(beyond):6.0f} ms (median of {len(beyond)}; goal: below 200 ms)")
+    print(
+        f"beyond the command {1e3 * statistics.median(overhead):6.0f} ms (median of {len(overhead)}; goal: below 200 ms)"
+    )
 
 
 if __name__ == "__main__":

@@ -162,8 +162,8 @@ def memory(rows: dict[str, Any], models: list[str]) -> None:
             real, emulated = sides.run(sides.real, config), sides.run(sides.emulated, config)
             row: dict[str, Any] = {"part": "memory", "model": model, "case": name, "why": failed(real, emulated)}
             if not row["why"]:
-                theirs = {each.rank: each.peak_memory_mib for each in real.ranks}
-                row["ranks"] = [[each.rank, theirs[each.rank], each.peak_memory_mib] for each in emulated.ranks]
+                real_peaks = {each.rank: each.peak_memory_mib for each in real.ranks}
+                row["ranks"] = [[each.rank, real_peaks[each.rank], each.peak_memory_mib] for each in emulated.ranks]
             keep(rows, key, row)
     finally:
         agent.close()
@@ -203,8 +203,8 @@ def in_turns(sides: Sides, config: dict[str, Any], turns: int) -> dict[str, Any]
     real_ms, emulated_ms, modelled, foreign, spread = [], [], [], [], []
     for _ in range(turns):
         real, emulated = sides.run(sides.real, config), sides.run(sides.deciding, config)
-        if why := failed(real, emulated):
-            return {"why": why}
+        if reason := failed(real, emulated):
+            return {"why": reason}
         real_ms.append(real.step_ms)
         emulated_ms.append(emulated.step_ms)
         modelled.append(emulated.seconds_modelled * 1e3)
@@ -239,9 +239,9 @@ def ranking(rows: dict[str, Any], turns: int, seconds: float) -> None:
         os.environ.pop("GLIBC_TUNABLES")
 
 
-def off(value: float, truth: float) -> float:
+def off(value: float, measured: float) -> float:
     """Departure in per cent."""
-    return 100 * (value / truth - 1)
+    return 100 * (value / measured - 1)
 
 
 def spearman(one: list[float], other: list[float]) -> float:
@@ -256,7 +256,7 @@ def written(rows: dict[str, Any]) -> str:
              ("memory", "trace", "time", "ranking")}  # fmt: skip
     out: list[str] = []
     if found := parts["memory"]:
-        apart = [abs(off(mine, real)) for row in found for _, real, mine in row["ranks"]]
+        apart = [abs(off(emulated, real)) for row in found for _, real, emulated in row["ranks"]]
         out += [
             f"Memory of {len(apart)} ranks of {len(found)} configurations: median error {statistics.median(apart):.1f} %, "
             f"largest {max(apart):.1f} %. For each configuration the rank that is furthest off, real and emulated, MiB:",
@@ -265,10 +265,10 @@ def written(rows: dict[str, Any]) -> str:
             "",
         ]
     if found := parts["trace"]:
-        apart = [abs(off(mine, real)) for row in found for _, real, mine in row["ranks"]]
+        apart = [abs(off(emulated, real)) for row in found for _, real, emulated in row["ranks"]]
         by_model = {
             model: statistics.median(
-                abs(off(mine, real)) for row in found if row["model"] == model for _, real, mine in row["ranks"]
+                abs(off(emulated, real)) for row in found if row["model"] == model for _, real, emulated in row["ranks"]
             )
             for model in MODELS
             if any(row["model"] == model for row in found)
@@ -309,8 +309,8 @@ def written(rows: dict[str, Any]) -> str:
 
 
 def memory_cell(row: dict[str, Any]) -> str:
-    _, real, mine = max(row["ranks"], key=lambda each: abs(off(each[2], each[1])))
-    return f"{real:.0f} {mine:.0f} ({off(mine, real):+.1f} %)"
+    _, real, emulated = max(row["ranks"], key=lambda each: abs(off(each[2], each[1])))
+    return f"{real:.0f} {emulated:.0f} ({off(emulated, real):+.1f} %)"
 
 
 def time_cell(row: dict[str, Any]) -> str:

@@ -74,14 +74,14 @@ class Record:
     def tell(self, optimizer: Any) -> None:
         """Prints the records of all ranks."""
         optimizer = unwrapped(optimizer)
-        mine = (
+        own_record = (
             [float(sum(step) / len(step)) for step in self.losses if step],
             [(end - begin) * 1e3 for begin, end in itertools.pairwise(self.ends)],
             [(end - begin) * 1e3 for begin, end in itertools.pairwise(self.used)],
         )
-        ranks: list[Any] = [mine] * WORLD_SIZE
+        ranks: list[Any] = [own_record] * WORLD_SIZE
         if WORLD_SIZE > 1:
-            dist.all_gather_object(ranks, mine)
+            dist.all_gather_object(ranks, own_record)
         groups = [
             [type(optimizer).__name__, *(group[name] for name in ("lr", "betas", "eps", "weight_decay", "fused"))]
             + [len(group["params"])]

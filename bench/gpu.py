@@ -39,13 +39,13 @@ def main() -> int:
     parser.add_argument("--only", help="names of checks, with commas between")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         _importable(Path(place))
         from redline.runners.host import COMMON_IMPORTS, PLAIN_IMPORTS, HostAgent
 
         # One agent for the trials of all checks; it imports while this process does.
         agent = HostAgent(PLAIN_IMPORTS if options.tiny else COMMON_IMPORTS)
-        held.callback(agent.close)
+        stack.callback(agent.close)
         _import_once()
         agent.wait_ready()
         from gpu_checks import CHECKS, Setting
@@ -148,14 +148,14 @@ def _serve(name: str, setting: Any, receiver: Connection, sender: Connection) ->
     try:
         for row in CHECKS[name].run(setting):
             sender.send(("row", {key: _rounded(value) for key, value in row.items()}))
-        ended = ("ok", "")
+        result = ("ok", "")
     except Skipped as reason:
-        ended = ("skipped", str(reason))
+        result = ("skipped", str(reason))
     except Exception as error:
         traceback.print_exc()
-        ended = ("crash", f"{type(error).__name__}: {error}")
+        result = ("crash", f"{type(error).__name__}: {error}")
     sys.stderr.flush()
-    sender.send(ended)
+    sender.send(result)
 
 
 def _rounded(value: Any) -> Any:

@@ -27,7 +27,7 @@ GPT_2_7B = Shape(
     name="gpt-2.7b", layers=32, hidden=2560, heads=32, vocabulary=50257, positions=2048, gated=False, biases=True
 )
 FIXED = {"precision": "bf16", "fusion": False, "sp": 1, "cp": 1}
-"""What Galvatron does not vary."""
+"""Knobs that Galvatron does not vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +158,10 @@ def compared(published: Published, hardware: str | None = None, memory_gib: floa
     """Predictions of a published plan and of redline's plan for the same training."""
     request = published.request(hardware, memory_gib)
     config = published.config()
-    theirs = request.estimator(config)
-    began = time.perf_counter()
+    published_estimate = request.estimator(config)
+    start = time.perf_counter()
     found = estimate_document(request, top=1, layerwise=True)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     best: Any = found.layerwise or found.ranked[0].estimate
     knobs = found.layerwise.config if found.layerwise else found.ranked[0].config
     return {
@@ -170,13 +170,13 @@ def compared(published: Published, hardware: str | None = None, memory_gib: floa
         "memory_gib": memory_gib or published.memory_gib,
         "batch": published.plan["global_bsz"],
         "theirs": _words(config),
-        "theirs_tokens_per_s": theirs.throughput,
-        "theirs_gib": theirs.peak_memory_mib / 1024,
-        "theirs_fits": theirs.fits,
+        "theirs_tokens_per_s": published_estimate.throughput,
+        "theirs_gib": published_estimate.peak_memory_mib / 1024,
+        "theirs_fits": published_estimate.fits,
         "ours": _words(knobs),
         "ours_tokens_per_s": best.throughput,
         "ours_gib": best.peak_memory_mib / 1024,
-        "ratio": best.throughput / theirs.throughput,
+        "ratio": best.throughput / published_estimate.throughput,
         "seconds": seconds,
     }
 

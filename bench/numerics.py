@@ -110,7 +110,7 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
                         yield cell, values[-1]
                         return
                 wrong = next((value.wrong for value in values if not value.holds), None)
-                worst = max(value.gravest("gradients").by for value in values)
+                worst = max(value.largest_of("gradients").by for value in values)
                 yield cell, f"{wrong.description} (allowed: {wrong.allowed:.2g})" if wrong else worst
         finally:
             for each in processes:

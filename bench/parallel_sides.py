@@ -60,8 +60,8 @@ class Side:
         """Returns the micro-batches of a replica in a step."""
         whole = make_batch(self.workload, self.workload.global_batch, step % 8)
         size = self.workload.global_batch // context.world_size
-        mine = to_device(batch_slice(whole, context.rank * size, (context.rank + 1) * size), device)
-        return [batch_slice(mine, at, at + self.micro_batch) for at in range(0, size, self.micro_batch)]
+        local_batch = to_device(batch_slice(whole, context.rank * size, (context.rank + 1) * size), device)
+        return [batch_slice(local_batch, at, at + self.micro_batch) for at in range(0, size, self.micro_batch)]
 
     def autocast(self, device: Any) -> contextlib.AbstractContextManager:
         import torch

@@ -74,15 +74,15 @@ def main() -> int:
                 options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
         worst = max((each["share"] for each in kept[name].values()), default=0.0)
         print(f"{name}: {len(kept[name])} tests, worst share {worst:.2f}", flush=True)
-    text, beyond = table(kept)
+    text, failures = table(kept)
     print("\n" + text)
     if options.write:
         options.write.write_text(text, encoding="utf-8")
     for name in failed:
         print(f"FAILED: {name}")
-    for name in beyond:
+    for name in failures:
         print(f"too close to its tolerance: {name}")
-    return 1 if failed or beyond else 0
+    return 1 if failed or failures else 0
 
 
 def available() -> list[str]:
@@ -122,13 +122,13 @@ def table(kept: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
     for condition, shares in kept.items():
         for name, each in shares.items():
             tests.setdefault(name, []).append((condition, each))
-    rows, beyond = [], []
+    rows, failures = [], []
     for name, found in tests.items():
         condition, worst = max(found, key=lambda pair: pair[1]["share"])
         faults = [each["fault"] for _, each in found if each["fault"] is not None]
         rows.append((worst["share"], min(faults, default=None), name, worst["what"], condition, found))
         if worst["share"] * MARGIN > 1 or (faults and min(faults) < MARGIN):
-            beyond.append(name)
+            failures.append(name)
     lines = [
         "| test | conditions x seeds | worst share of its tolerance | of what, where | least planted fault |",
         "|---|---|---|---|---|",
@@ -139,7 +139,7 @@ def table(kept: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
         shown = f"{fault:.0f} times the tolerance" if fault is not None else ""
         short = name.rpartition("/")[2]
         lines.append(f"| {short} | {len(found)} x {seeds} | {share:.3f} | {where} | {shown} |")
-    return "\n".join(lines) + "\n", beyond
+    return "\n".join(lines) + "\n", failures
 
 
 if __name__ == "__main__":

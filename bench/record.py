@@ -137,8 +137,8 @@ class Table:
                     )
                 for row in reader:
                     self.rows[tuple(row[knob.name] for knob in space.knobs)] = row
-        if strange := [key for key in self.rows if key not in self.order]:
-            raise UsageError(f"'{path}' has a row that is not in this space: {strange[0]}; give another --out")
+        if unknown_keys := [key for key in self.rows if key not in self.order]:
+            raise UsageError(f"'{path}' has a row that is not in this space: {unknown_keys[0]}; give another --out")
 
     def key(self, config: Config) -> tuple[str, ...]:
         return tuple(str(value) for value in knobs_of(self.space, config).values())
@@ -235,7 +235,7 @@ def made(task: Task, options: argparse.Namespace) -> Iterator[tuple[TrialTerms, 
         yield terms, runner
 
 
-def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, anew: bool) -> None:
+def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, refresh: bool) -> None:
     """Writes the YAML beside the table if there is none or if `anew`; it measures the machine.
 
     Raises:
@@ -252,7 +252,7 @@ def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, anew: bool
                     f"the rows so far were measured with {part} {earlier}, but now it is {now}; "
                     f"give the command in '{path}', or another --out"
                 )
-        if not anew:
+        if not refresh:
             return
         facts = facts | {key: before[key] for key in ("recorded", "command", "versions") if key in before}
     if (numbers := numbers_of(terms)) is not None:
@@ -304,7 +304,7 @@ def main(arguments: list[str]) -> None:
     at = arguments.index("--time") if "--time" in arguments else len(arguments)
     asked = arguments[:at] + arguments[at + 2 :]
     with made(task, options) as (terms, runner):
-        write_facts(options.out.with_suffix(".yaml"), facts_of(task, terms, asked), terms, anew=options.facts)
+        write_facts(options.out.with_suffix(".yaml"), facts_of(task, terms, asked), terms, refresh=options.facts)
         if options.facts:
             return
         record(table, runner, left, reference_of(runner, task.space), watch)

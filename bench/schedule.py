@@ -28,7 +28,6 @@ from torch import nn
 MARKS = "<!-- measured -->", "<!-- end of measured -->"
 """Marks around the tables in a page."""
 WARM_UP = 3
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

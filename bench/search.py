@@ -58,7 +58,7 @@ Tables = Mapping[str, Mapping[str, float]]
 """Figures by name of the table."""
 
 
-def ours(surface: Surface, seed: int, name: str) -> Ask:
+def own_sampler(surface: Surface, seed: int, name: str) -> Ask:
     name, _, prior = name.partition("+")
     options = {"prior": make_prior(surface, prior, seed), "warn": lambda message: None} if prior else {}
     if name in SURROGATES:
@@ -192,7 +192,7 @@ class EmulatedRows(Rows):
 
 def replay(surface: Surface, name: str, seed: int, trials: int, begin: str, emulates: bool = False) -> dict[str, Any]:
     """Returns throughput (0 for a failure) of each dry run of one search, and seconds of a proposal."""
-    ask = PEERS[name](surface, seed) if name in PEERS else ours(surface, seed, name)
+    ask = PEERS[name](surface, seed) if name in PEERS else own_sampler(surface, seed, name)
     rows: Runner = Rows(surface)
     runner = EmulateFirst(EmulatedRows(surface, seed), rows) if emulates else rows
     done = beginning(surface, begin, seed)

@@ -131,9 +131,9 @@ class PaperPool:
         if self.slots is None or len(self.active) >= self.slots or not self.queued:
             return
         shares, running, contenders = self.shares(week=True), list(self.running.values()), self.contenders()
-        began = time.thread_time()
+        start = time.thread_time()
         begin, _ = share_slots(contenders, running, self.workers, shares, self.slots)
-        self.slots_cpu_ms.append(1000 * (time.thread_time() - began))
+        self.slots_cpu_ms.append(1000 * (time.thread_time() - start))
         for each in begin:
             self.begin(each)
 
@@ -150,30 +150,30 @@ class PaperPool:
 
     def shares(self, *, week: bool = False) -> list[Share]:
         """Returns the recent usage of the users, as the store does."""
-        recent, longer = self._faded(RECENT_S), self._faded(WEEK_S) if week else {}
+        recent, longer = self._discounted(RECENT_S), self._discounted(WEEK_S) if week else {}
         return [
             Share(user=user, weight=weight, recent=recent.get(user, 0.0), week=longer.get(user, 0.0))
             for user, weight in self.users.items()
         ]
 
-    def _faded(self, window_s: float) -> dict[int, float]:
+    def _discounted(self, window_s: float) -> dict[int, float]:
         since = self.now - window_s
         out: dict[int, float] = defaultdict(float)
-        for user, had in self.had.items():
-            for each in reversed(had):  # in order of their ends
+        for user, usage in self.had.items():
+            for each in reversed(usage):  # in order of their ends
                 if each[1] <= since:
                     break
-                out[user] += _fading(*each, since, window_s)
+                out[user] += _discounted_seconds(*each, since, window_s)
         for each in self.running.values():
-            out[each.user] += _fading(each.started, self.now, each.devices, since, window_s)
+            out[each.user] += _discounted_seconds(each.started, self.now, each.devices, since, window_s)
         return out
 
     def decide(self) -> float:
         """Starts dry runs by the decision, and returns its time, s."""
         shares, waiting, running = self.shares(), list(self.waiting.values()), list(self.running.values())
-        began = time.thread_time()
+        start = time.thread_time()
         placed = decide(waiting, running, self.workers, shares, self.now)
-        took = time.thread_time() - began
+        took = time.thread_time() - start
         for number, worker in placed:
             each = self.waiting.pop(number)
             search = self.searches[each.search]
@@ -202,9 +202,9 @@ class PaperPool:
         return sum(each.devices for each in self.running.values())
 
 
-def _fading(began: float, ended: float, devices: int, since: float, window_s: float) -> float:
-    began = max(began, since)
-    return max(0.0, devices * (ended - began) * ((began + ended) / 2 - since) / window_s)
+def _discounted_seconds(start: float, finished: float, devices: int, since: float, window_s: float) -> float:
+    start = max(start, since)
+    return max(0.0, devices * (finished - start) * ((start + finished) / 2 - since) / window_s)
 
 
 def searches_of(number: int, users: int, trials: int, rng: random.Random) -> list[Search]:
@@ -267,12 +267,12 @@ def on_paper(
 
 
 def _device_seconds(pool: PaperPool) -> dict[int, float]:
-    had = dict.fromkeys(pool.users, 0.0)
+    used_seconds = dict.fromkeys(pool.users, 0.0)
     for user, each in pool.had.items():
-        had[user] += sum(devices * (end - began) for began, end, devices in each)
+        used_seconds[user] += sum(devices * (end - start) for start, end, devices in each)
     for running in pool.running.values():
-        had[running.user] += running.devices * (pool.now - running.started)
-    return had
+        used_seconds[running.user] += running.devices * (pool.now - running.started)
+    return used_seconds
 
 
 def largest_decision(devices: int, searches: int) -> dict[str, Any]:
@@ -282,18 +282,18 @@ def largest_decision(devices: int, searches: int) -> dict[str, Any]:
     waiting, shares = list(pool.waiting.values()), pool.shares()
     took, waiting_ms = [], []
     for _ in range(20):
-        began = time.thread_time()
+        start = time.thread_time()
         decide(waiting, [], pool.workers, shares, 0.0)
-        took.append(1000 * (time.thread_time() - began))
-        began = time.thread_time()
+        took.append(1000 * (time.thread_time() - start))
+        start = time.thread_time()
         why_waiting(waiting, [], pool.workers, shares, 0.0)
-        waiting_ms.append(1000 * (time.thread_time() - began))
+        waiting_ms.append(1000 * (time.thread_time() - start))
     queued = PaperPool(devices // 8, 8, list(pool.searches.values()), dict.fromkeys(range(20), 1.0), 0, 8).contenders()
     cpu_ms = []
     for _ in range(20):
-        began = time.thread_time()
+        start = time.thread_time()
         why_no_slot(queued, [], pool.workers, shares, 8)
-        cpu_ms.append(1000 * (time.thread_time() - began))
+        cpu_ms.append(1000 * (time.thread_time() - start))
     return {
         "waiting": len(waiting),
         "decide_cpu_ms": _spread(took),
@@ -310,24 +310,24 @@ def in_store(url: str, searches: int) -> dict[str, Any]:
         request = {"model": "llama2-7b", "devices": 8, "trials": 30, "filler": "x" * 1000}
         submits, ids = [], []
         for _ in range(searches):
-            began = time.perf_counter()
+            start = time.perf_counter()
             ids.append(store.submit(ann, request, devices=1)[0].id)
-            submits.append(1000 * (time.perf_counter() - began))
+            submits.append(1000 * (time.perf_counter() - start))
         worker = store.join(ann, "bench", "host", H100, 1024, 81920, {})
         attempts = {each: store.take_search(each) for each in ids[:200]}
-        began = time.perf_counter()
+        start = time.perf_counter()
         asked = [store.ask_dry_run(each, attempt, "0", "run", {"x": 1}, 1) for each, attempt in attempts.items()]
         leases = [store.lease(each.id, worker.id, 60.0) for each in asked]
         for each in leases:
             store.answer(each.dry_run, each.lease, {"status": "ok"})
-        rate = len(leases) / (time.perf_counter() - began)
+        rate = len(leases) / (time.perf_counter() - start)
         looks = []
         for each, attempt in attempts.items():
             store.ask_dry_run(each, attempt, "1", "run", {"x": 1}, 1)
         for _ in range(20):
-            began = time.perf_counter()
+            start = time.perf_counter()
             store.waiting(), store.running(), store.workers(), store.shares()
-            looks.append(1000 * (time.perf_counter() - began))
+            looks.append(1000 * (time.perf_counter() - start))
         return {
             "database": "sqlite" if store.database.sqlite else "postgresql",
             "submit_ms": _spread(submits),

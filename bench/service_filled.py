@@ -61,9 +61,9 @@ def filled(folder: Path, spread: Spread) -> list[dict[str, Any]]:
     for size in SIZES:
         url = f"sqlite:///{folder / f'filled-{size}.db'}"
         with Server(folder, url) as server:
-            began = time.monotonic()
+            start = time.monotonic()
             middle = fill(server, size)
-            print(f"{size:,} searches: filled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            print(f"{size:,} searches: filled in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
             took: dict[str, Any] = {}
             with server.client() as client:
                 for name, path in PATHS.items():
@@ -90,7 +90,7 @@ def fill(server: Server, size: int) -> str:
     users = [store.add_user(f"user{each}").id for each in range(USERS - 1)]
     users.append(next(each.id for each in store.users() if each.name.startswith("http-")))
     host = store.join(users[0], "bench", "host", {"type": "cuda", "name": "NVIDIA H100"}, 8, 81920, {})
-    had: dict[tuple[int, int], float] = defaultdict(float)
+    used_seconds: dict[tuple[int, int], float] = defaultdict(float)
     rows: list[dict[str, Any]] = []
     for number in range(size):
         user, created = rng.choice(users), now - 30 * DAY_S * (1 - number / size)
@@ -101,7 +101,7 @@ def fill(server: Server, size: int) -> str:
             "attempt": 1, "heartbeat": created, "reuse": False, "finished": TRIALS, "seconds": 800.0, "trials": TRIALS,
             "best": {"trial": 3, "config": CONFIG, "throughput": 12345.6, "unit": "tokens/s", "measurement": MEASURED},
         })  # fmt: skip
-        had[user, int((created + 1000) // DAY_S)] += TRIALS * 8 * 40.0
+        used_seconds[user, int((created + 1000) // DAY_S)] += TRIALS * 8 * 40.0
     for begin in range(0, size, 500):
         some = rows[begin : begin + 500]
         left = [
@@ -125,7 +125,7 @@ def fill(server: Server, size: int) -> str:
         store.database.write(
             lambda one, some=some, left=left, event_rows=event_rows: _insert(one, some, left, event_rows)
         )
-    totals = [{"user": user, "day": day, "device_seconds": had[user, day]} for user, day in had]
+    totals = [{"user": user, "day": day, "device_seconds": used_seconds[user, day]} for user, day in used_seconds]
     store.database.write(lambda one: one.execute(insert(usage), totals))
     for number in range(RUNNING + QUEUED):
         made = store.submit(users[number % USERS], REQUEST, devices=8)[0].id
@@ -145,9 +145,9 @@ def _insert(
 
 
 def _timed(ask: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     ask()
-    return 1000 * (time.perf_counter() - began)
+    return 1000 * (time.perf_counter() - start)
 
 
 def words(found: list[dict[str, Any]]) -> list[list[str]]:

@@ -85,9 +85,9 @@ def over_http(url: str, folder: Path, spread: Spread) -> dict[str, Any]:
     with Server(folder, url) as server:
         found: dict[str, Any] = {"database": "sqlite" if server.store.database.sqlite else "postgresql"}
         for name, measure in MEASURED.items():
-            began = time.monotonic()
+            start = time.monotonic()
             found[name] = measure(server, spread)
-            print(f"{found['database']} {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            print(f"{found['database']} {name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         return found
 
 
@@ -97,9 +97,9 @@ def _timed(ask: Callable[[], httpx.Response]) -> float:
     Raises:
         SystemExit: it was refused.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     answer = ask()
-    took = 1000 * (time.perf_counter() - began)
+    took = 1000 * (time.perf_counter() - start)
     if answer.status_code >= 400:
         raise SystemExit(f"{answer.request.method} {answer.request.url}: {answer.status_code} {answer.text}")
     return took
@@ -155,12 +155,12 @@ def events(server: Server, spread: Spread) -> dict[str, Any]:
     """Events that another process sends at a constant rate, and the times at which listeners receive them."""
     count = int(EVENTS_A_SECOND * TELLING_S)
     with _Listeners(server, LISTENERS, count) as listeners:
-        before, began, sent = server.cpu_s, time.monotonic(), []
+        before, start, sent = server.cpu_s, time.monotonic(), []
         for number in range(count):
-            time.sleep(max(0.0, began + number / EVENTS_A_SECOND - time.monotonic()))
+            time.sleep(max(0.0, start + number / EVENTS_A_SECOND - time.monotonic()))
             sent.append(time.monotonic())
-            server.store.tell(None, "said", {"number": number, "message": "x" * 60})
-        seconds = time.monotonic() - began
+            server.store.add_event(None, "said", {"number": number, "message": "x" * 60})
+        seconds = time.monotonic() - start
         received: list[list[tuple[int, float]]] = listeners.received()
         used = server.cpu_s - before
     wanted = list(range(count))
@@ -203,13 +203,13 @@ class _Listeners(AbstractContextManager["_Listeners"]):
 
     def __init__(self, server: Server, number: int, wanted: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
         after = server.store.latest()
         self._process = context.Process(
-            target=_listen, args=(server.address, server.token, number, wanted, after, theirs)
+            target=_listen, args=(server.address, server.token, number, wanted, after, child_pipe)
         )
         self._process.start()
-        theirs.close()
+        child_pipe.close()
         if not self._pipe.poll(START_S):
             raise SystemExit(f"{number} streams could not be opened within {START_S:g} s")
         self._pipe.recv()
@@ -231,7 +231,7 @@ async def _listening(address: str, token: str, number: int, wanted: int, after: 
     streams = [await _opened(address, token, after) for _ in range(number)]
     pipe.send("open")
     if wanted:
-        sent = await asyncio.gather(*(_heard(reader, wanted) for reader, _ in streams))
+        sent = await asyncio.gather(*(_received(reader, wanted) for reader, _ in streams))
         pipe.send([list(_numbers(data, marks)) for data, marks in sent])
     await asyncio.to_thread(_closed, pipe)
     for _, writer in streams:
@@ -258,7 +258,7 @@ async def _opened(address: str, token: str, after: int) -> tuple[asyncio.StreamR
     return reader, writer
 
 
-async def _heard(reader: asyncio.StreamReader, wanted: int) -> tuple[bytes, list[tuple[int, float]]]:
+async def _received(reader: asyncio.StreamReader, wanted: int) -> tuple[bytes, list[tuple[int, float]]]:
     """Returns the contents of a stream up to its last event, and the number of bytes received at each time."""
     data, marks, last = bytearray(), [], f'"number":{wanted - 1},'.encode()
     until = time.monotonic() + TELLING_S + START_S

@@ -196,10 +196,10 @@ class Cluster(threading.Thread):
         asked = {**request, "trials": trials, "seed": seed, "patience": 0}
         made = self.store.submit(self.user, asked, devices=8)[0].id
         self.truths[made], self.tried[made] = self.world.of(request), []
-        begun = time.monotonic()
+        start = time.monotonic()
         Searcher(self.store, url, data, made).run()
-        print(f"  {request['target']}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-        assert (ended := self.store.search(made)).state is SearchState.DONE, ended.reason
+        print(f"  {request['target']}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        assert (stored := self.store.search(made)).state is SearchState.DONE, stored.reason
         return self.tried[made]
 
 
@@ -216,10 +216,10 @@ def searched(world: World, requests: list[dict[str, Any]], trials: int, seed: in
                 cluster.join()
 
 
-def reached(tried: list[tuple[Config, bool]], truth: Truth, best_ms: float, trials: int) -> int:
+def reached(tried: list[tuple[Config, bool]], simulated: Truth, best_ms: float, trials: int) -> int:
     """Returns the number of dry runs until one was within 2 % of the best."""
     for number, (config, ok) in enumerate(tried, 1):
-        if ok and truth.step_ms(config) <= best_ms / NEAR:
+        if ok and simulated.step_ms(config) <= best_ms / NEAR:
             return number
     return trials + 1
 
@@ -234,9 +234,11 @@ def a_world(number: int, trials: int, again: set[int]) -> list[dict[str, Any]]:
         if position not in again:
             continue
         [alone] = [after] if position == 1 else searched(world, [request], trials, number)
-        truth = world.of(request)
-        best_ms = min(truth.step_ms(config) for config, ok in alone + after if ok)
-        found = {name: reached(tried, truth, best_ms, trials) for name, tried in (("alone", alone), ("after", after))}
+        simulated = world.of(request)
+        best_ms = min(simulated.step_ms(config) for config, ok in alone + after if ok)
+        found = {
+            name: reached(tried, simulated, best_ms, trials) for name, tried in (("alone", alone), ("after", after))
+        }
         out.append({"world": number, "position": position, "model": request["target"], **found})
         print(out[-1], flush=True)
     return out

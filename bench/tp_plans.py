@@ -33,10 +33,10 @@ def main() -> None:
             unmade.append(name)
             print(f"{name}: its default sizes make no model ({type(error).__name__})")
             continue
-        why = schedule_of(name).support(create_schedule(model)).tp(2)
-        (refused if why else cut).append(name)
-        if why:
-            print(f"{name}: {why}")
+        reason = schedule_of(name).support(create_schedule(model)).tp(2)
+        (refused if reason else cut).append(name)
+        if reason:
+            print(f"{name}: {reason}")
     print(f"{len(cut)} are cut, {len(refused)} refused, {len(unmade)} not made")
 
 

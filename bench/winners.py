@@ -75,7 +75,9 @@ def in_turns(workload, trials, *, rounds: int, seconds: float) -> tuple[dict[str
     return apart, statistics.median(means)
 
 
-def truth(workload, trials, winner: str, *, rounds: int, seconds: float) -> tuple[dict[str, float], float, float]:
+def throughputs_of(
+    workload, trials, winner: str, *, rounds: int, seconds: float
+) -> tuple[dict[str, float], float, float]:
     """Returns the throughput of each trial's configuration, by id, on a quiet machine, the fastest ones measured for
     longer.
 
@@ -103,7 +105,9 @@ def truth(workload, trials, winner: str, *, rounds: int, seconds: float) -> tupl
     best = max((trial.config.id for trial in near), key=whole.get)
     if best == winner:
         return throughputs, 1.0, 0.0
-    middle, within = median_interval([mine - its for mine, its in zip(apart[winner], apart[best], strict=True)])
+    middle, within = median_interval(
+        [winner_log - best_log for winner_log, best_log in zip(apart[winner], apart[best], strict=True)]
+    )
     return throughputs, math.exp(middle), within * math.exp(middle)
 
 
@@ -126,7 +130,7 @@ def one(model: str, seed: int, options: argparse.Namespace) -> dict:
     workload = rl.workload(model)
     ran = [trial for trial in result.all_trials if trial.measurement.peak_memory_mib and trial.measurement.ok]
     named = result.best.config.id
-    true, share, within = truth(workload, ran, named, rounds=options.rounds, seconds=options.seconds)
+    true, share, within = throughputs_of(workload, ran, named, rounds=options.rounds, seconds=options.seconds)
     best = max(true, key=true.get)
     return {
         "model": model,

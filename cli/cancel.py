@@ -2,7 +2,7 @@
 
 import click
 
-from .server_options import client_of, reached
+from .server_options import client_of, with_server
 
 
 @click.command(
@@ -13,7 +13,7 @@ Examples:
 """,
 )
 @click.argument("searches", metavar="ID...", nargs=-1, required=True)
-@reached
+@with_server
 def cancel(server: str, token: str | None, trust: str | None, searches: tuple[str, ...]) -> None:
     """End the searches ID: no further trial starts, and the results so far are kept."""
     with client_of(server, token, trust) as client:

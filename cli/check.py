@@ -119,8 +119,8 @@ def _faster(number: int, each: "Faster") -> list[str]:
     lines = [f"{number}  {gain}, {_memory(each.estimate)}, {100 * each.estimate.probability_fits:.0f} % chance to fit"]
     many = len({change.where for change in each.changes}) > 1
     for change in each.changes:
-        was = f"   (was {change.old})" if change.old is not None else ""
-        lines.append(f"     {f'{change.where}: ' if many else ''}{change.text}{was}")
+        before = f"   (was {change.old})" if change.old is not None else ""
+        lines.append(f"     {f'{change.where}: ' if many else ''}{change.text}{before}")
     return lines
 
 

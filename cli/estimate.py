@@ -3,14 +3,18 @@
 import json
 import shlex
 import shutil
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from ..base.errors import UsageError
+from ..base.option import Option, check_options, options_of as declared
 from ..base.reading import path_of
 from ..base.writing import as_data, write_atomic
+from ..estimator.facts.model_facts import Shape
 from ..models.request import ModelRequest, SpaceRequest
+from ..tuner.budget import parse_memory
 from .options import TRAINERS, command_line, options_of, request_of, values_of
 
 if TYPE_CHECKING:
@@ -32,68 +36,42 @@ Examples:
   redline estimate llama3-8b --hardware h100 --devices 16 --fix zero=3 --trace-memory
   redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by the trials of a run
 """
-SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "positions")
-"""Options of shape numbers."""
+EXPERTS = ("experts", "experts_per_token", "expert_intermediate", "shared_intermediate", "dense_layers")
+"""Shape numbers that are not options."""
 NOTHING_FITS = 3
 """Exit code if no configuration is predicted to fit."""
 
 
-def _shape_options(command: Any) -> Any:
-    helps = {
-        "layers": "Shape numbers instead of MODEL: repeated blocks.",
-        "hidden": "Elements of the residual stream.",
-        "heads": "Query heads.",
-        "kv_heads": "Key and value heads.  [default: --heads]",
-        "head_dim": "Elements of a head.  [default: hidden / heads]",
-        "intermediate": "Inner size of the feed-forward network.  [default: 4 * hidden]",
-        "vocabulary": "Rows of the embedding.",
-        "positions": "Learned positions.  [default: 0, rotary]",
-    }
-    for name in reversed(SHAPE):
-        command = click.option(f"--{name.replace('_', '-')}", type=int, metavar="N", help=helps[name])(command)
-    return command
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions:
+    """The hardware of an estimate, and its output."""
+
+    hardware: Annotated[
+        str | None, Option("A name in the table or a YAML file.  [default: this machine]", metavar="NAME|FILE")
+    ] = None
+    config: Annotated[str | None, Option("Predict this configuration only.", metavar="KNOB=V,...")] = None
+    top: Annotated[int, Option("Show the N best plans.", type=int, least=1, metavar="N")] = 1
+    out: Annotated[str | None, Option("Write the plans, for `redline tune`, `export` and `train`.", metavar="FILE")] = (
+        None
+    )
+    memory_limit: Annotated[
+        str | None,
+        Option("Memory of a device, such as 40GiB.  [default: all]", check=parse_memory, metavar="SIZE"),
+    ] = None
+    framework: Annotated[str, Option(f"Trainer: {', '.join(TRAINERS)}.", metavar="NAME")] = "redline"
+    trials_from: Annotated[str | None, Option("Correct the predictions by a run's trials.", metavar="RUN")] = None
+    layerwise: Annotated[bool, Option("Refine the winner: choose checkpointing for each block.")] = False
+    explain: Annotated[bool, Option("Show the parts of memory and time.")] = False
+    trace_memory: Annotated[
+        bool, Option("Trace the first plan's allocations: memory over a step, largest tensors.")
+    ] = False
 
 
 @click.command(epilog=EXAMPLES, short_help="Predict the best configurations of a model on any hardware.")
-@options_of(ModelRequest, SpaceRequest)
-@click.option("--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]")
-@_shape_options
-@click.option("--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not.")
-@click.option("--tied", is_flag=True, help="With shape numbers: the head shares the matrix of the embedding.")
-@click.option("--config", "config", metavar="KNOB=V,...", help="Predict this configuration only.")
-@click.option("--top", type=click.IntRange(min=1), metavar="N", default=1, help="Show the N best plans.  [default: 1]")
-@click.option(
-    "-o", "--out", "output", metavar="FILE", help="Write the plans, for `redline tune`, `export` and `train`."
-)
-@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: all]")
-@click.option(
-    "--framework", metavar="NAME", default="redline", help=f"Trainer: {', '.join(TRAINERS)}.  [default: redline]"
-)
-@click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
-@click.option("--layerwise", is_flag=True, help="Refine the winner: choose checkpointing for each block.")
-@click.option("--explain", is_flag=True, help="Show the parts of memory and time.")
-@click.option(
-    "--trace-memory", is_flag=True, help="Trace the first plan's allocations: memory over a step, largest tensors."
-)
+@options_of(ModelRequest, SpaceRequest, EstimateOptions, Shape, without=EXPERTS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def estimate(
-    ctx: click.Context,
-    hardware: str | None,
-    config: str | None,
-    top: int,
-    output: str | None,
-    memory_limit: str | None,
-    framework: str,
-    trials_from: str | None,
-    layerwise: bool,
-    explain: bool,
-    trace_memory: bool,
-    as_json: bool,
-    gated: bool,
-    tied: bool,
-    **options: Any,
-) -> int:
+def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     """Predict the fastest configurations of MODEL that fit on any hardware.
 
     Nothing is run: the model is traced without memory or arithmetic; its operations and the hardware's data give
@@ -102,33 +80,36 @@ def estimate(
     from ..base.collection import without_collection
     from ..estimator.document import estimate_document, plan_file, with_fewer_devices
     from ..estimator.request import estimate_request
-    from ..tuner.budget import parse_memory
     from ..tuner.first_trial import first_trial
     from . import estimate_text
 
     again = command_line(ctx)
-    sizes = {name: options.pop(name) for name in SHAPE}
-    shape = _shape(options, sizes, gated, tied)
+    asked = EstimateOptions(**{each.name: options.pop(each.name) for each in fields(EstimateOptions)})
+    check_options(asked)
+    shape = _shape(options)
+    output = asked.out
     given = request_of(options, shape)
-    single = config_of(config) if config else None
+    single = config_of(asked.config) if asked.config else None
     if output is not None and single is not None:
         raise UsageError(
             "--out writes the plans of a space, but --config selects one configuration: use only one of them"
         )
-    if trace_memory:
-        _check_traced(shape, framework)
-    limit_mib = parse_memory(memory_limit)
-    trials = None if trials_from is None else _trials_of(trials_from)
+    if asked.trace_memory:
+        _check_traced(shape, asked.framework)
+    limit_mib = parse_memory(asked.memory_limit)
+    trials = None if asked.trials_from is None else _trials_of(asked.trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
     with _Status() as status, without_collection():
         status.update("reading the model")
-        request = estimate_request(hardware=hardware, memory_limit_mib=limit_mib, framework=framework, **given)
+        request = estimate_request(
+            hardware=asked.hardware, memory_limit_mib=limit_mib, framework=asked.framework, **given
+        )
         document = estimate_document(
             request,
             config=single,
-            top=top,
+            top=asked.top,
             trials=trials,
-            layerwise=layerwise,
+            layerwise=asked.layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
             say=status.update,
         )
@@ -140,9 +121,9 @@ def estimate(
         document = with_fewer_devices(
             document,
             lambda devices: estimate_request(
-                hardware=hardware,
+                hardware=asked.hardware,
                 memory_limit_mib=limit_mib,
-                framework=framework,
+                framework=asked.framework,
                 like=request,
                 **{**more, "devices": devices},
             ),
@@ -151,7 +132,7 @@ def estimate(
     if output is not None and document.ranked:
         _write(output, plan_file(document, again))
     timeline = None
-    if trace_memory and document.ranked:
+    if asked.trace_memory and document.ranked:
         with _Status() as status:
             status.update("tracing the allocations of a rank")
             timeline = _timeline(document, given)
@@ -159,8 +140,10 @@ def estimate(
         traced = {} if timeline is None else {"memory_trace": timeline.to_dict()}
         click.echo(json.dumps({**document.to_dict(), **traced}, allow_nan=False))
     else:
-        then = () if single is not None else _then(again, output, tunable=shape is None)
-        click.echo("\n".join(estimate_text.body(document, explain=explain, width=width, then=then, timeline=timeline)))
+        then = () if single is not None else _next_commands(again, output, tunable=shape is None)
+        click.echo(
+            "\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then, timeline=timeline))
+        )
     return 0 if document.ranked else NOTHING_FITS
 
 
@@ -223,7 +206,7 @@ class _Status:
             self._live = None
 
 
-def _then(again: str, output: str | None, *, tunable: bool) -> list[str]:
+def _next_commands(again: str, output: str | None, *, tunable: bool) -> list[str]:
     """Returns the commands that use the plans."""
     written = output or "plan.yaml"
     file = shlex.quote(written)
@@ -255,9 +238,13 @@ def _write(output: str, document: dict[str, Any]) -> None:
         raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
 
 
-def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:
-    """Returns the shape given in place of a model; None if a model is given."""
-    given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+def _shape(options: dict[str, Any]) -> Shape | None:
+    """Returns the shape given in place of a model; None if a model is given. Removes its options."""
+    values = {
+        field.name: (options.pop(field.name), field.default) for field, _ in declared(Shape) if field.name in options
+    }
+    switches = {name: values.pop(name)[0] for name in ("gated", "tied")}
+    given = {name: value for name, (value, default) in values.items() if value not in (None, default)}
     if not given:
         return None
     if model := options["target"] or options["workload"]:
@@ -265,10 +252,7 @@ def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, t
     missing = [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in given]
     if missing:
         raise UsageError(f"shape numbers need --{', --'.join(missing)} as well")
-    from ..estimator import Shape
-
-    name = f"{given['layers']} x {given['hidden']}"
-    return Shape(name=name, gated=gated, tied=tied, **given)
+    return Shape(name=f"{given['layers']} x {given['hidden']}", **switches, **given)
 
 
 def config_of(text: str) -> dict[str, Any]:

@@ -147,12 +147,12 @@ def _assumed(document: "EstimateDocument") -> str:
 def _survey_lines(survey: "Survey", explain: bool, width: int) -> list[str]:
     """Returns the number of predicted configurations, and why others were excluded."""
     share = 100 * survey.fitting / max(1, survey.predicted)
-    drawn = ""
+    sampled = ""
     if survey.valid is None:
-        drawn = ", drawn from more than can be counted,"
+        sampled = ", drawn from more than can be counted,"
     elif survey.predicted < survey.valid:
-        drawn = f", drawn from {survey.valid:,} valid ones,"
-    lines = _wrapped(f"{share:.0f} % of {survey.predicted:,} configurations{drawn} are predicted to fit", "", width)
+        sampled = f", drawn from {survey.valid:,} valid ones,"
+    lines = _wrapped(f"{share:.0f} % of {survey.predicted:,} configurations{sampled} are predicted to fit", "", width)
     if explain:
         lines += [f"  {count:>9,}  {reason}" for reason, count in survey.out.items()]
     return lines

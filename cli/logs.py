@@ -5,7 +5,7 @@ import time
 
 import click
 
-from .server_options import client_of, reached
+from .server_options import client_of, with_server
 from .submit import event_text
 
 LOOK_S = 1.0
@@ -24,7 +24,7 @@ Examples:
 @click.argument("search", metavar="ID")
 @click.option("-f", "--follow", is_flag=True, help="Continue until it ends.")
 @click.option("--trial", type=click.IntRange(min=0), metavar="N", help="Show the output of this trial.")
-@reached
+@with_server
 def logs(server: str, token: str | None, trust: str | None, search: str, follow: bool, trial: int | None) -> None:
     """Show the events of the search ID so far, or the output of one of its trials."""
     with client_of(server, token, trust) as client:

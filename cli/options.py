@@ -75,7 +75,8 @@ def _option(field: Field[Any], option: Option) -> Decorator:
     if field.default is False:
         return click.option(flag, field.name, is_flag=True, help=option.help)
     if field.default is True:
-        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=option.help)
+        both = flag if "/" in flag else f"{flag}/--no-{flag[2:]}"
+        return click.option(both, field.name, default=True, help=option.help)
     shared: dict[str, Any] = {"help": option.help, "metavar": option.metavar or METAVARS.get(option.type, "NAME")}
     flags = ("-o", flag) if flag == "--out" else (flag,)
     if option.many:
@@ -219,13 +220,13 @@ def command_of(options: dict[str, Any], file: str | None) -> Command | None:
     if file is None and given["command"] is None and not any(options[each] for each in ("target", "workload")):
         if options["taken_from"] is not None:
             raise UsageError("--from defines the knobs, not the target: give MODEL, --workload or --command")
-    stray = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
+    extra = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
     if file is not None:
-        if stray is not None:
-            raise UsageError(f"--command-file defines the command; write the value of {stray} into it")
+        if extra is not None:
+            raise UsageError(f"--command-file defines the command; write the value of {extra} into it")
         return Command.from_yaml(file)
     if given["command"] is not None:
         return Command(**given)
-    if stray is not None:
-        raise UsageError(f"{stray} is an option of a command; give it with --command or --command-file")
+    if extra is not None:
+        raise UsageError(f"{extra} is an option of a command; give it with --command or --command-file")
     return None

@@ -51,8 +51,8 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
     else:
         console.print(Text(f"default  trial {default.trial.number}: {_speed(default)}"))
         if default.trial.number == best.trial.number:
-            why = summary.only_default(result.all_trials) or "the default configuration is the winner"
-            console.print(Text(f"gain     none: {why}", style="bold"))
+            reason = summary.only_default(result.all_trials) or "the default configuration is the winner"
+            console.print(Text(f"gain     none: {reason}", style="bold"))
         elif gain is not None:
             console.print(Text(f"gain     {gain}", style="bold" if gain.shown else "yellow"))
     exact = result.best_exact if best.trial.lossy else None

@@ -42,12 +42,12 @@ class Terminal:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with _perhaps_gone():
+        with _terminal_may_be_gone():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with _perhaps_gone():
+        with _terminal_may_be_gone():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -55,7 +55,7 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def _perhaps_gone() -> Iterator[None]:
+def _terminal_may_be_gone() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .server_options import PRIORITY, client_of, reached
+from .server_options import PRIORITY, client_of, with_server
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +40,7 @@ Examples:
     metavar="ID NAME",
     help="Change who sees a search: own, team or all.",
 )
-@reached
+@with_server
 def queue(
     server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool, **changes: Any
 ) -> None:
@@ -81,9 +81,9 @@ def _change(client: "Client", changes: dict[str, Any]) -> None:
     for search, priority in changes["priority"]:
         client.search(search).change(priority=priority)
         click.echo(f"{search} priority {priority}")
-    for search, who in changes["show_to"]:
-        client.search(search).change(visibility=who)
-        click.echo(f"{search} is shown to {who}")
+    for search, visibility in changes["show_to"]:
+        client.search(search).change(visibility=visibility)
+        click.echo(f"{search} is shown to {visibility}")
     for search in changes["delete"]:
         client.search(search).delete()
         click.echo(f"{search} deleted")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import exit_codes
-from .server_options import client_of, reached
+from .server_options import client_of, with_server
 
 if TYPE_CHECKING:
     from ..service.client import SearchRun
@@ -28,7 +28,7 @@ Examples:
 )
 @click.option("--to", "target", metavar="NAME", help="Print the winner for a framework, as `redline export` does.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@reached
+@with_server
 def results(
     server: str,
     token: str | None,

@@ -27,7 +27,7 @@ class _Priority(click.ParamType):  # type: ignore[type-arg]  # generic from clic
 PRIORITY = _Priority()
 
 
-def reached(command: Command) -> Command:
+def with_server(command: Command) -> Command:
     """Adds `--server`, `--token` and `--trust`."""
     for option in (
         click.option("--trust", metavar="FILE", help="Certificates to trust, in PEM.  [default: the system's]"),

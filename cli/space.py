@@ -60,14 +60,14 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
     if left := lossy_beyond(task.space):
         yield f"left out because they are lossy: {', '.join(left)} (see --allow lossy)"
     if "kernels" in knobs and task.device.type == "cuda" and DESCRIBED not in task.device.features:
-        if why := liger_obstacle("cuda"):
-            yield f"kernels replace only the loss, not modules: {why}"
+        if reason := liger_obstacle("cuda"):
+            yield f"kernels replace only the loss, not modules: {reason}"
     if workload.space is not None:  # chosen by its author
         return
     precision = knobs.get("precision")
     if precision is not None and "fp8" not in (*precision.values, *(precision.others or ())):
-        if why := without_float8(workload, task.device):
-            yield f"without fp8: {why}"
+        if reason := without_float8(workload, task.device):
+            yield f"without fp8: {reason}"
     if "kernels" not in knobs:
         yield f"without kernels: {kernels_obstacle(workload).removeprefix('kernels: ')}"
     if "strategy" not in knobs and (words := without_strategy(workload, task.space)):

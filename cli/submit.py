@@ -11,7 +11,7 @@ from ..runners.command.command import Command
 from ..tuner.request import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
-from .server_options import PRIORITY, client_of, reached
+from .server_options import PRIORITY, client_of, with_server
 
 if TYPE_CHECKING:
     from ..service.client import SearchRun
@@ -51,7 +51,7 @@ Examples:
 )
 @click.option("--key", metavar="TEXT", help="Key of the submission; submitting it again returns the same search.")
 @click.option("--wait", is_flag=True, help="Show its events until it ends.")
-@reached
+@with_server
 def submit(server: str, token: str | None, trust: str | None, wait: bool, **options: Any) -> int:
     """Submit a search of MODEL to a server, with the options of `redline tune`. Prints its id.
 

@@ -34,7 +34,7 @@ def listed(url: str) -> None:
     from ..results.listing import write_rows
 
     with store_of(url) as store:
-        hours = {who: seconds / 3600 for who, seconds in store.usage().items()}
+        hours = {name: seconds / 3600 for name, seconds in store.usage().items()}
         used: dict[int, float] = {}
         for each in store.tokens():
             used[each.user] = max(used.get(each.user, 0.0), each.used or 0.0)

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ..base.errors import UsageError
-from .server_options import NO_TOKEN, reached
+from .server_options import NO_TOKEN, with_server
 
 FROM_STDIN = "-"
 
@@ -27,7 +27,7 @@ Examples:
 """,
     short_help="Join this host's devices to a server's pool.",
 )
-@reached
+@with_server
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Number of devices.  [default: all]")
 @click.option(
     "--runner", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Runner of the ranks."

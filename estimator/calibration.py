@@ -144,9 +144,9 @@ def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
     precision, pull = np.linalg.inv(variance), np.zeros(len(variance))
     for each in found:
         sure = np.linalg.inv(each.covariance)
-        told = sure - np.linalg.inv(variance)
-        widened = np.linalg.inv(identity + told @ own)
-        precision = precision + ALIKE * widened @ told
+        information = sure - np.linalg.inv(variance)
+        widened = np.linalg.inv(identity + information @ own)
+        precision = precision + ALIKE * widened @ information
         pull = pull + np.sqrt(ALIKE) * widened @ sure @ each.theta
     common = np.linalg.inv((precision + precision.T) / 2)
     theta = np.sqrt(ALIKE) * common @ pull

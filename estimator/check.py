@@ -197,9 +197,9 @@ def check(
         raise UsageError(reason)
     estimate = asked(trainer.config)
     findings = [*notes, *_findings(asked, estimate, machine)]
-    said = asked.conventions(trainer.config)
+    conventions = asked.conventions(trainer.config)
     return Check(
-        trainer=replace(trainer, conventions=said),
+        trainer=replace(trainer, conventions=conventions),
         model=workload.name,
         parameters=_parameters(asked.estimator),
         hardware=machine,
@@ -207,7 +207,7 @@ def check(
         fullest=str(asked.fullest(trainer.config)),
         shares=_shares(estimate, trainer.strategy(), machine),
         faster=_faster(asked, workload, estimate, machine, context),
-        assumed=assumed(said),
+        assumed=assumed(conventions),
         framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
     )
@@ -229,27 +229,28 @@ class _Asked:
         return dict(self.facts.setup) if self.instead else {**self.facts.own, **self.trainer.conventions_with(config)}
 
     def __call__(self, config: Mapping[str, Any], **setup: Any) -> Estimate:
-        said = self.conventions(config)
-        return self._by({**said, **setup})(_estimated(config, said))
+        conventions = self.conventions(config)
+        return self._by({**conventions, **setup})(_estimated(config, conventions))
 
     def fullest(self, config: Mapping[str, Any]) -> FullestRank:
         """The rank with the most memory."""
-        said = self.conventions(config)
-        return fullest_rank(self._by(said), _estimated(config, said))
+        conventions = self.conventions(config)
+        return fullest_rank(self._by(conventions), _estimated(config, conventions))
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
         """Predictions under the trainer's conventions, and the index of the configuration of each row."""
-        alike: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
         for at, config in enumerate(configs):
-            said = self.conventions(config)
-            alike.setdefault(repr(sorted(said.items())), (said, []))[1].append(at)
+            conventions = self.conventions(config)
+            groups.setdefault(repr(sorted(conventions.items())), (conventions, []))[1].append(at)
         tables = [
-            self._by(said).table([_estimated(configs[each], said) for each in some]) for said, some in alike.values()
+            self._by(conventions).table([_estimated(configs[each], conventions) for each in some])
+            for conventions, some in groups.values()
         ]
-        return reduce(joined, tables), np.concatenate([np.array(some) for _, some in alike.values()])
+        return reduce(joined, tables), np.concatenate([np.array(some) for _, some in groups.values()])
 
-    def _by(self, said: Mapping[str, Any]) -> Estimator:
-        return self.estimator.on(self.estimator.training.replace(**said), self.estimator.hardware)
+    def _by(self, conventions: Mapping[str, Any]) -> Estimator:
+        return self.estimator.on(self.estimator.training.replace(**conventions), self.estimator.hardware)
 
 
 def _parameters(estimator: Estimator) -> int:
@@ -330,12 +331,12 @@ def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str
     host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
     if strategy.tp > host:
         out.append(
-            f"{_said(trainer, 'tp')} reaches across hosts of {host} devices: its collectives wait for the network"
+            f"{_setting(trainer, 'tp')} reaches across hosts of {host} devices: its collectives wait for the network"
         )
     if config.get("zero", 0) and strategy.replicas == 1:
-        out.append(f"{_said(trainer, 'zero')} has no effect: there is one replica")
+        out.append(f"{_setting(trainer, 'zero')} has no effect: there is one replica")
     if config.get("sequence_parallel") and strategy.tp == 1:
-        out.append(f"{_said(trainer, 'sequence_parallel')} has no effect without tensor parallelism")
+        out.append(f"{_setting(trainer, 'sequence_parallel')} has no effect without tensor parallelism")
     if strategy.pp > 1 and strategy.grad_accum < strategy.pp:
         out.append(
             f"{strategy.grad_accum} micro-batches a step are fewer than the {strategy.pp} pipeline stages: most of them wait"
@@ -351,13 +352,13 @@ def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str
             if without.probability_fits >= SPARE:
                 peak, ratio = without.peak_memory_mib / 1024, without.step_ms / estimate.step_ms
                 out.append(
-                    f"{_said(trainer, knob)} {words} with memory to spare: without it the peak is {peak:.1f} of {limit:.1f} "
+                    f"{_setting(trainer, knob)} {words} with memory to spare: without it the peak is {peak:.1f} of {limit:.1f} "
                     f"GiB, and a step takes {ratio:.2f} times as long"
                 )
     return out
 
 
-def _said(trainer: TrainerConfig, knob: str) -> str:
+def _setting(trainer: TrainerConfig, knob: str) -> str:
     """A knob's value as the file writes it."""
     from ..frameworks.words import Stated
 

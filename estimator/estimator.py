@@ -233,7 +233,7 @@ class Estimator:
         made._context_mib = other._context_mib
         return made
 
-    def drawn(self, random: np.random.Generator) -> "Estimator":
+    def sampled(self, random: np.random.Generator) -> "Estimator":
         """An estimator with factors drawn from their uncertainty.
 
         Draws are clipped to 1.5 standard deviations.

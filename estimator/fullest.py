@@ -32,7 +32,7 @@ class FullestRank:
     least_mib: float
     """Peak of the pipeline rank with the least memory, MiB."""
     reasons: tuple[str, ...]
-    """What it has more of than that rank, and than its own replicas; empty if all ranks are alike."""
+    """Terms of which it has more than that rank, and than its own replicas; empty if all ranks are equal."""
 
     def __str__(self) -> str:
         if not self.reasons:
@@ -65,7 +65,8 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
         more = {name: float(value[0] - found[least][name][0]) for name, value in found[most].items()}
         (name, extra), *_ = sorted(more.items(), key=lambda item: -item[1])
         reasons.append(
-            f"{extra / 1024:.1f} GiB more {name} than the emptiest {_why(name, stages[most], stages[least], split.pp, cols)}"
+            f"{extra / 1024:.1f} GiB more {name} than the emptiest "
+            f"{_reason_for(name, stages[most], stages[least], split.pp, cols)}"
         )
     if (ep := int(cols.ep[0])) > 1 and facts.experts:
         even = of_stages(groups, facts, setup, constants.replace(expert_spread=0.0))[most]
@@ -83,7 +84,7 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
     )
 
 
-def _why(name: str, most: Stage, least: Stage, pp: int, cols: KnobArrays) -> str:
+def _reason_for(name: str, most: Stage, least: Stage, pp: int, cols: KnobArrays) -> str:
     """Why one stage has more of a term than another."""
     if name in _OF_MICRO_BATCHES:
         held, other = (float(in_flight(stage.ranks[0], pp, cols)[0]) for stage in (most, least))

@@ -348,7 +348,7 @@ def _in_table(text: str) -> Hardware | None:
         return DEVICES[text]
     asked = device_name(text)
     found = [each for each in DEVICES.values() if asked.could_be(device_name(each.name), each.memory_gib)]
-    return _taken(text, asked, found) if found else None
+    return _most_common(text, asked, found) if found else None
 
 
 def _unknown(text: str) -> str:
@@ -359,7 +359,7 @@ def _unknown(text: str) -> str:
     return unknown("hardware", text, names, like=near)
 
 
-def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
+def _most_common(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
     """The most common of these, with its uncertainties as its note."""
     taken = next((each for each in found if each.name in MOST_COMMON), found[0])
     notes = []

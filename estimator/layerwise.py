@@ -285,11 +285,11 @@ def _plans(estimator: Estimator, base: Config, bases: Sequence[Config], facts: M
     seconds = {count: _seconds(estimator, stage, facts, columns) for count, stage in by_count.items()}
     priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
     found: dict[_Plan, None] = {}
-    same = [each for each in options if each.tp == tp]
-    alike = [each for each in same if each.ep == _number(base, "ep")]
+    same_tp = [each for each in options if each.tp == tp]
+    same_ep = [each for each in same_tp if each.ep == _number(base, "ep")]
     uneven = split.pp > 1 and split.chunks == 1 and split.sizes is None
     ends = _ends(estimator, cut, facts, cols) if uneven else []
-    for kept in {len(each): each for each in (options, same, alike)}.values():
+    for kept in {len(each): each for each in (options, same_tp, same_ep)}.values():
         ways = [
             (
                 [each for each in choices if each.layer in kept],
@@ -381,8 +381,8 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
     """The strategy of each of a model's blocks, from those of the blocks of each stage: equal degrees are adjacent, and blocks
     that keep the most come last, since these activations are needed and freed first."""
     placed: dict[int, BlockStrategy] = {}
-    for stage, mine in zip(cut, layers, strict=True):
-        ordered = sorted(mine, key=lambda each: (each.tp, each.ep, not each.ckpt, -each.zero))
+    for stage, stage_layers in zip(cut, layers, strict=True):
+        ordered = sorted(stage_layers, key=lambda each: (each.tp, each.ep, not each.ckpt, -each.zero))
         placed |= dict(zip(stage.indices, ordered, strict=True))
     return tuple(placed[index] for index in sorted(placed))
 

@@ -391,8 +391,8 @@ class _Load:
     def _cores(self) -> list[int]:
         import psutil
 
-        mine = getattr(psutil.Process(), "cpu_affinity", None)
-        return mine() if mine is not None else list(range(psutil.cpu_count() or 1))
+        affinity = getattr(psutil.Process(), "cpu_affinity", None)
+        return affinity() if affinity is not None else list(range(psutil.cpu_count() or 1))
 
 
 def _idle(times: Any) -> float:

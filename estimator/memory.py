@@ -122,12 +122,12 @@ def together(
     return {name: np.asarray(out[name], float) for name in MEMORY_TERMS}
 
 
-def _beside(rank: Rank) -> np.ndarray:
+def _keeps_whole_weights(rank: Rank) -> np.ndarray:
     """True where weights are whole from forward to backward, in addition to the pieces that are updated (ZeRO 2)."""
     return rank.setup.in_pieces & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
 
 
-def _held(rank: Rank, what: str) -> np.ndarray:
+def _stored_parameters(rank: Rank, what: str) -> np.ndarray:
     """Parameters whose `what` the rank stores under its ZeRO stage: a part over all replicas, or over those of a group (HSDP)."""
     return rank.held(shared(what, rank.cols.zero))
 
@@ -138,10 +138,12 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
     Rajbhandari et al., arXiv:1910.02054, section 3.
     """
     form, trained, on_host = rank.form, rank.trained_share, rank.cols.offload == "optimizer"
-    weights = np.where(_pieces_away(rank), 0.0, rank.held(_beside(rank) | shared("weights", rank.cols.zero)))
-    gradients = np.where(_pieces_away(rank), 0.0, _held(rank, "gradients"))
+    weights = np.where(
+        _pieces_away(rank), 0.0, rank.held(_keeps_whole_weights(rank) | shared("weights", rank.cols.zero))
+    )
+    gradients = np.where(_pieces_away(rank), 0.0, _stored_parameters(rank, "gradients"))
     gradients = np.where(_whole_gradients(rank), rank.weights, gradients)
-    optimizer = np.where(on_host, 0.0, _held(rank, "optimizer") * trained)
+    optimizer = np.where(on_host, 0.0, _stored_parameters(rank, "optimizer") * trained)
     return {
         "parameters": weights * (trained * form.parameter + (1 - trained) * form.frozen),
         "gradients": gradients * trained * form.gradient,
@@ -165,12 +167,12 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
     form = rank.form
     weights = _matrices(rank) * form.compute if form.compute < form.parameter else rank.none
     if form.gathered == form.compute:
-        weights = np.where((rank.cols.zero >= 3) | _beside(rank), 0.0, weights)
+        weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), 0.0, weights)
     elif rank.setup.gather_dtype:
         # Autocast caches no copies of views of gathered tensors: products of blocks that are not recomputed keep their own.
         blocks = sum((count * rank.whole(each) for each, count in rank.stage.blocks), start=rank.none)
         recomputed = np.minimum(rank.cols.checkpoint_ratio * blocks * form.compute, weights)
-        weights = np.where((rank.cols.zero >= 3) | _beside(rank), weights - recomputed, weights)
+        weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), weights - recomputed, weights)
     gradients = rank.trained * form.parameter if rank.setup.gradient_copy else rank.none
     return {"weight copies": weights, "gradient copies": gradients}
 
@@ -180,7 +182,7 @@ def _gathered(rank: Rank) -> np.ndarray:
     zero, form = rank.cols.zero, rank.form
     some = rank.two_blocks * form.gathered
     every = rank.weights * form.gathered
-    return np.where(_beside(rank), every, np.where(zero >= 3, np.minimum(some, every), 0.0))
+    return np.where(_keeps_whole_weights(rank), every, np.where(zero >= 3, np.minimum(some, every), 0.0))
 
 
 def _exchanged(rank: Rank) -> np.ndarray:
@@ -330,8 +332,10 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
     time."""
     form = rank.form
     unneeded = rank.cols.fused_optimizer | (rank.cols.offload == "optimizer")
-    updating = np.where(unneeded, 0.0, _held(rank, "optimizer") * rank.trained_share * max(form.master, form.parameter))
-    whole_gradients = _held(rank, "gradients") * rank.trained_share * form.gradient
+    updating = np.where(
+        unneeded, 0.0, _stored_parameters(rank, "optimizer") * rank.trained_share * max(form.master, form.parameter)
+    )
+    whole_gradients = _stored_parameters(rank, "gradients") * rank.trained_share * form.gradient
     comes_and_goes = (
         terms["gradients"] + terms["activations"] + terms["checkpoints"] + terms["logits and loss"]
         + terms["recomputation"] + terms["buffers"] + terms["gradient copies"]

@@ -59,9 +59,9 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     found = predict(estimator, space, most=DRAWN, seed=seed)
     if not found.whole:
         found = climbed(found, lambda found, count: _to_improve(found, count if count == 1 else max(top, count)))
-    ranks = hopeful(found.table)
+    ranks = by_expected_throughput(found.table)
     best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
-    safest, small = _beside_best(found.table, ranks)
+    safest, small = _safer_plans(found.table, ranks)
     return Chosen(
         best=best,
         safest=None if safest is None else found.ranked(safest),
@@ -72,12 +72,12 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
 
 def _to_improve(found: Predicted, count: int) -> list[int]:
     """The best configurations of different plans; with several also the alternatives to the best."""
-    ranks = hopeful(found.table)
-    alternatives = _beside_best(found.table, ranks) if count > 1 else ()
+    ranks = by_expected_throughput(found.table)
+    alternatives = _safer_plans(found.table, ranks) if count > 1 else ()
     return [*distinct(found, ranks, count), *(each for each in alternatives if each is not None)]
 
 
-def _beside_best(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:
+def _safer_plans(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:
     """The safest plan with nearly the best throughput, if it is safer than the best, and the one with the least memory at half of
     the best throughput or more."""
     if not len(ranks):
@@ -120,7 +120,7 @@ def _most_on_half(estimate: Estimate) -> float:
     return estimate.throughput / 2 * 1.25 * estimate.step_ms / max(computing, 1e-9)
 
 
-def told_apart(plans: Iterable[Plan]) -> list[Plan]:
+def distinct_plans(plans: Iterable[Plan]) -> list[Plan]:
     """Removes plans that are as good as an earlier one on as many devices."""
     shown: list[Plan] = []
     for each in plans:
@@ -138,7 +138,7 @@ def _alike(first: Ranked, other: Ranked) -> bool:
     )
 
 
-def hopeful(table: EstimateTable) -> np.ndarray:
+def by_expected_throughput(table: EstimateTable) -> np.ndarray:
     """Indices of the configurations that fit, by throughput times the chance to fit, the highest first."""
     fits = ranking(table)
     expected = table.throughput[fits] * table.probability_fits[fits]
@@ -182,4 +182,4 @@ def rows(chosen: Sequence[Ranked], safest: Ranked | None, least_memory: Ranked |
     ]
     beside = [("safest", safest), ("least memory", least_memory)]
     ranked += [Plan(role=role, ranked=each, devices=devices) for role, each in beside if each is not None]
-    return told_apart(ranked)
+    return distinct_plans(ranked)

@@ -82,12 +82,12 @@ def estimate_request(
     model: FactsSource | Workload
     trains: dict[str, Any]
     if isinstance(target, Shape):
-        space, length, total, said = _of_shape(request, target, machine, count)
+        space, length, total, space_notes = _of_shape(request, target, machine, count)
         model, name, trains, samples = target, target.name, {"model": target.name}, total
     else:
         before = None if like is None else like.estimator.source
         model, kept = _resolved(request, machine, count, before if isinstance(before, TracedFacts) else None)
-        space, said, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
+        space, space_notes, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
         samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
         model = (None if request.lora else built(kept.trains.get("shape"), trainer)) or model
     space = settled(space, trainer)
@@ -107,7 +107,7 @@ def estimate_request(
         devices=count,
         global_batch=total,
         trains=trains,
-        notes=notes + said,
+        notes=notes + space_notes,
         framework=trainer,
     )
 
@@ -164,8 +164,8 @@ def _of_shape(
     notes += too_few(total, devices)
     if request.source is not None:
         raise UsageError("a space of another tool's belongs to a model, a command or a callable, not to shape numbers")
-    space, said = request.space_or(lambda allow: shape_space(shape, machine, devices, total, length, allow))
-    return space, length, total, notes + said
+    space, space_notes = request.space_or(lambda allow: shape_space(shape, machine, devices, total, length, allow))
+    return space, length, total, notes + space_notes
 
 
 def machine_of(

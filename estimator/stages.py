@@ -120,10 +120,10 @@ def _held(
     placed, ends = Placement(pp * chunks, pp, v_shaped), [0, *accumulate(counts)]
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):
-        mine = placed.held(rank)
-        indices = tuple(index for each in mine for index in range(ends[each], ends[each + 1]))
-        own = tuple(counts[each] for each in mine)
-        key = (-1 if distinct else rank, own, 0 in mine, pp * chunks - 1 in mine)
+        own_stages = placed.held(rank)
+        indices = tuple(index for each in own_stages for index in range(ends[each], ends[each + 1]))
+        own = tuple(counts[each] for each in own_stages)
+        key = (-1 if distinct else rank, own, 0 in own_stages, pp * chunks - 1 in own_stages)
         held.setdefault(key, []).append((rank, indices))
     return [
         (own, first, last, tuple(rank for rank, _ in alike), alike[0][1])
@@ -171,7 +171,7 @@ class Cut(NamedTuple):
     """As from `staged`; empty if there are fewer blocks than stages."""
 
 
-class Alike(NamedTuple):
+class EqualStages(NamedTuple):
     """Stages with the same parts, at most one of each configuration, whose blocks have the same strategy."""
 
     stage: Stage
@@ -190,7 +190,7 @@ class Alike(NamedTuple):
 class Division(NamedTuple):
     """The stages of many configurations."""
 
-    alike: list[Alike]
+    alike: list[EqualStages]
     cuts: list[Cut]
 
 
@@ -216,7 +216,7 @@ def divided(facts: ModelFacts, cols: KnobArrays, balance: str) -> Division:
     return Division([_together(each, cols) for each in found.values()], named)
 
 
-def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]], cols: KnobArrays) -> Alike:
+def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]], cols: KnobArrays) -> EqualStages:
     """Stages with the same parts as one."""
     stages, places, shares, opens, closes = zip(*found, strict=True)
     sizes = [len(at) for at in places]
@@ -230,7 +230,7 @@ def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]],
         for kind, (part, _) in enumerate(first.blocks)
     )
     low, high = of([stage.ranks[0] for stage in stages]), of([stage.ranks[-1] for stage in stages])
-    return Alike(
+    return EqualStages(
         stage=replace(first, ranks=(low, high), blocks=blocks),
         at=at,
         cols=cols.take(at).with_checkpoints(np.concatenate(shares)),

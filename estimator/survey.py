@@ -326,11 +326,11 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
     """
     free = {knob.name for knob in space.knobs}
     named = {name: checked(name, values[name]) for name in ON_REQUEST if name in values and name not in free}
-    stray = [name for name in values if name not in free and name not in named]
-    if stray:
+    unknown_names = [name for name in values if name not in free and name not in named]
+    if unknown_names:
         from ..base.errors import unknown
 
-        raise SpaceError(unknown("knob", stray[0], {*free, *ON_REQUEST}))
+        raise SpaceError(unknown("knob", unknown_names[0], {*free, *ON_REQUEST}))
     found = _nearest(space, {name: value for name, value in values.items() if name not in named})
     if "strategy" in named:
         if values.get("checkpoint_ratio"):

@@ -355,10 +355,10 @@ def _stage_time(
     """
     rank = _Rank.of(stage, links, cols)
     rows = {id(part): row for row, part in enumerate(links.facts.parts)}
-    mine = work.take([rows[id(part)] for part in rank.parts], at)
-    slot = _slot(rank, mine)
+    own_work = work.take([rows[id(part)] for part in rank.parts], at)
+    slot = _slot(rank, own_work)
     if links.limited < 1:
-        slot = _slot(rank, mine.at_clocks(clocks(slot.products, slot.whole - slot.products, links.limited)))
+        slot = _slot(rank, own_work.at_clocks(clocks(slot.products, slot.whole - slot.products, links.limited)))
     transfer, bubble = _pipeline(rank, slot)
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
     exchanged = _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0))
@@ -704,7 +704,7 @@ def _slot(rank: _Rank, work: _Work) -> _Slot:
     """
     pair, start = rank.links.tensor_pair
     pairs, blocks, counts = rank.pairs, rank.of_block, rank.counts
-    anew = np.where(rank.cols.sequence_parallel, 1.0, 0.0)
+    regathered = np.where(rank.cols.sequence_parallel, 1.0, 0.0)
     ratio = blocks * rank.cols.checkpoint_ratio
     exchange, rows, late = rank.exchanges
     around = around_back = np.zeros((len(counts), 1))
@@ -721,7 +721,7 @@ def _slot(rank: _Rank, work: _Work) -> _Slot:
     there = exchange + around + rows + late * work.experts
     home = exchange + around_back + rows + late * work.experts_back
     ahead = pairs * pair
-    back = ahead * (1 + anew / 2)
+    back = ahead * (1 + regathered / 2)
     rebuilt, of_products = ratio * forward, ratio * (work.matmul + work.attention)
     again = ratio
     if rank.setup.keeps_products:
@@ -731,7 +731,7 @@ def _slot(rank: _Rank, work: _Work) -> _Slot:
         again = blocks + (1 - blocks) * ratio
     links = back + ratio * (ahead + there) + home
     host = work.host + pairs * start
-    host_back = (2 + again) * work.host + pairs * (1 + anew / 2 + ratio) * start
+    host_back = (2 + again) * work.host + pairs * (1 + regathered / 2 + ratio) * start
     slack = np.maximum(host - forward - ahead - there, 0.0)
     slack_back = np.maximum(host_back - backward - rebuilt - links, 0.0)
 

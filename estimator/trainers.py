@@ -34,8 +34,8 @@ class Trainer:
     @property
     def setup(self) -> dict[str, Any]:
         """Fields of `TrainingSetup` that differ from redline's, for a training in bf16."""
-        said = find_framework(self.reads).conventions({"precision": "bf16"}) if self.reads else {}
-        return {**said, **self.own}
+        conventions = find_framework(self.reads).conventions({"precision": "bf16"}) if self.reads else {}
+        return {**conventions, **self.own}
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -166,38 +166,38 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
     """Effects of conventions on memory, in words; without conventions, those of redline's own training."""
     if not setup:
         return (OWN,)
-    said = []
+    notes = []
     if setup.get("precision") == "bf16_pure" and not setup.get("parameter_dtype"):
-        said.append("weights are kept in bf16")
+        notes.append("weights are kept in bf16")
     for name, words in (
         ("parameter_dtype", "weights are kept in {}"),
         ("master_weights", "master weights in {}"),
         ("gradient_dtype", "gradients in {}"),
     ):
         if setup.get(name) not in (None, "none"):
-            said.append(words.format(setup[name]))
+            notes.append(words.format(setup[name]))
     if setup.get("pieces"):
-        said.append("replicas keep pieces of the weights and gather them in 16 bits")
+        notes.append("replicas keep pieces of the weights and gather them in 16 bits")
     if setup.get("gradient_copy"):
-        said.append("backward writes gradients of its own before they are added")
+        notes.append("backward writes gradients of its own before they are added")
     if setup.get("keeps_products"):
-        said.append("blocks keep attention and every other product, and recompute the rest")
+        notes.append("blocks keep attention and every other product, and recompute the rest")
     if setup.get("unsharded_gradients"):
-        said.append("gradients are whole while they accumulate")
+        notes.append("gradients are whole while they accumulate")
     if setup.get("gradients_stay"):
-        said.append("gradients have a buffer that is always there")
+        notes.append("gradients have a buffer that is always there")
     if setup.get("gather_dtype"):
-        said.append(f"weights are gathered in {setup['gather_dtype']}")
+        notes.append(f"weights are gathered in {setup['gather_dtype']}")
     if setup.get("keeps_cache"):
-        said.append("recomputed blocks hand out keys and values, which stay until the step ends")
+        notes.append("recomputed blocks hand out keys and values, which stay until the step ends")
     if setup.get("offload_weights"):
-        said.append("what is offloaded are pieces of weights and gradients too")
+        notes.append("what is offloaded are pieces of weights and gradients too")
     if setup.get("optimizer_dtype") not in (None, "fp32"):
-        said.append(f"states of the optimizer in {setup['optimizer_dtype']}")
+        notes.append(f"states of the optimizer in {setup['optimizer_dtype']}")
     if setup.get("bucket_copy"):
-        said.append("gradient buckets are memory beside the gradients")
+        notes.append("gradient buckets are memory beside the gradients")
     if setup.get("reserved_memory") is False:
-        said.append("the peak is of what is allocated, not of what the allocator reserved")
+        notes.append("the peak is of what is allocated, not of what the allocator reserved")
     losses = {
         "plain": "the loss upcasts logits by operators",
         "parallel": "the loss keeps fp32 logits, a part of the vocabulary on each rank",
@@ -205,7 +205,7 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
         "chunked": "the loss never forms the logits",
     }
     if setup.get("loss") in losses:
-        said.append(losses[setup["loss"]])
+        notes.append(losses[setup["loss"]])
     if setup.get("products"):
-        said.append(f"products of blocks in {setup['products']}")
-    return tuple(said)
+        notes.append(f"products of blocks in {setup['products']}")
+    return tuple(notes)

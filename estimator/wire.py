@@ -15,9 +15,6 @@ from .collectives import group
 from .constants import CPU, Constants
 from .hardware import Hardware
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send", "barrier")
-"""Kinds of communication with a price. Receiving costs as much as sending."""
-
 
 class Price(NamedTuple):
     """Cost of a communication once all its ranks have reached it."""
@@ -45,7 +42,7 @@ class WireTable:
         what it takes longer after so much computing."""
         points = _nearest(self.seconds[kind], ranks)
         sizes, *columns = zip(*points, strict=True)
-        seconds, core_s = (_at(sizes, values, num_bytes) for values in columns)
+        seconds, core_s = (_interpolated(sizes, values, num_bytes) for values in columns)
         return Price(seconds + self._later(kind, ranks, computed_s), core_s)
 
     def _later(self, kind: str, ranks: int, computed_s: float) -> float:
@@ -75,7 +72,7 @@ def _nearest(by_size: Mapping[int, Any], ranks: int) -> Any:
     return by_size[min(by_size, key=lambda size: abs(math.log(size / ranks)))]
 
 
-def _at(sizes: Sequence[int], values: Sequence[float], num_bytes: int) -> float:
+def _interpolated(sizes: Sequence[int], values: Sequence[float], num_bytes: int) -> float:
     """Value at a number of bytes; beyond the largest size the last two continue."""
     if num_bytes <= sizes[-1] or len(sizes) == 1:
         return float(np.interp(num_bytes, sizes, values))
@@ -104,7 +101,8 @@ class Wire:
         """Price of a communication.
 
         Args:
-            kind: one of `KINDS`, or `receive`.
+            kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`, `reduce`, `send`, `barrier` or
+                `receive`, which costs as much as `send`.
             num_bytes: b.
             ranks: global ranks of the group, or the two ends of a send or receive.
             computed_s: what the ranks computed since their last communication; counts only on a CPU, where it delays the next.

@@ -33,7 +33,7 @@ class Net(nn.Sequential):
 
 
 def linear_norm_activation(x: torch.Tensor) -> torch.Tensor:
-    """What is to be fused."""
+    """The pattern to fuse."""
     return F.gelu(call_module(nn.LayerNorm, call_module("linear", x)))
 
 

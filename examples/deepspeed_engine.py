@@ -33,7 +33,7 @@ def scheduled(mesh: DeviceMesh) -> rl.Schedule:
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """What both are trained by."""
+    """The optimizer of both models."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 

@@ -26,7 +26,7 @@ def neo() -> nn.Module:
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """What both are trained by."""
+    """The optimizer of both models."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 

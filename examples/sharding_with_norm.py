@@ -71,8 +71,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = compare(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
     if dist.get_rank() == 0:
-        for name, said in found.items():
-            print(f"{name:10} {said if isinstance(said, str) else f'verified; departs by {said:.1e} of the largest'}")
+        for name, result in found.items():
+            print(
+                f"{name:10} {result if isinstance(result, str) else f'verified; departs by {result:.1e} of the largest'}"
+            )
 
 
 if __name__ == "__main__":

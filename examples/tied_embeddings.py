@@ -24,7 +24,7 @@ def gpt2() -> nn.Module:
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """What both are trained by."""
+    """The optimizer of both models."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 

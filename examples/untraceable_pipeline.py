@@ -47,9 +47,9 @@ def compare(mesh: DeviceMesh, steps: int = 5) -> tuple[str, list[float], list[fl
     model = Net()
     try:
         rl.create_schedule(model).copy()["layers.0"].trace()
-        why = "it was traced"
+        reason = "it was traced"
     except rl.TraceError as error:
-        why = str(error)
+        reason = str(error)
 
     sch = rl.create_schedule(model, mesh)
     alone, _ = rl.build(sch.copy())
@@ -71,16 +71,16 @@ def compare(mesh: DeviceMesh, steps: int = 5) -> tuple[str, list[float], list[fl
         for each in (reference, optimizer):
             each.step()
             each.zero_grad()
-    return why, *losses
+    return reason, *losses
 
 
 def main() -> None:
     """Prints the losses of either, and by how much they depart."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-    why, alone, staged = compare(mesh)
+    reason, alone, staged = compare(mesh)
     if dist.get_rank() == 0:
-        print(f"no graph: {why}")
+        print(f"no graph: {reason}")
         for step, (one, other) in enumerate(zip(alone, staged)):
             print(f"step {step}: loss {one:.6f} on one process, {other:.6f} in {mesh.size()} stages")
         print(f"they depart by {max(abs(a - b) / a for a, b in zip(alone, staged)):.1e}")

@@ -15,7 +15,6 @@ _MICRO_BATCH, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumu
 _STAGES = (0, 1, 2, 3)
 _LARGEST_MICRO_BATCH = 1024
 """Default of its autotuner."""
-_NAMES = {_MICRO_BATCH: "micro_batch", _ACCUMULATION: "grad_accum", "stage": "zero"}
 _BUCKETS = (5e7, 5e8, 1e9)
 _OWN_CHOICES: dict[str, tuple[tuple[Any, ...], str | None]] = {
     "overlap_comm": ((True, False), "zero >= 2"),
@@ -72,8 +71,8 @@ def _zero(document: Mapping[str, Any], tuner: Mapping[str, Any], draft: Draft, p
     stages = given if isinstance(given, list) else [given]
     if "all" in stages:
         stages = list(_STAGES)
-    if strange := [each for each in stages if each not in (*_STAGES, None) or isinstance(each, bool)]:
-        raise UsageError(f"zero_optimization.stage must be of 0, 1, 2, 3 or 'all', but is {strange[0]!r}")
+    if invalid := [each for each in stages if each not in (*_STAGES, None) or isinstance(each, bool)]:
+        raise UsageError(f"zero_optimization.stage must be of 0, 1, 2, 3 or 'all', but is {invalid[0]!r}")
     if isinstance(given, list) or given == "all":
         draft.knob("stage", stages, name="zero")
         paths["zero"] = "zero_optimization.stage"

@@ -69,7 +69,7 @@ def render(
         raise UsageError(f"{target}: {unknown('form', form, chosen.forms)}")
     setup = chosen.setup(trial, document)
     chosen.forms[form](setup, "")  # the first pass collects the notes, the second writes them
-    notes, use = setup.finish(), _used(chosen, setup, file or chosen.file(form))
+    notes, use = setup.finish(), _instructions(chosen, setup, file or chosen.file(form))
     comments = [*_head(chosen, setup), *use]
     if notes:
         comments += [
@@ -181,14 +181,14 @@ def _head(target: Target, setup: Setup) -> list[str]:
         if not lacks.get(name) and (name not in ("sp", "cp") or size > 1)
     )
     if setup.processes < setup.devices:
-        why = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)
-        lines.append(f"On {setup.processes} of {setup.devices} devices, since {target.name} has no {why}: {runs}")
+        reason = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)
+        lines.append(f"On {setup.processes} of {setup.devices} devices, since {target.name} has no {reason}: {runs}")
     elif setup.devices > 1:
         lines.append(f"On {setup.devices} devices: {runs}")
     return lines
 
 
-def _used(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
+def _instructions(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
     """Instructions to use a file of that name, and to start a training with it."""
     lines = [f"Use: {fold(target.use(file))}"] if target.use is not None else []
     if target.start is not None:

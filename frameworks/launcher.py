@@ -141,7 +141,7 @@ class Launcher:
                 f"--emulate needs a framework that runs one rank without the others, as Megatron-LM and torchtitan do, but "
                 f"--launcher {self.name} has no such mode; --runner emulate emulates a model in redline's own training"
             )
-        text = self._with(alone(_text(command)), _options(self.emulated))
+        text = self._with(without_torchrun(_text(command)), _options(self.emulated))
         env = (*command.env, *self.emulated_env)
         return cast(Given, replace(cast(Any, command), command=text, env=env))
 
@@ -179,7 +179,7 @@ _NO_VALUE = ("--standalone", "--run-path", "--run_path")
 """Options of torchrun that take none."""
 
 
-def alone(command: str) -> str:
+def without_torchrun(command: str) -> str:
     """A command without the torchrun that starts its ranks: one process, whose environment says what rank it is.
 
     >>> alone("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")

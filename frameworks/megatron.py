@@ -96,21 +96,21 @@ _FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-for
 
 def flags(setup: Setup) -> list[str]:
     """Flags, each an entry of a bash array; a value may be a quoted arithmetic expression."""
-    out = _said("tp", setup.tp) + _said("pp", setup.pp)
+    out = _arguments("tp", setup.tp) + _arguments("pp", setup.pp)
     if setup.cp > 1:
-        out += _said("cp", setup.cp)
+        out += _arguments("cp", setup.cp)
     if (experts := setup.knob("ep")) > 1:
-        out += _said("ep", experts)
+        out += _arguments("ep", experts)
     if (slices := setup.knob("etp")) not in (0, setup.tp):
-        out += _said("etp", slices)
+        out += _arguments("etp", slices)
     if factor := setup.knob("capacity_factor"):
         # Only this dispatcher has capacities; rows are dropped by the router's probabilities by default, as in redline.
-        out += [*_said("capacity_factor", factor), "--moe-pad-expert-input-to-capacity"]
+        out += [*_arguments("capacity_factor", factor), "--moe-pad-expert-input-to-capacity"]
         out.append("--moe-token-dispatcher-type alltoall")
     if setup.knob("sequence_parallel") and setup.tp > 1:
-        out += _said("sequence_parallel", True)
+        out += _arguments("sequence_parallel", True)
     if setup.micro_batch is not None:
-        out += [*_said("micro_batch", setup.micro_batch), f"--global-batch-size {setup.global_batch}"]
+        out += [*_arguments("micro_batch", setup.micro_batch), f"--global-batch-size {setup.global_batch}"]
     else:
         setup.note("the batch is not known: set --micro-batch-size and --global-batch-size")
     if setup.seq_len is not None:
@@ -119,7 +119,7 @@ def flags(setup: Setup) -> list[str]:
     attention = setup.knob("attention")
     if attention is not None:
         known = attention in WORDS["attention"].values
-        out += _said("attention", attention) if known else [f"--{_BACKEND} auto"]
+        out += _arguments("attention", attention) if known else [f"--{_BACKEND} auto"]
         if not known:
             setup.note(f"attention={attention} became --attention-backend auto, Megatron's own choice")
     out += _order(setup)
@@ -133,7 +133,7 @@ def flags(setup: Setup) -> list[str]:
     return model_flags(setup) + out
 
 
-def _said(knob: str, value: object) -> list[str]:
+def _arguments(knob: str, value: object) -> list[str]:
     """Flags for a value of a knob; settings that are on have no value."""
     settings = WORDS.write(knob, value)
     return [
@@ -159,7 +159,7 @@ def _order(setup: Setup) -> list[str]:
         setup.note(
             f"stage_blocks={given}: Megatron has {setup.pp * chunks} stages here, with even shares of the layers"
         )
-    return _said("virtual_stages", chunks) if chunks > 1 else []
+    return _arguments("virtual_stages", chunks) if chunks > 1 else []
 
 
 def layout(sizes: Sequence[int]) -> str:
@@ -189,15 +189,15 @@ def _zero(setup: Setup) -> list[str]:
     offload = setup.knob("offload") == "optimizer"
     out: list[str] = []
     if zero == 1 or (zero == 0 and offload):
-        out += _said("zero", 1)
+        out += _arguments("zero", 1)
         if zero == 0 and setup.replicas > 1:
             setup.note(f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}")
     elif zero >= 2:
-        out += [*_said("zero", zero), _FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
+        out += [*_arguments("zero", zero), _FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
         if (groups := setup.knob("hsdp")) > 1:
-            out += _said("hsdp", groups)
+            out += _arguments("hsdp", groups)
     if offload:
-        out += [*_said("offload", "optimizer"), "--use-precision-aware-optimizer"]
+        out += [*_arguments("offload", "optimizer"), "--use-precision-aware-optimizer"]
     return out
 
 
@@ -214,11 +214,11 @@ def _precision(setup: Setup) -> list[str]:
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
     if setup.formats.scaling == "rowwise":
         setup.note(f"precision={precision}: Megatron has no scales of rows; each tensor has one")
-    out = _said("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
+    out = _arguments("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
     setup.knob("reduce_dtype")
     reduced = setup.formats.reduced if setup.replicas > 1 else None
     if reduced == "bf16" and "--bf16" in out:
-        out += _said("reduce_dtype", "bf16")
+        out += _arguments("reduce_dtype", "bf16")
     elif reduced == "bf16":
         setup.note(f"reduce_dtype=bf16 has no counterpart with precision={precision}: gradients travel in float32")
     return out
@@ -229,7 +229,7 @@ def _recomputation(setup: Setup) -> list[str]:
     if not ratio:
         return []
     if ratio == 1:
-        return _said("checkpoint_ratio", 1)
+        return _arguments("checkpoint_ratio", 1)
     # `block` recomputes that many layers of each pipeline stage.
     stages = setup.pp * _chunks(setup)
     setup.note(

@@ -71,7 +71,7 @@ def _read(document: Any, draft: Draft) -> None:
     for key, values in section(document.get("custom_search_dim"), "custom_search_dim").items():
         draft.knob(key, listed(values["value"] if isinstance(values, Mapping) and "value" in values else values, ()))
     _metric(document.get("metric_cfg"), draft)
-    _said(section(document.get("run_cmd"), "run_cmd"), draft, replicas, total)
+    _read_run_cmd(section(document.get("run_cmd"), "run_cmd"), draft, replicas, total)
 
 
 def _size(model: Mapping[str, Any], name: str) -> int | None:
@@ -155,7 +155,7 @@ def _metric(metric: Any, draft: Draft) -> None:
         draft.direction = "min" if str(metric.get("OptimizationDirection", "Maximize")).lower() == "minimize" else "max"
 
 
-def _said(run: Mapping[str, Any], draft: Draft, replicas: str, total: int | None) -> None:
+def _read_run_cmd(run: Mapping[str, Any], draft: Draft, replicas: str, total: int | None) -> None:
     """Passes the knobs of `run_cmd` to the script: by an option, by `-o KEY=VALUE`, or in a file that it reads."""
     known = draft.space.by_name
     ways = {shown: name if name in known else "1" for shown, name in _DEGREES.items()}

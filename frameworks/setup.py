@@ -182,8 +182,8 @@ class Setup:
         if text is None or not STANDARD["strategy"].can_be(text):
             return config
         own = {"tp": config.get("tp", 1), "ep": config.get("ep", 1), "zero": config.get("zero", 0)}
-        alike = uniform(text, **own)
-        if alike is None:
+        knobs = uniform(text, **own)
+        if knobs is None:
             raise UsageError(
                 f'cannot export trial {trial.number} to {target}: strategy="{text}" treats blocks unlike each other, '
                 f"which {target} cannot state; --to python can, or export another trial by --trial N"
@@ -191,8 +191,8 @@ class Setup:
         del config["strategy"]
         return {
             **config,
-            **({"zero": alike.zero} if alike.zero != own["zero"] else {}),
-            "checkpoint_ratio": float(alike.ckpt),
+            **({"zero": knobs.zero} if knobs.zero != own["zero"] else {}),
+            "checkpoint_ratio": float(knobs.ckpt),
         }
 
     def _stage_blocks(self) -> str | None:

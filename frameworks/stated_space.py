@@ -94,15 +94,15 @@ class Draft:
         """Records a setting that the file leaves off: it is not a knob, and is reported once."""
         self._off.append(shown)
 
-    def leave(self, what: str, why: str) -> None:
+    def leave(self, what: str, reason: str) -> None:
         """Adds a note on what is not carried over, and why."""
-        self._notes.append(f"not carried over: {what}: {why}")
+        self._notes.append(f"not carried over: {what}: {reason}")
 
     def leave_all(self, found: Iterable[str], reasons: dict[str, str], within: str = "") -> None:
         """Adds notes on settings that are not carried over, each with its reason; empty ones are ignored."""
         for key in found:
-            if why := reasons.get(key, "this setting is not known here"):
-                self.leave(f"{within}{key}", why)
+            if reason := reasons.get(key, "this setting is not known here"):
+                self.leave(f"{within}{key}", reason)
 
     def say(self, note: str) -> None:
         """Adds a note on what was carried over differently."""
@@ -116,8 +116,8 @@ class Draft:
         """
         knobs = [knob for knob in self.space.knobs if not knob.derived]
         if not knobs:
-            why = "; ".join(self._notes)
-            raise UsageError(f"{of}: nothing in it can be tuned here{f'. {why}' if why else ''}")
+            reason = "; ".join(self._notes)
+            raise UsageError(f"{of}: nothing in it can be tuned here{f'. {reason}' if reason else ''}")
         notes = [f"the space is that of {of}"]
         if self._renamed:
             notes.append(f"by the names of knobs here, {', '.join(self._renamed)}")
@@ -243,8 +243,8 @@ def whole_numbers(values: Sequence[Any], shown: str) -> list[int]:
     Raises:
         UsageError: one is not a whole number of at least 1, or there are none.
     """
-    if strange := [each for each in values if type(each) is not int or each < 1]:
-        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but contains {strange[0]!r}")
+    if invalid := [each for each in values if type(each) is not int or each < 1]:
+        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but contains {invalid[0]!r}")
     if not values:
         raise UsageError(f"{shown} must have values, but is empty")
     return list(values)

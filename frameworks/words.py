@@ -107,7 +107,9 @@ class Words(Mapping[str, Word]):
         """
         return self[knob].settings(value)
 
-    def options(self, form: str, said: Mapping[str, Sequence[Any] | None], *, hyphens: bool = False) -> dict[str, str]:
+    def options(
+        self, form: str, values_of: Mapping[str, Sequence[Any] | None], *, hyphens: bool = False
+    ) -> dict[str, str]:
         """Templates of a command's options, by knob.
 
         Args:
@@ -120,7 +122,7 @@ class Words(Mapping[str, Word]):
                 form.format(name.replace("_", "-") if hyphens else name, value)
                 for name, value in self[knob].template(values).items()
             )
-            for knob, values in said.items()
+            for knob, values in values_of.items()
         }
 
 

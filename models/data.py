@@ -150,9 +150,9 @@ def inputs_and_labels(
     labels = torch.full_like(tokens, -100)
     labels.scatter_(1, positions, kept.masked_fill(~chosen, -100))
     fate = draw.uniform((size, most))
-    drawn = random_tokens((size, most), vocab_size, pad_id, draw)
+    sampled = random_tokens((size, most), vocab_size, pad_id, draw)
     hidden = torch.full_like(kept, vocab_size - 1 if mask_id is None else mask_id)
-    replaced = torch.where(fate < 0.8, hidden, torch.where(fate < 0.9, drawn, kept))
+    replaced = torch.where(fate < 0.8, hidden, torch.where(fate < 0.9, sampled, kept))
     return {"input_ids": tokens.scatter(1, positions, torch.where(chosen, replaced, kept)), "labels": labels}
 
 

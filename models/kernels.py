@@ -35,8 +35,8 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
     if not isinstance(schedule, StandardSchedule):
         return "the workload's own schedule does not look at it"
     sch = sch or create_schedule(skeleton(workload))
-    if why := schedule.no_kernels(sch):
-        return why
+    if reason := schedule.no_kernels(sch):
+        return reason
     head = head_of(sch, schedule.blocks(sch)).module
     if head.out_features < LARGE_HEAD * head.in_features:
         return f"{head.out_features:,} logits a token are too few for it to pay"
@@ -79,7 +79,7 @@ def formed_logits(workload: Workload) -> str:
         what = f"{type(error).__name__}: {text}"
         return f"what its loss does with logits cannot be seen without running it ({what})"
     uses = formed_for(head)
-    if formed := sorted(name for name, was in uses.items() if was):
+    if formed := sorted(name for name, is_formed in uses.items() if is_formed):
         return f"its loss takes logits by {', '.join(formed)}, for which they have to be formed"
     return "" if uses else "its loss takes no logits"
 

@@ -160,8 +160,8 @@ def _ways(devices: int, refused: _Refused, together: _Together, total: int | Non
 
 def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_loss: bool) -> str:
     """Reason why this number of ranks cannot share sequences; empty if they can."""
-    if why := support.sequences(sp, cp, 1):
-        return why
+    if reason := support.sequences(sp, cp, 1):
+        return reason
     return sequence_refusal(seq_len, sp, cp, own_loss=own_loss)
 
 
@@ -174,11 +174,11 @@ def _not_together(
         if devices % (degree * sp) or refused["sp"][sp]:
             continue
         if not refused["tp"][degree]:
-            why = support.sequences(sp, 1, degree) or _beyond_host(degree * sp, devices, device, "a layer or heads")
-            if why:
-                reasons[("tp", degree), ("sp", sp)] = why
-        if not refused["cp"][degree] and (why := sequence_refusal(seq_len, sp, degree)):
-            reasons[("sp", sp), ("cp", degree)] = why
+            reason = support.sequences(sp, 1, degree) or _beyond_host(degree * sp, devices, device, "a layer or heads")
+            if reason:
+                reasons[("tp", degree), ("sp", sp)] = reason
+        if not refused["cp"][degree] and (reason := sequence_refusal(seq_len, sp, degree)):
+            reasons[("sp", sp), ("cp", degree)] = reason
     return reasons
 
 
@@ -257,8 +257,8 @@ def compose(space: Space, device: Device, devices: int, support: Support) -> Non
     if "tp" in names and set(FLOAT8) & {*space["precision"].values, *(space["precision"].others or ())}:
         whole = ~space["precision"].isin(FLOAT8)
         for tp in divisors(devices)[1:]:
-            if not support.tp(tp) and (why := support.float8(tp)):
-                space.require(whole | (space["tp"] != tp), why)
+            if not support.tp(tp) and (reason := support.float8(tp)):
+                space.require(whole | (space["tp"] != tp), reason)
 
 
 def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
@@ -289,8 +289,8 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
     for degree in degrees:
         chunks = {many: support.pp(degree * many) for many in VIRTUAL_STAGES[1:]}
         for reason in dict.fromkeys(each for each in chunks.values() if each):
-            beyond = [many for many in chunks if chunks[many] == reason]
-            space.require((pp != degree) | ~virtual.isin(beyond), reason)
+            too_many = [many for many in chunks if chunks[many] == reason]
+            space.require((pp != degree) | ~virtual.isin(too_many), reason)
 
 
 def divisors(number: int) -> list[int]:
@@ -319,7 +319,7 @@ def _cannot_share(total: int, devices: int, refused: dict[str, dict[int, str]]) 
         f"the global batch must be a multiple of the number of replicas, but {total} is not one of {devices}; "
         f"{nearest} is"
     )
-    why = {each for reasons in refused.values() for each in reasons.values() if each}
-    if why:
-        text += f". Fewer replicas are not possible: {'; '.join(sorted(why))}"
+    reason = {each for reasons in refused.values() for each in reasons.values() if each}
+    if reason:
+        text += f". Fewer replicas are not possible: {'; '.join(sorted(reason))}"
     return text

@@ -99,7 +99,7 @@ class FileSource:
         try:
             return function()
         except (Exception, SystemExit) as error:
-            raise WorkloadError(f"{self.path}:{self.name}() failed: {self._where(error)}") from error
+            raise WorkloadError(f"{self.path}:{self.name}() failed: {self._location(error)}") from error
 
     def _module(self) -> ModuleType:
         name = f"_redline_workload_{hashlib.sha256(self.path.encode()).hexdigest()[:8]}_{self.digest[:8]}"
@@ -122,13 +122,13 @@ class FileSource:
             exec(code, module.__dict__)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
-            raise WorkloadError(f"the Python file failed: {self._where(error)}") from error
+            raise WorkloadError(f"the Python file failed: {self._location(error)}") from error
         except BaseException:
             del sys.modules[name]
             raise
         return module
 
-    def _where(self, error: BaseException) -> str:
+    def _location(self, error: BaseException) -> str:
         """The last line of the traceback and the line of the file that it came through."""
         last = traceback.format_exception_only(error)[-1].strip()
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == self.path]

@@ -369,10 +369,10 @@ def without_strategy(workload: Workload, space: Space) -> str:
         return ""
     middle = blocks // 2
     example = printed([Run(0, middle - 1, ckpt=True), Run(middle, blocks - 1)])
-    unlike = f"; {no_runs}, so that runs cannot differ in tp" if no_runs and "tp" in items else ""
+    differing = f"; {no_runs}, so that runs cannot differ in tp" if no_runs and "tp" in items else ""
     return (
         f'its values are texts without end. --fix "strategy={example}" treats runs of the {blocks} blocks unlike each '
-        f"other ({', '.join(items)}), and tune --layerwise finds one{unlike}"
+        f"other ({', '.join(items)}), and tune --layerwise finds one{differing}"
     )
 
 

@@ -213,7 +213,7 @@ def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[
     Returns:
         None if there is no best.yaml, or it is about other trials: it is written when the search ends.
     """
-    if found is None or not _is_about(found, trials):
+    if found is None or not _describes(found, trials):
         return None
     kept = found.get("remeasured")
     again_of: dict[str, tuple[float, tuple[float, ...]]] = {}
@@ -229,7 +229,7 @@ def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[
     ]
 
 
-def _is_about(found: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
+def _describes(found: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
     counted = found.get("trials")
     if not isinstance(counted, Mapping) or not all(isinstance(each, int) for each in counted.values()):
         return False

@@ -53,10 +53,10 @@ def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
         StudyError: the configuration has a knob without a column.
     """
     knobs = tuple(knobs)
-    stray = [name for name in trial.config if name not in knobs]
-    if stray:
+    extra = [name for name in trial.config if name not in knobs]
+    if extra:
         raise StudyError(
-            f"trial {trial.number} has the knob '{stray[0]}', which has no column in trials.csv; "
+            f"trial {trial.number} has the knob '{extra[0]}', which has no column in trials.csv; "
             f"its columns were fixed for {', '.join(knobs)}"
         )
     own = {

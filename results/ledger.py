@@ -155,7 +155,7 @@ class Ledger:
         """
         where = words(source)
         with quiet(), contained(where):
-            storage, journal = open_storage(source, mend=True)
+            storage, journal = open_storage(source, writable=True)
             try:
                 study_id = open_study(storage, where, name, as_data(metadata), exist_ok)
                 return cls(
@@ -204,7 +204,7 @@ class Ledger:
                 raise StudyError(f"cannot read {where}: {error.strerror or error}") from error
             return cls.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
         with quiet(), contained(where):
-            storage, _ = open_storage(source, mend=False)
+            storage, _ = open_storage(source, writable=False)
             names = study_ids(storage)
             name = _named(name, names, where)
             study = stored(storage, names[name], name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..base.errors import UsageError, unknown
 from .probe import Probe
-from .schema import count, number, shown
+from .schema import count, number, shortened
 
 
 class Status(StrEnum):
@@ -94,7 +94,7 @@ def _from_json(cls: type, data: Any) -> dict[str, Any]:
         UsageError: the data is not a mapping, or has no status.
     """
     if not isinstance(data, Mapping):
-        raise UsageError(f"a measurement is a mapping, but got {shown(data)}")
+        raise UsageError(f"a measurement is a mapping, but got {shortened(data)}")
     if "status" not in data:
         raise UsageError("the measurement has no status")
     values = {name: data[name] for name in _names(cls) if name in data}
@@ -115,11 +115,11 @@ def _check_types(made: "Measurement | RankReport", names: Iterable[str]) -> None
         if name == "status":
             # A user's own function may return "ok" for Status.OK.
             if not isinstance(value, str) or value not in _STATUSES:
-                raise UsageError(unknown("status", shown(value).strip("'"), Status))
+                raise UsageError(unknown("status", shortened(value).strip("'"), Status))
             value = Status(value)
         elif name in _TEXTS:
             if not isinstance(value, str):
-                raise UsageError(f"{name} must be a text, but got {shown(value)}")
+                raise UsageError(f"{name} must be a text, but got {shortened(value)}")
             value = value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 1] + "…"
         elif name not in _NESTED and value is not None:
             value = _number(name, value)
@@ -132,9 +132,9 @@ def _number(name: str, value: Any) -> float | int:
         value = value.item()
     if name in _COUNTS:
         if not count(value):
-            raise UsageError(f"{name} must be a whole number, but got {shown(value)}")
+            raise UsageError(f"{name} must be a whole number, but got {shortened(value)}")
     elif not number(value) and not (isinstance(value, float) and not math.isfinite(value)):
-        raise UsageError(f"{name} must be a number, but got {shown(value)}")
+        raise UsageError(f"{name} must be a number, but got {shortened(value)}")
     return value
 
 
@@ -212,9 +212,9 @@ class Measurement:
     def __post_init__(self) -> None:
         _check_types(self, _names(Measurement))
         if not isinstance(self.probe, Probe | None):
-            raise UsageError(f"probe must be a redline.results.probe.Probe, but got {shown(self.probe)}")
+            raise UsageError(f"probe must be a redline.results.probe.Probe, but got {shortened(self.probe)}")
         if not isinstance(self.ranks, tuple) or not all(isinstance(each, RankReport) for each in self.ranks):
-            raise UsageError(f"ranks must be a tuple of RankReport, but got {shown(self.ranks)}")
+            raise UsageError(f"ranks must be a tuple of RankReport, but got {shortened(self.ranks)}")
 
     @property
     def ok(self) -> bool:
@@ -279,7 +279,7 @@ class Measurement:
             values["probe"] = Probe.from_dict(values["probe"])
         ranks = values.get("ranks") or ()
         if not isinstance(ranks, list | tuple) or len(ranks) > _MOST_RANKS:
-            raise UsageError(f"ranks must be a list of reports, but got {shown(ranks)}")
+            raise UsageError(f"ranks must be a list of reports, but got {shortened(ranks)}")
         values["ranks"] = tuple(RankReport(**_rank(each)) for each in ranks)
         return cls(**values)
 

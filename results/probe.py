@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ..base.errors import UsageError
-from .schema import count, number, shown
+from .schema import count, number, shortened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,18 +106,18 @@ def _as_data(value: Any) -> Any:
 
 def _read(cls: type, data: Any) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise UsageError(f"a probe is a mapping, but got {shown(data)}")
+        raise UsageError(f"a probe is a mapping, but got {shortened(data)}")
     values = {each.name: data[each.name] for each in fields(cls) if each.name in data}
     for name, value in values.items():
         if name in _NAMES or name in _LISTS:
             texts = name in _NAMES
             if not isinstance(value, list | tuple) or (texts and not all(isinstance(each, str) for each in value)):
                 of = "texts" if texts else "numbers"
-                raise UsageError(f"a probe's {name} must be a list of {of}, but got {shown(value)}")
+                raise UsageError(f"a probe's {name} must be a list of {of}, but got {shortened(value)}")
             values[name] = tuple(each if texts else _number(name, each) for each in value)
         elif name in _COUNTS:
             if not count(value):
-                raise UsageError(f"a probe's {name} must be a whole number, but got {shown(value)}")
+                raise UsageError(f"a probe's {name} must be a whole number, but got {shortened(value)}")
         elif name not in _COMPUTED:
             values[name] = _number(name, value)
     return values
@@ -126,7 +126,7 @@ def _read(cls: type, data: Any) -> dict[str, Any]:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, float) or number(value) or value in ("nan", "inf", "-inf"):
         return float(value)
-    raise UsageError(f"a probe's {name} must be a number, but got {shown(value)}")
+    raise UsageError(f"a probe's {name} must be a number, but got {shortened(value)}")
 
 
 def _make(cls: type, values: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from ..base.reading import Malformed, parse_json
 from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
 from .measurement import Measurement, Trial
-from .schema import count, number, scalar, shown
+from .schema import count, number, scalar, shortened
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -85,7 +85,7 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
             record = parse_json(line)
             kind = _field(record, "op_code", int)
             if kind not in _KNOWN:
-                raise Malformed(f"it has the unknown operation {shown(kind)}")
+                raise Malformed(f"it has the unknown operation {shortened(kind)}")
             if kind == _CREATE_STUDY:
                 name = _field(record, "study_name", str)
                 if all(each.name != name for each in studies.values()):
@@ -126,7 +126,7 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
 def _field(record: Any, name: str, kind: type) -> Any:
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise Malformed(f"it has no {name}" if value is None else f"its {name} is {shown(value)}")
+        raise Malformed(f"it has no {name}" if value is None else f"its {name} is {shortened(value)}")
     return value
 
 
@@ -173,7 +173,7 @@ def trials_of(
         if isinstance(value, list | tuple) and all(number(each) for each in value):
             again[key] = tuple(map(float, value))
         else:
-            found.problems.append(f"{where}: the re-measurements of trial {key} are {shown(value)}; left out")
+            found.problems.append(f"{where}: the re-measurements of trial {key} are {shortened(value)}; left out")
     for key, value in _numbered(study.attributes.get("fallen")):
         try:
             found.fallen[key] = Measurement.from_dict(value)
@@ -208,20 +208,20 @@ def _trial(entry: Entry, make_config: Callable[[Mapping[str, Any]], Any], lossy:
     """
     values = entry.attributes["config"]
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        raise UsageError(f"its configuration is {shown(values)}")
+        raise UsageError(f"its configuration is {shortened(values)}")
     for name, value in values.items():
         if not scalar(value):
-            raise UsageError(f"the knob {shown(name)} is {shown(value)}")
+            raise UsageError(f"the knob {shortened(name)} is {shortened(value)}")
     predicted = {name: entry.attributes.get(name) for name in ("predicted_throughput", "predicted_memory_mib")}
     for name, value in predicted.items():
         if value is not None and not number(value):
-            raise UsageError(f"its {name} is {shown(value)}")
+            raise UsageError(f"its {name} is {shortened(value)}")
     sampler = entry.attributes.get("sampler", "")
     if not isinstance(sampler, str):
-        raise UsageError(f"its sampler is {shown(sampler)}")
+        raise UsageError(f"its sampler is {shortened(sampler)}")
     attempts = entry.attributes.get("attempts", 1)
     if not count(attempts):
-        raise UsageError(f"its number of attempts is {shown(attempts)}")
+        raise UsageError(f"its number of attempts is {shortened(attempts)}")
     outcome = entry.attributes.get("measurement")
     measurement = Measurement.from_dict(outcome) if outcome else None
     if measurement is not None and measurement.ok and not number(measurement.throughput):

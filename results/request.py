@@ -59,11 +59,11 @@ def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], l
     version = document.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StudyError(
-            f"'{path}' is not a run of redline: its format is {schema.shown(version)}, not a number; give another --out"
+            f"'{path}' is not a run of redline: its format is {schema.shortened(version)}, not a number; give another --out"
         )
     if version > FORMAT:
         raise StudyError(
-            f"'{path}' was written by a newer redline (format {schema.shown(version)}, this one knows up to {FORMAT}); "
+            f"'{path}' was written by a newer redline (format {schema.shortened(version)}, this one knows up to {FORMAT}); "
             "upgrade with `pip install --upgrade redline` or give another --out"
         )
     if not isinstance(document.get("asked"), dict) or not isinstance(document.get("study"), str):
@@ -137,22 +137,22 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
     return document, notes
 
 
-def conflicts(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def conflicts(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns the differences that keep `now` from continuing `was`, as `key: was X, now Y`."""
-    return [each for key in BINDING for each in _differences(key, _binding(was, key), _binding(now, key))]
+    return [each for key in BINDING for each in _differences(key, _binding(before, key), _binding(after, key))]
 
 
-def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Returns the differences between two requests that do not keep one from continuing the other."""
-    return [each for key in INFORMATIVE for each in _differences(key, was.get(key), now.get(key))]
+    return [each for key in INFORMATIVE for each in _differences(key, before.get(key), after.get(key))]
 
 
-def version_changes(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def version_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Returns the versions that differ, in the same form."""
     return [
-        f"{name}: was {was.get(name, 'not installed')}, now {now.get(name, 'not installed')}"
-        for name in sorted({*was, *now})
-        if was.get(name) != now.get(name)
+        f"{name}: was {before.get(name, 'not installed')}, now {after.get(name, 'not installed')}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
     ]
 
 
@@ -167,18 +167,18 @@ def _binding(asked: Mapping[str, Any], key: str) -> Any:
     return yaml.safe_load(yaml.safe_dump(as_data(value)))
 
 
-def _differences(key: str, was: Any, now: Any) -> list[str]:
-    was, now = _by_name(was), _by_name(now)
-    if isinstance(was, dict) and isinstance(now, dict):
-        names = [*was, *(name for name in now if name not in was)]
-        return [each for name in names for each in _differences(f"{key}.{name}", was.get(name), now.get(name))]
-    if _is_number(was) and _is_number(now):
+def _differences(key: str, before: Any, after: Any) -> list[str]:
+    before, after = _by_name(before), _by_name(after)
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = [*before, *(name for name in after if name not in before)]
+        return [each for name in names for each in _differences(f"{key}.{name}", before.get(name), after.get(name))]
+    if _is_number(before) and _is_number(after):
         # A kernel update can change the reported memory of a machine slightly.
         tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0
-        same = math.isclose(was, now, rel_tol=tolerance)
+        same = math.isclose(before, after, rel_tol=tolerance)
     else:
-        same = _flow(was) == _flow(now)  # unlike ==, distinguishes True from 1
-    return [] if same else [f"{key}: was {_words(was)}, now {_words(now)}"]
+        same = _flow(before) == _flow(after)  # unlike ==, distinguishes True from 1
+    return [] if same else [f"{key}: was {_words(before)}, now {_words(after)}"]
 
 
 def _is_number(value: Any) -> bool:

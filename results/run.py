@@ -112,8 +112,8 @@ class RunFolder:
                 )
                 undo.callback(ledger.close)
                 # Earlier trials may have knobs that the space no longer has.
-                stray = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}
-                rows = table.Table(path / TABLE, {**knobs, **stray})
+                extra = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}
+                rows = table.Table(path / TABLE, {**knobs, **extra})
                 folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
                 _make_logs(path)
                 rows.write()

@@ -229,11 +229,11 @@ def _clean(value: Any, shape: Shape, where: str, faults: list[str]) -> Any:
         return value
     else:
         expected = shape.__doc__ or "a valid value"
-    faults.append(f"{where} is {shown(value)}, not {expected}")
+    faults.append(f"{where} is {shortened(value)}, not {expected}")
     return _BAD
 
 
-def shown(value: Any) -> str:
+def shortened(value: Any) -> str:
     """Returns a value for a message about it, shortened."""
     if isinstance(value, (Mapping, list, tuple)):
         return f"a {'mapping' if isinstance(value, Mapping) else 'list'} of {len(value):,}"

@@ -74,12 +74,12 @@ def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[
     return study_id
 
 
-def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | None]":
+def open_storage(source: Any, *, writable: bool) -> "tuple[BaseStorage, Journal | None]":
     """Opens the Optuna storage of a source (see `Ledger.open`). Also returns its journal if it is a file.
 
     Args:
         source: a path, a URL, a storage, or None for memory.
-        mend: repair a journal file first and reserve disk space for its last record. Otherwise the storage is opened
+        writable: repair a journal file first and reserve disk space for its last record. Otherwise the storage is opened
             for reading: a database file must exist, and is opened read-only.
 
     Raises:
@@ -94,12 +94,12 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
     if not isinstance(source, (str, Path)):
         return source, None
     if not is_path(source):
-        return _remote(str(source), read_only=not mend), None
+        return _remote(str(source), read_only=not writable), None
     from .journal import Journal, break_stale_lock, damage, repair
 
     path = Path(source).absolute()
     reserve = None
-    if mend:
+    if writable:
         if path.is_symlink():
             raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
         if path.exists():

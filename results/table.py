@@ -198,7 +198,7 @@ def safe_lines(data: bytes) -> bytes:
     return "".join(out).encode()
 
 
-def sane(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
+def drop_invalid(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
     """Removes non-finite numbers, and `ok` rows without a throughput, from the columns of `parse`. Removed rows are
     added to `problems`.
     """
@@ -269,9 +269,9 @@ def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
     if lacking:
         shown = f"starts with {first[:80]!r}" if first.strip() else "is empty"
         raise StudyError(f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {shown}")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        problems.append(f"{path}: column {', '.join(twice)} is repeated; the first one counts")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        problems.append(f"{path}: column {', '.join(repeated)} is repeated; the first one counts")
     return names
 
 

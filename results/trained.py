@@ -49,8 +49,8 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = parse_yaml(read_inside(path, DOCUMENT, at_most=LARGEST_DOCUMENT))
     except OSError as error:
-        why = error.strerror or error
-        raise StudyError(f"'{path}' contains no training: {DOCUMENT} cannot be read ({why})") from error
+        reason = error.strerror or error
+        raise StudyError(f"'{path}' contains no training: {DOCUMENT} cannot be read ({reason})") from error
     except Malformed as error:
         raise StudyError(f"'{file}' is damaged: {str(error)[:200]}") from error
     shapes = {"asked": dict, "strategies": list}

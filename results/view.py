@@ -63,11 +63,11 @@ class View:
             ledger = Ledger.load(storage, name=name, make_config=make_config, lossy=lossy)
             self.problems += ledger.problems
             return ledger.trials()
-        elsewhere = (self.document or {}).get("storage")
+        named_storage = (self.document or {}).get("storage")
         try:
-            if elsewhere:
+            if named_storage:
                 raise StudyError(
-                    f"the trials are in the storage '{elsewhere}', which is opened only if you name it with --storage"
+                    f"the trials are in the storage '{named_storage}', which is opened only if you name it with --storage"
                 )
             data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)
             where = f"'{self.path / LEDGER}'"
@@ -92,6 +92,6 @@ class View:
             raise StudyError(f"cannot read '{self.path / TABLE}': {error.strerror or error}") from error
         columns, problems = table.parse(data, self.path / TABLE)
         self.problems += problems
-        trials = table.trials_of(table.sane(columns, self.problems), make_config, lossy)
+        trials = table.trials_of(table.drop_invalid(columns, self.problems), make_config, lossy)
         judged = best.confirmed(trials, best.read(self.path, self.problems))
         return trials if judged is None else judged

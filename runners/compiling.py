@@ -97,7 +97,7 @@ class Compilation:
         self._reported = False
         self._since: float | None = None
         self._seconds = 0.0
-        on_compilation(self._began, self._ended)
+        on_compilation(self._on_begin, self._on_end)
 
     @property
     def seconds(self) -> float:
@@ -114,11 +114,11 @@ class Compilation:
         self._waits = False
         self._update()
 
-    def _began(self) -> None:
+    def _on_begin(self) -> None:
         self._since = time.perf_counter()
         self._update()
 
-    def _ended(self) -> None:
+    def _on_end(self) -> None:
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
             self._since = None

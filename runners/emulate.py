@@ -25,7 +25,7 @@ from .dispatch import LEAST_COMPILE_TIMEOUT_S, DryRuns
 from .emulated_rank import EmulatedDryRun, EmulatedReport
 from .host import HostAgent
 from .job import Job, Outcome, RankOutcome, Rendezvous
-from .replay import Played, play
+from .replay import ReplayedStep, play
 from .runner import Runner, TrialRequest
 from .timing import median_interval
 from .work import TrialTerms
@@ -272,7 +272,7 @@ class EmulateRunner(Runner):
         assert best is not None, "a trial has a rank"
         return best
 
-    def _play(self, steps: "Sequence[StepTrace]", scale: float) -> Played:
+    def _play(self, steps: "Sequence[StepTrace]", scale: float) -> ReplayedStep:
         wire, threads = self.wire, max(1, self.terms.threads or 1)
         cores, table = self.emulation.hardware.cores, wire.table
 
@@ -342,8 +342,8 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
     stride = 1 if config.get("etp") == 1 else world.tp
     places = [sharer * stride for sharer in range(min(world.ep, MOST_SHARERS))]
     if emulation.ranks == "all":
-        alike = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
-        replicas = [0] if alike else list(range(world.replicas))
+        equal_replicas = world.ep == 1 and int(config.get("zero") or 0) == 0 and world.sp * world.cp == 1
+        replicas = [0] if equal_replicas else list(range(world.replicas))
         tensors = sorted({0, world.tp - 1})
         places = [replica * world.tp + tensor for replica in replicas for tensor in tensors]
     return [stage * within + place for stage in stages for place in places]

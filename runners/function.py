@@ -141,7 +141,7 @@ def _read(value: Any) -> Measurement:
         UsageError: it is neither a number nor a measurement.
     """
     if isinstance(value, Measurement):
-        return _sound(value)
+        return _finite(value)
     number = value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         number = value.item()  # a tensor or an array without dimensions
@@ -156,7 +156,7 @@ def _read(value: Any) -> Measurement:
     return Measurement(status=Status.OK, throughput=float(number))
 
 
-def _sound(measured: Measurement) -> Measurement:
+def _finite(measured: Measurement) -> Measurement:
     """Returns a user's measurement without non-finite numbers. It is `wrong` if it was `ok` without a valid throughput."""
     invalid: dict[str, Any] = {
         each.name: None

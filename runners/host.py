@@ -170,7 +170,7 @@ class HostAgent:
         try:
             return _outcome(call, job)
         except TimeoutError:
-            raise self._took_no_job() from None
+            raise self._end_idle_agent() from None
         finally:
             with self._lock:
                 self._running.pop(key, None)
@@ -203,11 +203,11 @@ class HostAgent:
     def _lost(self, error: Exception) -> str:
         """Returns the error text of a connection that failed."""
         if isinstance(error, BlockingIOError):
-            return str(self._took_no_job())
+            return str(self._end_idle_agent())
         how = "closed" if self._closed else f"lost ({type(error).__name__})"
         return self._process.with_last_words(f"the host agent was {how} during a trial")
 
-    def _took_no_job(self) -> RunnerError:
+    def _end_idle_agent(self) -> RunnerError:
         """Ends an agent that does not begin a job and returns the error."""
         self._process.kill()
         message = f"the host agent took no job within {BEGIN_S:g} s and was ended"
@@ -247,10 +247,10 @@ def _outcome(call: Call, job: Job) -> Outcome:
     Raises:
         TimeoutError: the agent did not begin it.
     """
-    begun: Begun | None = call.note(BEGIN_S)
-    if begun is None:  # lost
+    started: Begun | None = call.note(BEGIN_S)
+    if started is None:  # lost
         call.result()
-    assert begun is not None
+    assert started is not None
     deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
     while True:
         patience = ANSWER_S + job.teardown_s - TEARDOWN_S
@@ -258,7 +258,7 @@ def _outcome(call: Call, job: Job) -> Outcome:
         try:
             note: Compiling | None = call.note(left)
         except TimeoutError:
-            kill_tree(begun.supervisor)
+            kill_tree(started.supervisor)
             silent = f"its supervisor did not answer for another {patience:g} s and was killed"
             return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {silent}")
         if note is None:

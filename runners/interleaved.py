@@ -81,8 +81,8 @@ class _Program:
             ready = wait(ends, None if end is None else max(0.0, end - time.monotonic()))
             if not ready:
                 os.kill(self._pid, signal.SIGKILL)
-                why = f"its turn took more than {self._limit_s:g} s"
-                self.outcome = RankOutcome(rank=self._rank, status=Status.TIMEOUT, reason=why)
+                reason = f"its turn took more than {self._limit_s:g} s"
+                self.outcome = RankOutcome(rank=self._rank, status=Status.TIMEOUT, reason=reason)
             elif self.reports in ready and self._receive(tell):
                 continue
             elif self._channel in ready:
@@ -92,8 +92,8 @@ class _Program:
                 ends.remove(self._channel)
             elif self._pidfd in ready:
                 _, status = os.waitpid(self._pid, 0)
-                how, why = failure.from_exit(os.waitstatus_to_exitcode(status))
-                self.outcome = RankOutcome(rank=self._rank, status=how, reason=why)
+                how, reason = failure.from_exit(os.waitstatus_to_exitcode(status))
+                self.outcome = RankOutcome(rank=self._rank, status=how, reason=reason)
 
     def _receive(self, tell: Callable[[tuple[str, object]], None]) -> bool:
         try:

@@ -57,12 +57,12 @@ class WireMeasurement:
         intervals = COMPUTED_S if self.share <= 2 else COMPUTED_S[::2]
         for size in group_sizes(world):
             lines = [list(range(first, first + size)) for first in range(0, world, size)]
-            mine, _ = dist.new_subgroups_by_enumeration(lines)
+            own_group, _ = dist.new_subgroups_by_enumeration(lines)
             for number, num_bytes in enumerate(SIZES):
-                for kind, call in _calls(num_bytes, mine, rank % size, size):
+                for kind, call in _calls(num_bytes, own_group, rank % size, size):
                     price = self._undisturbed(call, REPEATS[number])
                     seconds.setdefault(kind, {}).setdefault(size, []).append((num_bytes, *price))
-            for kind, call in _calls(LATE_BYTES, mine, rank % size, size):
+            for kind, call in _calls(LATE_BYTES, own_group, rank % size, size):
                 alone = self._undisturbed(call, 10).seconds
                 extra = [self._late(call, computed, alone) for computed in intervals]
                 late.setdefault(kind, {})[size] = smoothed(intervals, extra)
@@ -174,13 +174,13 @@ def _calls(
     count = max(size, num_bytes // 4 // size * size)
     whole, other, piece = torch.ones(count), torch.ones(count), torch.ones(count // size)
     first = dist.get_global_rank(group, 0)
-    ahead, behind = ((place + step) % size for step in (1, -1))
+    next_rank, previous_rank = ((place + step) % size for step in (1, -1))
 
     def ring() -> None:
         for work in dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, whole, group=group, group_peer=ahead),
-                dist.P2POp(dist.irecv, other, group=group, group_peer=behind),
+                dist.P2POp(dist.isend, whole, group=group, group_peer=next_rank),
+                dist.P2POp(dist.irecv, other, group=group, group_peer=previous_rank),
             ]
         ):
             work.wait()

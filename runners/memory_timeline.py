@@ -141,9 +141,9 @@ def traceable(config: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], lis
             left.append(name)
     left += ["precision"] if out.get("precision") == "fp8" else []
     # The sizes are the same, and a CPU trains in these.
-    alike = {"fp8": "bf16", "fp16": "bf16", "tf32": "fp32"}
-    if out.get("precision") in alike:
-        out["precision"] = alike[out["precision"]]
+    computed_as = {"fp8": "bf16", "fp16": "bf16", "tf32": "fp32"}
+    if out.get("precision") in computed_as:
+        out["precision"] = computed_as[out["precision"]]
     if out.get("attention") not in (None, "eager", "sdpa"):
         out["attention"] = "sdpa"  # every fused attention keeps the same tensors
     return out, left

@@ -75,7 +75,7 @@ def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float,
     for place, value in losses.items():
         if not math.isfinite(value):
             return f"loss is {value} at {place}"
-    if not _quiet(probe).finite:
+    if not _without_randomness(probe).finite:
         return f"the probe's results are not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_incomparable(probe, reference):
         return ""
@@ -86,26 +86,26 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
     """Yields the comparisons of a candidate with a comparable reference: on the probe's samples, then in the first step."""
     rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
     tolerance = rounding(noise_numbers=min(probe.noise_numbers, expected.noise_numbers))
-    yield compare(_quiet(expected), _quiet(probe), tolerance)
+    yield compare(_without_randomness(expected), _without_randomness(probe), tolerance)
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
-    alike = probe.step is not None and probe.step.samples == samples
+    same_samples = probe.step is not None and probe.step.samples == samples
     tolerance = rounding(noise=max(probe.noise, expected.noise), samples=samples)
-    yield compare(_step(expected), _step(probe) if alike else Numbers(still=probe.still), tolerance)
+    yield compare(_step(expected), _step(probe) if same_samples else Numbers(still=probe.still), tolerance)
 
 
 def why_incomparable(probe: Probe, reference: Reference) -> str:
     """Returns the reason why a candidate cannot be compared with the reference; empty if it can."""
     expected = reference.probe
-    mine, theirs = probe.quiet.samples, expected.quiet.samples
-    if mine != theirs:
-        return f"not compared with the reference, which was probed with {theirs} samples, not {mine}"
+    own_samples, expected_samples = probe.quiet.samples, expected.quiet.samples
+    if own_samples != expected_samples:
+        return f"not compared with the reference, which was probed with {expected_samples} samples, not {own_samples}"
     if other := sorted(set(probe.brought) ^ set(expected.brought)):
         return f"not compared with the reference, which has other weights: {and_more(other)}"
     return ""
 
 
-def _quiet(probe: Probe) -> Numbers:
+def _without_randomness(probe: Probe) -> Numbers:
     """Returns the results on the fixed batch without randomness, and the difference that training's randomness makes."""
     logits = {"the logits": torch.tensor(probe.logits, dtype=torch.float64)} if probe.logits else {}
     return replace(_numbers(probe.quiet, " on the probe"), outputs=logits, noise=probe.noise)

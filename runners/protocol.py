@@ -186,7 +186,7 @@ class Caller:
         self._changed, self._losing = threading.Condition(), threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, Call] = {}
-        self._why: str | None = None
+        self._reason: str | None = None
         self._reading = self._closed = False
         self._patience_s, self._silence_s, self._received = start_s, silence_s, time.monotonic()
         self._thread: threading.Thread | None = None
@@ -197,7 +197,7 @@ class Caller:
     @property
     def lost(self) -> bool:
         """True if the peer is known to be lost. It will not reply any more."""
-        return self._why is not None
+        return self._reason is not None
 
     def look(self) -> bool:
         """Reads the messages that are there. Returns True if the peer is lost."""
@@ -207,8 +207,8 @@ class Caller:
         """Sends a call and returns it at once. If the peer is lost, its result is the error."""
         with self._changed:
             call = Call(self, next(self._numbers))
-            if self._why is not None:
-                call.end(error=RunnerError(self._why), replied=False)
+            if self._reason is not None:
+                call.end(error=RunnerError(self._reason), replied=False)
                 return call
             self._open[call.number] = call
         try:
@@ -236,7 +236,7 @@ class Caller:
         """Reads messages until `over()` is true or the peer is lost. Returns False if that takes longer."""
         end = math.inf if within_s is None else time.monotonic() + within_s
         with self._changed:
-            while not over() and self._why is None:
+            while not over() and self._reason is None:
                 left = None if end == math.inf else max(0.0, end - time.monotonic())
                 if self._reading:
                     if not self._changed.wait(left) and not over():
@@ -290,24 +290,24 @@ class Caller:
     def _error(self, kind: str, message: str, trace: str) -> Exception:
         """Returns the error that the peer raised."""
         known: Any = getattr(errors, kind, None)
-        ours = isinstance(known, type) and issubclass(known, RedlineError)
+        is_redline_error = isinstance(known, type) and issubclass(known, RedlineError)
         if self._plain:
-            return RunnerError((message if ours else f"{kind}: {message}")[:LONGEST_ERROR])
-        error: Exception = known(message) if ours else RemoteError(f"{kind}: {message}\n{trace}")
+            return RunnerError((message if is_redline_error else f"{kind}: {message}")[:LONGEST_ERROR])
+        error: Exception = known(message) if is_redline_error else RemoteError(f"{kind}: {message}\n{trace}")
         error.__cause__ = RemoteTraceback(trace)
         return error
 
     def _lose(self, error: Exception) -> None:
         """Fails all open calls."""
         with self._losing:
-            if self._why is not None:
+            if self._reason is not None:
                 return
-            why = self._on_lost(error) if self._open or not self._closed else "the connection is closed"
+            reason = self._on_lost(error) if self._open or not self._closed else "the connection is closed"
             with self._changed:
-                self._why = why
+                self._reason = reason
                 left, self._open = list(self._open.values()), {}
                 for each in left:
-                    each.end(error=RunnerError(why), replied=False)
+                    each.end(error=RunnerError(reason), replied=False)
                 self._changed.notify_all()
 
     def close(self) -> None:

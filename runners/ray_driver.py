@@ -85,13 +85,13 @@ def main() -> None:
     if child == 0:
         die_with_parent(me)
         _use_ray(parent)
-    ended = os.pidfd_open(child)
+    child_ended = os.pidfd_open(child)
     watched = select.poll()
     watched.register(parent, select.POLLRDHUP)
-    watched.register(ended, select.POLLIN)
+    watched.register(child_ended, select.POLLIN)
     parent_closed = watched.poll()[0][0] == parent.fileno()
     if parent_closed:
-        select.select([ended], [], [], CLOSE_S)
+        select.select([child_ended], [], [], CLOSE_S)
     _, status = os.waitpid(child, os.WNOHANG)
     kill_descendants()
     if parent_closed:

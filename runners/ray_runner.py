@@ -128,11 +128,11 @@ class _Driver:
             return "the Ray runner was closed during a trial"
         if isinstance(error, EOFError):
             how = failure.ended(self._process.ended())
-            why = self._process.with_last_words(f"Ray was lost: {how}")
+            reason = self._process.with_last_words(f"Ray was lost: {how}")
         else:
-            why = f"Ray {error}"
+            reason = f"Ray {error}"
         self._process.kill()
-        return why
+        return reason
 
     def close(self, within_s: float) -> None:
         """Ends the process and everything it started. Open calls fail with a `RunnerError`."""

@@ -27,7 +27,7 @@ PriceOf = Callable[["Message", float], "Price"]
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayedStep:
     """A replayed step of all ranks."""
 
     seconds: float
@@ -184,7 +184,7 @@ def play(
     cores: float | None = None,
     world_size: int | None = None,
     slower: float = 1.0,
-) -> Played:
+) -> ReplayedStep:
     """Replays the step of all ranks from one recorded step of each of some of them.
 
     Args:
@@ -199,7 +199,7 @@ def play(
     threads = [thread for each in steps for thread in _threads(each, slower)]
     player.play(threads, ranks)
     last = max(steps, key=lambda each: player.done[each.rank])
-    return Played(player.done[last.rank], last.own_seconds)
+    return ReplayedStep(player.done[last.rank], last.own_seconds)
 
 
 def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
@@ -209,7 +209,7 @@ def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
     todo: dict[int, list[_Action]] = {step.stream: []}
     reached: dict[int, float] = {}
     words = {Act.WAIT: "wait", Act.RECORD: "record", Act.AWAIT: "event"}
-    begun: set[tuple[str, int]] = set()
+    started: set[tuple[str, int]] = set()
     for entry in step.entries:
         stream = todo.setdefault(entry.stream, [])
         stretch = entry.at - reached.get(entry.stream, 0.0)
@@ -217,14 +217,14 @@ def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
             stream.append(("compute", stretch * slower, None))
         reached[entry.stream] = entry.left
         if entry.act is Act.BEGIN:
-            begun.add(("wait", entry.number))
+            started.add(("wait", entry.number))
             stream.append(("begin", entry.number, entry.message))
             continue
         what = words[entry.act]
         if what == "record":
-            begun.add(("event", entry.number))
+            started.add(("event", entry.number))
         # Communications of earlier steps are done.
-        if what == "record" or (what, entry.number) in begun:
+        if what == "record" or (what, entry.number) in started:
             stream.append((what, entry.number, None))
     rest = step.seconds - reached.get(step.stream, 0.0)
     if rest > 0:

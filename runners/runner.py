@@ -12,7 +12,7 @@ from ..base.errors import UsageError
 from ..base.writing import as_data
 from ..results import Measurement
 from ..results.probe import Probe
-from ..results.schema import shown
+from ..results.schema import shortened
 from ..space import Config
 from .soak import SoakPlan
 
@@ -80,7 +80,7 @@ class TrialRequest:
         try:
             name, reference, soak = data["log"], data["reference"], data["soak"]
             if name is not None and not _LOG.fullmatch(name):
-                raise UsageError(f"a log's name must be like 7.log, but got {shown(name)}")
+                raise UsageError(f"a log's name must be like 7.log, but got {shortened(name)}")
             return cls(
                 config=Config(data["config"]),
                 number=int(data["number"]),

@@ -87,9 +87,9 @@ class SimulateRunner(Runner):
     name = "simulate"
 
     def __post_init__(self) -> None:
-        self._world = self.estimator.drawn(self._random("world"))
-        begun = time.time() if self.terms.begun is None else self.terms.begun
-        self._free_at = [begun] * self.slots
+        self._world = self.estimator.sampled(self._random("world"))
+        start = time.time() if self.terms.begun is None else self.terms.begun
+        self._free_at = [start] * self.slots
 
     def run(self, request: TrialRequest) -> Measurement:
         """Returns the measurement of one trial in the drawn world."""
@@ -112,10 +112,10 @@ class SimulateRunner(Runner):
         table = self._world.table([config])
         if not np.isfinite(table.step_ms[0]):
             return self._failed(request, Status.CRASH, "more pipeline stages than blocks", 0.0)
-        truth = table.row(0)
+        estimate = table.row(0)
         constants = self.estimator.constants
         peak = float(table.fullest_memory_mib[0]) * np.exp(self._unexplained(config, "memory", constants.memory_noise))
-        step = truth.step_ms * np.exp(self._unexplained(config, "time", constants.time_noise))
+        step = estimate.step_ms * np.exp(self._unexplained(config, "time", constants.time_noise))
         random = self._random("trial", config.id, repeat)
         seen = step * float(np.exp(random.normal(0.0, SPREAD)))
         if random.random() < DISTURBED:
@@ -123,7 +123,7 @@ class SimulateRunner(Runner):
         own = self._random("failures", config.id)
         needed = peak * (1 + FRAGMENTATION * abs(own.normal()))
         phases = self._phases(config, step)
-        limit = truth.memory_limit_mib
+        limit = estimate.memory_limit_mib
         if needed > limit:
             reason = f"out of memory: {needed:,.0f} MiB are needed, but {limit:,.0f} MiB are available"
             short = replace(phases, warmup=step / 1e3, measure=0.0).total
@@ -138,10 +138,10 @@ class SimulateRunner(Runner):
             return self._failed(request, Status.TIMEOUT, reason, self.terms.timeout_s + compiling)
         cols = knob_arrays([config], self.estimator.training)
         samples = int(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
-        rate, unit = truth.throughput * truth.step_ms / seen, truth.unit
-        mfu = truth.mfu * truth.step_ms / seen
+        rate, unit = estimate.throughput * estimate.step_ms / seen, estimate.unit
+        mfu = estimate.mfu * estimate.step_ms / seen
         peak_rate = self.estimator.hardware.rate(str(cols.precision[0]))
-        self._log(request, "ran", truth.breakdown)
+        self._log(request, "ran", estimate.breakdown)
         return Measurement(
             status=Status.OK,
             throughput=rate,

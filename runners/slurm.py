@@ -345,8 +345,8 @@ class _SlurmWorker(HostWorker):
 
     def _lost(self, error: Exception) -> str:
         # The task has ended, or the connection was closed here, or else a message was unreadable.
-        why = "" if isinstance(error, EOFError) else f": {type(error).__name__}: {error}"
-        return f"Slurm lost the node {self._node}{why}"
+        reason = "" if isinstance(error, EOFError) else f": {type(error).__name__}: {error}"
+        return f"Slurm lost the node {self._node}{reason}"
 
     def kill(self) -> None:
         self._caller.close()

@@ -56,8 +56,8 @@ def main() -> None:
     adopt_orphans()
     key = bytes.fromhex(os.environ.pop(KEY))
     with Client((os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(sys.argv[1])), authkey=key) as connection:
-        with socket.socket(fileno=os.dup(connection.fileno())) as mine:
-            address = mine.getsockname()[0]
+        with socket.socket(fileno=os.dup(connection.fileno())) as own_socket:
+            address = own_socket.getsockname()[0]
         channel = Channel(connection)
         start = receive_call(channel)
         sys_path, imports = start.arguments

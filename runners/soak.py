@@ -61,8 +61,8 @@ class SoakPlan:
         longest = workload.batch.seq_len
         least = max(math.ceil(self.shortest * longest), 2)
         random = Random(seed)
-        drawn = [random.randint(min(least, longest), longest) for _ in range(self.steps)]
-        even = [min(longest, math.ceil(length / multiple) * multiple) for length in drawn]
+        random_lengths = [random.randint(min(least, longest), longest) for _ in range(self.steps)]
+        even = [min(longest, math.ceil(length / multiple) * multiple) for length in random_lengths]
         return [longest, *even, longest]
 
     def measuring(self, plan: TimingPlan) -> TimingPlan:
@@ -132,14 +132,14 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         world.sp * world.cp * (2 if world.cp > 1 else 1) * (world.tp if training.config.get("sequence_parallel") else 1)
     )
     lengths = plan.lengths(training.workload, seed, multiple)
-    begin, before, anew = time.perf_counter(), compiled(), 0
+    begin, before, num_compiled = time.perf_counter(), compiled(), 0
     given_up = refusals() if training.compiled else 0
     losses = []
     for number, length in enumerate(lengths):
         known = compiled()
         losses.append(training.passes(_batches(training, number, length)))
         training.update()
-        anew += compiled() > known
+        num_compiled += compiled() > known
     values = torch.stack(losses).double()
     last, total = float(values[-1]), float(values.sum())  # waits for the device
     varied = [length for length in lengths if length is not None]
@@ -149,7 +149,7 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         longest=max(varied, default=None),
         seconds=time.perf_counter() - begin,
         seconds_compile=compiled() - before,
-        compiled=anew,
+        compiled=num_compiled,
         refused=training.compiled and refusals() > given_up,
         loss=last if math.isfinite(total) else total,
     )
@@ -163,7 +163,7 @@ def _batches(training: "Training", number: int, length: int | None) -> list[Batc
         workload = replace(workload, seq_len=length, batch=replace(workload.batch, seq_len=length))
     whole = make_batch(workload, training.samples_per_step, training.seed_of(BEYOND + number))
     share = micro * training.grad_accum
-    mine = to_device(batch_slice(whole, world.dp_rank * share, (world.dp_rank + 1) * share), training.device)
+    local_batch = to_device(batch_slice(whole, world.dp_rank * share, (world.dp_rank + 1) * share), training.device)
     if world.pp > 1:
-        return [mine]
-    return [batch_slice(mine, at * micro, (at + 1) * micro) for at in range(training.grad_accum)]
+        return [local_batch]
+    return [batch_slice(local_batch, at * micro, (at + 1) * micro) for at in range(training.grad_accum)]

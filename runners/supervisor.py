@@ -151,16 +151,16 @@ class Supervisor:
                 if now >= look:
                     self._shortage.look([rank.pid for rank in self._ranks if rank.returncode is None])
                     look = now + SAMPLE_S
-                if not self._turn(selector, log, min(look, self._deadline.at)):
+                if not self._handle_events(selector, log, min(look, self._deadline.at)):
                     return None
 
     def _gather(self, selector: selectors.BaseSelector, log: LogFile, end: float) -> None:
         """Waits for the outcomes of the other ranks after a failure, until `end`."""
         while time.monotonic() < end and not all(rank.outcome for rank in self._ranks):
-            if not self._turn(selector, log, end):
+            if not self._handle_events(selector, log, end):
                 return
 
-    def _turn(self, selector: selectors.BaseSelector, log: LogFile, until: float) -> bool:
+    def _handle_events(self, selector: selectors.BaseSelector, log: LogFile, until: float) -> bool:
         """Handles the next events, waiting for them until `until`. Returns False if the client closed the connection."""
         for key, _ in selector.select(max(0.0, until - time.monotonic())):
             kind, rank = key.data
@@ -242,11 +242,11 @@ class Supervisor:
             )
             os.kill(rank.pid, DUMP_STACKS)
         phases = sorted({rank.phase for rank in late})
-        who = f" on rank {', '.join(str(rank.number) for rank in late)}" if several else ""
+        ranks = f" on rank {', '.join(str(rank.number) for rank in late)}" if several else ""
         end = time.monotonic() + STACKS_S
-        while time.monotonic() < end and self._turn(selector, log, end):
+        while time.monotonic() < end and self._handle_events(selector, log, end):
             continue
-        reason = f"{message} (during {', '.join(phases)}{who})"
+        reason = f"{message} (during {', '.join(phases)}{ranks})"
         return Outcome(status=Status.TIMEOUT, reason=reason, ranks=self._reported())
 
     def _outcome(self) -> Outcome:

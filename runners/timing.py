@@ -202,7 +202,7 @@ def measure(
     measuring()
     in_turns: list[float] = []
     if turns is None:
-        step_times = _alone(timed, plan, clock.chunk_seconds, warm[-1])
+        step_times = _measure_alone(timed, plan, clock.chunk_seconds, warm[-1])
     else:
         step_times, in_turns = _in_turns(timed, turns, agree, warm[-1])
     median, half = median_interval(step_times)
@@ -302,7 +302,7 @@ def _settle(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: 
     return total_ms / 1e3
 
 
-def _alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> list[float]:
+def _measure_alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> list[float]:
     """Runs steps until their median is known, and returns their times, ms."""
     begin, step_times = timed.seconds, list[float]()
     while True:

@@ -28,7 +28,7 @@ from ..training.checkpoint.saver import Saver, patient_group
 from ..training.checkpoint.state import State
 from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
-from ..training.loop import Ended, Loop, LoopPlan, averages
+from ..training.loop import Loop, LoopPlan, LoopResult, averages
 from .dry_run import join
 from .host import COMMON_IMPORTS
 from .job import Job, Outcome, Rendezvous
@@ -78,7 +78,7 @@ class TrainRank:
     on_line: Callable[[], None] | None = None
     """Called on rank 0 after every line of the log."""
 
-    def __call__(self, context: RankContext) -> Ended:
+    def __call__(self, context: RankContext) -> LoopResult:
         import torch
 
         device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
@@ -88,8 +88,8 @@ class TrainRank:
             if not torch.distributed.is_initialized():
                 join(context)
             group = patient_group()
-        with ExitStack() as held:
-            written = held.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
+        with ExitStack() as stack:
+            written = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
             log = written or _discard
             context.phase("data")
             samples = self._samples()
@@ -109,7 +109,7 @@ class TrainRank:
             context.phase("checkpoint")
             folder = CheckpointFolder(self.folder / CHECKPOINTS, self.plan.keep)
             saver = Saver(folder, context.rank, group)
-            held.callback(saver.close)
+            stack.callback(saver.close)
             step, position = self._begin(training, state, saver, group, log)
             saver.gathered(
                 None
@@ -124,15 +124,15 @@ class TrainRank:
                 position=position,
                 facts={**self.facts, "configuration": dict(self.config), "devices": context.world_size},
                 log=log,
-                stop=held.enter_context(_stop_requested(self.folder if context.rank == 0 else None)),
+                stop=stack.enter_context(_stop_requested(self.folder if context.rank == 0 else None)),
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
                 average=average,
                 phase=context.phase,
             )
             context.phase("training")
-            ended = loop.run()
-            return replace(ended, unlogged=written.unwritten) if written is not None else ended
+            end = loop.run()
+            return replace(end, unlogged=written.unwritten) if written is not None else end
 
     def _samples(self) -> TrainingData:
         return training_data(self.data, self.workload, self.folder / DATA)
@@ -205,7 +205,7 @@ class Trainings(Work):
 
     def __init__(self, program: TrainRank) -> None:
         self.program = program
-        self.ended: Ended | None = None
+        self.ended: LoopResult | None = None
         """The first rank's report of how its loop ended; None if it did not report."""
         self.imports = (*COMMON_IMPORTS, "redline.runners.train", *program.workload.imports)
 
@@ -227,7 +227,7 @@ class Trainings(Work):
     ) -> Measurement:
         """Returns the status of the training and its throughput."""
         unit = self.program.workload.unit
-        ends = [each.report for each in outcome.ranks if isinstance(each.report, Ended)]
+        ends = [each.report for each in outcome.ranks if isinstance(each.report, LoopResult)]
         self.ended = next(iter(ends), None)
         peaks = [each.peak_memory_mib for each in outcome.ranks if each.peak_memory_mib]
         found = Measurement(

@@ -11,7 +11,7 @@ from torch import nn
 from ..base._torch import parameters_of
 from ..base.errors import ScheduleError, unknown
 from .engines import deepspeed
-from .held import own
+from .held import own_tensors
 from .materialise import Init, materialise
 from .parallel.agreement import check_first_call, check_weights
 from .parallel.collectives import axis_of
@@ -167,7 +167,7 @@ class _Arrivals:
                     self._formats[module, name] = formats[param]
         paths = {module: path for path, module in sch.tree.module.named_modules()}
         for module in self._cutting.parts if self._cutting is not None else ():
-            places = [(each, name, tensor) for each in module.modules() for name, tensor in own(each)]
+            places = [(each, name, tensor) for each in module.modules() for name, tensor in own_tensors(each)]
             if any(isinstance(tensor, nn.Parameter) and not tensor.is_meta for _, _, tensor in places):
                 continue
             part = _Part(paths[module], module, {(each, name) for each, name, tensor in places if tensor.is_meta})

@@ -14,7 +14,7 @@ from .rounding import FEW, Tolerance, departure, factor_between, largest, scale
 
 Tensors = Mapping[str, torch.Tensor | None]
 Kind = Literal["outputs", "loss", "gradients", "inputs", "dropout", "weights"]
-SAID: Mapping[Kind, str] = {
+DESCRIPTIONS: Mapping[Kind, str] = {
     "outputs": "{}",
     "loss": "{}",
     "gradients": "the gradient of {}",
@@ -56,7 +56,7 @@ class Numbers:
     @property
     def finite(self) -> bool:
         """True if all are finite."""
-        tensors = [each for kind in SAID for each in self.of(kind).values() if each is not None]
+        tensors = [each for kind in DESCRIPTIONS for each in self.of(kind).values() if each is not None]
         return all(bool(each.isfinite().all()) for each in tensors) and math.isfinite(self.noise or 0.0)
 
     def of(self, kind: Kind) -> Tensors:
@@ -114,14 +114,14 @@ class Comparison:
         over = [each for each in self.departures if not each.holds]
         if not over:
             return None
-        grave = ALIKE * self.gravest(over[0].kind).share
-        return next(each for each in over if each.share >= grave)
+        least = ALIKE * self.largest_of(over[0].kind).share
+        return next(each for each in over if each.share >= least)
 
     def of(self, kind: Kind) -> tuple[Departure, ...]:
         """Departures of a kind."""
         return tuple(each for each in self.departures if each.kind == kind)
 
-    def gravest(self, kind: Kind) -> Departure:
+    def largest_of(self, kind: Kind) -> Departure:
         """The departure of a kind that is largest relative to its limit; there must be one."""
         return max(self.of(kind), key=lambda each: each.share)
 
@@ -193,7 +193,7 @@ class _Pair:
             actual, by = found[name], math.inf
             over = max(self.tolerance.size, 1e-30) if projected else scale(wanted, most, least)
             allowed = self._allowed(kind, name, over)
-            what = SAID[kind].format(name) if not on else name if projected else name + on
+            what = DESCRIPTIONS[kind].format(name) if not on else name if projected else name + on
             if wanted is None or actual is None:
                 # An unused parameter may have a gradient of zeros instead of none.
                 present = wanted if wanted is not None else actual

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..base._torch import TorchDispatchMode
-from .held import loose, own
+from .held import loose, own_tensors
 from .random_state import full
 from .recording import Recording, Unrecordable, recorded, recording_of
 
@@ -50,7 +50,7 @@ def deferred(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def noted(*tensors: torch.Tensor) -> Iterator[None]:
+def recorded_operations(*tensors: torch.Tensor) -> Iterator[None]:
     """Records operations in the `with` if one of the tensors is recorded; otherwise changes nothing."""
     found = next(filter(None, map(recorded, tensors)), None)
     if found is None:
@@ -79,7 +79,7 @@ def going_on(recording: Recording) -> Iterator[None]:
             stack.enter_context(_truncated_draws_noted(recording))
             stack.enter_context(_Operations(recording))
             yield
-            with recording.shown_as_they_are():
+            with recording.access():
                 recording.follow_random_state()
             if recording.broken:  # and the constructor continued
                 raise Unrecordable(recording.broken)
@@ -91,7 +91,7 @@ def going_on(recording: Recording) -> Iterator[None]:
         recording.active = False
 
 
-def stray(module: nn.Module) -> str:
+def unmaterialised(module: nn.Module) -> str:
     """Describes a tensor without memory that `build` would not materialise: an attribute of a module that is on the
     meta device itself, or a tensor outside a module; empty if there is none.
     """
@@ -101,7 +101,7 @@ def stray(module: nn.Module) -> str:
         for name, tensor in loose(each):
             if tensor.is_meta and recorded(tensor) is None:
                 return f"{path}.{name}" if path else name
-        held.update(place[1] for _, tensor in own(each) + loose(each) if (place := recorded(tensor)))
+        held.update(place[1] for _, tensor in own_tensors(each) + loose(each) if (place := recorded(tensor)))
     if recording is None:
         return ""
 
@@ -127,7 +127,7 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.recording.plain:
             return func(*args, **kwargs)
-        with self.recording.shown_as_they_are():
+        with self.recording.access():
             return self.recording.call(func, args, kwargs)
 
 
@@ -144,7 +144,7 @@ class _Lens(TorchFunctionMode):
         known = isinstance(first, torch.Tensor) and not self.recording.plain
         place = recorded(first) if known else None
         if place is None and func is torch.Tensor.__deepcopy__:
-            with self.recording.shown_as_they_are():  # a real tensor's copy is real
+            with self.recording.access():  # a real tensor's copy is real
                 return func(*args, **kwargs)
         if place is None:
             return self.run(func, args, kwargs)
@@ -160,7 +160,7 @@ class _Lens(TorchFunctionMode):
         if func is torch.Tensor.to:
             devices = {_device(each) for each in (*args[1:], *kwargs.values())}
             if _META in devices:  # tensors that the constructor puts there itself have no values
-                with self.recording.shown_as_they_are():
+                with self.recording.access():
                     return func(torch.empty_like(first), *args[1:], **kwargs)
             if device in devices:
                 args = tuple(_META if _device(each) == device else each for each in args)
@@ -228,7 +228,7 @@ def _truncated_draws_noted(recording: Recording) -> Iterator[None]:
         return
 
     def noted(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> torch.Tensor:
-        with recording.shown_as_they_are():
+        with recording.access():
             known = recorded(tensor) is not None and generator is None
             if known:
                 recording.draw(original, tensor, mean, std, a, b)

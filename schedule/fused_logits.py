@@ -321,15 +321,15 @@ def _to_gradients(logits: torch.Tensor, target: torch.Tensor, product: Product) 
         dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
         target = target - axis.rank * product.weight.shape[0]
     logits -= top.unsqueeze(-1)
-    mine = (target >= 0) & (target < local)
+    in_shard = (target >= 0) & (target < local)
     # In a whole vocabulary every target must exist, which the lookup checks.
-    index = (target if axis is None else target.where(mine, 0)).unsqueeze(-1)
-    at = logits.gather(-1, index).squeeze(-1) * mine if local else torch.zeros_like(top)
+    index = (target if axis is None else target.where(in_shard, 0)).unsqueeze(-1)
+    at = logits.gather(-1, index).squeeze(-1) * in_shard if local else torch.zeros_like(top)
     logits.exp_()
     total = logits.sum(-1)
     if axis is not None:
         total, at = all_reduce(torch.stack([total, at]), axis).unbind(0)
     logits /= total.unsqueeze(-1)
     if local:
-        logits.scatter_add_(-1, index, -mine.to(logits.dtype).unsqueeze(-1))
+        logits.scatter_add_(-1, index, -in_shard.to(logits.dtype).unsqueeze(-1))
     return total.log() - at

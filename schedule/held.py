@@ -12,7 +12,7 @@ _HOLDERS = (torch.Tensor, list, tuple, dict)
 Change = Callable[[torch.Tensor, str], torch.Tensor]
 
 
-def own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a module itself, by name."""
     both = [*parameters_of(module).items(), *buffers_of(module).items()]
     return [(name, tensor) for name, tensor in both if tensor is not None]

@@ -56,14 +56,16 @@ def materialise(
         ScheduleError: tensors have no initialisation; the message names them.
     """
     recording = recording_of(root)
-    missing = [(module, name) for module in root.modules() for name, tensor in held.own(module) if tensor.is_meta]
+    missing = [
+        (module, name) for module in root.modules() for name, tensor in held.own_tensors(module) if tensor.is_meta
+    ]
     held.exchange(root, lambda tensor, path: _moved(tensor, device), _kept)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         if recording is None:
             recording = Recording(device)
             _Rules(root, recording, seed, init).follow()
         _replay(root, recording, device, seed, arrived)
-    return [dict(held.own(module))[name] for module, name in missing]
+    return [dict(held.own_tensors(module))[name] for module, name in missing]
 
 
 def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int, arrived: Arrived) -> None:
@@ -72,13 +74,13 @@ def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: i
     homes: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
     loose: set[torch.Tensor] = set()
     for path, module in root.named_modules():
-        for name, tensor in held.own(module):
+        for name, tensor in held.own_tensors(module):
             if tensor.is_meta and recording.view(tensor) is None:
                 raise ScheduleError(
                     f"build: {join(path, name)} is on the meta device, and nothing is known of its values"
                 )
         elsewhere = held.loose(module)
-        for name, tensor in held.own(module) + elsewhere:
+        for name, tensor in held.own_tensors(module) + elsewhere:
             if (view := recording.view(tensor)) is None:
                 continue
             if not tensor.is_leaf:
@@ -86,7 +88,7 @@ def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: i
                     f"build: {join(path, name)} has a gradient to pass on, which only a model made in place can"
                 )
             views[tensor] = view
-        for name, tensor in held.own(module):
+        for name, tensor in held.own_tensors(module):
             if tensor in views:
                 homes.setdefault(tensor, []).append((module, name))
         loose.update(tensor for _, tensor in elsewhere if tensor in views)
@@ -102,7 +104,7 @@ def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: i
             if tensor in loose:
                 kept[tensor] = new
             for module, name in homes.get(tensor, ()):
-                sharding.put(module, name, new)
+                sharding.replace_tensor(module, name, new)
                 here.append((module, name))
         del storage, new
         for module, name in here:
@@ -149,7 +151,9 @@ class _Rules:
 
     def follow(self) -> None:
         """Makes the model's tensors on the meta device recorded ones, initialised and cut."""
-        kept = [tensor for module in self.root.modules() for _, tensor in held.own(module) if not tensor.is_meta]
+        kept = [
+            tensor for module in self.root.modules() for _, tensor in held.own_tensors(module) if not tensor.is_meta
+        ]
         for tensor in kept:
             tensor.__dict__["_is_hf_initialized"] = True
         held.exchange(self.root, self.adopted, _kept)
@@ -201,7 +205,7 @@ class _Rules:
         fresh = False
         for name, child in module.named_children():
             fresh |= self.visit(child, join(path, name), hub)
-        own = [tensor for _, tensor in held.own(module) if tensor in self.paths]
+        own = [tensor for _, tensor in held.own_tensors(module) if tensor in self.paths]
         if fresh or own:
             self.initialise(module, path, hub, own)
         return bool(fresh or own)
@@ -247,7 +251,7 @@ def _cut(root: nn.Module, fresh: dict[torch.Tensor, str]) -> None:
             if tensor in fresh:
                 if tensor not in cut:
                     cut[tensor] = sharding.cut_tensor(tensor, shard)
-                sharding.put(module, name, cut[tensor])
+                sharding.replace_tensor(module, name, cut[tensor])
 
 
 @contextmanager

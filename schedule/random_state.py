@@ -39,14 +39,14 @@ class RandomState:
         """Installs it in place of the current state, which is restored at the end."""
         outside = [each.get_state() for each in self.generators]
         if not self.states:
-            self.nudge()
+            self.advance()
         try:
             self._set(self.states)
             yield
         finally:
             self._set(outside)
 
-    def nudge(self) -> None:
+    def advance(self) -> None:
         """Advances it."""
         for each in self.generators:
             torch.empty(1, device=each.device).uniform_(generator=each)

@@ -143,7 +143,7 @@ class Recording:
         """Above 0, recorded tensors appear on the meta device."""
 
     @contextmanager
-    def shown_as_they_are(self) -> Iterator[None]:
+    def access(self) -> Iterator[None]:
         """For redline's own access to tensors while operations are recorded."""
         self.plain += 1
         try:
@@ -151,10 +151,10 @@ class Recording:
         finally:
             self.plain -= 1
 
-    def refuse(self, why: str) -> NoReturn:
+    def refuse(self, reason: str) -> NoReturn:
         """Ends the recording; a constructor cannot continue by catching this."""
-        self.broken = self.broken or why
-        raise Unrecordable(why)
+        self.broken = self.broken or reason
+        raise Unrecordable(reason)
 
     def view(self, tensor: torch.Tensor) -> View | None:
         """View of a recorded tensor; None for any other."""
@@ -172,14 +172,14 @@ class Recording:
 
     def adopt(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of memory whose contents are unknown until an operation sets them."""
-        with self.shown_as_they_are():
+        with self.access():
             tensor = torch.empty(tuple(shape), dtype=dtype, device=_META)
             self.unknown.add(self._allocated(tensor, self.device).memory)
         return tensor
 
     def lacks(self, tensor: torch.Tensor) -> bool:
         """True if a part of an adopted tensor is still unknown."""
-        with self.shown_as_they_are():
+        with self.access():
             return self._known(tensor).memory in self.unknown
 
     def reseed(self, seed: int) -> None:
@@ -199,18 +199,18 @@ class Recording:
         if seed < 0:
             self.refuse("it sets the random state")
         self.reseed(seed)
-        self.random.nudge()
+        self.random.advance()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator of real tensors, or records one of recorded tensors and returns a result without values."""
         tensors = tensors_in((args, kwargs))
-        mine = [each for each in tensors if recorded(each) is not None]
+        recorded_tensors = [each for each in tensors if recorded(each) is not None]
         kind = func.overloadpacket
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        device = _destination(kwargs, mine or tensors)
-        if not mine and device == _META and kind is _ATEN.scalar_tensor:
+        device = _destination(kwargs, recorded_tensors or tensors)
+        if not recorded_tensors and device == _META and kind is _ATEN.scalar_tensor:
             device = self.device  # a number assigned to a part of a recorded tensor
-        elif not mine and (device == _META or not (draws or kind in _DEFERRED)):
+        elif not recorded_tensors and (device == _META or not (draws or kind in _DEFERRED)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         self._check(func, kwargs, tensors, written)
@@ -242,8 +242,8 @@ class Recording:
             self.refuse("it sets a tensor by its own generator")
         if any(each.layout is not torch.strided for each in tensors):
             self.refuse("it has a tensor that is not dense")
-        strange = any(each.is_meta and place is None for each, place in zip(tensors, found, strict=True))
-        if strange and kind not in _UNDEFINED:
+        unrecorded_meta = any(each.is_meta and place is None for each, place in zip(tensors, found, strict=True))
+        if unrecorded_meta and kind not in _UNDEFINED:
             self.refuse(f"it calls {func} with a tensor on the meta device that has no values")
         if any(not each.is_meta for each in written):
             self.refuse(f"it sets a tensor that was made of values at hand by {func}")
@@ -286,7 +286,7 @@ class Recording:
             Operation(call, noted, keywords, frozenset(reads), frozenset(writes), frozenset(whole), made, draws)
         )
         if draws:
-            self.random.nudge()
+            self.random.advance()
 
     def _noted(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -105,8 +105,8 @@ def create_schedule(module: nn.Module, mesh: Any = None) -> Schedule:
                 "ranks in one group pass init_device_mesh('cpu', (dist.get_world_size(),), mesh_dim_names=('tp',))"
             )
         names = mesh.mesh_dim_names or ()
-        strange = [name for name in names if name not in ("pp", "dp", "tp")]
-        if strange or not names:
+        unknown_axes = [name for name in names if name not in ("pp", "dp", "tp")]
+        if unknown_axes or not names:
             given = ", ".join(names) or "none"
             raise ScheduleError(f"the mesh's axes must be named out of pp, dp, tp, but they are: {given}")
     return Schedule(Tree(module, mesh))

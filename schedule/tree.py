@@ -14,7 +14,7 @@ from torch import fx, nn
 from ..base._torch import children_of
 from ..base.errors import ScheduleError, unknown
 from .calls import PrimitiveCall, to_recipe
-from .deferred import noted
+from .deferred import recorded_operations
 from .forward import layers_of
 from .graph.operations import Call, SubgraphCall, SyncCall
 from .graph.trace import ITSELF, Traced
@@ -90,7 +90,7 @@ class Tree:
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
-        with noted(*self.module.parameters(), *self.module.buffers()):
+        with recorded_operations(*self.module.parameters(), *self.module.buffers()):
             new = Tree(copy.deepcopy(self.module, memo), self.mesh)
         new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
         new.pipeline, new.late, new.examples = self.pipeline, list(self.late), dict(self.examples)

@@ -261,10 +261,6 @@ def _run(
     )
 
 
-def _copied(value: Any, device: torch.device) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
-
-
 def _input_gradient(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
     """Gradient of an input, zeros if there is none; that of the whole batch if ranks share it."""
     gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
@@ -281,8 +277,10 @@ def _same_rates(before: nn.Module, after: nn.Module) -> None:
     for path, module in before.named_modules():
         other = modules.get(path)
         for name in rates_of(module) if type(other) is type(module) else ():
-            if (was := getattr(module, name)) != (now := getattr(other, name, was)):
-                raise ScheduleError(f"verify: '{join(path, name)}' is a rate of dropout, {was} before and {now} after")
+            if (rate_before := getattr(module, name)) != (rate_after := getattr(other, name, rate_before)):
+                raise ScheduleError(
+                    f"verify: '{join(path, name)}' is a rate of dropout, {rate_before} before and {rate_after} after"
+                )
 
 
 def _noise(model: nn.Module, args: Any, kwargs: Any, expected: list[torch.Tensor]) -> float | None:

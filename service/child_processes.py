@@ -182,13 +182,13 @@ class EmbeddedWorker:
     def _run(self) -> None:
         pause = FIRST_PAUSE_S
         while not self._closing.is_set():
-            began = time.monotonic()
+            start = time.monotonic()
             self._begin()
             assert self._process is not None
             while self._process.poll() is None:
                 if self._closing.wait(0.2):
                     return
-            pause = FIRST_PAUSE_S if time.monotonic() - began > LIVED_S else min(LONGEST_PAUSE_S, 2 * pause)
+            pause = FIRST_PAUSE_S if time.monotonic() - start > LIVED_S else min(LONGEST_PAUSE_S, 2 * pause)
             _log.warning("the server's own worker ended with %s; restarting it", self._process.returncode)
             self._closing.wait(pause)
 

@@ -13,7 +13,7 @@ from ..space import Config, Space
 from ..tuner.result import Candidate
 from .records import priority_of
 from .request import travelling
-from .transport import Away, Transport
+from .transport import ServerUnreachable, Transport
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -219,7 +219,7 @@ class Client:
                             yield event
                             if search is not None and event.kind == "search" and event.data.get("state") in ENDED:
                                 return
-            except (Away, StorageUnavailable):
+            except (ServerUnreachable, StorageUnavailable):
                 if time.monotonic() - contact > patience:
                     raise
             time.sleep(pause)
@@ -244,7 +244,7 @@ class Client:
         while True:
             try:
                 return self._transport.send(method, path, **more)
-            except (Away, StorageUnavailable):
+            except (ServerUnreachable, StorageUnavailable):
                 if time.monotonic() + pause > until:
                     raise
             time.sleep(pause)
@@ -289,7 +289,7 @@ class SearchRun:
             try:
                 if self.state in ENDED:
                     return self
-            except (Away, StorageUnavailable) as error:
+            except (ServerUnreachable, StorageUnavailable) as error:
                 away = error
             if (left := until - time.monotonic()) <= 0:
                 raise TimeoutError(f"the search {self.id} has not ended within {timeout:g} s") from away

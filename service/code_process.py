@@ -18,7 +18,7 @@ from ..base.scratch import remove
 from ..runners.protocol import Channel, Received, receive_call, serve
 from .records import Assignment
 from .warm import WarmRunners
-from .worker import tried
+from .worker import run_dry_run
 
 
 class CodeProcess:
@@ -54,7 +54,7 @@ class CodeProcess:
         self._shared.give_back(ids, assignment.devices)
         try:
             with self._warm.runner(assignment) as runner:
-                return tried(runner, assignment, logs)
+                return run_dry_run(runner, assignment, logs)
         except UsageError as error:
             return {"refused": str(error)}
         finally:

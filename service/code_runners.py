@@ -93,7 +93,7 @@ class CodeRunners:
         self._lock = threading.Lock()
         self._closed = False
 
-    def tried(self, assignment: Assignment, logs: Path, over: threading.Event) -> dict[str, Any]:
+    def run_dry_run(self, assignment: Assignment, logs: Path, over: threading.Event) -> dict[str, Any]:
         """Runs a dry run and returns its outcome.
 
         Args:
@@ -153,6 +153,6 @@ class CodeRunners:
             with self._lock:
                 process.users -= 1
                 idle = [name for name, each in self._kept.items() if not each.users]
-                gone = [self._kept.pop(name) for name in idle[: max(0, len(idle) - MOST_KEPT)]]
-            for each in gone:
+                surplus = [self._kept.pop(name) for name in idle[: max(0, len(idle) - MOST_KEPT)]]
+            for each in surplus:
                 each.close()

@@ -127,7 +127,7 @@ class Dispatcher(threading.Thread):
             self.store.expire(renewed_after=self._since + self.lease_s, overdue_s=self.lease_s / 2)
             self.store.forget_unseen()
         waiting, running, shares = self.store.waiting(), self.store.running(), self._shares_now()
-        workers = self._here(self.store.workers())
+        workers = self._reachable_workers(self.store.workers())
         now = self.store.clock()
         placed = decide(waiting, running, workers, shares, now)
         given = [each for each in (self._give(*pair) for pair in placed) if each is not None]
@@ -163,7 +163,7 @@ class Dispatcher(threading.Thread):
                     return future
         return None
 
-    def _here(self, workers: list[Worker]) -> list[Worker]:
+    def _reachable_workers(self, workers: list[Worker]) -> list[Worker]:
         """Returns the workers that have an open request or had one recently."""
         now = self._monotonic()
         with self._mutex:

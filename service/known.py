@@ -103,14 +103,14 @@ class Known:
         Considers searches that ended before this one began, are of the same user or visible to all, and have trials
         that apply to this space.
         """
-        began = self._search.started or self._search.created
+        start = self._search.started or self._search.created
         device = self._placed.device if self._placed is not None else None
         task = None
         found: list[tuple[float, float, Path]] = []
-        ended = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT, counts_for=self._search.user)
-        for each in ended:
+        done = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT, counts_for=self._search.user)
+        for each in done:
             folder = self._folder.parent / each.id
-            if each.ended is None or each.ended > began or not (folder / RUN).is_file():
+            if each.ended is None or each.ended > start or not (folder / RUN).is_file():
                 continue
             try:
                 task = task or resolve_task(asked, device=device, simulated=_simulated(asked))

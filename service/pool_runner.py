@@ -93,7 +93,7 @@ class PoolRunner(Runner):
         self.closed = True
         self._closing.set()
 
-    def _over(self) -> None:
+    def _close_at_end(self) -> None:
         """Waits for the search to end after it was cancelled or taken over by another attempt, then closes."""
         self._closing.wait(CANCELLED_S)
         self.close()
@@ -123,7 +123,7 @@ class PoolRunner(Runner):
         try:
             dry_run = self._store.ask_dry_run(self._search, self._attempt, key, kind, payload, self._devices)
         except AttemptOver as error:
-            self._over()
+            self._close_at_end()
             raise RunnerError(str(error)) from error
         outcome, pause_s = dry_run.outcome, FIRST_LOOK_S
         while outcome is None:
@@ -133,7 +133,7 @@ class PoolRunner(Runner):
             try:
                 outcome = self._store.outcome(dry_run.id)
             except LeaseOver:
-                self._over()
+                self._close_at_end()
         if "refused" in outcome:
             raise UsageError(outcome["refused"])
         return outcome

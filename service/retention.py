@@ -52,7 +52,7 @@ DAY_S = 86400.0
 _log = logging.getLogger("redline.server")
 
 
-class Forgetting(threading.Thread):
+class Retention(threading.Thread):
     """Deletes old events and old searches, at the start and then every hour.
 
     Args:

@@ -98,7 +98,7 @@ def why_no_slot(
 ) -> dict[str, str]:
     """Returns the reason why each search without a slot has none, by its id. Arguments as for `share_slots`."""
     slots = _Slots(contenders, running, workers, shares)
-    out = {each.search: why for each in contenders if not each.runs and (why := slots.obstacle(each))}
+    out = {each.search: reason for each in contenders if not each.runs and (reason := slots.obstacle(each))}
     for before, search in enumerate(slots.order()):
         others = f"{before} {'search' if before == 1 else 'searches'} before it" if before else "it is the next"
         out[search] = f"{most} searches run at once, and it waits for a slot: {others}"
@@ -153,7 +153,7 @@ class _Slots:
         run.
         """
         ready = (each for each in self._contenders if each.runs and not each.leased)
-        return {each.search: why for each in ready if (why := self.obstacle(each))}
+        return {each.search: reason for each in ready if (reason := self.obstacle(each))}
 
     def order(self) -> Iterator[str]:
         """Yields the searches that can run and have no slot, in the order in which they get one."""
@@ -201,11 +201,11 @@ def obstacle(device: str, devices: int, workers: Sequence[Worker], *, kind: str 
     """
     if not workers:
         return "no worker is in the pool"
-    alike = [each for each in workers if (each.kind == kind if kind else matches(device, each.device))]
-    if not alike:
+    matching = [each for each in workers if (each.kind == kind if kind else matches(device, each.device))]
+    if not matching:
         named = f"'{kind or device}'{', on which its search began' if kind else ''}"
         return f"no worker has {named}; there are {', '.join(sorted({each.kind for each in workers}))}"
-    most = max(each.devices for each in alike)
+    most = max(each.devices for each in matching)
     if most < devices:
         return f"a dry run takes {devices} devices of one worker, and none has more than {most}"
     return ""

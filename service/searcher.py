@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..tuner import Result
 
 
-class Telling(SearchListener):
+class StoreListener(SearchListener):
     """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`.
 
     Args:
@@ -56,7 +56,7 @@ class Telling(SearchListener):
 
     def on_start(self, plan: SearchPlan) -> None:
         self.done = plan.done
-        self._tell(
+        self._record_event(
             "plan",
             name=plan.name,
             where=plan.where,
@@ -68,11 +68,11 @@ class Telling(SearchListener):
         )
 
     def on_wait(self, what: str) -> None:
-        self._tell("waiting", what=what)
+        self._record_event("waiting", what=what)
 
     def on_trial_start(self, trial: Trial) -> None:
         self.trying.set()
-        self._tell(
+        self._record_event(
             "started",
             trial=trial.number,
             config=trial.config.to_dict(),
@@ -97,17 +97,17 @@ class Telling(SearchListener):
         self.finished_one(trial)
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
-        self._tell("remeasuring", leaders=[each.number for each in leaders], done=done, total=total)
+        self._record_event("remeasuring", leaders=[each.number for each in leaders], done=done, total=total)
 
     def on_message(self, message: str) -> None:
-        self._tell("said", message=message)
+        self._record_event("said", message=message)
 
     def on_end(self, result: "Result") -> None:
         best = result.best
-        self._tell("ended", why=result.ended, best=None if best is None else best.trial.number)
+        self._record_event("ended", why=result.ended, best=None if best is None else best.trial.number)
 
-    def _tell(self, kind: str, **data: Any) -> None:
-        self._store.tell(self._search, kind, data)
+    def _record_event(self, kind: str, **data: Any) -> None:
+        self._store.add_event(self._search, kind, data)
 
 
 def _finite(value: float | None) -> float | None:
@@ -195,7 +195,7 @@ class Searcher:
         self._folder.mkdir(parents=True, exist_ok=True)
         asked = arguments(search.request, self._folder / "asked", code=self._code)
         target = asked.pop("target")
-        listener = Telling(self._store, search.id)
+        listener = StoreListener(self._store, search.id)
         self._trying = listener.trying
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
         placed = None if search.simulated else self._placed()
@@ -206,16 +206,16 @@ class Searcher:
             more |= self._on_the_pool(Request(target, **asked), placed, known, listener)
         if asked.get("sampler", "bayes") == "bayes":
             more["warm_start"] = known.earlier(Request(target, **{**asked, **more}))
-        begun = time.monotonic()
+        start = time.monotonic()
         while True:
             try:
                 return tune(target, **{**asked, **more, "resume": holds_run(self._folder)})
             except StudyError as error:
-                if "is in use by" not in str(error) or time.monotonic() - begun > LOCKED_S:
+                if "is in use by" not in str(error) or time.monotonic() - start > LOCKED_S:
                     raise
             time.sleep(LOOK_S)
 
-    def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: Telling) -> dict[str, Any]:
+    def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: StoreListener) -> dict[str, Any]:
         """Returns the arguments of `tune` for a search on the pool, besides those of the request."""
         devices = self._search.devices
         at_once = asked.concurrency

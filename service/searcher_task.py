@@ -87,8 +87,8 @@ class SearchTask(AgentTask):
         except AttemptOver as error:
             print(error, file=sys.stderr)
             return FENCED
-        except SystemExit as ended:
-            print(ended, file=sys.stderr)
+        except SystemExit as stop:
+            print(stop, file=sys.stderr)
             return 1
         except BaseException:
             traceback.print_exc()

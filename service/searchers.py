@@ -70,12 +70,12 @@ class SearcherSlots:
         begin, cannot = share_slots(contenders, self._store.running(), workers, shares, self.most)
         held = {each.search for each in contenders if each.held}
         self._unable = {each: self._unable.get(each, now) for each in cannot}
-        gone = []
+        released = []
         for search, since in self._unable.items():
             if (search in held or now - since >= UNABLE_S) and self._store.put_back(search, cannot[search]):
                 _log.info("the search %s gives up its slot: %s", search, cannot[search])
-                gone.append(search)
-        return running - {*gone}, begin, gone
+                released.append(search)
+        return running - {*released}, begin, released
 
     def why(self, searches: Iterable[str] = ()) -> dict[str, str]:
         """Returns the reasons why queued searches have no slot, by id. They are cached for a second unless one of
@@ -132,7 +132,7 @@ class _Child:
     again_at: float = 0.0
     """When to restart it, on the monotonic clock."""
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Reads the process's messages. Returns False if it has ended."""
         assert self.call is not None
         with suppress(TimeoutError):
@@ -207,11 +207,11 @@ class Searchers:
     def look(self) -> None:
         """Checks all searchers once: restarts, starts and ends processes."""
         now = time.monotonic()
-        running, begin, gone = self.slots.share()
+        running, begin, released = self.slots.share()
         # Directly before the agent is checked: a death together with the agent is not the searcher's fault.
         for name, child in list(self._children.items()):
             self._look_at(name, child, now)
-        for name in gone:
+        for name in released:
             self._end(name)
         # Running searches without a process are those of an earlier server.
         for name in [*running, *begin[: max(0, self.slots.most - len(self._children))]]:
@@ -234,7 +234,7 @@ class Searchers:
             child.hang_up()
 
     def _look_at(self, search: str, child: _Child, now: float) -> None:
-        if child.call is None or child.lives():
+        if child.call is None or child.is_alive():
             return
         child.hang_up()
         if self._needs_none(search):

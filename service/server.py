@@ -25,12 +25,12 @@ from .dispatcher import Dispatcher
 from .estimates import Estimates
 from .limits import SearcherLimits
 from .records import Role
-from .retention import Forgetting, deleted
+from .retention import Retention, deleted
 from .runs import Runs
 from .searcher_task import IMPORTS, driver_of
 from .searchers import MOST, Searchers, SearcherSlots
 from .store import Store
-from .store.connection import Alone
+from .store.connection import DatabaseLock
 from .studies import forget_ledger
 
 PORT = 8700
@@ -42,7 +42,6 @@ STUDIES_WAITING = 200
 """Number of calls on studies that may wait."""
 STUDY_SECONDS = 120.0
 """Time limit of a call on a study, s."""
-_log = logging.getLogger("redline.server")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,39 +114,39 @@ def serve(
         MissingDependency: a package is not installed.
     """
     _check(options)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
         servers: list[Any] = []
-        held.enter_context(_alone(options, url, say, lambda: _end(servers)))
+        stack.enter_context(_locks(options, url, say, lambda: _end(servers)))
         # Started early: it imports in parallel with this process, which has much to import as well.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
-        held.callback(agent.close)
+        stack.callback(agent.close)
         _check_installed()
         from .api.connections import raise_file_limit
 
         raise_file_limit()
         _begin_logging(options.json_logs)
-        store = held.enter_context(Store.open(url))
+        store = stack.enter_context(Store.open(url))
         for line in _first_users(store):
             say(line)
-        parts = held.enter_context(_parts(options, store, url, agent))
+        parts = stack.enter_context(_parts(options, store, url, agent))
         listening = listen(options.host, options.port)
-        held.callback(listening.close)
+        stack.callback(listening.close)
         server = _server(options, parts)
         servers.append(server)
         address = _address(options, listening.getsockname()[1])
         say(f"redline serve on {address}, data in {options.data}, {store.database.words}")
         started(address, server)
         if options.worker:
-            held.enter_context(_embedded(options, store, address))
+            stack.enter_context(_embedded(options, store, address))
         with _ended_by_signals():
             server.run(sockets=[listening])
     say("stopped; searches continue with the next start")
 
 
 @contextlib.contextmanager
-def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], None]) -> Iterator[None]:
+def _locks(options: ServeOptions, url: str, say: Callable[[str], None], lost: Callable[[], None]) -> Iterator[None]:
     """Locks the folder and the database for this server. With `standby`, waits until they are free.
 
     Raises:
@@ -155,10 +154,10 @@ def _alone(options: ServeOptions, url: str, say: Callable[[str], None], lost: Ca
     """
     announced = False
     while True:
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             try:
-                held.callback(FolderLock(options.data).release)
-                held.enter_context(Alone(url, lost))
+                stack.callback(FolderLock(options.data).release)
+                stack.enter_context(DatabaseLock(url, lost))
             except StudyError as error:
                 if not options.standby:
                     raise
@@ -226,24 +225,24 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
     from .api.feed import Feed
     from .api.parts import Metrics, Parts
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         dispatcher = Dispatcher(store)
         dispatcher.start()
-        held.callback(dispatcher.close)
+        stack.callback(dispatcher.close)
         slots = SearcherSlots(store, options.searches)
         limits = SearcherLimits(memory_mib=options.search_memory)
         workloads = options.workloads and options.code_user is None
         searchers = Searchers(store, url, options.data, slots, workloads=workloads, limits=limits, started=agent)
         searchers.start()
-        held.callback(searchers.close)
+        stack.callback(searchers.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
-        held.callback(estimates.close)
-        held.callback(studies.close)
+        stack.callback(estimates.close)
+        stack.callback(studies.close)
         runs, forget = Runs(options.data), partial(studies.call, forget_ledger, url)
         delete = partial(deleted, store, runs, forget=forget)
-        forgetting = Forgetting(store, options.keep_events, options.keep_searches, delete)
+        forgetting = Retention(store, options.keep_events, options.keep_searches, delete)
         forgetting.start()
-        held.callback(forgetting.close)
+        stack.callback(forgetting.close)
         yield Parts(
             store=store,
             dispatcher=dispatcher,

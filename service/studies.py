@@ -114,7 +114,7 @@ def forget_ledger(url: str, name: str) -> None:
     from ..results.storage import contained, open_storage, quiet, words
 
     with quiet(), contained(words(url)):
-        storage, _ = open_storage(url, mend=True)
+        storage, _ = open_storage(url, writable=True)
         try:
             optuna.delete_study(study_name=name, storage=storage)
         except KeyError:
@@ -164,7 +164,7 @@ def _form_of(url: str, study: str) -> Mapping[str, Any]:
     from ..results.storage import contained, open_storage, quiet, words
 
     with quiet(), contained(words(url)):
-        storage, _ = open_storage(url, mend=True)
+        storage, _ = open_storage(url, writable=True)
         try:
             names = {
                 each.study_name: each for each in optuna.get_all_study_summaries(storage, include_best_trial=False)

@@ -36,7 +36,7 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-class Away(ServiceError, ConnectionError):
+class ServerUnreachable(ServiceError, ConnectionError):
     """The server cannot be reached or does not answer."""
 
 
@@ -81,7 +81,7 @@ class Transport:
         """Returns the answer as data; None if it is empty.
 
         Raises:
-            Away: the server cannot be reached.
+            ServerUnreachable: the server cannot be reached.
             UsageError: its certificate is not trusted.
             RedlineError: the error that the server answers.
         """
@@ -95,7 +95,7 @@ class Transport:
         try:
             answer = self._client.request(method, path, **more)
         except httpx.HTTPError as error:
-            raise self._away(error) from None
+            raise self._unreachable(error) from None
         if answer.status_code >= 400:
             refused(answer)
         return answer
@@ -113,19 +113,19 @@ class Transport:
                     refused(answer)
                 yield answer.iter_lines()
         except httpx.HTTPError as error:
-            raise self._away(error) from None
+            raise self._unreachable(error) from None
 
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
 
-    def _away(self, error: Exception) -> Exception:
-        if (why := _distrusted(error)) is not None:
+    def _unreachable(self, error: Exception) -> Exception:
+        if (reason := _distrusted(error)) is not None:
             return UsageError(
-                f"the certificate of {self.server} is not trusted: {why}; give --trust (in Python trust=) the file of that "
+                f"the certificate of {self.server} is not trusted: {reason}; give --trust (in Python trust=) the file of that "
                 "certificate, or of the authority that signed it"
             )
-        return Away(f"the server {self.server} does not answer: {str(error) or type(error).__name__}")
+        return ServerUnreachable(f"the server {self.server} does not answer: {str(error) or type(error).__name__}")
 
 
 def _trusting(file: str) -> ssl.SSLContext:
@@ -168,5 +168,5 @@ def refused(answer: Any) -> NoReturn:
     if answer.status_code in (401, 403):
         raise Refused(message)
     if answer.status_code in (429, 502, 503, 504):
-        raise Away(message)
+        raise ServerUnreachable(message)
     raise ServiceError(message)

@@ -87,7 +87,7 @@ class WarmRunners:
         finally:
             with self._lock:
                 kept.users.discard(assignment.dry_run)
-            self._let_go()
+            self._close_idle()
 
     def _ready(self, kept: _Kept, assignment: Assignment) -> Runner:
         """Returns the runner, made if there is none or it was closed."""
@@ -103,39 +103,39 @@ class WarmRunners:
 
     def _acquire(self, assignment: Assignment) -> _Kept:
         with self._lock:
-            mine = [each for each in self._kept if each.search == assignment.search]
-            free = [each for each in mine if self._agent is not None or not each.users]
+            own_runners = [each for each in self._kept if each.search == assignment.search]
+            free = [each for each in own_runners if self._agent is not None or not each.users]
             kept = free[0] if free else _Kept(assignment.search, assignment.devices)
             # Moved to the end: the least recently used is closed first.
             self._kept = [each for each in self._kept if each is not kept] + [kept]
             kept.users.add(assignment.dry_run)
-        self._let_go()
+        self._close_idle()
         return kept
 
-    def _let_go(self) -> None:
+    def _close_idle(self) -> None:
         """Closes idle runners: the oldest beyond `MOST_KEPT`, or on Ray those whose devices are needed."""
         with self._lock:
             idle = [each for each in self._kept if not each.users]
             if self._agent is not None:
-                gone = idle[: max(0, len(idle) - MOST_KEPT)]
+                surplus = idle[: max(0, len(idle) - MOST_KEPT)]
             else:
-                gone = self._in_the_way(idle)
-            self._kept = [each for each in self._kept if each not in gone]
-        for kept in gone:
+                surplus = self._blocking(idle)
+            self._kept = [each for each in self._kept if each not in surplus]
+        for kept in surplus:
             _close(kept.runner)
 
-    def _in_the_way(self, idle: list[_Kept]) -> list[_Kept]:
+    def _blocking(self, idle: list[_Kept]) -> list[_Kept]:
         """Returns idle runners that occupy devices which active ones need, and all idle ones of another size, which
         could fragment a host's devices so that a multi-device dry run does not fit.
         """
         sizes = {each.devices for each in self._kept if each.users}
-        gone = [each for each in idle if sizes and sizes != {each.devices}]
-        held = sum(each.devices for each in self._kept if each not in gone)
+        blocking = [each for each in idle if sizes and sizes != {each.devices}]
+        held = sum(each.devices for each in self._kept if each not in blocking)
         for each in idle:
-            if held > self.devices and each not in gone:
-                gone.append(each)
+            if held > self.devices and each not in blocking:
+                blocking.append(each)
                 held -= each.devices
-        return gone
+        return blocking
 
     def _make(self, assignment: Assignment) -> Runner:
         options: dict[str, Any] = arguments(

@@ -27,7 +27,7 @@ from .placing import described
 from .pool import LARGEST_OUTCOME, Pool
 from .records import Assignment
 from .request import is_code
-from .store.dry_runs import FORGIVEN, lost
+from .store.dry_runs import FORGIVEN, lost_outcome
 from .warm import WarmRunners
 
 RENEW_S = 2.0
@@ -208,7 +208,9 @@ class Worker:
             self._retrying(self.pool.answer, *of, outcome, over=lease.over)
         except UsageError as error:
             _log.warning("the outcome of dry run %d is rejected: %s", of[0], error)
-            self._retrying(self.pool.answer, *of, lost(f"its outcome is rejected: {error}"[:2000]), over=lease.over)
+            self._retrying(
+                self.pool.answer, *of, lost_outcome(f"its outcome is rejected: {error}"[:2000]), over=lease.over
+            )
 
     def _outcome(self, lease: _Lease) -> dict[str, Any] | None:
         """Runs a dry run, repeated if the runner is lost, and returns its outcome; None if it was stopped or no
@@ -218,12 +220,12 @@ class Worker:
             UsageError: the request is invalid or cannot be run here.
         """
         for number in range(MOST_LOST):
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as stack:
                 if number:
                     # Dry runs lost together are repeated one at a time, to find the one at fault.
-                    held.enter_context(self._again)
+                    stack.enter_context(self._again)
                 try:
-                    run = self._apart(lease) or held.enter_context(self._warm.runner(lease.assignment))
+                    run = self._code_runner(lease) or stack.enter_context(self._warm.runner(lease.assignment))
                 except RunnerError as error:
                     self._not_ready(error)
                     return None
@@ -233,16 +235,16 @@ class Worker:
                 try:
                     with self._shipped(lease):
                         if isinstance(run, CodeRunners):
-                            return run.tried(lease.assignment, lease.logs, lease.over)
-                        return tried(run, lease.assignment, lease.logs)
+                            return run.run_dry_run(lease.assignment, lease.logs, lease.over)
+                        return run_dry_run(run, lease.assignment, lease.logs)
                 except RunnerError as error:
                     if lease.over.is_set() or self._stopping.is_set():
                         return None
                     _log.warning("dry run %d was lost: %s", lease.assignment.dry_run, error)
                     trouble = str(error)
-        return lost(f"its runner was lost {MOST_LOST} times: {trouble}")
+        return lost_outcome(f"its runner was lost {MOST_LOST} times: {trouble}")
 
-    def _apart(self, lease: _Lease) -> CodeRunners | None:
+    def _code_runner(self, lease: _Lease) -> CodeRunners | None:
         """Returns the runner for code as another user; None if the dry run runs as this process's user."""
         return self._code if is_code(lease.assignment.request) else None
 
@@ -259,7 +261,7 @@ class Worker:
     def _renew(self) -> None:
         """Renews the leases of all running dry runs. Stops those whose lease is over."""
         while True:
-            began = time.monotonic()
+            start = time.monotonic()
             with self._lock:
                 leases = list(self._leases.values())
             if self._stopping.is_set() and not leases:
@@ -268,12 +270,12 @@ class Worker:
                 try:
                     self.pool.renew(lease.assignment.dry_run, lease.assignment.lease)
                 except (LeaseOver, NotFound):
-                    self._over(lease)
+                    self._end_lease(lease)
                 except AWAY as error:
                     _log.warning("the pool cannot be reached: %s", error)
-            time.sleep(max(0.1, RENEW_S - (time.monotonic() - began)))
+            time.sleep(max(0.1, RENEW_S - (time.monotonic() - start)))
 
-    def _over(self, lease: _Lease) -> None:
+    def _end_lease(self, lease: _Lease) -> None:
         if lease.over.is_set():
             return
         lease.over.set()
@@ -301,14 +303,14 @@ class Worker:
     def _ship(self, lease: _Lease, path: Path, ended: threading.Event) -> None:
         """Sends a file as it grows, until `ended` is set."""
         assert lease.log is not None
-        sent, begun = 0, False
+        sent, started = 0, False
         while True:
             last = ended.wait(LOG_S)
             try:
                 data = _part(lease, sent)
-                while data or (last and not begun):
+                while data or (last and not started):
                     self.pool.log(lease.assignment, lease.log, sent, data)
-                    sent, begun = sent + len(data), True
+                    sent, started = sent + len(data), True
                     data = _part(lease, sent)
             except (LeaseOver, NotFound, UsageError):
                 return
@@ -353,7 +355,7 @@ def small(outcome: dict[str, Any]) -> dict[str, Any]:
     less = _without_ranks(outcome)
     if len(json.dumps(less)) <= LARGEST_OUTCOME:
         return dict(less)
-    return lost(f"its outcome is larger than the limit of {LARGEST_OUTCOME >> 10} KiB")
+    return lost_outcome(f"its outcome is larger than the limit of {LARGEST_OUTCOME >> 10} KiB")
 
 
 def _without_ranks(found: Any) -> Any:
@@ -362,7 +364,7 @@ def _without_ranks(found: Any) -> Any:
     return [_without_ranks(each) for each in found] if isinstance(found, list) else found
 
 
-def tried(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:
+def run_dry_run(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:
     """Runs a dry run and returns its outcome, as sent to the server.
 
     Raises:

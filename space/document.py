@@ -158,8 +158,8 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
             temporary.unlink(missing_ok=True)
             raise
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise SpaceError(f"cannot write the space to {target}: {why}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise SpaceError(f"cannot write the space to {target}: {reason}") from error
 
 
 class _Inline(list[Any]):

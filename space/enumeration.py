@@ -18,7 +18,7 @@ from ..base.errors import SpaceError
 from .expression import Expression
 from .knob import DerivedKnob
 from .operators import UNDEFINED, Column
-from .rules import Predicate, Rule, settled, truth
+from .rules import Predicate, Rule, settled, truth_value
 from .structure import Check, Join, Lookup, Ranges, Structure, join_order
 from .values import Value
 
@@ -344,7 +344,7 @@ class Component:
             if not table.rows:
                 return np.zeros(0, bool)
             results, inverse = self._called(table, rule)
-            return np.fromiter((truth(rule, result) for result in results), bool, len(results))[inverse]
+            return np.fromiter((truth_value(rule, result) for result in results), bool, len(results))[inverse]
         holding = _holding(rule.columns(Lookup(self.structure, self._loader(table))))
         return np.broadcast_to(holding, (table.rows,))
 

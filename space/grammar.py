@@ -157,9 +157,9 @@ class _Parser:
     def sees(self, *texts: str) -> bool:
         return self.token.text in texts and self.token.kind in ("sign", "name")
 
-    def expect(self, text: str, why: str) -> None:
+    def expect(self, text: str, reason: str) -> None:
         if not self.sees(text):
-            self.fail(f"expected '{text}' {why}, but got {self.token}", self.token)
+            self.fail(f"expected '{text}' {reason}, but got {self.token}", self.token)
         self.take()
 
     def fail(self, problem: str, token: _Token, inside: int = 0) -> NoReturn:
@@ -182,12 +182,12 @@ class _Parser:
         return out
 
     def leftover(self) -> NoReturn:
-        why = ""
+        reason = ""
         if self.token.text == "(":
-            why = ": only min(...) and max(...) can be called"
+            reason = ": only min(...) and max(...) can be called"
         elif self.token.text == "[":
-            why = ": there is no indexing; a list may only follow 'in'"
-        self.fail(f"unexpected {self.token}{why}", self.token)
+            reason = ": there is no indexing; a list may only follow 'in'"
+        self.fail(f"unexpected {self.token}{reason}", self.token)
 
     def nested(self, least: int = _OR) -> Expression:
         self.nesting += 1

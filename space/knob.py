@@ -110,8 +110,8 @@ class Knob(Expression):
         chosen = self._unique(self._scalars(values, "values"))
         if self.others is not None:
             known = dict.fromkeys((*self.others, *self.values))
-            if strange := [value for value in chosen if value not in known]:
-                raise self._unknown(strange[0], [*self.values, *self.others])
+            if invalid := [value for value in chosen if value not in known]:
+                raise self._unknown(invalid[0], [*self.values, *self.others])
             self.others = tuple(known)  # replaced values remain available to the next fix or override
         self._assign(chosen)
         if self.default not in self._codes:

@@ -106,7 +106,7 @@ def union(*masks: np.ndarray | None) -> np.ndarray | None:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
-def _alike(*values: int | float) -> list[Any]:
+def _same_type(*values: int | float) -> list[Any]:
     """Converts numbers to one type, like numpy: all integers, or all floats."""
     for value in values:
         if isinstance(value, float):
@@ -128,7 +128,7 @@ def _exactly(exact: Callable[..., Any]) -> Callable[..., Any]:
 
     def scalar(*values: int | float) -> Any:
         try:
-            out = exact(*_alike(*values))
+            out = exact(*_same_type(*values))
         except (ArithmeticError, ValueError):
             return UNDEFINED
         if isinstance(out, float):
@@ -219,7 +219,7 @@ def same(a: Value, b: Value) -> bool:
     """Equality of two plain values; a number equals the same number of the other kind."""
     if a is None or b is None or isinstance(a, str) or isinstance(b, str):
         return type(a) is type(b) and a == b
-    a, b = _alike(a, b)
+    a, b = _same_type(a, b)
     return a == b
 
 
@@ -240,7 +240,7 @@ def _order(sign: str, exact: Callable[[Any, Any], bool], ufunc: np.ufunc) -> Ope
         sign,
         COMPARISON,
         "order",
-        lambda a, b: exact(*_alike(a, b)),
+        lambda a, b: exact(*_same_type(a, b)),
         lambda *columns: (ufunc(*_numbers(sign, columns)), None),
         bounds,
     )

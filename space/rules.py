@@ -151,7 +151,7 @@ def holds(rule: Rule, values: Mapping[str, Value]) -> bool:
     """
     if isinstance(rule, Expression):
         return bool(rule.scalar(values.__getitem__))
-    return truth(rule, rule.call(values))
+    return truth_value(rule, rule.call(values))
 
 
 def compute(rule: Rule, values: Mapping[str, Any]) -> Any:
@@ -165,7 +165,7 @@ def compute(rule: Rule, values: Mapping[str, Any]) -> Any:
     return settled(rule, rule.call(values))
 
 
-def truth(rule: Predicate, result: Any) -> bool:
+def truth_value(rule: Predicate, result: Any) -> bool:
     """Truth value of a predicate's result."""
     try:
         return bool(result)

@@ -22,7 +22,7 @@ _BATCH = 4096
 _BEAM = 4096
 
 
-def _beside(tables: Sequence[Choices], rows: int) -> Choices:
+def _combined(tables: Sequence[Choices], rows: int) -> Choices:
     """Combines tables of different knobs to one."""
     return Choices(rows, {name: column for table in tables for name, column in table.codes.items()})
 
@@ -100,9 +100,9 @@ class ValidSet:
         listed = self._tables[at]
         if not isinstance(listed, Choices) and len(self.components[at].names) > 1:
             # A few random partial choices that can be completed are found quickly.
-            drawn = self.components[at].draw(np.random.default_rng(0), 64)
-            if drawn.rows:
-                return drawn
+            sampled = self.components[at].draw(np.random.default_rng(0), 64)
+            if sampled.rows:
+                return sampled
         try:
             return self.table(at)
         except TooLarge as error:
@@ -219,9 +219,9 @@ class ValidSet:
         if self.enumerable:
             indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
             tables = [self.table(at).take(rows) for at, rows in enumerate(self._digits(indices))]
-            return _beside(tables, len(indices))
+            return _combined(tables, len(indices))
         tables = self._draw(np.random.default_rng(seed), most) or []
-        return _beside(tables, tables[0].rows if tables else 0).unique()
+        return _combined(tables, tables[0].rows if tables else 0).unique()
 
     def _drawn_indices(self, count: int, seed: int) -> np.ndarray:
         if self.size <= 2**62:
@@ -243,7 +243,7 @@ class ValidSet:
             first, second = np.nonzero(total <= changes)
             rows, changed = np.vstack([rows[:, first], here[second]]), total[first, second]
             tables.append(table)
-        return _beside([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
+        return _combined([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
 
     def made(self, choices: Choices) -> list[Config]:
         """Configurations of rows of codes."""
@@ -271,8 +271,8 @@ class ValidSet:
         while len(found) < count and fruitless < 5:
             known = len(found)
             tables = self._draw(rng, count)
-            drawn = [] if tables is None else self.configs(tables, count)
-            found.update((config, None) for config in drawn)
+            sampled = [] if tables is None else self.configs(tables, count)
+            found.update((config, None) for config in sampled)
             fruitless = 0 if len(found) > known else fruitless + 1
         if not found and count:
             raise SpaceError(
@@ -289,11 +289,11 @@ class ValidSet:
             if isinstance(listed, Choices):
                 tables.append(listed.take(rng.integers(0, listed.rows, count)))
                 continue
-            drawn = component.draw(rng, max(_BEAM, 4 * count))
-            if not drawn.rows:
+            sampled = component.draw(rng, max(_BEAM, 4 * count))
+            if not sampled.rows:
                 return None
-            picked = rng.permutation(drawn.rows)[:count]
-            tables.append(drawn.take(np.resize(picked, count)))
+            picked = rng.permutation(sampled.rows)[:count]
+            tables.append(sampled.take(np.resize(picked, count)))
         return tables
 
     def nearest(self, wanted: dict[str, int]) -> Config:

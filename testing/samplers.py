@@ -115,7 +115,7 @@ class SamplerConformance:
         """Returns the sampler under test, called as `make(space, seed=...)`."""
         raise NotImplementedError("override the fixture `make`; it returns your sampler")
 
-    def test_it_says_its_name_and_keeps_space_and_seed(self, make):
+    def test_name_space_and_seed_are_kept(self, make):
         space = small_space()
         sampler = make(space, seed=3)
         assert sampler.name and isinstance(sampler.name, str)
@@ -131,7 +131,7 @@ class SamplerConformance:
         assert make(space, seed=0).propose(trials, count) == []
 
     @pytest.mark.parametrize("status", FAILURES)
-    def test_when_everything_fails_it_goes_on_to_the_end(self, make, status):
+    def test_a_search_of_failures_runs_to_the_end(self, make, status):
         space = small_space()
         trials = search(make(space, seed=1), lambda config: failed(status), 2 * len(space), count=4)
         assert {trial.config for trial in trials} == set(space)
@@ -186,14 +186,14 @@ class SamplerConformance:
         assert sampler.propose(trials, 2) == first
         assert make(wide_space(), seed=7).propose(tuple(trials), 2) == first
 
-    def test_a_resumed_search_goes_on_as_if_it_had_not_stopped(self, make):
+    def test_a_resumed_search_equals_an_uninterrupted_one(self, make):
         space = wide_space()
         whole = search(make(space, seed=4), plausible, 12)
         for stopped in (3, 10):
             resumed = make(wide_space(), seed=4).propose(whole[:stopped], 1)
             assert resumed == [whole[stopped].config]
 
-    def test_the_trials_it_is_given_are_left_as_they_are(self, make):
+    def test_given_trials_are_not_changed(self, make):
         space = wide_space()
         trials = finished(space.sample(12, 3), plausible)
         before = list(trials)
@@ -242,7 +242,7 @@ class SamplerConformance:
             pytest.param([None], id="none at all"),
         ],
     )
-    def test_any_number_a_callable_returns_is_survived(self, make, throughputs):
+    def test_any_number_that_a_callable_returns_is_accepted(self, make, throughputs):
         space = wide_space()
         configs = space.sample(15, 0)
         trials = [
@@ -253,7 +253,7 @@ class SamplerConformance:
         assert len({*batch, *configs}) == 17
         assert all(config in space for config in batch)
 
-    def test_trials_outside_the_space_are_survived(self, make):
+    def test_trials_outside_the_space_are_ignored(self, make):
         space, other = small_space(), small_space()
         other.choice("zero", [0, 1])
         trials = finished(other.sample(6, 0), plausible)
@@ -269,7 +269,7 @@ class SamplerConformance:
         with pytest.raises(UsageError, match="seed"):
             make(small_space(), seed=seed)
 
-    def test_the_process_is_left_as_it_was(self, make, capfd):
+    def test_the_state_of_the_process_is_unchanged(self, make, capfd):
         space = wide_space()
         trials = finished(space.sample(14, 4), plausible)
         sampler = make(space, seed=0)
@@ -296,7 +296,7 @@ class SamplerConformance:
         if make(space, seed=0).learns:
             assert share <= 0.2, f"{share:.0%} of the proposals lie where every trial failed; chance is 42 %"
 
-    def test_failures_alone_are_learnt_from(self, make):
+    def test_failures_alone_are_learned_from(self, make):
         space = wide_space()
         large = [config for config in space.sample(210, 7) if config["micro_batch"] >= 16][:10]
         share = _share_of_large(make, space, finished(large, lambda config: failed(Status.OOM)))

@@ -23,7 +23,7 @@ from redline.cli.main import redline as command_line
 ROOT = Path(redline.__file__).parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n+)?^```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# tests/test_readme.py runs the first alone; tests/schedule/test_schedule_docs.py and tests/training/test_numerics.py
+# tests/test_readme.py runs the first alone; tests/schedule/test_docs.py and tests/training/test_numerics.py
 # run the others, parts of which need two ranks.
 ELSEWHERE = {"README.md", "schedule.md", "add-a-model.md"}
 
@@ -140,8 +140,8 @@ for folder in iter(sys.stdin.readline, ""):
     page = os.fork()
     if not page:
         os.chdir(folder.strip())
-        said = os.open("said", os.O_WRONLY | os.O_CREAT)
-        os.dup2(said, 1), os.dup2(said, 2)
+        output = os.open("output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1), os.dup2(output, 2)
         sys.argv, sys.path[0] = ["page.py"], folder.strip()
         runpy.run_path("page.py", run_name="__main__")
         sys.exit()
@@ -153,7 +153,7 @@ for folder in iter(sys.stdin.readline, ""):
 def interpreter():
     """A process that runs `page.py` in each folder that it reads, in a fork with torch already imported.
 
-    It prints the exit code; the page's output is in the file `said`.
+    It prints the exit code; the page's output is in the file `output`.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", INTERPRETER], stdin=pipe, stdout=pipe, text=True) as process:
@@ -172,7 +172,7 @@ def test_the_python_of_a_page_runs(page, interpreter, tmp_path):
     (tmp_path / "page.py").write_text("\n\n".join(blocks(page, "python")))
     interpreter.stdin.write(f"{tmp_path}\n")
     interpreter.stdin.flush()
-    assert interpreter.stdout.readline() == "0\n", (tmp_path / "said").read_text()
+    assert interpreter.stdout.readline() == "0\n", (tmp_path / "output").read_text()
 
 
 @pytest.mark.slow

@@ -412,16 +412,16 @@ class EmulatedGroup(dist.ProcessGroup):
                 taken.view(self.size(), -1).copy_(pieces[self._rank : self._rank + 1])
                 return
             first = sum(input_sizes[: self._rank])
-            mine = given[first : first + input_sizes[self._rank]]
-            mine = mine if len(mine) else given
-            if not len(mine):
+            own_part = given[first : first + input_sizes[self._rank]]
+            own_part = own_part if len(own_part) else given
+            if not len(own_part):
                 _received(taken)
                 return
             at = 0
             for size in output_sizes:
-                for begin in range(at, at + size, len(mine)):
-                    part = taken[begin : min(begin + len(mine), at + size)]
-                    part.copy_(mine[: len(part)])
+                for begin in range(at, at + size, len(own_part)):
+                    part = taken[begin : min(begin + len(own_part), at + size)]
+                    part.copy_(own_part[: len(part)])
                 at += size
 
         return self._begin(Kind.ALL_TO_ALL, source, _bytes([source]), output, fill)

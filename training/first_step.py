@@ -40,7 +40,7 @@ def first_step(training: "Training") -> "tuple[torch.Tensor, StepPart | None]":
     training.update()
     if training.precision.loss_scale < scale:
         return loss, None
-    return loss, StepPart(computed=found, still=_still(training, watched))
+    return loss, StepPart(computed=found, still=_unchanged(training, watched))
 
 
 _Watched = list[tuple[str, Any, slice, Any, Any]]
@@ -67,7 +67,7 @@ def _watched(training: "Training") -> _Watched:
     return out
 
 
-def _still(training: "Training", watched: _Watched) -> tuple[str, ...]:
+def _unchanged(training: "Training", watched: _Watched) -> tuple[str, ...]:
     """Names of parameters that did not move. Weights in a narrow format move only if they are small, so those of a
     block are reported only if none of them moved.
     """

@@ -94,11 +94,11 @@ def square(training: "Training") -> "torch.Tensor":
     """
     import torch
 
-    alike: dict[float, list[torch.Tensor]] = {}
+    groups: dict[float, list[torch.Tensor]] = {}
     for _, gradient, share in _shares(training):
-        alike.setdefault(share, []).append(gradient)
+        groups.setdefault(share, []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=training.device)
-    for share, gradients in alike.items():
+    for share, gradients in groups.items():
         total += share * torch.nn.utils.get_total_norm(gradients).double().square()
     return total
 

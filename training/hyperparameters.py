@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from ..base.errors import UsageError, unknown
+from ..base.errors import UsageError
 from ..base.option import Option, check_options, either
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ class Hyperparameters:
         float | None, Option("Highest learning rate.  [default: 1e-4]", type=float, above=0, below=math.inf)
     ] = None
     """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
-    lr_schedule: Annotated[str, Option(f"Learning-rate schedule: {either(LR_SCHEDULES)}.", metavar="NAME")] = "cosine"
+    lr_schedule: Annotated[
+        str, Option(f"Learning-rate schedule: {either(LR_SCHEDULES)}.", choices=LR_SCHEDULES, metavar="NAME")
+    ] = "cosine"
     """Schedule after the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
     lr_steps: Annotated[
         int | None,
@@ -70,8 +72,6 @@ class Hyperparameters:
     """Decay of the moving average of the weights per step, such as 0.999; None keeps no average."""
 
     def __post_init__(self) -> None:
-        if self.lr_schedule not in LR_SCHEDULES:
-            raise UsageError(unknown("learning-rate schedule", self.lr_schedule, LR_SCHEDULES))
         check_options(self)
         if len(self.betas) != 2:
             raise UsageError(f"betas must be two numbers, but got {self.betas!r}")

@@ -67,7 +67,7 @@ class LoopPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class LoopResult:
     """Result of the loop."""
 
     step: int
@@ -150,7 +150,7 @@ class Loop:
         self._saved_at, self._saved_step, self._kept_step = time.monotonic(), step, step
         self._begun, self._first, self._idle_s = time.perf_counter(), step, 0.0
 
-    def run(self) -> Ended:
+    def run(self) -> LoopResult:
         """Trains until the last step, or until it is stopped; then saves.
 
         Raises:
@@ -406,7 +406,7 @@ class Loop:
                 }
             )
 
-    def _end(self, stopped: bool) -> Ended:
+    def _end(self, stopped: bool) -> LoopResult:
         failure, stopped = "", stopped and self.step < self.until
         if self.saver is not None:
             self._save()
@@ -417,7 +417,7 @@ class Loop:
         training, flops = self.training, self.training.flops_per_step()
         # The first interval includes warm-up and compilation.
         step_ms = median(self._steady[1:] or self._steady) if self._steady else None
-        return Ended(
+        return LoopResult(
             step=self.step,
             stopped=stopped,
             failure=failure,

@@ -1,10 +1,11 @@
 """Traces the memory of one rank: every storage of its build and of two steps, with its size, life and purpose.
 
-The rank runs as an emulated one does (`emulation.py`), within `Untouched`: operators on large tensors allocate their outputs and
-compute nothing. Nothing reads or writes that memory, so the kernel never commits it, and a rank of any size is traced on a small
-host. Tensors are real ones, and small tensors have their values. So models that are made from a record of their constructor,
-resizes of storages by FSDP, pipelines that exchange shapes and routers of experts run unchanged. `FakeTensorMode` alone does not
-allow that: models are recorded on meta tensors, and the values of fake tensors cannot be read. It only gives shapes of outputs.
+The rank runs as an emulated one does (`emulation.py`), within `WithoutCompute`: operators on large tensors allocate their
+outputs and compute nothing. Nothing reads or writes that memory, so the kernel never commits it, and a rank of any size is
+traced on a small host. Tensors are real ones, and small tensors have their values. So models that are made from a record of
+their constructor, resizes of storages by FSDP, pipelines that exchange shapes and routers of experts run unchanged.
+`FakeTensorMode` alone does not allow that: models are recorded on meta tensors, and the values of fake tensors cannot be read.
+It only gives shapes of outputs.
 
 torch's own `MemTracker` observes storages in the same way. It keeps totals for each module instead of the order of allocations,
 which a model of an allocator needs, and it has no names.
@@ -157,7 +158,7 @@ def trace_memory(
             stack.callback(dist.destroy_process_group)
         stack.enter_context(watch.resizes())
         stack.enter_context(operators or nullcontext())
-        stack.enter_context(Untouched(watch))
+        stack.enter_context(WithoutCompute(watch))
         training = Training(workload, config, torch.device("cpu"), seed, rank, world_size)
         _label_built(training, watch)
         for name, param in training.model.named_parameters():
@@ -255,7 +256,7 @@ class _Watch:
         self.step, self._updates = step, False
 
     def phase(self) -> Phase:
-        """What the rank is doing now."""
+        """Phase of the step that the rank is in."""
         if self.step < 0:
             return Phase.BUILD
         if self._updates:
@@ -434,7 +435,7 @@ _VIEWS = {_ATEN._unsafe_view, _ATEN.lift, _ATEN.lift_fresh, _ATEN.set_, _ATEN._l
 """Operators that run as they are, though their schema does not tell that they allocate nothing."""
 
 
-class Untouched(TorchDispatchMode):
+class WithoutCompute(TorchDispatchMode):
     """Mode in which operators on large CPU tensors allocate their outputs and compute nothing.
 
     Small floating-point outputs of operators that are not computed have a small constant, integer ones zeros; the experts of a

@@ -45,8 +45,8 @@ class Precision:
         formats = FORMATS[name]
         self.float8 = formats.scaling
         """Granularity of the scales of 8-bit numbers; None without 8-bit products."""
-        if self.float8 and (why := not_installed("torchao", "fp8")):
-            raise WorkloadError(f"precision={name}: {why}")
+        if self.float8 and (reason := not_installed("torchao", "fp8")):
+            raise WorkloadError(f"precision={name}: {reason}")
         self.pure = formats.weights == "bf16"
         self.scaled = formats.autocast == "fp16"
         """True if the loss is scaled, as float16 requires."""
@@ -101,8 +101,8 @@ class Precision:
         from ..models.families.standard import unconvertible
         from ..schedule.primitives.formats import convertible
 
-        if why := unconvertible(each.module for each in blocks):
-            raise WorkloadError(f"precision={self._name}: {why}")
+        if reason := unconvertible(each.module for each in blocks):
+            raise WorkloadError(f"precision={self._name}: {reason}")
         for each in blocks:
             if convertible(each.module):
                 each.float8(self.float8, emulate=self._device.type != "cuda")

@@ -473,12 +473,12 @@ class Info:
             saver.close()
         if saved is not None and saved.failure:
             raise StudyError(f"no checkpoint of step {self.step} could be saved in '{path}': {saved.failure}")
-        self._found = folder.whole(self.step)
+        self._found = folder.checkpoint(self.step)
         return self._found.path
 
     def _prepare(self, folder: CheckpointFolder) -> None:
         """Creates the folder on rank 0, before any rank writes into it."""
-        failure = [self._made(folder) if self.main else ""]
+        failure = [self._create_folder(folder) if self.main else ""]
         if self._group is not None:
             import torch.distributed as dist
 
@@ -486,7 +486,7 @@ class Info:
         if failure[0]:
             raise StudyError(failure[0])
 
-    def _made(self, folder: CheckpointFolder) -> str:
+    def _create_folder(self, folder: CheckpointFolder) -> str:
         """Creates a folder. Returns the reason why it cannot take a checkpoint of this step, or an empty text."""
         here = self._found if self._found is not None and self._found.path.parent == folder.path else None
         try:

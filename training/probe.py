@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .training import Training
 
 
-STIR = 2.0**-5
+PERTURBATION = 2.0**-5
 """Size of the perturbation: representable in every format, around 0 and around 1."""
 
 
@@ -57,7 +57,7 @@ def perturbed(training: "Training") -> Iterator[None]:
         for key, name, param in held:
             if key in constant:
                 pattern = _pattern(training, key, name, param)
-                local(param).copy_(constant[key] + STIR * pattern)
+                local(param).copy_(constant[key] + PERTURBATION * pattern)
                 changed.append((param, constant[key]))
     try:
         yield
@@ -196,13 +196,13 @@ def take(training: "Training") -> ProbePart:
 
     counted = counted_rows(training.model, hooks=not training.compiled)
     with _undisturbed(training), perturbed(training), counted as rows:
-        lively = None if by_batch else probed.run(as_trained=True)
-        if lively is not None and not probed.agree(lively.random):
-            quiet = lively
+        active_pass = None if by_batch else probed.run(as_trained=True)
+        if active_pass is not None and not probed.agree(active_pass.random):
+            quiet = active_pass
         else:
             with _at_rest(training):
                 quiet = probed.run(as_trained=False)
-    changed, size = probed.departure(lively or quiet, quiet)
+    changed, size = probed.departure(active_pass or quiet, quiet)
     roundoff = training.precision.roundoff(training.model)
     names = training.outline.names
     share = Probe(
@@ -314,14 +314,14 @@ class _Probed:
         scale = 1.0 / world.tp / copies / math.sqrt(self.total * positions * sharing.ranks * self.width)
         return tuple((found * scale).tolist())
 
-    def departure(self, lively: _Pass, kept: _Pass) -> tuple[float, float]:
+    def departure(self, active_pass: _Pass, kept: _Pass) -> tuple[float, float]:
         """This rank's part of the squared change of the logits in training, and of the squared logits."""
-        if lively.logits is None or kept.logits is None:
+        if active_pass.logits is None or kept.logits is None:
             return 0.0, 0.0
         quiet = kept.logits.unflatten(0, (-1, self.mine)).mean(0)
-        if lively is kept:
+        if active_pass is kept:
             return 0.0, float(quiet.square().mean())
-        change = lively.logits.unflatten(0, (-1, self.mine)) - quiet
+        change = active_pass.logits.unflatten(0, (-1, self.mine)) - quiet
         return float(change.square().mean()), float(quiet.square().mean())
 
     def noise_numbers(self, kept: _Pass) -> int:
@@ -369,8 +369,8 @@ class _Probed:
 
         if (what, count) not in self._signs:
             generator = torch.Generator().manual_seed(zlib.crc32(what.encode()))
-            drawn = torch.randint(2, (count, PROJECTIONS), generator=generator)
-            self._signs[what, count] = (2.0 * drawn - 1).to(self.training.device)
+            bits = torch.randint(2, (count, PROJECTIONS), generator=generator)
+            self._signs[what, count] = (2.0 * bits - 1).to(self.training.device)
         return self._signs[what, count]
 
 

@@ -278,12 +278,12 @@ class Training:
         import torch
 
         from ..schedule import build, create_schedule
-        from ..schedule.deferred import stray
+        from ..schedule.deferred import unmaterialised
         from ..schedule.liger import replace_modules
 
         with making:
             module = self.workload.build_model(self.config)
-        if left := stray(module):
+        if left := unmaterialised(module):
             raise ScheduleError(f"{left} is a tensor on the meta device that is neither a parameter nor a buffer")
         sch = create_schedule(module, self._mesh)
         schedule = self.workload.schedule or generic_schedule
@@ -392,8 +392,8 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
     if own_schedule and named:
         knob = "stage_blocks" if strategy.strategy is None else "strategy"
         raise WorkloadError(f"{knob}: the workload has a schedule of its own, which does not follow it")
-    if why := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
-        raise WorkloadError(why)
+    if reason := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
+        raise WorkloadError(reason)
     return strategy
 
 

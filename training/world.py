@@ -54,8 +54,8 @@ class World:
             degrees = Strategy.of({name: config[name] for name in (*DEGREES, "ep") if name in config}, devices=size)
         except UsageError as error:
             raise WorkloadError(str(error)) from None
-        if why := refusal(degrees, RuleContext(devices=size), GENERAL):
-            raise WorkloadError(why)
+        if reason := refusal(degrees, RuleContext(devices=size), GENERAL):
+            raise WorkloadError(reason)
         if not 0 <= rank < size:
             raise WorkloadError(f"rank must be from 0 to {size - 1}, but is {rank}")
         return World(rank=rank, size=size, **{name: getattr(degrees, name) for name in (*DEGREES, "ep")})

@@ -200,9 +200,11 @@ class Confirmation:
             return []
         leaders = _leaders(left, LEADERS, LEADER_WITHIN)
         if self.take_turns is not None and unsteady(left):
-            hoped = sorted(left, key=lambda trial: -_hoped(trial, left))[:UNSTEADY_LEADERS]
+            candidates = sorted(left, key=lambda trial: -_unloaded_throughput(trial, left))[:UNSTEADY_LEADERS]
             floor = UNSTEADY_WITHIN * _at_first(left[0])
-            more = [trial for at, trial in enumerate(hoped) if at < 2 or _hoped(trial, left) >= floor]
+            more = [
+                trial for at, trial in enumerate(candidates) if at < 2 or _unloaded_throughput(trial, left) >= floor
+            ]
             leaders = more if self._fewest_s(more) < self.watch.left else leaders
         # Lossy leaders are compared with the best trial without lossy values.
         exact = next((trial for trial in left if not trial.lossy), None)
@@ -300,9 +302,9 @@ class Confirmation:
 
     def comparison(self) -> "Comparison":
         """Compares the contenders by all rounds so far."""
-        return compare_rounds(self._held())
+        return compare_rounds(self._valid_rounds())
 
-    def _held(self) -> list[dict[int, Measurement]]:
+    def _valid_rounds(self) -> list[dict[int, Measurement]]:
         """Returns the rounds that count, without contenders that failed in any round."""
         rounds = [{n: each for n, each in round_.items() if n not in self.failed} for round_ in self.rounds]
         return calm_rounds([round_ for round_ in rounds if round_])
@@ -310,7 +312,7 @@ class Confirmation:
     def _keep(self) -> None:
         """Saves the re-measurements, each corrected for the disturbance of its round."""
         kept: dict[int, list[float]] = {number: [] for number in self.failed}
-        rounds = self._held()
+        rounds = self._valid_rounds()
         disturbances = compare_rounds(rounds).disturbance if rounds else []
         for round_, disturbance in zip(rounds, disturbances, strict=True):
             for number, each in round_.items():
@@ -443,7 +445,7 @@ def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, n
     return found, inverse, weights
 
 
-def _hoped(trial: Trial, trials: Sequence[Trial]) -> float:
+def _unloaded_throughput(trial: Trial, trials: Sequence[Trial]) -> float:
     """Throughput that the trial may reach under the least load of `trials`, in the conditions at the start of the
     search.
     """

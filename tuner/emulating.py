@@ -237,7 +237,7 @@ class EmulatedCommands(WrappingRunner):
         measured = self._runner.run(request)
         known: dict[str, Any] = {"devices": self._task.devices, "emulated_ranks": "0", "ranks": ()}
         if not measured.ok:
-            return replace(measured, reason=self._why(measured), **known)
+            return replace(measured, reason=self._failure_reason(measured), **known)
         share = 0.0 if self._estimator is None else communicated(self._estimator(request.config))
         slower = 1 / (1 - share)
         note = f"emulated rank 0 of {self._task.devices}, " + (
@@ -257,7 +257,7 @@ class EmulatedCommands(WrappingRunner):
         reason = "; ".join(filter(None, [measured.reason, note]))
         return replace(measured, reason=reason, seconds_modelled=modelled, **steps, **rates, **known)
 
-    def _why(self, measured: Measurement) -> str:
+    def _failure_reason(self, measured: Measurement) -> str:
         """Reason of a failure; if the framework does not know the mode, that it is too old."""
         command = self._task.command
         assert command is not None and command.requested.launcher is not None

@@ -245,11 +245,11 @@ def safer(
     if chosen is None:
         return None
     ratio = chosen.estimate.throughput / float(known.throughput[0])
-    why = (
+    reason = (
         f"the fastest configuration that is predicted to need clearly less memory than the one that failed: "
         f"{_mib(chosen.estimate.peak_memory_mib)} instead of {_mib(least_mib)}, at {100 * ratio:.0f} % of its speed"
     )
-    return _with_notes(Planned(config=chosen.config, estimate=chosen.estimate, why=why), kept)
+    return _with_notes(Planned(config=chosen.config, estimate=chosen.estimate, why=reason), kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,14 +367,14 @@ def _outlook(site: _Site, space: Space, headroom: float) -> _Outlook:
 
 def _by_estimate(site: _Site, space: Space, outlook: _Outlook) -> Planned:
     if outlook.survey is None:
-        why = f"the default configuration, since nothing can be predicted: {outlook.note}"
-        return Planned(config=space.default(), estimate=None, why=why)
+        reason = f"the default configuration, since nothing can be predicted: {outlook.note}"
+        return Planned(config=space.default(), estimate=None, why=reason)
     if outlook.best is None:
         raise NothingFound(_nothing_fits(site, outlook))
     many = outlook.survey.predicted
     of = f"the estimate's best of {many:,} configurations" if many > 1 else "the only configuration"
-    why = f"{of} for {site.words}{f'; {outlook.note}' if outlook.note else ''}"
-    return Planned(config=outlook.best.config, estimate=outlook.best.estimate, why=why)
+    reason = f"{of} for {site.words}{f'; {outlook.note}' if outlook.note else ''}"
+    return Planned(config=outlook.best.config, estimate=outlook.best.estimate, why=reason)
 
 
 def _by_dry_runs(

@@ -123,7 +123,7 @@ class Result:
     def _repr_html_(self) -> str:
         from ..views.notebook import html
 
-        return html(self.all_trials, why=self.why)
+        return html(self.all_trials, reason=self.why)
 
     def __repr__(self) -> str:
         if self.best is None:

@@ -345,11 +345,11 @@ def _with_trainer(
     points = []
     for point in scaling.points:
         try:
-            found, why = _trainer(point, target, options, known)
+            found, reason = _trainer(point, target, options, known)
         except (SpaceError, UsageError) as error:
-            found, why = None, f"Trainer on {point.devices} devices: {error}"
+            found, reason = None, f"Trainer on {point.devices} devices: {error}"
         if found is None:
-            notes[why] = None
+            notes[reason] = None
         points.append(replace(point, trainer_throughput=found))
     return replace(scaling, points=tuple(points), notes=(*scaling.notes, *notes))
 

@@ -112,7 +112,7 @@ class Search:
             StudyError: the ledger cannot be written.
         """
         running: dict[Future[Measurement], Trial] = {}
-        again = [self._begun_again(trial) for trial in self.run_folder.pending()]
+        again = [self._restart_pending(trial) for trial in self.run_folder.pending()]
         again = [trial for trial in again if trial.pending]
         pool = ThreadPoolExecutor(max_workers=self.runner.slots, thread_name_prefix="trial")
         try:
@@ -149,7 +149,7 @@ class Search:
             self.listener.on_wait("interrupted: ending the running trials")
         self.runner.close()
 
-    def _begun_again(self, trial: Trial) -> Trial:
+    def _restart_pending(self, trial: Trial) -> Trial:
         """Prepares a pending trial of an earlier process to run again. A trial that has killed two processes becomes
         a `crash`.
         """
@@ -198,8 +198,8 @@ class Search:
         """Returns the next trial, recorded as pending; None if there is none now."""
         while True:
             trials = self._history.update().comparable
-            if (ended := self._spent(trials)) is not None:
-                self.ended = ended
+            if (stop_reason := self._budget_reason(trials)) is not None:
+                self.ended = stop_reason
                 return None
             config, sampler = self._choose(trials)
             if config is None:
@@ -225,7 +225,7 @@ class Search:
     def _knowledge(self) -> OutOfMemoryKnowledge:
         return OutOfMemoryKnowledge(self.sampler.space)
 
-    def _spent(self, trials: list[Trial]) -> str | None:
+    def _budget_reason(self, trials: list[Trial]) -> str | None:
         """Reason to run no further trials; None if there is none."""
         if self.budget.trials is not None and self._history.tried >= self.budget.trials:
             return f"all {self.budget.trials} trials are done"

@@ -100,12 +100,12 @@ class SearchSetup:
         return EmulateFirst(_emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True), made)
 
 
-def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
+def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
     """Builds the setup of a search from a request. Nothing is written, and no trial runs.
 
     Args:
         request: the arguments of `redline.tune`, with valid values.
-        held: closes everything opened here.
+        stack: closes everything opened here.
         warn: receives messages for the user.
 
     Raises:
@@ -116,7 +116,7 @@ def set_up(request: Request, held: contextlib.ExitStack, warn: Callable[[str], N
         # The memory of this CPU's own ranks is compared with real ones, which have usual pages.
         other = request.memory_only and request.hardware is not None
         environment = HUGE_PAGES if request.runs_on == EMULATE and other else {}
-        return held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
+        return stack.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
 
     agent = None
     if request.runs_on in ("local", EMULATE) and imports_early(request.target):

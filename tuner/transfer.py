@@ -164,9 +164,9 @@ class Transfer:
         if not len(rows):
             return
         # Scales fitted to less similar runs would mostly reflect their differences.
-        alike = weights[owner] == weights[owner].max()
-        none = np.zeros((int(alike.sum()), 0))
-        scales, _ = fit_scales(points[alike], values[alike], none, EXPECTED)
+        most_similar = weights[owner] == weights[owner].max()
+        none = np.zeros((int(most_similar.sum()), 0))
+        scales, _ = fit_scales(points[most_similar], values[most_similar], none, EXPECTED)
         self._kernel, self._points = Kernel(scales, points.shape[1]), Points.of(points)
         correlation = np.where(owner[:, None] == owner, 1.0, np.outer(weights[owner], weights[owner]))
         none = np.zeros((len(rows), 0))
@@ -319,13 +319,13 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
             trials.append(trial)
             configs.append(here)
     like = task_similarity(run.asked, asked)
-    why = (
+    reason = (
         _unlike(succeeded, shared, sorted(their_knobs), like)
         or _idle(trials, configs, shared)
         or _of_another_unit({trial.measured.unit for trial in trials}, unit)
     )
-    if why:
-        raise UsageError(f"warm start from {run.name}: nothing can be taken: {why}")
+    if reason:
+        raise UsageError(f"warm start from {run.name}: nothing can be taken: {reason}")
     parts = [_share(len(trials), len(run.trials), like), f"knobs in both: {', '.join(shared)}"]
     if only_here := sorted(knobs - their_knobs):
         parts.append(f"only here: {', '.join(only_here)}")

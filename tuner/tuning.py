@@ -48,10 +48,10 @@ def run_search(request: Request) -> Result:
     request.check_values()
     watch = Stopwatch(request.budget.seconds)
     messages = _Messages(request.listener or SearchListener())
-    with contextlib.ExitStack() as held:
-        setup = set_up(request, held, messages.warn)
-        messages.listener = held.enter_context(logging_to(request.log_to, request.out, messages.listener))
-        folder = held.enter_context(_open(setup, held.enter_context(_folder(request.out)), messages.warn))
+    with contextlib.ExitStack() as stack:
+        setup = set_up(request, stack, messages.warn)
+        messages.listener = stack.enter_context(logging_to(request.log_to, request.out, messages.listener))
+        folder = stack.enter_context(_open(setup, stack.enter_context(_folder(request.out)), messages.warn))
         first_note = (setup.first.note,) if setup.first.note and not folder.resumed else ()
         for note in (*folder.notes, *setup.task.notes, *setup.notes, *first_note):
             messages.warn(note)

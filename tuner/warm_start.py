@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..estimator import Estimator
 
 LEVEL = 2.0
-"""Prior deviation of the level if the estimate beneath does not keep its own."""
+"""Prior deviation of the level if the base estimate does not keep its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,27 +33,27 @@ class WarmEstimate:
     """An estimate corrected by earlier runs."""
 
     throughput: float
-    """In the unit of the estimate beneath; without one only ratios are meaningful."""
+    """In the unit of the base estimate; without one only ratios are meaningful."""
     peak_memory_mib: float | None
-    """None if the estimate beneath has none."""
+    """None if the base estimate has none."""
     fits: bool | None
-    """Value of the estimate beneath."""
+    """Value of the base estimate."""
 
 
 class WarmStart(Correction):
     """A prior that multiplies an estimate by the ratio of measured to expected throughput of earlier trials.
 
     The expected throughput is that of the earlier run's own estimate, or the trial's `predicted_throughput`, or that
-    of the estimate beneath; without an estimate, the run's mean. A run at another sequence length, size or number of
+    of the base estimate; without an estimate, the run's mean. A run at another sequence length, size or number of
     devices therefore shows which knobs pay, and by how much; the speed of this workload, and what fits, follow only
     from its own trials.
 
     Args:
         space: space of this search.
         runs: earlier runs, at least one.
-        base: the estimate beneath, `prior(config)`, or None.
+        base: the base estimate, `prior(config)`, or None.
         warn: receives warnings about the estimate, once each.
-        calibrated: estimator of each earlier run's workload, calibrated by its trials, or None. The estimate beneath
+        calibrated: estimator of each earlier run's workload, calibrated by its trials, or None. The base estimate
             is an `Estimator` then.
     """
 
@@ -66,7 +66,7 @@ class WarmStart(Correction):
         calibrated: "Sequence[Estimator | None]" = (),
     ) -> None:
         self._space = space
-        self.beneath = base
+        self.base = base
         self.weight = max(each.weight for each in runs)
         known = [each for each in calibrated if each is not None]
         estimator: Any = base
@@ -144,7 +144,7 @@ class WarmStart(Correction):
         return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - expected_memory
 
     def _predicted(self, base: Prior, configs: Sequence[Config]) -> tuple[np.ndarray, np.ndarray]:
-        """Log throughput and log memory of the estimate beneath, `base`, for the free knobs of these configurations;
+        """Log throughput and log memory of the base estimate, `base`, for the free knobs of these configurations;
         NaN if they are not valid here; shape (n,) each.
         """
         speed, memory = np.full(len(configs), np.nan), np.full(len(configs), np.nan)

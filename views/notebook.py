@@ -24,13 +24,13 @@ ROWS = 10
 _WIDTH, _HEIGHT, _MARGIN = 640, 150, 8
 
 
-def html(trials: Sequence[Trial], *, why: str = "") -> str:
+def html(trials: Sequence[Trial], *, reason: str = "") -> str:
     """Returns the winner, a plot of the throughput of every trial and of the best so far, and the ten fastest trials.
 
     Everything that comes from a trial is escaped. The colours follow the light or dark theme of the page.
     """
     winner = summary.best(trials)
-    head = f"<b>no winner</b>, so <code>best</code> is None: {escape(why or summary.why_nothing(trials))}"
+    head = f"<b>no winner</b>, so <code>best</code> is None: {escape(reason or summary.why_nothing(trials))}"
     if winner is not None:
         gain = summary.gain(trials)
         speed_text = speed(winner.throughput, winner.measured.unit)

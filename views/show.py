@@ -133,8 +133,8 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     lines = [counts, f"best: trial {winner.number}, {_speed(winner)}"]
     gain = summary.gain(trials)
     if base is not None and base.number == winner.number:
-        why = summary.only_default(trials)
-        lines[-1] += f", the default configuration{f': {why}' if why else ''}"
+        reason = summary.only_default(trials)
+        lines[-1] += f", the default configuration{f': {reason}' if reason else ''}"
     elif base is not None and gain is not None:
         lines[-1] += f"; the default configuration (trial {base.number}): {_speed(base)}; gain {gain}"
     elif base is not None and not base.pending and not base.ok:

@@ -18,7 +18,7 @@ from redline.runners.numerics_check import comparisons, numerics_mismatch, toget
 from redline.runners.runner import Reference
 from redline.schedule import build, create_schedule, deferred as made_without_memory
 from redline.schedule.parallel import block_attention
-from redline.schedule.parallel.block_attention import How, Queries
+from redline.schedule.parallel.block_attention import AttentionOptions, Queries
 from redline.schedule.parallel.sharding import is_dtensor
 from redline.testing import numerics
 from redline.training import Training
@@ -128,7 +128,7 @@ def attention(setting: Setting) -> Iterator[Row]:
 def _by_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    how, half = How(scale=query.shape[-1] ** -0.5), query.shape[2] // 2
+    how, half = AttentionOptions(scale=query.shape[-1] ** -0.5), query.shape[2] // 2
     blocks = list(zip(key.split(half, 2), value.split(half, 2), strict=True))
     parts = [block_attention.attention(query, k.contiguous(), v.contiguous(), how) for k, v in blocks]
     log_sum = torch.logaddexp(parts[0][1], parts[1][1])
@@ -243,7 +243,7 @@ def fsdp(setting: Setting) -> Iterator[Row]:
                 results.append(numerics.trained(model, passes, update))
             allowed = numerics.reference(workload).allowed
             found = numerics.compare(*results, allowed, workload.global_batch * workload.seq_len)
-            by = {kind: found.gravest(kind).share for kind in ("gradients", "weights")}
+            by = {kind: found.largest_of(kind).share for kind in ("gradients", "weights")}
             yield {"what": f"zero {zero}", **by, "wrong": found.wrong and found.wrong.description, "holds": found.holds}
     finally:
         dist.destroy_process_group()

@@ -66,8 +66,8 @@ def trials(setting: Setting) -> Iterator[Row]:
                 memory_limit_mib=terms.memory_limit_mib,
                 timeout_s=1.0 if expected == "timeout" else 60.0,
             )
-            ended = runner.dispatch(job)
-            status, reason = ended.status.value, ended.reason
+            outcome = runner.dispatch(job)
+            status, reason = outcome.status.value, outcome.reason
         seconds = _until_back(before)
         yield {
             "what": what,
@@ -151,13 +151,13 @@ def exhaustion(setting: Setting) -> Iterator[Row]:
                 memory_limit_mib=terms.memory_limit_mib,
                 timeout_s=30.0,
             )
-            ended = runner.dispatch(job)
+            outcome = runner.dispatch(job)
             # A call that fits into the rest passes as well.
-            holds = ended.status.value in ("oom", "ok")
+            holds = outcome.status.value in ("oom", "ok")
             yield {
                 "what": f"{what} with {leave} MiB left",
-                "status": ended.status.value,
-                "reason": ended.reason[:200],
+                "status": outcome.status.value,
+                "reason": outcome.reason[:200],
                 "holds": holds,
             }
 

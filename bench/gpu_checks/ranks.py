@@ -58,7 +58,7 @@ def _pair(setting: Setting, cells: list[tuple[str, str]]) -> Iterator[Row]:
                 yield {**row, "error": failure[-300:]}
                 return
             wrong = next((each.wrong.description for each in answers if not each.holds), None)
-            share = max(each.gravest(kind).share for each in answers for kind in ("gradients", "weights"))
+            share = max(each.largest_of(kind).share for each in answers for kind in ("gradients", "weights"))
             yield {**row, "share": share, "wrong": wrong, "holds": wrong is None}
     finally:
         for process in processes:

@@ -79,8 +79,8 @@ def verdicts(source: Source, most: int) -> Iterator[Verdict | str]:
         start = time.perf_counter()
         try:
             yield Verdict(run, check(stated(run, config), run.hardware), time.perf_counter() - start)
-        except (Left, RedlineError) as why:
-            yield f"{run.where}: {why}"
+        except (Left, RedlineError) as reason:
+            yield f"{run.where}: {reason}"
 
 
 def summary(found: list[Verdict]) -> dict[str, float]:

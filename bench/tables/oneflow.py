@@ -22,7 +22,6 @@ INFERRED = (
     "BERT base by NVIDIA's PyTorch: sequence 128, under a heading with 16 in fp16 by apex, else fp32; batch a device",
     "hosts are joined by 100 Gbit/s; left out: convolutional networks, tables of several frameworks",
 )
-_CASE = re.compile(r"(?:\w*_)?(\d+)x(\d+)x(\d+)_(\d+)_(\d+)x(\d+)$")
 _PLACED = re.compile(r"(\d+)n_(\d+)g_dp_(\d+)bs")
 CONTEXT_MIB = 800.0
 _HALF = {"precision": "bf16_pure", "gradient_dtype": "fp16", "master_weights": "fp32", "products": "fp16"}
@@ -108,7 +107,7 @@ def _made(
     )
 
 
-def _libai(row: dict[str, str], who: str, source: str, where: str) -> Run:
+def _libai(row: dict[str, str], library: str, source: str, where: str) -> Run:
     layers, dp, tp, pp = (whole(row[each]) for each in ("layers", "dp", "tp", "pp"))
     bert = row["family"].upper() == "BERT"
     length = 512 if bert else 1024
@@ -119,7 +118,9 @@ def _libai(row: dict[str, str], who: str, source: str, where: str) -> Run:
               **batches(dp, whole(row["micro_batch"]), whole(row["global_batch"]), None),
               "checkpoint_ratio": float(row["act_ckpt"] == "True")}  # fmt: skip
     model = _gpt(layers, 1024, 16, length, causal=not bert)
-    return _made(source, f"{where} {who}", model, config, length, number(row[f"{who}_samples_s"]), device="32gb")
+    return _made(
+        source, f"{where} {library}", model, config, length, number(row[f"{library}_samples_s"]), device="32gb"
+    )
 
 
 def _placed(row: dict[str, str], source: str, where: str) -> Run:

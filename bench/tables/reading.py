@@ -87,8 +87,8 @@ def _rows(form: ModuleType, path: Path, name: str) -> Iterator[Run | str]:
         for where, make in form.read(path, name):
             try:
                 yield make()
-            except (Left, RedlineError) as why:
-                yield f"{where}: {why}"
+            except (Left, RedlineError) as reason:
+                yield f"{where}: {reason}"
             except (KeyError, ValueError, TypeError, AttributeError) as error:
                 yield f"{where}: it cannot be read ({type(error).__name__}: {error})"
     except (RedlineError, KeyError, ValueError, TypeError, OSError) as error:

@@ -62,7 +62,7 @@ def constants_of(scales: Scales) -> Callable[[Run], Constants]:
 
 
 @dataclass
-class Held:
+class FittedSource:
     """A source with its information about the constants."""
 
     source: Source
@@ -83,7 +83,7 @@ class Held:
         return known & np.isfinite(found) & (np.abs(found) < LARGEST) & ~self.judged.failed
 
 
-def held(source: Source) -> Held:
+def held(source: Source) -> FittedSource:
     """Predicts a source with the package's constants and with each of them slightly larger."""
     judged = judge(source, constants_of({}))
     # The choice of settings that a source does not state is fixed.
@@ -94,7 +94,7 @@ def held(source: Source) -> Held:
     )
     plain = _log_steps(settled, {})
     larger = [_log_steps(settled, {name: float(np.exp(STEP))}) for name in FREE]
-    return Held(source, judged, np.stack([(each - plain) / STEP for each in larger], axis=1))
+    return FittedSource(source, judged, np.stack([(each - plain) / STEP for each in larger], axis=1))
 
 
 def _log_steps(settled: Source, scales: Scales) -> np.ndarray:
@@ -105,7 +105,7 @@ def _log_steps(settled: Source, scales: Scales) -> np.ndarray:
     return np.log(np.where(np.isfinite(steps), steps, np.nan))
 
 
-def fitted(sources: Iterable[Held]) -> Scales:
+def fitted(sources: Iterable[FittedSource]) -> Scales:
     """Returns the factors that predict these sources best."""
     from scipy.optimize import minimize
 

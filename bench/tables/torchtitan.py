@@ -39,7 +39,7 @@ def read(path: Path, source: str) -> Rows:
             yield f"{path.name}:{at}", partial(_run, row, table, source, f"{path.name}:{at}")
 
 
-def _said(words: str, pattern: str) -> int | None:
+def _int(words: str, pattern: str) -> int | None:
     found = re.search(pattern, words, re.IGNORECASE)
     return int(found[1]) if found else None
 
@@ -48,14 +48,14 @@ def _run(row: dict[str, str], table: Table, source: str, where: str) -> Run:
     title, cells = table.words, " ".join(row.values())
     found = columns(list(row))
     name = re.search(r"llama\s?[\d.]+ \d+b", title, re.IGNORECASE)
-    devices = _said(title, r"(\d+) (?:GPU|H100)s")
+    devices = _int(title, r"(\d+) (?:GPU|H100)s")
     if name is None or devices is None:
         raise Left("model or devices is not stated")
     words = f"{cells} {title}"  # degrees in the row come first
-    tp, cp, pp = (_said(words, rf"\b{each}[ =]?(\d+)") or 1 for each in ("TP", "CP", "PP"))
+    tp, cp, pp = (_int(words, rf"\b{each}[ =]?(\d+)") or 1 for each in ("TP", "CP", "PP"))
     split = degrees(devices, tp=tp, cp=cp, pp=pp)
-    local = _said(title, r"local batch size (\d+)")
-    total = _said(title, r"global batch size (\d+)")
+    local = _int(title, r"local batch size (\d+)")
+    total = _int(title, r"global batch size (\d+)")
     seq_len = whole(row[found["seq_len"]]) if "seq_len" in found else 8192
     rate = number(row[found.get("tokens_per_device") or found["tokens"]])
     if rate is None or local is None or seq_len is None:

@@ -39,7 +39,7 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
     config = {**workload.probe, "precision": precision, **_attention(workload, facts)}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), quiet():
-        # Of transformers' models only the blocks that are compiled need tensors.
+        # Only the compiled blocks of transformers' models need tensors.
         bare = isinstance(workload.model, Architecture)
         model = (skeleton(workload, config) if bare else fake_model(workload, config, fake)).train()
     segments = {segment.path: segment for segment in seen.segments if segment.block}
@@ -82,10 +82,10 @@ def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
 def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> str:
     """The middle one of the blocks that have the part's products, since the first may differ from the rest."""
     wanted = {(each.k, each.n) for each in part.matmuls}
-    alike = [
+    same_products = [
         path for path in paths if path in segments and {(each.k, each.n) for each in segments[path].products} == wanted
     ]
-    return (alike or paths)[len(alike or paths) // 2]
+    return (same_products or paths)[len(same_products or paths) // 2]
 
 
 @dataclass(frozen=True, slots=True)

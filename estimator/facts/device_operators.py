@@ -52,7 +52,7 @@ def function_mode(
     # https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html
     grouped_products = {F.grouped_mm, grouped_mm}
 
-    class AsOn(TorchFunctionMode):
+    class DeviceOperators(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is F.scaled_dot_product_attention:
@@ -63,7 +63,7 @@ def function_mode(
                 with self:  # recomputation runs forward operators
                     return run_backward((args[0],), (torch.ones_like(args[0]),), False, False, (), True, True)
             if func in grouped_products:
-                return _grouped(*args, **kwargs, told=grouped)
+                return _grouped(*args, **kwargs, record=grouped)
             if device_type == "cuda":
                 if func is F.dropout:
                     return _dropout(func, *args, **kwargs)
@@ -71,7 +71,7 @@ def function_mode(
                     args = tuple(_float(each) for each in args)
             return func(*args, **kwargs)
 
-    return AsOn()
+    return DeviceOperators()
 
 
 def _float(value: Any) -> Any:
@@ -91,12 +91,12 @@ def _grouped(
     mat_a: "torch.Tensor",
     mat_b: "torch.Tensor",
     *,
-    told: "Callable[[torch.Tensor, torch.Tensor], None]",
+    record: "Callable[[torch.Tensor, torch.Tensor], None]",
     offs: "torch.Tensor | None" = None,
     bias: "torch.Tensor | None" = None,
     out_dtype: "torch.dtype | None" = None,
 ) -> "torch.Tensor":
-    told(mat_a, mat_b)
+    record(mat_a, mat_b)
     out = _functions()[2].apply(mat_a, mat_b)
     out = out if bias is None else out + bias
     return out if out_dtype is None else out.to(out_dtype)

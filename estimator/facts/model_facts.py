@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from ...base.errors import UsageError, unknown
+from ...base.option import Option, check_options
 from ...knobs.meaning import FORMATS
 
 ROLES = ("embedding", "block", "norm", "head", "loss", "other")
@@ -225,57 +226,47 @@ class ModelFacts:
         return made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
 
 
+def _size(help: str, *, least: int = 1) -> Option:
+    return Option(help, type=int, least=least, metavar="N")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """Shape numbers of a decoder or encoder transformer. The defaults are Llama's conventions."""
 
-    layers: int
-    """Repeated blocks."""
-    hidden: int
-    """Elements of the residual stream."""
-    heads: int
-    """Query heads."""
-    vocabulary: int
-    """Rows of the embedding."""
-    kv_heads: int | None = None
-    """Key and value heads; None: `heads`."""
-    head_dim: int | None = None
-    """Elements of a head; None: hidden / heads."""
-    intermediate: int | None = None
-    """Inner size of the feed-forward network; None: 4 * hidden."""
-    gated: bool = True
+    layers: Annotated[int, _size("Shape numbers instead of MODEL: repeated blocks.")]
+    hidden: Annotated[int, _size("Elements of the residual stream.")]
+    heads: Annotated[int, _size("Query heads.")]
+    vocabulary: Annotated[int, _size("Rows of the embedding.")]
+    kv_heads: Annotated[int | None, _size("Key and value heads.  [default: --heads]")] = None
+    """None: `heads`."""
+    head_dim: Annotated[int | None, _size("Elements of a head.  [default: hidden / heads]")] = None
+    """None: hidden / heads."""
+    intermediate: Annotated[int | None, _size("Inner size of the feed-forward network.  [default: 4 * hidden]")] = None
+    """None: 4 * hidden."""
+    gated: Annotated[
+        bool, Option("With shape numbers: a gated feed-forward network or not.", flag="gated/--not-gated")
+    ] = True
     """True if the feed-forward network has a gate (SwiGLU), i.e. three matrices instead of two."""
-    tied: bool = False
-    """True if the head shares the embedding's matrix."""
+    tied: Annotated[bool, Option("With shape numbers: the head shares the matrix of the embedding.")] = False
     causal: bool = True
     """True if tokens attend to earlier ones only."""
-    positions: int = 0
-    """Number of learned position embeddings; 0: rotary."""
+    positions: Annotated[int, _size("Learned positions; 0: rotary.", least=0)] = 0
     biases: bool = False
     """True if products and norms have biases (GPT-2)."""
     dropout: bool = False
     """True if the model has dropout, which keeps a mask of a byte an element."""
-    experts: int = 0
-    """Experts of the feed-forward network of a block; 0 for a dense model."""
-    experts_per_token: int = 1
-    """Experts that a token is sent to."""
-    expert_intermediate: int | None = None
-    """Inner size of an expert; None: `intermediate`."""
-    shared_intermediate: int = 0
-    """Inner size of the experts that every token passes through, together."""
-    dense_layers: int = 0
-    """First blocks without experts."""
+    experts: Annotated[int, _size("Experts of the feed-forward network of a block; 0 for a dense model.", least=0)] = 0
+    experts_per_token: Annotated[int, _size("Experts that a token is sent to.")] = 1
+    expert_intermediate: Annotated[int | None, _size("Inner size of an expert.  [default: --intermediate]")] = None
+    shared_intermediate: Annotated[
+        int, _size("Inner size of the experts that every token passes through, together.", least=0)
+    ] = 0
+    dense_layers: Annotated[int, _size("First blocks without experts.", least=0)] = 0
     name: str = "shape"
 
     def __post_init__(self) -> None:
-        least = {"experts": 0, "shared_intermediate": 0, "dense_layers": 0}
-        optional = ("kv_heads", "head_dim", "intermediate", "expert_intermediate")
-        for name in ("layers", "hidden", "heads", "vocabulary", "experts_per_token", *optional, *least):
-            value, low = getattr(self, name), least.get(name, 1)
-            if value is None and name in optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise UsageError(f"Shape: {name} must be an integer of at least {low}, but got {value!r}")
+        check_options(self)
         if self.experts and not (self.experts > 1 and self.experts_per_token <= self.experts):
             raise UsageError(
                 f"Shape: experts must be 2 or more, of which a token has at most all, but got experts={self.experts}, "

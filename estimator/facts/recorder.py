@@ -241,9 +241,7 @@ class Recorder:
                     key = id(outputs[0].untyped_storage())
                     self._copies.add(key)
                     self._weights[key] = name
-        if self._backward:
-            segment.kernels_backward += 1
-        else:
+        if not self._backward:
             segment.kernels += 1
         if func in _PRODUCTS(aten):
             if not self._backward:

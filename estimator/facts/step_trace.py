@@ -98,8 +98,6 @@ class Segment:
     """Bytes that casting weights moves, forward; they do not grow with the batch."""
     kernels: int = 0
     """Kernels of forward."""
-    kernels_backward: int = 0
-    """Kernels of backward."""
     boundary: float = 0.0
     """Bytes of the inputs that need a gradient."""
     boundary_width: int = 0

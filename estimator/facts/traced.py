@@ -200,7 +200,7 @@ def _trace(
         notes=tuple(layout.notes),
     )
     if seen.error and "in backward" not in seen.operator:
-        raise TracingError(_sorry(workload, seen, facts, layout), facts)
+        raise TracingError(_tracing_message(workload, seen, facts, layout), facts)
     if seen.error:
         facts = replace(facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})"))
     if fusion:
@@ -210,7 +210,7 @@ def _trace(
     return facts
 
 
-def _sorry(workload: Workload, seen: StepTrace, known: ModelFacts, layout: "Layout") -> str:
+def _tracing_message(workload: Workload, seen: StepTrace, known: ModelFacts, layout: "Layout") -> str:
     count = f" in {len(layout.blocks)} repeated blocks and what is around them" if layout.blocks else ""
     return (
         f"{workload.name} cannot be traced: operator {seen.operator} does not work without values "
@@ -287,14 +287,14 @@ def _owned(seen: StepTrace, layout: Layout) -> dict[str, set[str]]:
     owned: dict[str, set[str]] = {}
     left = set(seen.parameters)
     for path in layout.blocks:
-        mine = {name for name in left if name.startswith(path + ".")}
-        owned[_key(path, True, 0)] = mine
-        left -= mine
+        own_names = {name for name in left if name.startswith(path + ".")}
+        owned[_key(path, True, 0)] = own_names
+        left -= own_names
     for segment in seen.segments:
         if not segment.block:
-            mine = segment.parameters & left
-            owned[_key(segment.path, False, segment.after)] = mine
-            left -= mine
+            own_names = segment.parameters & left
+            owned[_key(segment.path, False, segment.after)] = own_names
+            left -= own_names
     owned[""] = left
     return owned
 

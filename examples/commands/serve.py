@@ -48,7 +48,7 @@ class Batcher(threading.Thread):
                     answer.set_result(tokens)
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """What follows each prompt; shorter ones are padded on the left."""
+        """Returns the continuation of each prompt; shorter ones are padded on the left."""
         length = max(map(len, prompts))
         tokens = torch.tensor([[0] * (length - len(each)) + each for each in prompts])
         mask = torch.tensor([[0] * (length - len(each)) + [1] * len(each) for each in prompts])

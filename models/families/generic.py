@@ -34,9 +34,9 @@ def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedul
         below = sch[name]
         members = list(child.children())
         if isinstance(child, nn.ModuleList | nn.Sequential) and len(members) > 1:
-            alike = all(type(each) is type(members[0]) for each in members)
+            same_type = all(type(each) is type(members[0]) for each in members)
             distinct = len({id(each) for each in members}) == len(members)
-            if alike and distinct and any(True for _ in members[0].children()):
+            if same_type and distinct and any(True for _ in members[0].children()):
                 yield (
                     [below[index] for index in range(len(members))],
                     sum(p.numel() for p in child.parameters()),

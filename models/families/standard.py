@@ -202,13 +202,15 @@ class StandardSchedule:
         degree, within a stage, samples stay where they are."""
         if all(degree == tp for degree in degrees):
             return
-        if why := self.runs_obstacle([block for stage in stages for block in stage]):
-            raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {why}")
+        if reason := self.runs_obstacle([block for stage in stages for block in stage]):
+            raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {reason}")
         drawing, at = draws(sch), 0
         for stage in stages:
-            mine = [*degrees[at : at + len(stage)]]
+            stage_degrees = [*degrees[at : at + len(stage)]]
             at += len(stage)
-            for block, degree, before, after in zip(stage, mine, [None, *mine], [*mine[1:], None]):
+            for block, degree, before, after in zip(
+                stage, stage_degrees, [None, *stage_degrees], [*stage_degrees[1:], None]
+            ):
                 if degree < tp:
                     block.share_samples(tp=degree, enters=degree != before, leaves=degree != after, draws=drawing)
 
@@ -219,8 +221,8 @@ class StandardSchedule:
 
         if stages == 1:
             return []
-        if why := pipeline_obstacle(sch.module):
-            raise ScheduleError(f"pp: {why}")
+        if reason := pipeline_obstacle(sch.module):
+            raise ScheduleError(f"pp: {reason}")
         ends = even_ends(blocks, stages) if self.stage_ends is None else self.stage_ends(sch, stages)
         if given is None:
             return ends
@@ -347,8 +349,8 @@ def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
     """
     from ...schedule.primitives.formats import obstacle
 
-    why = obstacle(blocks)
-    return f"{why} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if why else ""
+    reason = obstacle(blocks)
+    return f"{reason} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if reason else ""
 
 
 def _padding(sch: "Schedule") -> str:

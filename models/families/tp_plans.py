@@ -75,9 +75,11 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     plan = tensor_plan(sch)
     if not plan:
         raise ScheduleError(f"tp: {NO_TENSOR_PARALLEL}")
-    strange = sorted(set(plan.values()) - set(STYLES))
-    if strange:
-        raise ScheduleError(f"tp: transformers' plan of this model has the style {', '.join(strange)}, not known here")
+    unknown_styles = sorted(set(plan.values()) - set(STYLES))
+    if unknown_styles:
+        raise ScheduleError(
+            f"tp: transformers' plan of this model has the style {', '.join(unknown_styles)}, not known here"
+        )
     places = {
         place: style for path, style in plan.items() for place in _places(sch, path) if not _whole_here(sch, place)
     }

@@ -219,7 +219,7 @@ def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
 
 def _targets(paths: list[str], model: Any) -> list[str]:
     names = sorted({path.rpartition(".")[2] for path in paths})
-    alike = [
+    same_name = [
         path for path, each in model.named_modules() if path.rpartition(".")[2] in names and hasattr(each, "weight")
     ]
-    return names if sorted(alike) == sorted(paths) else sorted(paths)
+    return names if sorted(same_name) == sorted(paths) else sorted(paths)

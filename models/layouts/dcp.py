@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
-from ...base.reading import path_of
 from .lazy import Box, LazyTensor, LazyTensors, Stored
-from .weights import LazyWeights
 
 if TYPE_CHECKING:
     import torch
@@ -28,30 +26,6 @@ _PLAIN = {
     ("torch.serialization", "_get_layout"),
 }  # fmt: skip
 _OF_DCP = tuple(f"torch.distributed.checkpoint.{each}" for each in ("metadata", "filesystem", "planner"))
-
-
-class DcpWeights(LazyWeights):
-    """Weights in a DCP folder, by the names of a model.
-
-    Args:
-        path: folder with `.metadata`.
-        names: stored name of each of the model's names.
-
-    Raises:
-        WorkloadError: the folder cannot be read, or lacks a tensor.
-    """
-
-    def __init__(self, path: Path | str, names: Mapping[str, str]) -> None:
-        folder = path_of(path)
-        stored = dcp_tensors(folder)
-        missing = [each for each in names.values() if each not in stored]
-        if missing:
-            raise WorkloadError(
-                f"'{folder}' lacks {len(missing)} of the {len(names)} tensors that it should contain: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it contains "
-                f"{', '.join(sorted(stored)[:5])}{', ...' if len(stored) > 5 else ''}"
-            )
-        super().__init__({ours: stored[theirs] for ours, theirs in names.items()})
 
 
 def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:

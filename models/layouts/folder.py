@@ -71,8 +71,8 @@ def whole_folder(out: Path | str) -> Iterator[Path]:
 def _sweep(parent: Path, prefix: str) -> None:
     """Removes unfinished folders whose writers are gone, detected by the lock of each folder."""
     for each in parent.iterdir():
-        ours = each.name.startswith(prefix) and each.name.endswith(WRITING) and not each.is_symlink()
-        if ours and (each / OWNER).is_file():
+        is_temporary = each.name.startswith(prefix) and each.name.endswith(WRITING) and not each.is_symlink()
+        if is_temporary and (each / OWNER).is_file():
             with suppress(StudyError):  # its writer is running
                 lock = FolderLock(each, OWNER)
                 remove(each)

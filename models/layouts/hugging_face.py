@@ -87,15 +87,15 @@ def difference(given: Path, own: Path) -> str:
     one, other = load_tokenizer(given), load_tokenizer(own)
     if one is None or other is None:
         raise WorkloadError(f"'{given if one is None else own}' contains no tokenizer")
-    mine, its = one.get_vocab(), other.get_vocab()
-    if len(mine) != len(its):
-        return f"it has {len(mine):,} tokens, and the checkpoint's {len(its):,}"
-    differ = sorted(each for each in mine if its.get(each) != mine[each])
+    one_vocab, other_vocab = one.get_vocab(), other.get_vocab()
+    if len(one_vocab) != len(other_vocab):
+        return f"it has {len(one_vocab):,} tokens, and the checkpoint's {len(other_vocab):,}"
+    differ = sorted(each for each in one_vocab if other_vocab.get(each) != one_vocab[each])
     if differ:
-        there = its.get(differ[0], "not there")
+        there = other_vocab.get(differ[0], "not there")
         return (
-            f"{len(differ):,} of {len(mine):,} tokens have another id, such as {differ[0]!r}: {mine[differ[0]]}, and in the "
-            f"checkpoint's {there}"
+            f"{len(differ):,} of {len(one_vocab):,} tokens have another id, such as {differ[0]!r}: "
+            f"{one_vocab[differ[0]]}, and in the checkpoint's {there}"
         )
     if _ids(one) != _ids(other):
         return "it has the same tokens and splits texts otherwise"

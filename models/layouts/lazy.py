@@ -271,12 +271,12 @@ def split(of: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[Laz
 
 
 def transpose(of: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
-    def swapped(values: Sequence[Any]) -> tuple[Any, ...]:
+    def transposed(values: Sequence[Any]) -> tuple[Any, ...]:
         out = list(values)
         out[dim0], out[dim1] = out[dim1], out[dim0]
         return tuple(out)
 
-    return _Mapped(of, swapped(of.shape), swapped, lambda found: found.transpose(dim0, dim1))
+    return _Mapped(of, transposed(of.shape), transposed, lambda found: found.transpose(dim0, dim1))
 
 
 def cast(of: LazyTensor, dtype: "torch.dtype") -> LazyTensor:

@@ -63,28 +63,28 @@ class MegatronLayout(Layout):
             return settings.n_head, settings.n_head, settings.n_embd // settings.n_head
         return settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim
 
-    def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+    def to_tool(self, tensors: LazyTensors) -> dict[str, LazyTensor]:
         own = _GPT2 if self.architecture.model_type == "gpt2" else _LLAMA
-        out = {theirs: ours[name] for name, theirs in own["once"].items() if name in ours}
+        out = {theirs: tensors[name] for name, theirs in own["once"].items() if name in tensors}
         if self.settings.tie_word_embeddings:
             out.pop("output_layer.weight", None)
         for kind in ("weight", "bias"):
             for suffix, names in own["layers"].items():
                 keys = [[f"{own['prefix']}{layer}.{each}.{kind}" for each in names] for layer in range(self.layers)]
-                if keys[0][0] in ours:
-                    tensors = [self._theirs(suffix, [ours[each] for each in key], own) for key in keys]
+                if keys[0][0] in tensors:
+                    parts = [self._tensor_to_tool(suffix, [tensors[each] for each in key], own) for key in keys]
                     # A norm's name becomes part of its projection's: layer_norm_weight.
-                    out[f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"] = stack(tensors)
+                    out[f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"] = stack(parts)
         return out
 
-    def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
+    def from_tool(self, stored: LazyTensors) -> dict[str, LazyTensor]:
         own = _GPT2 if self.architecture.model_type == "gpt2" else _LLAMA
-        out = {name: theirs[each] for name, each in own["once"].items() if each in theirs}
+        out = {name: stored[each] for name, each in own["once"].items() if each in stored}
         for kind in ("weight", "bias"):
             for suffix, names in own["layers"].items():
                 key = f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"
-                for layer in range(self.layers) if key in theirs else ():
-                    found = self._ours(suffix, select(theirs[key], 0, layer), len(names), own)
+                for layer in range(self.layers) if key in stored else ():
+                    found = self._tensor_from_tool(suffix, select(stored[key], 0, layer), len(names), own)
                     out |= {f"{own['prefix']}{layer}.{each}.{kind}": part for each, part in zip(names, found)}
         return out
 
@@ -93,11 +93,11 @@ class MegatronLayout(Layout):
         """L."""
         return self.settings.num_hidden_layers
 
-    def _theirs(self, suffix: str, parts: list[LazyTensor], own: dict[str, Any]) -> LazyTensor:
+    def _tensor_to_tool(self, suffix: str, parts: list[LazyTensor], own: dict[str, Any]) -> LazyTensor:
         joined = cat([transpose(each, 0, 1) if own["transposed"] and each.ndim == 2 else each for each in parts])
         return rows(joined, self.grouped()) if suffix.endswith("linear_qkv") else joined
 
-    def _ours(self, suffix: str, found: LazyTensor, count: int, own: dict[str, Any]) -> list[LazyTensor]:
+    def _tensor_from_tool(self, suffix: str, found: LazyTensor, count: int, own: dict[str, Any]) -> list[LazyTensor]:
         parts: list[LazyTensor] = [found]
         if suffix.endswith("linear_qkv"):
             order = self.grouped()

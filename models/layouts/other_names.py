@@ -46,11 +46,11 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+    def to_tool(self, tensors: LazyTensors) -> dict[str, LazyTensor]:
         """Converts tensors to the tool's form, without padding of the vocabulary."""
 
     @abstractmethod
-    def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
+    def from_tool(self, stored: LazyTensors) -> dict[str, LazyTensor]:
         """Converts tensors to the model's form, with the vocabulary as stored."""
 
     def read(self, stored: LazyTensors, where: str) -> LazyWeights:
@@ -59,7 +59,7 @@ class Layout(ABC):
         Raises:
             WorkloadError: they are another model's; the message lists the differing tensors by the tool's names.
         """
-        expected = self.theirs({name: zeros(each.shape, each.dtype) for name, each in self.model.state_dict().items()})
+        expected = self.to_tool({name: zeros(each.shape, each.dtype) for name, each in self.model.state_dict().items()})
         missing = [name for name in expected if name not in stored]
         left = [name for name in stored if name not in expected]
         wrong = [
@@ -72,7 +72,7 @@ class Layout(ABC):
                 f"{where} is a checkpoint of another model than this {self.architecture.model_type}, by {self.tool}'s "
                 f"names: {differences(missing, left, wrong)} Give the model that it was saved from"
             )
-        return fit(self.ours(stored), self.model, where)
+        return fit(self.from_tool(stored), self.model, where)
 
     def given(self, weights: Weights, architecture: Architecture) -> dict[str, LazyTensor]:
         """Returns the tensors in the tool's form.
@@ -85,7 +85,7 @@ class Layout(ABC):
             raise WorkloadError(
                 f"{self.tool} keeps no adapters beside weights: merge them first (redline convert --merge)"
             )
-        return self.theirs(fit(tensors, self.model, "what was given").tensors)
+        return self.to_tool(fit(tensors, self.model, "what was given").tensors)
 
     def _fits(self, name: str, stored: LazyTensor, expected: LazyTensor) -> bool:
         if name in self.vocabulary:

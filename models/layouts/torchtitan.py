@@ -55,20 +55,20 @@ class TorchtitanLayout(Layout):
         if biased:
             raise WorkloadError(f"torchtitan's Llama has no biases, and this llama has ({biased[0]}=true)")
 
-    def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+    def to_tool(self, tensors: LazyTensors) -> dict[str, LazyTensor]:
         # torchtitan stores a tied head under both names.
-        out = {theirs: ours[name] for name, theirs in _ONCE.items()}
+        out = {theirs: tensors[name] for name, theirs in _ONCE.items()}
         for layer in range(self.settings.num_hidden_layers):
             for name, theirs in _LAYER.items():
-                each = ours[f"model.layers.{layer}.{name}"]
+                each = tensors[f"model.layers.{layer}.{name}"]
                 out[f"layers.{layer}.{theirs}"] = rows(each, self._turned(name)) if self._turned(name) else each
         return out
 
-    def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
-        out = {name: theirs[each] for name, each in _ONCE.items()}
+    def from_tool(self, stored: LazyTensors) -> dict[str, LazyTensor]:
+        out = {name: stored[each] for name, each in _ONCE.items()}
         for layer in range(self.settings.num_hidden_layers):
             for name, key in _LAYER.items():
-                each, order = theirs[f"layers.{layer}.{key}"], self._turned(name)
+                each, order = stored[f"layers.{layer}.{key}"], self._turned(name)
                 if order:
                     place = {row: at for at, row in enumerate(order)}
                     each = rows(each, [place[row] for row in range(len(order))])

@@ -72,8 +72,8 @@ def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tup
             where = f"{path}: {match['path']}"
             _put(found[path], match["path"], _template(match["value"], knobs, where), where)
     names = [_written_name(path) for path in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"two files to render would both be written as {twice}; give them different names")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two files to render would both be written as {repeated}; give them different names")
     return tuple(Rendered(_written_name(path), document) for path, document in found.items())
 
 

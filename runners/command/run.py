@@ -234,11 +234,11 @@ class Run(Clock):
         """Waits until the objective has been reported once more."""
         before = len(self.costs)
         while len(self.costs) == before:
-            self._turn()
+            self._read_output()
 
-    def _turn(self) -> None:
+    def _read_output(self) -> None:
         """Reads the next output."""
-        ended = self.process.poll() is not None
+        exited = self.process.poll() is not None
         data = self._received(LOOK_S)
         now = time.monotonic()
         for line in self.terms.lines.feed(data):
@@ -246,7 +246,7 @@ class Run(Clock):
         self._cost(self._steps.step_ms())
         self._printed_at = now if data else self._printed_at
         # Its background processes may still print.
-        over = ended and not data and (not self._selector.get_map() or now >= self._printed_at + LINGER_S)
+        over = exited and not data and (not self._selector.get_map() or now >= self._printed_at + LINGER_S)
         if over:
             for line in self.terms.lines.last():
                 self._read_line(line, now)
@@ -352,7 +352,7 @@ class Run(Clock):
             end = time.monotonic() + (0.0 if self.out_of_memory else TERM_S)
             while time.monotonic() < end and self.process.poll() is None:
                 try:
-                    self._turn()
+                    self._read_output()
                 except _Over:
                     break
             self._signal(signal.SIGKILL)

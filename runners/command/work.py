@@ -66,10 +66,10 @@ class Comparison:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
         if measured.unit != self.unit:
             return f"it reported {measured.unit}, but {self.unit} before: choose one with --metric"
-        return _far_off(losses, self.losses) if samples == self.samples else ""
+        return _deviates(losses, self.losses) if samples == self.samples else ""
 
 
-def _far_off(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
+def _deviates(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
     steps = sorted(losses.keys() & first.keys())
     if len(steps) < LEAST_STEPS:
         return ""
@@ -295,8 +295,8 @@ class Commands(Work):
         if not measured.ok:
             return measured
         samples = self._work(self.values(request.config, request.number, Path()))
-        why = self._comparison.why_not(measured, samples, losses)
-        return replace(measured, status=Status.WRONG, reason=why) if why else measured
+        reason = self._comparison.why_not(measured, samples, losses)
+        return replace(measured, status=Status.WRONG, reason=reason) if reason else measured
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
         """Returns the samples per step; None if unknown."""

@@ -124,8 +124,8 @@ def _nothing_compiled() -> Iterator[None]:
             setattr(ops, name, known[name])
 
 
-def _refused(why: str) -> ScheduleError:
-    return ScheduleError(f"build for deepspeed: {why}")
+def _refused(reason: str) -> ScheduleError:
+    return ScheduleError(f"build for deepspeed: {reason}")
 
 
 def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from .operations import SubgraphCall
 from .trace import ITSELF, Traced
 
 
-def used(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
+def used_modules(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
     """Modules that the model still calls, and the attributes (module, name) that its graphs read."""
     alive: set[nn.Module] = set()
     read: set[tuple[nn.Module, str]] = set()
@@ -46,7 +46,7 @@ def check_called(sch: ScheduledModule, primitive: str) -> None:
     # A list of modules is not called.
     if traced is None or type(sch.module).forward is nn.Module.forward:
         return
-    if sch.module not in used(sch.tree.module)[0]:
+    if sch.module not in used_modules(sch.tree.module)[0]:
         above = f"sch['{traced}']" if traced else "sch"
         raise ScheduleError(
             f"{primitive} on '{sch.name}': the graph of '{traced or 'the root'}' does not call it, but has its operations "
@@ -78,7 +78,7 @@ def check_read(sch: ScheduledModule, primitive: str, layers: Sequence[nn.Module]
     Raises:
         ScheduleError: there is such a layer; the message names it.
     """
-    alive, read = used(sch.tree.module)
+    alive, read = used_modules(sch.tree.module)
     of = {module for module, name in read if name == "weight"}
     for path, module in sch.module.named_modules():
         if module in layers and module in of - alive:

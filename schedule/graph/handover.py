@@ -26,7 +26,7 @@ from ..parallel.exchange import Exchange, InputSync, OutputSync, ParameterSync, 
 from ..parallel.partial import BiasOnce, WithoutBias, once
 from ..parallel.sharding import holders, shards_of
 from ..tree import Tree, join, places
-from .called import used
+from .called import used_modules
 from .operations import SubgraphCall
 from .subgraph import Subgraph
 from .trace import ITSELF, Traced
@@ -198,7 +198,7 @@ def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
         Parameters that no longer exist in the model, with their shapes.
     """
     traced = tree.module.get_submodule(each.path)
-    alive, read = used(tree.module)
+    alive, read = used_modules(tree.module)
     gone = [traced.get_submodule(target) for _, target in _calls(each.nodes)]
     suspects = [(module, name) for old in gone if old not in alive for module in old.modules() for name in _own(module)]
     for target in attributes - {ITSELF}:
@@ -223,7 +223,7 @@ def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
             for parent, name, _ in places(tree.module, old):
                 del children_of(parent)[name]
     left = set(tree.module.parameters())
-    return [said for tensor, said in lost.items() if tensor not in left]
+    return [message for tensor, message in lost.items() if tensor not in left]
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:

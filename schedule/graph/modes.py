@@ -116,18 +116,18 @@ def _filled(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _chosen(graph: fx.Graph, training: fx.Node, node: fx.Node, evaluates: tuple[Any, dict[str, Any]]) -> None:
     """Selects the arguments of an operator by the training mode."""
     given, others = _filled(node, node.args), _filled(node, evaluates[0])
-    mine, spec = tree_flatten((given, dict(node.kwargs)))
-    theirs, shape = tree_flatten((others, evaluates[1]))
+    own_values, spec = tree_flatten((given, dict(node.kwargs)))
+    other_values, shape = tree_flatten((others, evaluates[1]))
     if spec != shape:
         raise TraceError(f"{node.name} is given other arguments in training than in evaluation")
     changed = False
-    for i, (left, right) in enumerate(zip(mine, theirs)):
+    for i, (left, right) in enumerate(zip(own_values, other_values)):
         if left is not right and (isinstance(left, fx.Node) or isinstance(right, fx.Node) or left != right):
             changed = True
             if (left, right) == (True, False):
-                mine[i] = training
+                own_values[i] = training
             else:
                 with graph.inserting_before(node):
-                    mine[i] = graph.call_function(choose, (training, left, right))
+                    own_values[i] = graph.call_function(choose, (training, left, right))
     if changed:
-        node.args, node.kwargs = tree_unflatten(mine, spec)
+        node.args, node.kwargs = tree_unflatten(own_values, spec)

@@ -112,7 +112,7 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
 
 
 @dataclass(slots=True)
-class Miss:
+class ClosestMiss:
     """The closest miss of a search."""
 
     matched: tuple[int, bool] = (-1, False)
@@ -122,7 +122,7 @@ class Miss:
 
 
 def match(
-    graph: fx.Graph, module: nn.Module, pattern: fx.Graph, miss: Miss | None = None
+    graph: fx.Graph, module: nn.Module, pattern: fx.Graph, miss: ClosestMiss | None = None
 ) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
     """Yields every match: the value of each node of the pattern, and the matched nodes.
 
@@ -135,7 +135,7 @@ def match(
     outputs = pattern.output_node().args[0]
     heads = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    matcher = _Matcher(module, miss or Miss())
+    matcher = _Matcher(module, miss or ClosestMiss())
 
     def extend(index: int, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if index == len(heads):
@@ -150,7 +150,7 @@ def match(
 
 
 class _Matcher:
-    def __init__(self, module: nn.Module, miss: Miss) -> None:
+    def __init__(self, module: nn.Module, miss: ClosestMiss) -> None:
         self.module = module
         self.miss = miss
 

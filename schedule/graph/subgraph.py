@@ -12,7 +12,7 @@ from ...base.errors import ScheduleError
 from ..calls import as_plain
 from ..forward import layers_of
 from ..tree import ScheduledModule, join
-from .pattern import Attribute, Miss, match, trace_pattern
+from .pattern import Attribute, ClosestMiss, match, trace_pattern
 from .trace import Traced
 
 Pattern = str | Callable[..., Any]
@@ -81,7 +81,7 @@ def find_subgraphs(
         raise ScheduleError(f"find on '{sch.name}': trace it first, or a module below it")
     if pattern is None and where is None:
         raise ScheduleError(f"find on '{sch.name}': pass a pattern, or where= to say which nodes")
-    miss = Miss()
+    miss = ClosestMiss()
     if pattern is None or isinstance(pattern, str):
         found = [each for place in places for each in _single(*place, pattern, where)]
     elif callable(pattern):
@@ -94,8 +94,8 @@ def find_subgraphs(
         )
     if explain and not found:
         names = dict.fromkeys(_name(node) for _, _, layer in places for node in layer.graph.nodes if _named(node))
-        why = miss.why or f"there are the operations {', '.join(names)}"
-        raise ScheduleError(f"find on '{sch.name}': there is no match; {why}")
+        reason = miss.why or f"there are the operations {', '.join(names)}"
+        raise ScheduleError(f"find on '{sch.name}': there is no match; {reason}")
     return found
 
 
@@ -117,7 +117,7 @@ def _single(
 
 
 def _by_pattern(
-    path: str, module: nn.Module, layer: Traced, pattern: Pattern, graph: fx.Graph, miss: Miss
+    path: str, module: nn.Module, layer: Traced, pattern: Pattern, graph: fx.Graph, miss: ClosestMiss
 ) -> Iterable[Subgraph]:
     used: set[fx.Node] = set()
     order = {node: i for i, node in enumerate(layer.graph.nodes)}

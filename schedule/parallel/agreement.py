@@ -33,7 +33,7 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
         axis = _shared(mesh, name)
         if axis is None:
             continue
-        whole, known = _held(root, set(made), cut_too=name == "dp")
+        whole, known = _shared_tensors(root, set(made), cut_too=name == "dp")
         known["the seed"] = (seed if made else 0, len(made))
         known.update({label: checksum(tensor) for label, tensor in whole.items()})
         differ = departing(known, axis)
@@ -61,7 +61,7 @@ def _shared(mesh: Any, name: str) -> Axis | None:
     return axis if axis is not None and axis.size > 1 else None
 
 
-def _held(
+def _shared_tensors(
     root: nn.Module, made: set[torch.Tensor], cut_too: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Checksum]]:
     """Returns the tensors that all ranks of an axis must have alike, and checksums of tensors from before they were cut.
@@ -86,15 +86,15 @@ def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
     cuda = "gloo" not in dist.get_backend(axis.group) and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
-    def alike(rows: list[tuple[int, int]]) -> list[bool]:
-        mine = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 2)
-        every = [torch.empty_like(mine) for _ in range(axis.size)]
-        dist.all_gather(every, mine, group=axis.group)
+    def same_on_all(rows: list[tuple[int, int]]) -> list[bool]:
+        own_rows = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 2)
+        every = [torch.empty_like(own_rows) for _ in range(axis.size)]
+        dist.all_gather(every, own_rows, group=axis.group)
         return torch.stack(every).eq(every[0]).all(dim=-1).all(dim=0).tolist()
 
-    if not all(alike([(len(values), 0)])):
+    if not all(same_on_all([(len(values), 0)])):
         return ["the number of tensors"]
-    return [name for name, same in zip(values, alike(list(values.values()))) if not same]
+    return [name for name, same in zip(values, same_on_all(list(values.values()))) if not same]
 
 
 def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -137,8 +137,8 @@ class FirstCall:
             return call_of(self.module)(*args, **kwargs)
         except RuntimeError as error:
             for axis in self.axes:
-                if axis.name == "tp" and (said := _norm_of_a_piece(self.module, axis, error)):
-                    raise ScheduleError(said) from error
+                if axis.name == "tp" and (message := _norm_of_a_piece(self.module, axis, error)):
+                    raise ScheduleError(message) from error
             raise
 
 

@@ -36,8 +36,8 @@ FLASH_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class How:
-    """How a block is computed."""
+class AttentionOptions:
+    """AttentionOptions a block is computed."""
 
     scale: float
     causal: bool = False
@@ -53,7 +53,7 @@ class How:
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a block's output, (B, H, q, D), and l.
 
@@ -92,7 +92,7 @@ class Queries(NamedTuple):
 
 
 def gradients(
-    queries: Queries, key: torch.Tensor, value: torch.Tensor, how: How
+    queries: Queries, key: torch.Tensor, value: torch.Tensor, how: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns a block's contribution to the gradients of its queries, keys and values.
 
@@ -131,7 +131,7 @@ def gradients(
     return torch.cat(of_queries, 2), of_keys.squeeze(2), of_values.squeeze(2)
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: How) -> bool:
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: AttentionOptions) -> bool:
     """True if torch's flash attention supports the block."""
     if not how.kernels or how.dropout or how.pairs is not None or query.shape[-1] != value.shape[-1]:
         return False
@@ -152,7 +152,7 @@ class _Rows:
     """The dropout mask, of the same shape: 0 for dropped probabilities, 1 / (1 - dropout) for all others."""
 
 
-def _rows(query: torch.Tensor, key: torch.Tensor, how: How) -> Iterator[_Rows]:
+def _rows(query: torch.Tensor, key: torch.Tensor, how: AttentionOptions) -> Iterator[_Rows]:
     """Yields the scores by slices of queries: at most MOST_SCORES at once, but at least one query."""
     wide = torch.promote_types(query.dtype, torch.float32)
     generator = torch.Generator(query.device).manual_seed(how.seed) if how.dropout else None

@@ -64,8 +64,8 @@ def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
         every = blocks.movedim(axis, -1).flatten(0, -2).tolist()
         own, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, group_desc=f"mesh_{new}")
         made.append(own)
-    (mine,) = (each for each in blocks if bool((each == dist.get_rank()).any()))
-    return DeviceMesh.from_group(made, mesh.device_type, mesh=mine, mesh_dim_names=tuple(sizes))
+    (own_block,) = (each for each in blocks if bool((each == dist.get_rank()).any()))
+    return DeviceMesh.from_group(made, mesh.device_type, mesh=own_block, mesh_dim_names=tuple(sizes))
 
 
 def neighbours(mesh: object, degrees: Mapping[str, int], along: Axis, others: str = "") -> dict[str, Axis]:
@@ -170,7 +170,7 @@ def all_to_all_rows(tensor: torch.Tensor, sent: list[int], received: list[int], 
     return rows
 
 
-class PassedOn:
+class RingTransfer:
     """An asynchronous send to the next rank of a ring, and receive of a tensor of the same shape from the previous rank.
 
     Args:
@@ -182,11 +182,11 @@ class PassedOn:
     def __init__(self, tensor: torch.Tensor, axis: Axis, tag: int = 0) -> None:
         self._sent = tensor.detach().contiguous()
         self._arriving = torch.empty_like(self._sent)
-        group, ahead, behind = axis.group, (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+        group, next_rank, previous_rank = axis.group, (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=ahead),
-                dist.P2POp(dist.irecv, self._arriving, group=group, tag=tag, group_peer=behind),
+                dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=next_rank),
+                dist.P2POp(dist.irecv, self._arriving, group=group, tag=tag, group_peer=previous_rank),
             ]
         )
 

@@ -73,11 +73,11 @@ class PartialEmbedding(Layer):
         tokens = args[0] if args else kwargs["input"]
         local = -(-self.size // self.axis.size)
         shifted = tokens - self.axis.rank * local
-        mine = (shifted >= 0) & (shifted < local)
+        in_shard = (shifted >= 0) & (shifted < local)
         padding = module.padding_idx
         if padding is not None:
             padding -= self.axis.rank * local
             # The padding token has no row here if it is outside of this rank's part.
             padding = padding if 0 <= padding < local else None
-        rows = nn.functional.embedding(shifted.where(mine, 0), module.weight, padding)
-        return rows * mine.unsqueeze(-1)
+        rows = nn.functional.embedding(shifted.where(in_shard, 0), module.weight, padding)
+        return rows * in_shard.unsqueeze(-1)

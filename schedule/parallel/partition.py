@@ -266,6 +266,6 @@ def drop(module: nn.Module) -> None:
 
     held.exchange(module, form, lambda tensor, path: form(tensor, path) if tensor.is_meta else tensor)
     for each in module.modules():
-        for name, tensor in held.own(each):
+        for name, tensor in held.own_tensors(each):
             (parameters_of(each) if name in parameters_of(each) else buffers_of(each)).pop(name)
             each.__dict__[name] = tensor

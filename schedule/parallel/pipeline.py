@@ -292,8 +292,8 @@ class Stage(nn.Module):
         self.runner: Any = None
         """The stage object of torch.distributed.pipelining that runs this module."""
         self.checked = self.decided = False
-        mine = [unit.module for unit in pipeline.units if unit.stage == index]
-        self.weights = list(dict.fromkeys(each for module in mine for each in module.parameters()))
+        own_modules = [unit.module for unit in pipeline.units if unit.stage == index]
+        self.weights = list(dict.fromkeys(each for module in own_modules for each in module.parameters()))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields the stage's parameters, whose gradients a split backward pass computes in its second part."""
@@ -381,8 +381,8 @@ def _ties(
             held = [(m, name, rank_of[m]) for _, m, name in holders(root, param) if m in rank_of]
             ranks = list(dict.fromkeys(rank for _, _, rank in held))
             if len(ranks) > 1:
-                mine = next(((m, name) for m, name, rank in held if rank == axis.rank), held[0][:2])
-                out.append((*mine, ranks))
+                owned = next(((m, name) for m, name, rank in held if rank == axis.rank), held[0][:2])
+                out.append((*owned, ranks))
     return out
 
 

@@ -205,7 +205,7 @@ class _Bucket:
         """Copies a gradient, divided by `ranks`, into the flat tensor and makes it a view of that."""
         if self._gradients is None:
             self._gradients = param.new_empty(self.size + len(self.places))
-            self._used.fill_(1)
+            self._usage_counts.fill_(1)
         piece = self._gradients[self.places[param]].view(param.shape)
         if param.grad is None:
             piece.zero_()  # other replicas may have one
@@ -218,7 +218,7 @@ class _Bucket:
         for number, param in enumerate(self.places):
             self.take(param, ranks)
             if param.grad is None:
-                self._used[number] = 0
+                self._usage_counts[number] = 0
         total, axis = self._sums, self.axis
         if axis.size == 1:
             return
@@ -242,12 +242,12 @@ class _Bucket:
                 self._sums.copy_(self._wire)
             for number, (param, place) in enumerate(self.places.items()):
                 # A parameter that no replica used has no gradient, so that an optimizer skips it.
-                if param.grad is None and self._used[number] > 0:
+                if param.grad is None and self._usage_counts[number] > 0:
                     param.grad = self._sums[place].view(param.shape)
         self._gradients = self._wire = self._work = None
 
     @property
-    def _used(self) -> torch.Tensor:
+    def _usage_counts(self) -> torch.Tensor:
         """1 or 0 for each parameter with or without a gradient; after the reduction, the number of replicas with one."""
         return self._sums[self.size :]
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ...base.errors import ScheduleError
-from .block_attention import How, Queries, attention, gradients
-from .collectives import Axis, PassedOn
+from .block_attention import AttentionOptions, Queries, attention, gradients
+from .collectives import Axis, RingTransfer
 from .ring_mask import Block, Kind, RingMask, make_mask
 
 __all__ = ["attend", "make_mask", "obstacle"]
@@ -113,10 +113,10 @@ class Ring:
         """Returns the ranks in the order in which their keys arrive, this one first."""
         return [(self.axis.rank - step) % self.axis.size for step in range(self.axis.size)]
 
-    def blocks(self, source: int) -> Iterator[tuple[Block, How]]:
+    def blocks(self, source: int) -> Iterator[tuple[Block, AttentionOptions]]:
         """Yields the blocks to compute with the keys of a rank, with their options."""
         for number, block in enumerate(self.mask.blocks(source)):
-            how = How(
+            how = AttentionOptions(
                 scale=self.scale,
                 causal=block.kind is Kind.CAUSAL,
                 pairs=self.mask.pairs(block, source) if block.kind is Kind.MASKED else None,
@@ -155,7 +155,7 @@ def _forward(
     both = torch.cat((key, value), -1)  # one message
     sources = ring.sources()
     for source in sources:
-        coming = PassedOn(both, ring.axis) if source != sources[-1] else None
+        coming = RingTransfer(both, ring.axis) if source != sources[-1] else None
         keys, values = both.split((key.shape[-1], value.shape[-1]), -1)
         for block, how in ring.blocks(source):
             at = block.queries
@@ -199,23 +199,23 @@ def _backward(
     of_queries = torch.zeros_like(query, dtype=log_sum.dtype)
     both = torch.cat((key, value), -1)
     sizes = key.shape[-1], value.shape[-1]
-    behind: PassedOn | None = None
+    behind: RingTransfer | None = None
     sources = ring.sources()
     for source in sources:
-        coming = PassedOn(both, ring.axis) if source != sources[-1] else None
+        coming = RingTransfer(both, ring.axis) if source != sources[-1] else None
         keys, values = both.split(sizes, -1)
         of_both = torch.zeros_like(both, dtype=log_sum.dtype)
         of_keys, of_values = of_both.split(sizes, -1)
         for block, how in ring.blocks(source):
             at, there = block.queries, block.keys
-            mine = Queries(*(each[:, :, at] for each in (query, grad, output, log_sum)))
-            found = gradients(mine, keys[:, :, there], values[:, :, there], how)
+            own_queries = Queries(*(each[:, :, at] for each in (query, grad, output, log_sum)))
+            found = gradients(own_queries, keys[:, :, there], values[:, :, there], how)
             of_queries[:, :, at] += found[0]
             of_keys[:, :, there] += found[1]
             of_values[:, :, there] += found[2]
         if behind is not None:
             of_both += behind.received()
-        behind = PassedOn(of_both, ring.axis, tag=1)
+        behind = RingTransfer(of_both, ring.axis, tag=1)
         both = both if coming is None else coming.received()
     assert behind is not None, "a ring has ranks"
     of_keys, of_values = behind.received().split(sizes, -1)

@@ -55,8 +55,8 @@ def blocks_of(table: Table, stretch: int) -> list[Block]:
         at = [column for column, kind in enumerate(kinds) if kind is not Kind.NONE]
         if not at:
             continue
-        alike = {kinds[column] for column in at}
-        kind = alike.pop() if len(alike) == 1 else Kind.MASKED
+        found_kinds = {kinds[column] for column in at}
+        kind = found_kinds.pop() if len(found_kinds) == 1 else Kind.MASKED
         if kind is Kind.CAUSAL and (last - first, len(at)) != (1, 1):
             kind = Kind.MASKED
         keys = slice(at[0] * stretch, (at[-1] + 1) * stretch)

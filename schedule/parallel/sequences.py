@@ -92,8 +92,8 @@ def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
         return "samples are not made of tokens, so that there is no sequence to cut"
     if not attends_by_name(model):
         return f"{config.model_type} attends by code of its own, not by the attention functions of transformers"
-    if why := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else ""):
-        return f"{config.model_type} {why}"
+    if reason := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else ""):
+        return f"{config.model_type} {reason}"
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     if sp > 1 and (not isinstance(heads, int) or heads % (sp * tp)):
         given = f"tp * sp, {tp} * {sp}," if tp > 1 else f"{sp} ranks"
@@ -236,8 +236,8 @@ class CutSequence(Layer):
         kwargs = {**dict(zip(names, args)), **kwargs}
         tokens = kwargs["inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"]
         length = tokens.shape[1]
-        if why := sequence_refusal(length, self.sharing.sp, self.sharing.cp):
-            raise ScheduleError(f"sequences cut over ranks: {why}")
+        if reason := sequence_refusal(length, self.sharing.sp, self.sharing.cp):
+            raise ScheduleError(f"sequences cut over ranks: {reason}")
         labels, documents = kwargs.pop("labels", None), self._positions(kwargs, tokens)
         padding = kwargs.get("attention_mask")
         if padding is None and (documents is not None or self.sharing.cp > 1):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...base._torch import buffers_of, children_of, parameters_of
-from ..deferred import noted
+from ..deferred import recorded_operations
 from .checksums import NOTHING, Checksum
 from .collectives import Axis, all_gather
 
@@ -104,14 +104,14 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return out
 
 
-def put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Replaces a parameter or buffer."""
     (parameters_of(module) if name in parameters_of(module) else buffers_of(module))[name] = tensor
 
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Returns this rank's piece as a parameter or buffer of its own, with the attributes of the whole tensor."""
-    with noted(tensor):
+    with recorded_operations(tensor):
         data = shard.cut(tensor.detach()).contiguous()
     new = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     new.__dict__.update(tensor.__dict__)
@@ -159,12 +159,12 @@ def load_full_state_dict(module: nn.Module, state: dict[str, torch.Tensor]) -> N
         holder, name = owner(module, key)
         shard = shards_of(holder).get(name)
         pieces[key] = shard.cut(value) if shard is not None else value
-    mine = module.state_dict()
+    own_state = module.state_dict()
     for key, value in pieces.items():
-        if is_dtensor(mine.get(key)):
+        if is_dtensor(own_state.get(key)):
             from torch.distributed.tensor import distribute_tensor
 
-            pieces[key] = distribute_tensor(value, mine[key].device_mesh, mine[key].placements)
+            pieces[key] = distribute_tensor(value, own_state[key].device_mesh, own_state[key].placements)
     module.load_state_dict(pieces)
 
 

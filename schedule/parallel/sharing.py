@@ -28,7 +28,7 @@ from ..forward import Layer, layers_of
 from ..outputs import without_cache
 from . import collectives
 from .collectives import Axis
-from .streams import apart
+from .streams import forked_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SharedSamples(Layer):
             elif isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaves[at] = differentiable.copy(leaf, parts)
         args, kwargs = tree_unflatten(leaves, spec)
-        with apart(parts) if self.draws and module.training else nullcontext():
+        with forked_streams(parts) if self.draws and module.training else nullcontext():
             output = inner(*args, **kwargs)
         return self._joined(output, samples // parts.size)
 

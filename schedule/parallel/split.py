@@ -41,14 +41,14 @@ def splits(results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) ->
         new = [each for each in users.get(todo.pop(), ()) if each not in way]
         way.update(new)
         todo += new
-    hangs_on: dict[Any, Any] = {}
+    depends_on: dict[Any, Any] = {}
     beside = [(each, node) for node in way for each in _before(node) if each not in way]
     while beside:
         node, owner = beside.pop()
-        if node not in hangs_on:
-            hangs_on[node] = owner
+        if node not in depends_on:
+            depends_on[node] = owner
             beside += [(each, owner) for each in _before(node)]
-        elif hangs_on[node] is not owner:
+        elif depends_on[node] is not owner:
             return False
     return True
 

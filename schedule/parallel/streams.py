@@ -54,7 +54,7 @@ def _own(axis: Axis) -> Iterator[None]:
 
 
 @contextmanager
-def apart(axis: Axis) -> Iterator[None]:
+def forked_streams(axis: Axis) -> Iterator[None]:
     """Gives each rank of an axis its own random stream, as replicas have; code inside may fork it again."""
     seed = int(torch.randint(2**62, (), device="cpu"))
     outside, state = _outer.states, _get()

@@ -118,10 +118,10 @@ class _TokenLoss(torch.autograd.Function):
         dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
         shifted = logits - top.unsqueeze(-1)
         index = target - axis.rank * local
-        mine = (index >= 0) & (index < real)
+        in_shard = (index >= 0) & (index < real)
         at = logits.new_zeros(target.shape)
         if real:
-            at = shifted.gather(-1, index.where(mine, 0).unsqueeze(-1)).squeeze(-1) * mine
+            at = shifted.gather(-1, index.where(in_shard, 0).unsqueeze(-1)).squeeze(-1) * in_shard
         exponential = shifted.exp()
         sums = [exponential.sum(-1), at] + ([shifted.sum(-1)] if smoothing else [])
         total, at, *rest = all_reduce(torch.stack(sums), axis).unbind(0)
@@ -129,15 +129,15 @@ class _TokenLoss(torch.autograd.Function):
         if smoothing:
             mean = total.log() - rest[0] / vocabulary
             loss = (1 - smoothing) * loss + smoothing * mean
-        ctx.save_for_backward(exponential / total.unsqueeze(-1), index, mine)
+        ctx.save_for_backward(exponential / total.unsqueeze(-1), index, in_shard)
         ctx.smoothing, ctx.vocabulary, ctx.filling = smoothing, vocabulary, local - real
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        probability, index, mine = ctx.saved_tensors
+        probability, index, in_shard = ctx.saved_tensors
         grad = probability - ctx.smoothing / ctx.vocabulary
-        weight = (1 - ctx.smoothing) * mine.to(grad.dtype).unsqueeze(-1)
+        weight = (1 - ctx.smoothing) * in_shard.to(grad.dtype).unsqueeze(-1)
         if grad.shape[-1]:
-            grad = grad.scatter_add(-1, index.where(mine, 0).unsqueeze(-1), -weight)
+            grad = grad.scatter_add(-1, index.where(in_shard, 0).unsqueeze(-1), -weight)
         return F.pad(grad * grads[0].unsqueeze(-1), (0, ctx.filling)), None, None, None, None

@@ -413,8 +413,8 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
         raise ScheduleError(f"{label}: sequences are cut already")
     tensor = axis_of(sch.mesh, "tp")
     tp = 1 if tensor is None else tensor.size
-    if why := obstacle(sch.module, sp, cp, tp):
-        raise ScheduleError(f"{'sp' if cp == 1 else 'cp' if sp == 1 else 'sp and cp'}: {why}")
+    if reason := obstacle(sch.module, sp, cp, tp):
+        raise ScheduleError(f"{'sp' if cp == 1 else 'cp' if sp == 1 else 'sp and cp'}: {reason}")
     axes = neighbours(sch.mesh, {"cp": cp, "sp": sp}, along)
     sharing = SequenceShards(sp=sp, cp=cp, rank=along.rank % (sp * cp))
     cut(sch.module, sharing, sp=axes.get("sp"), cp=axes.get("cp"), tp=tp)

@@ -22,7 +22,7 @@ from ..parallel.experts import (
     spread_experts,
     stacked_parameters,
 )
-from ..parallel.sharding import Shard, cut_tensor, put, shards_of
+from ..parallel.sharding import Shard, cut_tensor, replace_tensor, shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
 from .data_parallel import is_replicated
@@ -69,8 +69,8 @@ def shard_experts(
         for path, module in mixtures_of(sch.module).items()
         if any(module in set(each.modules()) for each in inside)
     }
-    if why := _obstacle(found, ep, whole):
-        raise ScheduleError(f"ep: {why}")
+    if reason := _obstacle(found, ep, whole):
+        raise ScheduleError(f"ep: {reason}")
     along, layers = axis_of(sch.mesh, "dp"), axis_of(sch.mesh, "tp")
     if whole:
         _check_whole(label, ep, along, layers)
@@ -171,6 +171,6 @@ def _cut_stack(module: nn.Module, name: str, axis: Axis) -> None:
     tensor, before = parameters_of(module)[name], shards_of(module).get(name)
     assert tensor is not None, f"{name} is not a parameter"
     cut = Shard(0, (tensor.shape[0],), tuple(tensor.shape), axis, checksum(tensor) if before is None else NOTHING)
-    put(module, name, cut_tensor(tensor, cut))
+    replace_tensor(module, name, cut_tensor(tensor, cut))
     made = cut if before is None else replace(before, then=cut)
     module.__dict__["_shards"] = {**shards_of(module), name: made}

@@ -117,12 +117,12 @@ def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = Fa
     label = f"float8 on '{sch.name}'"
     if scaling not in SCALINGS:
         raise ScheduleError(f"{label}: {unknown('scaling', scaling, SCALINGS)}")
-    if why := not_installed("torchao", "fp8"):
-        raise ScheduleError(f"{label}: {why}")
+    if reason := not_installed("torchao", "fp8"):
+        raise ScheduleError(f"{label}: {reason}")
     if sch.deferred(_apply_float8):
         raise ScheduleError(f"{label}: the module is converted already")
-    if why := obstacle([sch.module]):
-        raise ScheduleError(f"{label}: {why}")
+    if reason := obstacle([sch.module]):
+        raise ScheduleError(f"{label}: {reason}")
     check_read(sch, "float8", convertible(sch.module))
     # With the casts: before a module is checkpointed, compiled or cut over replicas.
     sch.defer("cast", _apply_float8, scaling=scaling, emulate=emulate, dtype=SCALINGS[scaling])

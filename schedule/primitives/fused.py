@@ -59,8 +59,8 @@ def fused_attention(sch: ScheduledModule) -> None:
     reasons: list[str] = []
     found = [each for place in places for each in _found(*place, reasons)]
     if not found:
-        why = "; ".join(dict.fromkeys(reasons)) or "there is no softmax between two products in what is traced there"
-        raise ScheduleError(f"{label}: {why}")
+        reason = "; ".join(dict.fromkeys(reasons)) or "there is no softmax between two products in what is traced there"
+        raise ScheduleError(f"{label}: {reason}")
     for each in found:
         for node in each.scores:
             # The format of the scores can be read from the queries.

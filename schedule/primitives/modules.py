@@ -10,7 +10,7 @@ from torch import nn
 
 from ...base._torch import buffers_of, children_of, parameters_of
 from ...base.errors import ScheduleError, unknown
-from ..deferred import noted
+from ..deferred import recorded_operations
 from ..forward import layers_of
 from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
@@ -82,7 +82,7 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
         with torch.device(held[0].device):
             made = called_with_path(new, old, sch.path)
     else:
-        with noted(*held):
+        with recorded_operations(*held):
             made = called_with_path(new, old, sch.path)
     if not isinstance(made, nn.Module):
         raise ScheduleError(
@@ -187,14 +187,14 @@ def compile(sch: ScheduledModule, **options: Any) -> None:
     sch.defer("compile", _apply, options=options)
 
 
-def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Calls `began` whenever torch.compile starts to compile a forward or backward pass in this process, and `ended`
+def on_compilation(on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
+    """Calls `on_begin` whenever torch.compile starts to compile a forward or backward pass in this process, and `on_end`
     when it is done or has failed. A nested compilation belongs to the outer one.
     """
     from ...base._torch import dynamo
 
-    dynamo.on_compile_start(lambda args: began())
-    dynamo.on_compile_end(lambda args: ended())
+    dynamo.on_compile_start(lambda args: on_begin())
+    dynamo.on_compile_end(lambda args: on_end())
 
 
 def refusals() -> int:

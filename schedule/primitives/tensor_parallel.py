@@ -12,13 +12,13 @@ from ...base.errors import ScheduleError, unknown
 from .. import collectives as differentiable
 from ..forward import Layer, add_layer, layers_of
 from ..fused_logits import FusedLogits
-from ..graph.called import check_called, used
+from ..graph.called import check_called, used_modules
 from ..graph.trace import Traced
 from ..parallel import collectives
 from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
-from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
+from ..parallel.sharding import Shard, cut_tensor, holders, replace_tensor, shards_of
 from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
 from ..parallel.streams import ForkedRandom
 from ..parallel.vocabulary import SplitLogits
@@ -97,7 +97,7 @@ def shard(
         tensor = parameters_of(module).get(name, buffers_of(module).get(name))
         if tensor not in made:
             made[tensor] = cut_tensor(tensor, cut)
-        put(module, name, made[tensor])
+        replace_tensor(module, name, made[tensor])
         module.__dict__["_shards"] = {**shards_of(module), name: cut}
         if layer is not None and not layers_of(module, type(layer)):
             add_layer(module, layer)
@@ -358,7 +358,7 @@ def check_synced(sch: ScheduledModule) -> None:
         ScheduleError: there is such a module; the message names it.
     """
     root = sch.tree.module
-    alive, _ = used(root)
+    alive, _ = used_modules(root)
     for path, module in root.named_modules():
         if not shards_of(module):
             continue

@@ -118,7 +118,7 @@ def _caller(request: Request) -> User:
 
 
 @dataclass(frozen=True)
-class Needs:
+class RequiredRole:
     """A dependency that returns the caller, who must have this role or one that includes it. `Guarded` routes check
     it before they read the body.
     """
@@ -154,7 +154,7 @@ class Guarded(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        needs = next((each.call for each in self.dependant.dependencies if isinstance(each.call, Needs)), None)
+        needs = next((each.call for each in self.dependant.dependencies if isinstance(each.call, RequiredRole)), None)
         body = self.body_field.field_info.annotation if self.body_field is not None else None
         form = body if isinstance(body, type) and issubclass(body, Body) else None
 
@@ -193,6 +193,6 @@ def _formed(form: type[Body], text: bytes) -> Body:
         raise Problem(400, "malformed", f"the body is not valid JSON: {words}") from None
 
 
-Reader = Annotated[User, Depends(Needs(Role.READER))]
-Submitter = Annotated[User, Depends(Needs(Role.SUBMITTER))]
-Joiner = Annotated[User, Depends(Needs(Role.WORKER))]
+Reader = Annotated[User, Depends(RequiredRole(Role.READER))]
+Submitter = Annotated[User, Depends(RequiredRole(Role.SUBMITTER))]
+Joiner = Annotated[User, Depends(RequiredRole(Role.WORKER))]

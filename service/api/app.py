@@ -74,20 +74,20 @@ class Counted:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        start, status = time.monotonic(), 500
 
         async def send_counted(message: dict[str, Any]) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._metrics.seconds.labels(_route(scope)).observe(time.monotonic() - began)
+                self._metrics.seconds.labels(_route(scope)).observe(time.monotonic() - start)
             await send(message)
 
         try:
             await self.app(scope, receive, send_counted)
         finally:
             self._metrics.requests.labels(scope["method"][:10], _route(scope), str(status)).inc()
-            _log.info("request", extra={"fields": _log_fields(scope, status, time.monotonic() - began)})
+            _log.info("request", extra={"fields": _log_fields(scope, status, time.monotonic() - start)})
 
 
 def _route(scope: dict[str, Any]) -> str:

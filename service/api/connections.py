@@ -61,7 +61,9 @@ class Rates:
 
     def _put(self, key: str, left: float, now: float) -> None:
         if len(self._buckets) >= _MOST_BUCKETS and key not in self._buckets:
-            full = [name for name, (had, at) in self._buckets.items() if had + (now - at) * self._rate >= self._burst]
+            full = [
+                name for name, (tokens, at) in self._buckets.items() if tokens + (now - at) * self._rate >= self._burst
+            ]
             for name in full or list(self._buckets)[: _MOST_BUCKETS // 2]:
                 del self._buckets[name]
         self._buckets[key] = left, now
@@ -111,10 +113,10 @@ class Door:
         self._of[address] += 1
         guard.counted = True
         self._opening[guard] = None
-        mine = self._opening_of.setdefault(address, OrderedDict())
-        mine[guard] = None
-        if bound and len(mine) > MOST_OPENING_AN_ADDRESS:
-            next(iter(mine)).end()
+        opening = self._opening_of.setdefault(address, OrderedDict())
+        opening[guard] = None
+        if bound and len(opening) > MOST_OPENING_AN_ADDRESS:
+            next(iter(opening)).end()
         elif len(self._opening) > MOST_OPENING:
             next(iter(self._opening)).end()
         return True
@@ -123,9 +125,9 @@ class Door:
         """Records that a connection has a complete request."""
         if guard in self._opening:
             del self._opening[guard]
-            mine = self._opening_of[guard.address]
-            del mine[guard]
-            if not mine:
+            opening = self._opening_of[guard.address]
+            del opening[guard]
+            if not opening:
                 del self._opening_of[guard.address]
 
     def left(self, guard: "Guard") -> None:
@@ -193,8 +195,8 @@ class Guard(H11Protocol):
         client_state = self.conn.their_state
         if client_state is h11.IDLE:
             # Between requests uvicorn closes it.
-            begun = self._waits_for == "headers" or bool(self.conn.trailing_data[0])
-            self._wait_for("headers" if begun else "", HEADER_S)
+            in_request = self._waits_for == "headers" or bool(self.conn.trailing_data[0])
+            self._wait_for("headers" if in_request else "", HEADER_S)
             return
         self.door.opened(self)
         self._wait_for("body" if client_state is h11.SEND_BODY else "", BODY_S)

@@ -84,13 +84,13 @@ class Feed:
 
     async def run(self) -> None:
         """Reads new events until `stop`."""
-        begun = False
+        started = False
         while not self._stopped:
             found: list[Event] = []
             try:
-                if not begun:
+                if not started:
                     self._last = self._before = await asyncio.to_thread(self._store.latest)
-                    begun = True
+                    started = True
                 found = await asyncio.to_thread(self._store.events, self._last, limit=PAGE)
             except ServiceError as error:
                 _log.warning("events cannot be read: %s", error)

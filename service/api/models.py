@@ -25,9 +25,6 @@ LARGEST_ID = (1 << 31) - 1
 """Largest id of a database row."""
 DEEPEST = 40
 """Deepest nesting of lists and mappings."""
-ROLES = ("reader", "submitter", "admin", "worker")
-STATES = ("queued", "running", "done", "failed", "cancelled")
-ENDED = ("done", "failed", "cancelled")
 Visibility = Literal["own", "team", "all"]
 _LONE = re.compile("[\ud800-\udfff\0]")
 
@@ -107,7 +104,6 @@ def _space(value: dict[str, Any]) -> None:
 
 
 Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
-Whole = Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Knob = Annotated[str, Field(min_length=1, max_length=80)]
 Value = bool | int | float | Annotated[str, Field(max_length=2000)]

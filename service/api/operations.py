@@ -11,7 +11,7 @@ from ..records import Role, Search, SearchState
 from .access import TOO_MANY_STRANGERS, Guarded, Reader, address_of
 from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
 from .problems import Problem
-from .searches import STREAM, EventId, PartsOf, resumed, seen, shown, stream, why_waiting
+from .searches import STREAM, EventId, PartsOf, resumed, search_answer, seen, stream, why_waiting
 
 router = APIRouter(tags=["service"], route_class=Guarded)
 MOST_SHOWN = 1000
@@ -38,7 +38,7 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
     running, names = store.running(), {each.id: each.name for each in store.users()}
     used = {names[each]: seconds / 3600 for each, seconds in store.usage().items() if each in names}
     return QueueAnswer(
-        searches=[shown(parts, each, reasons, whole=False) for each in found],
+        searches=[search_answer(parts, each, reasons, whole=False) for each in found],
         waiting=len(store.waiting()),
         running=len(running),
         devices=sum(each.devices for each in workers),

@@ -11,7 +11,7 @@ from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from ...views.dashboard.app import make_app as make_dashboard, own as of_dashboard
+from ...views.dashboard.app import asset_file as of_dashboard, make_app as make_dashboard
 from ...views.dashboard.guard import HEADERS
 from ...views.report.page import asset, bundle
 from ..records import Role, User
@@ -46,11 +46,11 @@ def add(app: FastAPI, parts: Parts) -> None:
     async def index(request: Request) -> Response:
         if not request.cookies.get(cookie_name(request)):
             return RedirectResponse("/login", status_code=303)
-        return _html(own("index.html"))
+        return _html(page_file("index.html"))
 
     @app.get("/login", include_in_schema=False)
     async def login() -> Response:
-        return _html(own("login.html").replace("<!--why-->", ""))
+        return _html(page_file("login.html").replace("<!--why-->", ""))
 
     @app.post("/login", include_in_schema=False, max_body_size=LARGEST_FORM)
     async def logging_in(request: Request) -> Response:
@@ -63,7 +63,8 @@ def add(app: FastAPI, parts: Parts) -> None:
             user = await run_sync(user_of, parts, token, address)
         except Problem as error:
             return _html(
-                own("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"), error.status
+                page_file("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"),
+                error.status,
             )
         await run_sync(parts.store.audit, user.name, "login", address)
         session_text = await run_sync(parts.store.new_session, token, SESSION_S)
@@ -95,16 +96,16 @@ def add(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/service.js", include_in_schema=False)
     async def script() -> Response:
-        text = bundle(_SCRIPTS, *(own(f"{name}.js") for name in _PAGES))
+        text = bundle(_SCRIPTS, *(page_file(f"{name}.js") for name in _PAGES))
         return Response(text, media_type="text/javascript; charset=utf-8")
 
     @app.get("/service.css", include_in_schema=False)
     async def style() -> Response:
-        text = asset("style.css") + of_dashboard("dashboard.css") + own("service.css")
+        text = asset("style.css") + of_dashboard("dashboard.css") + page_file("service.css")
         return Response(text, media_type="text/css; charset=utf-8")
 
 
-def own(name: str) -> str:
+def page_file(name: str) -> str:
     """Returns a file of the pages, as text."""
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
 

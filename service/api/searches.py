@@ -31,7 +31,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def shown(
+def search_answer(
     parts: Parts, search: Search, reasons: Mapping[str, str] | None = None, *, whole: bool = True
 ) -> SearchAnswer:
     """Returns the answer for a search. If it has not ended, the answer has the reason why it waits.
@@ -132,7 +132,7 @@ def submit(
         parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
         parts.metrics.submitted.inc()
     response.status_code = 201 if new else 200
-    return shown(parts, search).model_copy(update={"created_now": new})
+    return search_answer(parts, search).model_copy(update={"created_now": new})
 
 
 def _check_priority(user: User, priority: int) -> None:
@@ -175,14 +175,14 @@ def listed(
     found = parts.store.searches(user=whose, state=state, after=after, limit=limit, seen_by=user)
     last = found[-1].id if len(found) == limit else None
     reasons = why_waiting(parts, found)
-    return SearchesAnswer(searches=[shown(parts, each, reasons, whole=False) for each in found], next=last)
+    return SearchesAnswer(searches=[search_answer(parts, each, reasons, whole=False) for each in found], next=last)
 
 
 @router.get("/{search}")
 def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
     """Returns a search. While it runs, `best` is the best so far."""
     found = seen(parts, user, search)
-    answer = shown(parts, found)
+    answer = search_answer(parts, found)
     if found.best is None and answer.trials:
         answer = answer.model_copy(update={"best": parts.runs.summary(search)["best"]})
     return answer
@@ -196,7 +196,7 @@ def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     if not found.state.ended:
         found = parts.store.cancel(search)
         parts.store.audit(user.name, "cancel", search)
-    return shown(parts, found)
+    return search_answer(parts, found)
 
 
 def _changed(
@@ -207,7 +207,7 @@ def _changed(
     found = change()
     parts.store.audit(user.name, action, search, detail)
     parts.dispatcher.wake()
-    return shown(parts, found)
+    return search_answer(parts, found)
 
 
 @router.post("/{search}/hold")

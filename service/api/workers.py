@@ -84,7 +84,7 @@ DryRunId = Annotated[int, Path(ge=0, le=LARGEST_ID, description="Number of a dry
 _ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "No dry run is available for this worker."}}
 
 
-def shown(worker: Worker, busy: int, names: dict[int, str]) -> WorkerAnswer:
+def worker_answer(worker: Worker, busy: int, names: dict[int, str]) -> WorkerAnswer:
     """Returns the answer for a worker."""
     return WorkerAnswer(
         **{
@@ -123,7 +123,7 @@ def listed(user: Reader, parts: PartsOf) -> WorkersAnswer:
     for each in parts.store.running():
         busy[each.worker] = busy.get(each.worker, 0) + each.devices
     names = {each.id: each.name for each in parts.store.users()}
-    return WorkersAnswer(workers=[shown(each, busy.get(each.id, 0), names) for each in parts.store.workers()])
+    return WorkersAnswer(workers=[worker_answer(each, busy.get(each.id, 0), names) for each in parts.store.workers()])
 
 
 @router.post("/v1/workers", status_code=201)
@@ -179,8 +179,8 @@ async def _answer(
     until, waiting = loop.time() + wait, asyncio.wrap_future(question)
     while not waiting.done():
         left = until - loop.time()
-        gone = left <= 0 or parts.feed.stopped or await request.is_disconnected()
-        if gone and question.cancel():
+        disconnected = left <= 0 or parts.feed.stopped or await request.is_disconnected()
+        if disconnected and question.cancel():
             return None
         await asyncio.wait({waiting}, timeout=max(0.01, min(left, _LOOK_S)))
     return waiting.result()

@@ -130,15 +130,15 @@ class Database:
         writer = self._writer if durable else self._beating
         if not self.sqlite:
             return self._run(writer, body)
-        begun = time.monotonic()
+        start = time.monotonic()
         if not self._turn.acquire(timeout=self._patience_s):
             raise StorageUnavailable(f"{self.words} is locked, and other writers wait for it")
         try:
-            return self._run(writer, body, time.monotonic() - begun)
+            return self._run(writer, body, time.monotonic() - start)
         finally:
             self._turn.release()
 
-    def apart(self) -> Connection:
+    def separate_connection(self) -> Connection:
         """Returns a connection of the caller's own, which must close it. Each statement is a transaction."""
         return self._reader.connect().execution_options(isolation_level="AUTOCOMMIT")
 
@@ -310,7 +310,7 @@ _HOLDER = text(
 _log = logging.getLogger("redline.server")
 
 
-class Alone(contextlib.AbstractContextManager["Alone"]):
+class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
     """Locks a database for one server, until it is closed or its process is gone.
 
     Args:
@@ -334,7 +334,7 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
                 path = _path_of(url)
                 self._file = FolderLock(path.parent, f"{path.name}.server")
             else:
-                self._session = self._database.read(lambda connection: self._taken())
+                self._session = self._database.read(lambda connection: self._locked_session())
                 self._thread = threading.Thread(target=self._watch, daemon=True, name="alone")
                 self._thread.start()
         except BaseException:
@@ -360,13 +360,13 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _taken(self) -> Connection:
+    def _locked_session(self) -> Connection:
         """Returns a session that has the lock.
 
         Raises:
             StudyError: another server has it.
         """
-        session = self._database.apart()
+        session = self._database.separate_connection()
         try:
             session.execute(
                 text("SELECT set_config('application_name', :name, false)"),
@@ -391,7 +391,7 @@ class Alone(contextlib.AbstractContextManager["Alone"]):
                 if self._session is not None:
                     self._session.execute(text("SELECT 1"))
                     continue
-                self._session = self._taken()
+                self._session = self._locked_session()
                 _log.warning("%s was unreachable; this server has locked it again", self._database.words)
             except DBAPIError:  # unreachable for every server: retried
                 if self._session is not None:

@@ -100,7 +100,7 @@ class Demand(Part):
 
         `recent` is over `RECENT_S`, with each second weighted less in proportion to its age.
         """
-        recent, (used, week) = self._lately(connection), self._totals(connection)
+        recent, (used, week) = self._recent_usage(connection), self._totals(connection)
         return [
             Share(
                 user=each.id,
@@ -130,14 +130,16 @@ class Demand(Part):
             used[user] += seconds * (first + 1 - since if day == first else 1.0)
             week[user] += seconds * min(1.0, max(0.0, 1 - (now - (day + 0.5) * DAY_S) / WEEK_S))
         runs = dry_runs.c.state == DryRunState.LEASED
-        had = select(searches.c.user, func.sum(dry_runs.c.devices * (now - dry_runs.c.started)))
-        had = had.join(searches, searches.c.id == dry_runs.c.search).where(runs).group_by(searches.c.user)
-        for user, total in connection.execute(had):
+        device_seconds = select(searches.c.user, func.sum(dry_runs.c.devices * (now - dry_runs.c.started)))
+        device_seconds = (
+            device_seconds.join(searches, searches.c.id == dry_runs.c.search).where(runs).group_by(searches.c.user)
+        )
+        for user, total in connection.execute(device_seconds):
             used[user] += max(0.0, float(total))
             week[user] += max(0.0, float(total))
         return dict(used), dict(week)
 
-    def _lately(self, connection: Connection) -> dict[int, float]:
+    def _recent_usage(self, connection: Connection) -> dict[int, float]:
         """Returns each user's device-seconds within `RECENT_S` discounted by age, of dry runs that ended in that time
         or run now.
         """
@@ -148,11 +150,11 @@ class Demand(Part):
             (dry_runs.c.ended, dry_runs.c.ended > since),
             (literal(now), dry_runs.c.state == DryRunState.LEASED),
         ):
-            began = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
+            start = case((dry_runs.c.started > since, dry_runs.c.started), else_=literal(since))
             # The integral of the weight of a second, which grows from 0 at the window's beginning to 1 now.
-            had = dry_runs.c.devices * (end - began) * ((began + end) / 2 - since) / RECENT_S
-            counts = and_(which, dry_runs.c.started.is_not(None), end > began)
-            query = select(searches.c.user, func.sum(had)).join(searches, searches.c.id == dry_runs.c.search)
+            device_seconds = dry_runs.c.devices * (end - start) * ((start + end) / 2 - since) / RECENT_S
+            counts = and_(which, dry_runs.c.started.is_not(None), end > start)
+            query = select(searches.c.user, func.sum(device_seconds)).join(searches, searches.c.id == dry_runs.c.search)
             for user, total in connection.execute(query.where(counts).group_by(searches.c.user)):
                 out[user] = out.get(user, 0.0) + float(total)
         return out

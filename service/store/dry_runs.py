@@ -25,7 +25,7 @@ from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
 from ..records import Assignment, DryRun, DryRunState, Measured, SearchState
 from ..scheduling import matches
 from ..tables import dry_runs, measured, searches, workers
-from .part import Part, add, as_count, as_text, beats, locked, one, reads, tell, used, writes
+from .part import Part, add, add_event, add_usage, as_count, as_text, beats, locked, one, reads, writes
 from .searches import check_attempt, counting_for
 
 MOST_ATTEMPTS = 3
@@ -60,9 +60,6 @@ def attempts_when_lost(attempts: int, latest: int, *, with_server: bool, with_ot
 def attempts_when_given_back(attempts: int) -> int:
     """Returns the number of counted leases after the latest one was given back."""
     return attempts - 1
-
-
-_OPEN = (str(DryRunState.WAITING), str(DryRunState.LEASED))
 
 
 class DryRuns(Part):
@@ -104,7 +101,7 @@ class DryRuns(Part):
         else:
             values |= {"search": search, "key": as_text("key", key, empty=False), "lease": 0}
             number = add(connection, dry_runs, values)
-        self._tell(connection, number, search, key, DryRunState.WAITING)
+        self._record_event(connection, number, search, key, DryRunState.WAITING)
         return _get(connection, number)
 
     @reads
@@ -132,23 +129,10 @@ class DryRuns(Part):
         return _get(connection, dry_run)
 
     @reads
-    def dry_runs(self, connection: Connection, search: str, *, after: int = 0, limit: int = 1000) -> list[DryRun]:
-        """Returns the dry runs of a search after number `after`, in order."""
-        query = select(dry_runs).where(dry_runs.c.search == search, dry_runs.c.id > after)
-        return [_dry_run(each) for each in connection.execute(query.order_by(dry_runs.c.id).limit(limit))]
-
-    @writes
-    def withdraw(self, connection: Connection, dry_run: int) -> None:
-        """Withdraws a dry run. A worker that runs it learns so at its next renewal. Does nothing if it has ended."""
-        row = _locked(connection, dry_run)
-        if row.state not in _OPEN:
-            return
-        now = self.clock()
-        over = {"state": DryRunState.WITHDRAWN, "lease": row.lease + 1, "ended": now}
-        if row.state == DryRunState.LEASED:
-            self._used(connection, row, now)
-        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**over))
-        self._tell(connection, dry_run, row.search, row.key, DryRunState.WITHDRAWN)
+    def dry_runs(self, connection: Connection, search: str) -> list[DryRun]:
+        """Returns the dry runs of a search, in order."""
+        query = select(dry_runs).where(dry_runs.c.search == search).order_by(dry_runs.c.id)
+        return [_dry_run(each) for each in connection.execute(query)]
 
     @writes
     def lease(self, connection: Connection, dry_run: int, worker: str, seconds: float) -> Assignment:
@@ -184,11 +168,11 @@ class DryRuns(Part):
         now = self.clock()
         if not search.kind:
             connection.execute(update(searches).where(searches.c.id == search.id).values(kind=kind))
-        begun = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
+        values = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
         same_worker = row.worker == worker and row.until is not None
         more = {"started": now, "attempts": attempts_when_leased(row.attempts, row.lease, same_worker=same_worker)}
-        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**begun, **more))
-        self._tell(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
+        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**values, **more))
+        self._record_event(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
         return Assignment(
             dry_run=dry_run,
             lease=row.lease + 1,
@@ -213,7 +197,7 @@ class DryRuns(Part):
             LeaseOver: the number is not that of the latest lease, or the dry run has ended, was withdrawn or given
                 back.
         """
-        row = _held(connection, dry_run, lease)
+        row = _leased(connection, dry_run, lease)
         if row.state == DryRunState.WAITING and row.until is None:
             raise LeaseOver(f"the dry run {dry_run} was given back")
         if row.state == DryRunState.DONE:
@@ -231,7 +215,7 @@ class DryRuns(Part):
             NotFound: the dry run does not exist.
             LeaseOver: the number is not that of the latest lease, or the dry run was withdrawn.
         """
-        row = _held(connection, dry_run, lease)
+        row = _leased(connection, dry_run, lease)
         if row.state != DryRunState.DONE:
             self._ended(connection, row, outcome, lease)
         return _get(connection, dry_run)
@@ -244,11 +228,11 @@ class DryRuns(Part):
             NotFound: the dry run does not exist.
             LeaseOver: as for `renew`.
         """
-        row = _held(connection, dry_run, lease)
+        row = _leased(connection, dry_run, lease)
         if row.state == DryRunState.DONE:
             raise LeaseOver(f"the dry run {dry_run} has its outcome")
         if row.state == DryRunState.LEASED:
-            self._wait_again(connection, row, attempts=attempts_when_given_back(row.attempts), until=None)
+            self._requeue(connection, row, attempts=attempts_when_given_back(row.attempts), until=None)
 
     def expire(self, *, renewed_after: float = float("-inf"), overdue_s: float = 0.0) -> list[DryRun]:
         """Returns expired dry runs to the queue, or ends them as crashes after `MOST_ATTEMPTS` counted leases.
@@ -263,11 +247,11 @@ class DryRuns(Part):
                 expired as well: a live worker renews earlier.
         """
         # Called often and rarely successful: a read first, which does not block writers.
-        over = self._over(overdue_s)
+        over = self._expired(overdue_s)
         return self._expire(over, renewed_after) if over else []
 
     @reads
-    def _over(self, connection: Connection, overdue_s: float) -> dict[int, float]:
+    def _expired(self, connection: Connection, overdue_s: float) -> dict[int, float]:
         """Returns the dry runs whose worker let a lease expire, with the end of their leases."""
         now = self.clock()
         leased = dry_runs.c.state == DryRunState.LEASED
@@ -287,9 +271,9 @@ class DryRuns(Part):
             attempts = attempts_when_lost(row.attempts, row.lease, with_server=with_server, with_others=with_others)
             if attempts >= MOST_ATTEMPTS:
                 reason = f"{attempts} workers were lost while they ran it: the dry run itself may be the cause"
-                self._ended(connection, row, lost(reason), row.lease + 1)
+                self._ended(connection, row, lost_outcome(reason), row.lease + 1)
             else:
-                self._wait_again(connection, row, attempts=attempts, until=row.until)
+                self._requeue(connection, row, attempts=attempts, until=row.until)
         return [_get(connection, row.id) for row in rows]
 
     def _ended(self, connection: Connection, row: Row[Any], outcome: dict[str, Any], lease: int) -> None:
@@ -299,26 +283,26 @@ class DryRuns(Part):
         took = {"finished": searches.c.finished + 1, "seconds": searches.c.seconds + (now - row.started)}
         connection.execute(update(searches).where(searches.c.id == row.search).values(**took))
         self._used(connection, row, now)
-        self._tell(connection, row.id, row.search, row.key, DryRunState.DONE, worker=row.worker)
+        self._record_event(connection, row.id, row.search, row.key, DryRunState.DONE, worker=row.worker)
 
     def _used(self, connection: Connection, row: Row[Any], now: float) -> None:
         owner = one(connection, select(searches.c.user).where(searches.c.id == row.search))
         assert owner is not None
-        used(connection, owner.user, now, row.devices * (now - row.started))
+        add_usage(connection, owner.user, now, row.devices * (now - row.started))
 
-    def _wait_again(self, connection: Connection, row: Row[Any], *, attempts: int, until: float | None) -> None:
+    def _requeue(self, connection: Connection, row: Row[Any], *, attempts: int, until: float | None) -> None:
         """Returns a dry run to the queue. `until` is None if its worker gave it back and so cannot renew the lease."""
         values = {"state": DryRunState.WAITING, "attempts": attempts, "until": until}
         connection.execute(update(dry_runs).where(dry_runs.c.id == row.id).values(**values))
-        self._tell(connection, row.id, row.search, row.key, DryRunState.WAITING, worker=row.worker)
+        self._record_event(connection, row.id, row.search, row.key, DryRunState.WAITING, worker=row.worker)
 
-    def _tell(
+    def _record_event(
         self, connection: Connection, number: int, search: str, key: str, state: DryRunState, **more: Any
     ) -> None:
-        tell(connection, self.clock(), search, "dry_run", {"dry_run": number, "key": key, "state": state, **more})
+        add_event(connection, self.clock(), search, "dry_run", {"dry_run": number, "key": key, "state": state, **more})
 
 
-def lost(reason: str) -> dict[str, Any]:
+def lost_outcome(reason: str) -> dict[str, Any]:
     """Returns the outcome of a dry run whose runner was lost repeatedly: a measurement's status and reason."""
     return {"status": "crash", "reason": reason}
 
@@ -355,7 +339,7 @@ def _locked(connection: Connection, dry_run: int) -> Row[Any]:
     return row
 
 
-def _held(connection: Connection, dry_run: int, lease: int) -> Row[Any]:
+def _leased(connection: Connection, dry_run: int, lease: int) -> Row[Any]:
     """Returns a dry run as `_locked` does, after checking that `lease` is its latest lease.
 
     Raises:

@@ -79,7 +79,7 @@ def new_id() -> str:
     return secrets.token_hex(6)
 
 
-def tell(connection: Connection, now: float, search: str | None, kind: str, data: dict[str, Any]) -> Event:
+def add_event(connection: Connection, now: float, search: str | None, kind: str, data: dict[str, Any]) -> Event:
     """Records an event. Must be the transaction's last write: on Postgres it blocks other transactions that record
     events.
     """
@@ -89,7 +89,7 @@ def tell(connection: Connection, now: float, search: str | None, kind: str, data
     return Event(id=number, search=search, time=now, kind=kind, data=data)
 
 
-def used(connection: Connection, user: int, now: float, device_seconds: float) -> None:
+def add_usage(connection: Connection, user: int, now: float, device_seconds: float) -> None:
     """Adds to a user's device-seconds of the day on which they ended, for the quota of device-hours."""
     if not device_seconds > 0:
         return

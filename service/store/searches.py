@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, not_
 from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
 from ..records import MOST_PRIORITY, DryRunState, Role, Search, SearchState, User
 from ..tables import dry_runs, events, measured, searches, users
-from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, used, writes
+from .part import Part, add_event, add_usage, as_count, as_text, beats, locked, new_id, one, reads, writes
 
 SAME = ("request", "devices", "device")
 """Fields that must agree between two submissions with the same key."""
@@ -93,10 +93,19 @@ class Searches(Part):
                 f"you have {most_queued} searches queued, which is this server's limit for a user; wait, or cancel some"
             )
         now = self.clock()
-        begun = {"state": SearchState.QUEUED, "reason": "", "created": now, "attempt": 0, "finished": 0, "seconds": 0.0}
-        begun |= {"trials": 0, "kind": "", "held": False}
-        connection.execute(insert(searches).values(**values, **begun))
-        tell(connection, now, values["id"], "search", {"state": SearchState.QUEUED, "reason": ""})
+        initial = {
+            "state": SearchState.QUEUED,
+            "reason": "",
+            "created": now,
+            "attempt": 0,
+            "finished": 0,
+            "seconds": 0.0,
+            "trials": 0,
+            "kind": "",
+            "held": False,
+        }
+        connection.execute(insert(searches).values(**values, **initial))
+        add_event(connection, now, values["id"], "search", {"state": SearchState.QUEUED, "reason": ""})
         return _get(connection, values["id"]), True
 
     @reads
@@ -196,7 +205,7 @@ class Searches(Part):
         values = {"state": SearchState.RUNNING, "attempt": row.attempt + 1, "heartbeat": now, "reason": ""}
         started = now if row.started is None else row.started
         connection.execute(update(searches).where(searches.c.id == search).values(**values, started=started))
-        tell(
+        add_event(
             connection, now, search, "search", {"state": SearchState.RUNNING, "attempt": row.attempt + 1, "reason": ""}
         )
         return row.attempt + 1
@@ -217,7 +226,7 @@ class Searches(Part):
         if row.kind and row.kind != kind:
             return str(row.kind)
         connection.execute(update(searches).where(searches.c.id == search).values(kind=as_text("kind", kind)))
-        tell(connection, self.clock(), search, "placed", placed)
+        add_event(connection, self.clock(), search, "placed", placed)
         return kind
 
     @writes
@@ -235,7 +244,7 @@ class Searches(Part):
         if row.state != SearchState.RUNNING or one(connection, leased.limit(1)) is not None:
             return False
         connection.execute(update(searches).where(searches.c.id == search).values(state=SearchState.QUEUED))
-        tell(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": reason})
+        add_event(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": reason})
         return True
 
     @writes
@@ -249,7 +258,7 @@ class Searches(Part):
         row = _locked(connection, search)
         if not SearchState(row.state).ended and row.held != held:
             connection.execute(update(searches).where(searches.c.id == search).values(held=held))
-            tell(connection, self.clock(), search, "held" if held else "released", {})
+            add_event(connection, self.clock(), search, "held" if held else "released", {})
         return _get(connection, search)
 
     @writes
@@ -270,7 +279,7 @@ class Searches(Part):
             values["visibility"] = _visibility(visibility)
         if values:
             connection.execute(update(searches).where(searches.c.id == search).values(**values))
-            tell(connection, self.clock(), search, "changed", values)
+            add_event(connection, self.clock(), search, "changed", values)
         return _get(connection, search)
 
     @writes
@@ -288,7 +297,7 @@ class Searches(Part):
         if SearchState(row.state).ended:
             values = {"state": SearchState.QUEUED, "reason": "", "ended": None, "best": None}
             connection.execute(update(searches).where(searches.c.id == search).values(**values))
-            tell(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": "retried"})
+            add_event(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": "retried"})
         return _get(connection, search)
 
     @writes
@@ -311,7 +320,7 @@ class Searches(Part):
             connection.execute(delete(measured).where(measured.c.search == search))
         connection.execute(delete(dry_runs).where(dry_runs.c.search == search))
         connection.execute(delete(searches).where(searches.c.id == search))
-        tell(connection, self.clock(), None, "deleted", {"search": search})
+        add_event(connection, self.clock(), None, "deleted", {"search": search})
 
     @reads
     def ended_before(self, connection: Connection, before: float, limit: int = 100) -> list[str]:
@@ -323,7 +332,7 @@ class Searches(Part):
     def tell_trial(self, connection: Connection, search: str, trials: int, data: dict[str, Any]) -> None:
         """Records the event `finished` of a trial, and the number of finished trials."""
         connection.execute(update(searches).where(searches.c.id == search).values(trials=trials))
-        tell(connection, self.clock(), search, "finished", data)
+        add_event(connection, self.clock(), search, "finished", data)
 
     @beats
     def beat_search(self, connection: Connection, search: str, attempt: int) -> Search:
@@ -381,16 +390,16 @@ class Searches(Part):
         row = one(connection, select(searches.c.user).where(searches.c.id == search))
         assert row is not None
         leased = and_(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)
-        had = select(func.sum(dry_runs.c.devices * (now - dry_runs.c.started))).where(leased)
-        used(connection, row.user, now, connection.execute(had).scalar() or 0.0)
+        device_seconds = select(func.sum(dry_runs.c.devices * (now - dry_runs.c.started))).where(leased)
+        add_usage(connection, row.user, now, connection.execute(device_seconds).scalar() or 0.0)
         connection.execute(update(dry_runs).where(open_ones).values(**over))
-        tell(connection, now, search, "search", {"state": state, "reason": reason})
+        add_event(connection, now, search, "search", {"state": state, "reason": reason})
         return _get(connection, search)
 
 
 def _queued_by(connection: Connection, user: int) -> int:
-    mine = and_(searches.c.user == user, searches.c.state == SearchState.QUEUED)
-    return int(connection.execute(select(func.count()).select_from(searches).where(mine)).scalar_one())
+    own = and_(searches.c.user == user, searches.c.state == SearchState.QUEUED)
+    return int(connection.execute(select(func.count()).select_from(searches).where(own)).scalar_one())
 
 
 def check_attempt(row: Row[Any], attempt: int) -> None:

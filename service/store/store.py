@@ -11,7 +11,7 @@ from ..tables import events, searches
 from .connection import PATIENCE_S, Database, migrate, write_ahead
 from .demand import Demand
 from .dry_runs import DryRuns, Knowledge
-from .part import Part, as_text, reads, tell, writes
+from .part import Part, add_event, as_text, reads, writes
 from .people import People
 from .searches import Searches
 from .workers import Workers
@@ -24,9 +24,9 @@ class Events(Part):
     """Operations on events."""
 
     @writes
-    def tell(self, connection: Connection, search: str | None, kind: str, data: dict[str, Any]) -> Event:
+    def add_event(self, connection: Connection, search: str | None, kind: str, data: dict[str, Any]) -> Event:
         """Records an event of a search, or of the pool."""
-        return tell(connection, self.clock(), search, as_text("kind", kind, longest=40, empty=False), data)
+        return add_event(connection, self.clock(), search, as_text("kind", kind, longest=40, empty=False), data)
 
     @reads
     def events(

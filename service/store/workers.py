@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, and_, insert, or_, select, update
 from ...base.errors import NotFound
 from ..records import DryRunState, User, Worker
 from ..tables import dry_runs, users, workers
-from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, writes
+from .part import Part, add_event, as_count, as_text, beats, locked, new_id, one, reads, writes
 
 UNSEEN_S = 60.0
 """A worker that has not reported for this long has left, s."""
@@ -63,7 +63,7 @@ class Workers(Part):
         now = self.clock()
         connection.execute(insert(workers).values(**values, seen=now))
         data = {"worker": values["id"], "state": "joined", "name": values["name"], "devices": values["devices"]}
-        tell(connection, now, None, "worker", data)
+        add_event(connection, now, None, "worker", data)
         return _get(connection, values["id"])
 
     @beats
@@ -77,7 +77,7 @@ class Workers(Part):
         now = self.clock()
         connection.execute(update(workers).where(workers.c.id == worker).values(seen=now, left=None))
         if row.left is not None:
-            tell(connection, now, None, "worker", {"worker": worker, "state": "back", "name": row.name})
+            add_event(connection, now, None, "worker", {"worker": worker, "state": "back", "name": row.name})
         return _get(connection, worker)
 
     @writes
@@ -106,13 +106,13 @@ class Workers(Part):
 
     @writes
     def _forget(self, connection: Connection, unseen: list[str], since: float) -> list[Worker]:
-        gone = []
+        left_workers = []
         for worker in unseen:
             row = _locked(connection, worker)
             if row.left is None and row.seen < since:  # it may have reported just now
                 self._gone(connection, row, "unseen")
-                gone.append(_get(connection, worker))
-        return gone
+                left_workers.append(_get(connection, worker))
+        return left_workers
 
     @reads
     def worker(self, connection: Connection, worker: str) -> Worker:
@@ -133,7 +133,7 @@ class Workers(Part):
     def _gone(self, connection: Connection, row: Row[Any], how: str) -> None:
         now = self.clock()
         connection.execute(update(workers).where(workers.c.id == row.id).values(left=now))
-        tell(connection, now, None, "worker", {"worker": row.id, "state": how, "name": row.name})
+        add_event(connection, now, None, "worker", {"worker": row.id, "state": how, "name": row.name})
 
 
 def _worker(row: Row[Any]) -> Worker:

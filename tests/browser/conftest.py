@@ -70,15 +70,15 @@ def _serving():
 
     servers, threads = [], []
 
-    def start(folder, said=None, **options):
-        told, ready = [] if said is None else said, threading.Event()
+    def start(folder, messages=None, **options):
+        printed, ready = [] if messages is None else messages, threading.Event()
 
-        def begun(server):
+        def on_start(server):
             servers.append(server)
             ready.set()
 
         thread = threading.Thread(
-            target=serve, args=(folder,), kwargs={"port": 0, "say": told.append, "started": begun} | options
+            target=serve, args=(folder,), kwargs={"port": 0, "say": printed.append, "started": on_start} | options
         )
         thread.start()
         threads.append(thread)
@@ -86,7 +86,7 @@ def _serving():
         deadline = time.monotonic() + 20
         while not servers[-1].started and time.monotonic() < deadline:
             time.sleep(0.02)
-        return next(line for line in told if "http://" in line).split()[-1]
+        return next(line for line in printed if "http://" in line).split()[-1]
 
     try:
         yield start

@@ -21,7 +21,7 @@ def trial(number, rng, status=None):
     )
     if status is None:
         status = Status.OOM if memory > 1000 else rng.choice(FAILURES) if rng.random() < 0.08 and number else Status.OK
-    told = (
+    fields = (
         {}
         if status is Status.SKIPPED
         else {
@@ -33,7 +33,7 @@ def trial(number, rng, status=None):
         }
     )
     if status is Status.OK:
-        told |= {
+        fields |= {
             "throughput": speed,
             "unit": "tokens/s",
             "step_ms": 1e6 / speed,
@@ -42,11 +42,11 @@ def trial(number, rng, status=None):
             "loss": 9.5,
         }
     elif status is Status.OOM:
-        told |= {"peak_memory_mib": memory}
+        fields |= {"peak_memory_mib": memory}
     reason = "" if status is Status.OK else f"{status}: made up, of {memory:.0f} MiB"
     return Trial(
         number=number, config=config, sampler="default" if number == 0 else "tpe", predicted_throughput=speed * 1.1,
-        predicted_memory_mib=memory * 0.9, measurement=Measurement(status=status, reason=reason, **told),
+        predicted_memory_mib=memory * 0.9, measurement=Measurement(status=status, reason=reason, **fields),
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class Point(dict):
 
 def measured(throughput, **more):
     """Returns a successful measurement on eight devices, with the other values derived from the throughput."""
-    told = {
+    fields = {
         "unit": "tokens/s",
         "step_ms": 1e6 / throughput,
         "step_ms_spread": 1e4 / throughput,
@@ -70,7 +70,7 @@ def measured(throughput, **more):
         "started": 1.7e9,
         "seconds_total": 9.0,
     }
-    return Measurement(status=Status.OK, throughput=throughput, **told | more)
+    return Measurement(status=Status.OK, throughput=throughput, **fields | more)
 
 
 def write_search(folder, outcomes, again=None, *, finished=True, **asked):

@@ -96,7 +96,7 @@ def test_no_unit_breaks_in_the_list_at_any_width(tab, searches_address, overflow
         assert overflow(tab) == 0
 
 
-def test_the_list_tells_runs_of_one_model_apart(tab, searches_address):
+def test_runs_of_one_model_are_distinguishable_in_the_list(tab, searches_address):
     tab.goto(searches_address)
     tab.locator(".run-line").nth(3).wait_for()
     lines = {each.get_attribute("data-run"): each for each in tab.locator(".run-line").all()}
@@ -151,14 +151,14 @@ def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_t
     tab.goto(f"{serving(tmp_path / 'runs')}#/{page}")
     tab.locator("section").first.wait_for()
     shutil.rmtree(tmp_path / "runs" / "gone")
-    told = tab.locator(".problems")
-    expect(told).to_contain_text("'gone'", timeout=5000)
-    expect(told).to_contain_text("was deleted, moved or renamed while this page was open")
+    problems = tab.locator(".problems")
+    expect(problems).to_contain_text("'gone'", timeout=5000)
+    expect(problems).to_contain_text("was deleted, moved or renamed while this page was open")
     assert tab.locator("main section").count() == 0
     count = len(asked)
     tab.wait_for_timeout(2500)
     assert len(asked) == count
-    told.locator("a", has_text="All runs").click()
+    problems.locator("a", has_text="All runs").click()
     expect(tab.locator(".run-line")).to_have_count(1)
     tab.errors.clear()  # the browser logs the 404
 
@@ -300,7 +300,7 @@ def test_a_run_is_followed_live_without_losing_ones_place(tab, tmp_path, serving
     expect(tab.locator("#trials [role=status]")).to_have_text(f"{last + 1} trials")
 
 
-def test_new_runs_appear_in_the_list_and_a_server_that_is_gone_is_said(tab, tmp_path, disk, expect, serving_factory):
+def test_new_runs_appear_in_the_list_and_a_lost_server_is_reported(tab, tmp_path, disk, expect, serving_factory):
     disk.write_run(tmp_path / "a", 3)
     with serving_factory() as start:
         tab.goto(start(tmp_path))
@@ -312,7 +312,7 @@ def test_new_runs_appear_in_the_list_and_a_server_that_is_gone_is_said(tab, tmp_
     tab.errors.clear()  # the browser logs the refused connections
 
 
-def test_nothing_a_run_says_is_executed(tab, tmp_path, serving, expect):
+def test_texts_of_a_run_are_never_executed(tab, tmp_path, serving, expect):
     folder = tmp_path / "runs" / "<img src=x onerror=alert(1)>"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "0.log").write_text(HOSTILE)

@@ -12,7 +12,7 @@ from redline.base.errors import StudyError, UsageError
 from redline.cli import main
 from redline.results import RunFolder, Status, summary
 from redline.views.dashboard import Library, serve
-from redline.views.dashboard.discover import runs_under
+from redline.views.dashboard.discover import found_under
 from redline.views.dashboard.guard import COOKIE, HEADERS
 from redline.views.dashboard.library import NoSuchRun
 from redline.views.dashboard.serve import is_local, listen
@@ -56,8 +56,8 @@ def test_runs_are_found_at_any_depth_but_not_through_links_hidden_folders_or_log
     (root / "f").mkdir()
     (root / "f" / "trials.csv").symlink_to(tmp_path / "elsewhere" / "trials.csv")
     (root / "g" / "trials.csv").mkdir(parents=True)
-    assert runs_under(root) == ["a", "b/c/d", "b/c/e"]
-    assert runs_under(root / "a") == ["."]
+    assert found_under(root).runs == ["a", "b/c/d", "b/c/e"]
+    assert found_under(root / "a").runs == ["."]
 
 
 def test_a_line_of_the_list_tells_state_trials_best_and_how_it_grew(tmp_path, disk):
@@ -79,8 +79,8 @@ def test_a_line_tells_what_was_simulated_or_lossy_where_and_whether_anything_won
         tmp_path / "nothing", [({"precision": "bf16"}, disk.Measurement(status=Status.CRASH, reason="x"))]
     )
     lines = {line["run"]: line for line in Library(tmp_path).lines()}
-    told = {name: (line["simulated"], line["lossy"], line["devices"], line["state"]) for name, line in lines.items()}
-    assert told == {
+    shown = {name: (line["simulated"], line["lossy"], line["devices"], line["state"]) for name, line in lines.items()}
+    assert shown == {
         "simulated": (True, "precision=bf16_pure", "64 × h100-80gb", "finished"),
         "nothing": (False, "", "8 × H100", "nothing"),
     }
@@ -94,7 +94,7 @@ def test_the_sparkline_ends_at_the_best_also_where_something_faster_did_not_hold
     assert (line["best"], line["spark"]) == (2000.0, [1000.0, 2000.0, 2000.0])
 
 
-def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone(tmp_path, disk, monkeypatch):
+def test_a_deleted_run_leaves_the_list_with_a_message(tmp_path, disk, monkeypatch):
     monkeypatch.setattr("redline.views.dashboard.discover.DISCOVERY_SECONDS", 1e9)
     for name in ("gone", "kept"):
         disk.write_run(tmp_path / name, 2)
@@ -106,7 +106,7 @@ def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone
         library.changes("gone")
 
 
-def test_a_run_whose_lock_is_held_stands_first_as_running(tmp_path, disk, open_folder):
+def test_a_locked_run_is_listed_first_as_running(tmp_path, disk, open_folder):
     disk.write_run(tmp_path / "new", 3)
     with open_folder(tmp_path / "run"):
         os.utime(tmp_path / "run" / "run.yaml", (1, 1))
@@ -148,7 +148,7 @@ def test_only_new_and_changed_rows_travel_and_add_up_to_the_table(tmp_path, disk
     assert Library(tmp_path).changes("x", second["version"])["added"] is False
 
 
-def test_asking_for_what_is_held_already_reads_nothing_however_many_runs_are_watched(tmp_path, disk, monkeypatch):
+def test_unchanged_runs_are_not_read_again(tmp_path, disk, monkeypatch):
     for number in range(12):
         disk.write_run(tmp_path / f"run-{number}", 3, seed=number)
     library = Library(tmp_path)
@@ -172,7 +172,7 @@ def test_a_row_that_changed_travels_and_a_table_that_was_replaced_is_sent_whole(
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.6, 0.97])
-def test_a_half_written_table_is_shown_as_far_as_it_goes_and_said(tmp_path, disk, keep):
+def test_a_truncated_table_is_shown_with_a_warning(tmp_path, disk, keep):
     disk.write_run(tmp_path / "x", 40)
     path = tmp_path / "x" / "trials.csv"
     data = path.read_bytes()
@@ -187,7 +187,7 @@ def test_a_half_written_table_is_shown_as_far_as_it_goes_and_said(tmp_path, disk
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00\xff" * 500, b"a,b\n1,2\n", b"trial,status\n0,ok\n"])
-def test_a_table_that_is_none_is_an_empty_run_that_says_why(tmp_path, disk, data):
+def test_an_invalid_table_is_an_empty_run_with_a_reason(tmp_path, disk, data):
     disk.write_run(tmp_path / "good", 2)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "trials.csv").write_bytes(data)
@@ -276,7 +276,7 @@ def test_no_path_leads_anywhere_but_to_the_runs(served, target):
 @pytest.mark.parametrize(
     "log", ["../secret.txt", "/etc/passwd", "logs/../../secret.txt", "logs/link.log", "logs", "logs/pipe"]
 )
-def test_a_log_outside_of_its_run_is_not_given_out_and_a_pipe_blocks_nobody(tmp_path, disk, serving, log):
+def test_logs_outside_the_run_are_not_served_and_pipes_do_not_block(tmp_path, disk, serving, log):
     (tmp_path / "secret.txt").write_text("SECRET")
     disk.write_run(tmp_path / "runs" / "a", 2)
     folder = tmp_path / "runs" / "a"
@@ -285,8 +285,8 @@ def test_a_log_outside_of_its_run_is_not_given_out_and_a_pipe_blocks_nobody(tmp_
     os.mkfifo(folder / "logs" / "pipe")
     (folder / "trials.csv").write_text(f"trial,status,throughput,log\n0,ok,5,{log}\n")
     address = serving(tmp_path / "runs")
-    told = ask(address, "/api/log?run=a&trial=0")
-    assert "text" not in told and told["why"]
+    answer = ask(address, "/api/log?run=a&trial=0")
+    assert "text" not in answer and answer["why"]
     status, _, body = get(address, "/log?run=a&trial=0")
     assert status == 404 and b"SECRET" not in body and b"root:" not in body
 
@@ -361,11 +361,11 @@ def test_a_port_in_use_gives_way_to_the_next_free_one_and_says_so(tmp_path, disk
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = []
-        address = serving(tmp_path, port=port, said=said)
+        messages = []
+        address = serving(tmp_path, port=port, messages=messages)
         other = urllib.parse.urlsplit(address).port
         assert port < other <= port + 100
-        assert said[0] == f"port {port} is in use; serving on {other} instead"
+        assert messages[0] == f"port {port} is in use; serving on {other} instead"
         assert get(address, "/")[0] == 200
 
 
@@ -395,8 +395,8 @@ def test_the_command_refuses_what_it_cannot_serve_with_exit_2(tmp_path, disk, ca
         ([tmp_path / "runs", "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         ([tmp_path / "runs", "--port", "70000"], "70000"),
     ):
-        code, told = run_command(capsys, "dashboard", *arguments)
-        assert (code, words in told) == (2, True), told
+        code, output = run_command(capsys, "dashboard", *arguments)
+        assert (code, words in output) == (2, True), output
 
 
 @pytest.mark.parametrize(
@@ -410,11 +410,11 @@ def test_the_command_refuses_what_it_cannot_serve_with_exit_2(tmp_path, disk, ca
 def test_a_folder_in_which_nothing_can_be_read_is_refused_and_says_what_is_missing(tmp_path, capsys, files, words):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    code, told = run_command(capsys, "dashboard", tmp_path)
-    assert code == 2 and words in told
+    code, output = run_command(capsys, "dashboard", tmp_path)
+    assert code == 2 and words in output
 
 
-def test_it_ends_when_interrupted(tmp_path, disk):
+def test_the_server_ends_when_interrupted(tmp_path, disk):
     import signal
     import subprocess
     import sys
@@ -425,9 +425,9 @@ def test_it_ends_when_interrupted(tmp_path, disk):
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     try:
-        said = process.stdout.readline() + process.stdout.readline()
-        assert "1 run" in said
-        address = said.split()[-1]
+        output = process.stdout.readline() + process.stdout.readline()
+        assert "1 run" in output
+        address = output.split()[-1]
         assert len(ask(address, "/api/runs")["runs"]) == 1
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0

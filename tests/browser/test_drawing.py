@@ -5,7 +5,7 @@ import re
 from importlib.resources import files
 
 import pytest
-from redline.views.dashboard.app import PAGES, own
+from redline.views.dashboard.app import PAGES, asset_file
 from redline.views.report import write_report
 from redline.views.report.page import DRAWING, SCRIPTS, asset
 
@@ -22,9 +22,9 @@ def drawing():
     return {name: asset(f"js/{name}.js") for name in DRAWING}
 
 
-def test_nothing_but_the_drawing_layer_makes_svg_or_asks_a_canvas():
+def test_only_the_drawing_layer_creates_svg_or_uses_a_canvas():
     others = {name: asset(f"js/{name}.js") for name in (*SCRIPTS, "report") if name not in DRAWING} | {
-        name: own(f"{name}.js") for name in PAGES
+        name: asset_file(f"{name}.js") for name in PAGES
     }
     makes = re.compile(r"createElementNS|www\.w3\.org|getContext|\bsvg\(|new Pen\b")
     assert {name: makes.findall(text) for name, text in others.items() if makes.search(text)} == {}
@@ -57,19 +57,19 @@ def test_the_layer_draws_a_chart_of_anything_without_the_scripts_of_either_page(
     assert drawn["corner"] == drawn["edges"]
 
 
-def test_every_figure_says_what_it_shows_to_those_who_do_not_see_it(tab, made):
+def test_every_figure_has_a_text_for_screen_readers(tab, made):
     tab.goto(made.as_uri())
     tab.locator("#timeline svg.chart").wait_for()
-    told = tab.evaluate(
+    labels = tab.evaluate(
         "[...document.querySelectorAll('figure svg.chart')].map((each) => [each.getAttribute('role'), each.getAttribute('aria-label')])"
     )
     assert (
-        len(told) >= 10
-        and len({label for _, label in told}) == len(told)
-        and all(len(label or "") > 10 for _, label in told)
+        len(labels) >= 10
+        and len({label for _, label in labels}) == len(labels)
+        and all(len(label or "") > 10 for _, label in labels)
     )
     # Controls are inside a group: a screen reader ignores the parts of an image.
-    assert {role for role, _ in told} == {"img", "group"}
+    assert {role for role, _ in labels} == {"img", "group"}
     assert (
         tab.locator("svg[role=img] [role=button]").count() == 0 < tab.locator("svg[role=group] [role=button]").count()
     )
@@ -109,7 +109,7 @@ def test_the_diagonal_is_where_predicted_and_measured_are_equal(tab, made, width
         assert inner and all(x == pytest.approx(y, abs=0.01) for x, y in inner), ticks
 
 
-def test_words_at_a_line_stand_where_the_fewest_marks_are(tab):
+def test_labels_of_a_line_are_where_the_fewest_marks_are(tab):
     tab.set_content("<!doctype html><main></main>")
     places = tab.evaluate(f"""() => {{ {"".join(drawing().values())}
       const place = (points) => {{

@@ -290,7 +290,7 @@ def test_values_of_the_parallel_coordinates_do_not_overlap(tab, eleven, phone, d
         )
 
 
-def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp_path, disk, simulated):
+def test_the_timeline_s_height_is_limited(tab, tmp_path, disk, simulated):
     def run(name, devices, step):
         outcomes = [
             ({"a": n}, disk.measured(1000.0 + n, devices=devices(n), started=1.7e9 + step * n, seconds_total=150.0))
@@ -305,8 +305,8 @@ def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp
         run("mixed", lambda n: 2 ** (n % 10), 0.01),
         run("few", lambda n: 1 + n % 4, 150.0),
     ]
-    said = ["One trial at a time", "20 trials at once", "20 trials at once", "4 devices"]
-    for path, words in zip(pages, said):
+    captions = ["One trial at a time", "20 trials at once", "20 trials at once", "4 devices"]
+    for path, words in zip(pages, captions):
         tab.goto(path.as_uri())
         box = tab.locator("#timeline .plot svg").bounding_box()
         assert 50 < box["height"] < 340
@@ -327,7 +327,7 @@ def again(tmp_path_factory, disk):
     )
 
 
-def test_one_number_is_shown_for_a_winner_that_was_measured_again_and_the_first_is_named(tab, again):
+def test_a_remeasured_winner_shows_one_number_and_names_the_first(tab, again):
     tab.goto(again.as_uri())
     assert tab.locator(".big").inner_text() == "2.00×"
     assert "Trial 1 trains at 2,000\u00a0tokens/s" in tab.locator(".verdict").inner_text()
@@ -346,11 +346,11 @@ def test_one_number_is_shown_for_a_winner_that_was_measured_again_and_the_first_
         "500",
     )
     tab.locator("tr[data-trial='1']").click()
-    told = tab.locator("dialog").inner_text()
-    assert re.search(r"First\s+3,000", told) and re.search(r"Measured again\s+1,980, 2,020", told)
+    text = tab.locator("dialog").inner_text()
+    assert re.search(r"First\s+3,000", text) and re.search(r"Measured again\s+1,980, 2,020", text)
 
 
-def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_measured_once(tab, again, made):
+def test_a_winner_below_others_is_explained_and_they_are_marked(tab, again, made):
     tab.goto(again.as_uri())
     for name in ("progress", "memory", "parallel", "trials"):
         lead = tab.locator(f"#{name} .lead").first.inner_text()
@@ -383,7 +383,7 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
     assert tab.locator(".mark.once, .revised").count() == 0 and "cannot win" not in tab.locator("main").inner_text()
 
 
-def test_of_a_tie_the_roomier_one_wins_and_that_is_said(tab, tmp_path, disk):
+def test_a_tie_goes_to_the_smaller_memory_and_says_so(tab, tmp_path, disk):
     outcomes = [
         ({"a": 0}, disk.measured(1000.0, peak_memory_mib=100.0)),
         ({"a": 1}, disk.measured(1010.0, peak_memory_mib=900.0)),
@@ -397,7 +397,7 @@ def test_of_a_tie_the_roomier_one_wins_and_that_is_said(tab, tmp_path, disk):
     )
 
 
-def test_a_spread_that_is_not_known_is_said_to_be_unknown(tab, tmp_path, disk):
+def test_an_unknown_spread_is_shown_as_unknown(tab, tmp_path, disk):
     outcomes = [({"a": n}, disk.measured(1000.0 + n, step_ms=None, step_ms_spread=None)) for n in range(2)]
     tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes)).as_uri())
     assert "±\u00a0unknown: measured once" in tab.locator(".tile").first.inner_text()
@@ -427,7 +427,7 @@ def show_table(tab, folder, rows):
     tab.goto(write_report(folder / "x.csv").as_uri())
 
 
-def test_what_a_table_says_is_never_executed(tab, tmp_path):
+def test_texts_of_a_table_are_never_executed(tab, tmp_path):
     rows = [
         {"trial": n, "status": "ok" if n < 3 else "crash", "throughput": n + 1 if n < 3 else "", "unit": HOSTILE, "reason": HOSTILE,
          "sampler": HOSTILE, "knob.a": HOSTILE if n % 2 else "plain", f"knob.{HOSTILE}": n, "peak_memory_mib": 5 + n}
@@ -496,7 +496,7 @@ def test_five_thousand_trials_stay_quick_to_draw_and_to_scroll(tab, tmp_path, di
     assert 10 < tab.locator("#trials tbody tr[data-trial]").count() < 80
 
 
-def test_it_prints_on_pages_no_wider_than_paper_with_all_rows_of_the_table(tab, made, tmp_path):
+def test_the_printed_report_fits_the_paper_and_has_all_rows(tab, made, tmp_path):
     path, trials = made
     tab.goto(path.as_uri())
     # Records the rows while the browser prints.

@@ -131,7 +131,7 @@ def test_devices_and_events_show_what_happens(tab, service, expect):
     worker = service.store.join(service.store.user("submitter"), "w1", "host1", device, 8, 81000, {})
     expect(tab.locator(f"[data-worker='{worker.id}']")).to_contain_text("8 × NVIDIA H100")
     tab.get_by_role("link", name="Events").click()
-    service.store.tell(None, "said", {"message": "something new"})
+    service.store.add_event(None, "said", {"message": "something new"})
     expect(tab.locator(".events")).to_contain_text("something new")
     service.store.leave(worker.id)
     expect(tab.locator(".events")).to_contain_text("worker w1: left")

@@ -161,7 +161,7 @@ def test_a_change_of_configuration_a_restart_and_a_failed_checkpoint_are_marked(
     assert tab.locator("#course svg.chart").count() == 4
 
 
-def test_how_much_of_the_peak_was_used_is_a_curve_where_it_is_known(tab, address):
+def test_utilisation_is_a_curve_if_the_peak_is_known(tab, address):
     show(tab, address, "plain")
     charts = tab.locator("#course svg.chart")
     assert charts.count() == 5
@@ -189,7 +189,7 @@ def test_the_page_fits_a_phone(tab, address, phone, overflow, scheme):
     assert overflow(tab) <= 0
 
 
-def test_damage_is_said_in_words_and_texts_stay_texts(tab, address):
+def test_damage_is_reported_and_texts_are_escaped(tab, address):
     show(tab, address, "damaged")
     assert "'damaged/train.yaml' is damaged" in tab.locator(".problems").inner_text()
     tab.goto("about:blank")
@@ -226,7 +226,7 @@ def test_a_page_follows_a_training_and_says_when_it_is_gone(tab, tmp_path, made,
 # -- files that are never served -------------------------------------------------------------------------------
 
 
-def test_however_long_a_log_is_little_is_sent(tmp_path, made, serving):
+def test_the_page_of_a_long_log_stays_small(tmp_path, made, serving):
     made.write_training(tmp_path / "a", [made.step_line(step, 1.0 / step) for step in range(1, 20_001)])
     address = serving(tmp_path)
     version, deadline = "", time.monotonic() + 60
@@ -248,7 +248,7 @@ def test_only_trainings_that_were_found_are_read(address, name):
         assert status == 404 and b"unknown training" in body
 
 
-def test_what_ranks_printed_is_the_latest_start_s_and_no_link_is_followed(tmp_path, made, serving):
+def test_the_ranks_output_is_the_latest_start_s_and_links_are_not_followed(tmp_path, made, serving):
     made.write_training(tmp_path / "all" / "a", [])
     logs = tmp_path / "all" / "a" / "logs"
     address = serving(tmp_path / "all")

@@ -77,7 +77,7 @@ def test_a_few_trials_make_it_better(plain, count):
         assert np.mean(after) < 0.5 * np.mean(before)
 
 
-def test_more_trials_make_it_surer(plain):
+def test_more_trials_reduce_the_uncertainty(plain):
     rng = np.random.default_rng(1)
     step, memory = truth(plain, rng)
     order = rng.permutation(len(CONFIGS))
@@ -90,18 +90,18 @@ def test_more_trials_make_it_surer(plain):
 
 
 @pytest.mark.parametrize("count", [4, 10])
-def test_one_wild_trial_does_not_spoil_it(plain, count):
-    clean, spoilt = [], []
+def test_an_outlier_does_not_spoil_the_calibration(plain, count):
+    clean, with_outlier = [], []
     for seed in range(6):
         rng = np.random.default_rng(seed)
         step, memory = truth(plain, rng)
         chosen = rng.permutation(len(CONFIGS))[:count]
-        wild = step.copy()
-        wild[chosen[0]] *= 20
+        outlier = step.copy()
+        outlier[chosen[0]] *= 20
         clean.append(error(plain.calibrate(trials(chosen, step, memory)), step, chosen))
-        spoilt.append(error(plain.calibrate(trials(chosen, wild, memory)), step, chosen))
-    assert np.mean(spoilt) < np.mean(clean) + 0.1
-    assert np.max(spoilt) < 0.5  # the outlier was off by log(20) = 3
+        with_outlier.append(error(plain.calibrate(trials(chosen, outlier, memory)), step, chosen))
+    assert np.mean(with_outlier) < np.mean(clean) + 0.1
+    assert np.max(with_outlier) < 0.5  # the outlier was off by log(20) = 3
 
 
 def test_intervals_contain_80_percent_of_what_follows_the_model(plain):
@@ -165,7 +165,7 @@ def test_throughput_is_as_good_as_a_step_time(plain):
     np.testing.assert_allclose(by_rate.table(CONFIGS).step_ms, by_time.table(CONFIGS).step_ms)
 
 
-def test_an_oom_where_it_was_thought_to_fit_raises_memory(plain):
+def test_an_unexpected_oom_raises_the_memory_prediction(plain):
     table = plain.table(CONFIGS)
     at = int(np.argmin(np.abs(table.peak_memory_mib / table.memory_limit_mib - 0.8)))
     found = plain.calibrate([failed(Status.OOM, CONFIGS[at])]).table(CONFIGS)
@@ -173,7 +173,7 @@ def test_an_oom_where_it_was_thought_to_fit_raises_memory(plain):
     assert found.probability_fits[at] < table.probability_fits[at]
 
 
-def test_an_oom_where_it_was_expected_says_nothing():
+def test_an_expected_oom_changes_nothing():
     plain = Estimator(SHAPE, "a100-80gb", SETUP.replace(memory_limit_mib=16000))
     table = plain.table(CONFIGS)
     at = int(np.argmax(np.where(np.isfinite(table.peak_memory_mib), table.peak_memory_mib, 0)))
@@ -273,7 +273,7 @@ def test_an_impossible_configuration_has_no_effects(plain):
     assert np.isfinite(table.log_throughput_effects).all()
 
 
-def test_what_is_carried_over_is_what_the_joint_normal_distribution_says():
+def test_transferred_calibration_is_the_joint_normal_distribution_s():
     """Measurements z_r = theta_r + error of two trainings, and theta of a third, as one conditioned Gaussian."""
     rng = np.random.default_rng(3)
     roots = rng.normal(size=(2, 3, 3)) * PRIOR
@@ -295,7 +295,7 @@ def test_what_is_carried_over_is_what_the_joint_normal_distribution_says():
     assert got.trials == 10
 
 
-def test_nothing_found_carries_nothing_over(plain):
+def test_a_calibration_without_trials_transfers_nothing(plain):
     for others in ([], [plain], [plain.calibrate([])]):
         found = plain.carrying(others).table(CONFIGS)
         np.testing.assert_allclose(found.step_ms, plain.table(CONFIGS).step_ms, rtol=1e-12)
@@ -303,7 +303,7 @@ def test_nothing_found_carries_nothing_over(plain):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_what_other_trainings_showed_of_the_devices_holds_for_a_new_one(plain, seed):
+def test_device_terms_learned_from_other_trainings_apply_to_a_new_one(plain, seed):
     rng = np.random.default_rng(seed)
     factors = {"time.matmul": 1.3, "time.attention": 1.3, "time.tensor parallel": 1.7, "time.data parallel": 1.7}
     step, _ = truth(plain, rng, factors=factors)

@@ -32,7 +32,7 @@ def test_checkpointing_with_memory_to_spare_is_named_in_the_commands_words(check
     assert found.startswith("gradient_checkpointing=True recomputes blocks")
 
 
-def test_its_changes_are_faster_when_they_are_made(checked):
+def test_suggested_changes_are_faster_when_applied(checked):
     assert 1 <= len(checked.faster) <= 3
     for each in checked.faster:
         words = CHECKPOINTED.split()
@@ -60,7 +60,7 @@ def test_a_training_that_does_not_fit_ends_with_3_and_names_what_would():
 
 def test_an_out_of_memory_verdict_says_whose_facts_it_assumes():
     asked = [f"{RUN} --per_device_train_batch_size 64", "--hardware", "a100-80gb", "--memory-limit", "8GiB"]
-    for more, said in (
+    for more, message in (
         ([], "assumed  of trainer: gradients are whole while they accumulate"),
         (
             ["--framework", "nanotron"],
@@ -68,7 +68,7 @@ def test_an_out_of_memory_verdict_says_whose_facts_it_assumes():
         ),
     ):
         done = CliRunner().invoke(command, [*asked, *more], standalone_mode=False)
-        assert done.return_value == 3 and said in done.output
+        assert done.return_value == 3 and message in done.output
         found = json.loads(CliRunner().invoke(command, [*asked, *more, "--json"], standalone_mode=False).output)
         assert found["assumed_of"] == (more or ["", "trainer"])[1] and "; ".join(found["assumed"]) in done.output
     with pytest.raises(UsageError, match="unknown framework 'megatorn'"):

@@ -90,7 +90,7 @@ def test_a_table_says_what_each_call_says(configs):
         assert one == table.row(index) or one.step_ms == pytest.approx(table.row(index).step_ms)
 
 
-def test_what_a_configuration_lacks_is_the_setups():
+def test_missing_knobs_take_the_setup_s_values():
     estimator = made()
     assert estimator({}).step_ms == estimator({"tp": 1, "pp": 1, "dp": 64, "grad_accum": 8}).step_ms
 
@@ -203,7 +203,7 @@ def test_an_impossible_setup_is_an_error_in_words(training, words):
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ({**SHAPE, "layers": 0}, "layers must be an integer of at least 1"),
+        ({**SHAPE, "layers": 0}, "layers must be a whole number of at least 1"),
         ({**SHAPE, "heads": 7}, "heads must divide hidden"),
         ({**SHAPE, "kv_heads": 3}, "kv_heads must divide heads"),
         ({**SHAPE, "hiden": 3}, "hidden"),
@@ -222,7 +222,7 @@ def test_a_model_of_another_kind_is_an_error():
 @pytest.mark.parametrize(
     "knob", [{"sequence_parallel": True}, {"fusion": True}, {"attention": "sdpa"}, {"virtual_stages": 2}]
 )
-def test_what_a_table_has_where_a_conditional_knob_does_not_apply_is_the_setups_value(knob):
+def test_an_inapplicable_conditional_knob_has_the_setup_s_value(knob):
     estimator = made()
     split = {"tp": 2, "pp": 2, "pipeline_schedule": "interleaved", "micro_batch": 1}
     configs = [{**split, **knob}, {"tp": 2, "pp": 1, "micro_batch": 1}]

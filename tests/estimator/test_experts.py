@@ -181,7 +181,7 @@ def test_first_blocks_may_be_dense_and_experts_shared():
         ({"experts": 4, "experts_per_token": 5}, "a token has at most all"),
         ({"dense_layers": 1}, "dense_layers must leave a block with experts"),
         ({"experts": 4, "dense_layers": 2}, "dense_layers must leave a block with experts"),
-        ({"experts": -1}, "experts must be an integer of at least 0"),
+        ({"experts": -1}, "experts must be a whole number of at least 0"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(wrong, words):

@@ -181,7 +181,7 @@ def test_facts_come_back_from_the_disk_as_they_were(tmp_path, monkeypatch):
         trace_facts(workload, precision="fp32", folder=tmp_path)
 
 
-def test_a_broken_cache_file_is_traced_anew(tmp_path):
+def test_a_broken_cache_file_is_traced_again(tmp_path):
     workload = rl.workload("gpt2-tiny")
     first = trace_facts(workload, folder=tmp_path)
     (file,) = (tmp_path / "facts").iterdir()

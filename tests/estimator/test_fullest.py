@@ -16,7 +16,7 @@ def fullest(config, vocabulary=32000, **sizes):
     return fullest_rank(Estimator(facts, find_hardware("h100-80gb"), setup), {"micro_batch": 1, **config})
 
 
-def test_without_a_pipeline_all_ranks_are_alike():
+def test_without_a_pipeline_all_ranks_are_equal():
     assert str(fullest({"tp": 8})) == "all ranks alike"
 
 
@@ -45,7 +45,7 @@ def test_experts_get_unequal_rows():
 
 
 @pytest.mark.parametrize("config", [{"pp": 4}, {"pp": 8, "checkpoint_ratio": 0.5}, {"ep": 4}], ids=str)
-def test_its_peak_is_that_of_the_estimate(config):
+def test_the_fullest_rank_s_peak_is_the_estimate_s(config):
     facts = ModelFacts.from_shape(**SIZES, vocabulary=32000, **(MIXTURE if "ep" in config else {}))
     estimator = Estimator(facts, find_hardware("h100-80gb"), TrainingSetup(devices=32, seq_len=4096, global_batch=256))
     table = estimator.table([{"micro_batch": 1, **config}])

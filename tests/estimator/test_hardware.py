@@ -80,7 +80,7 @@ def test_every_device_is_found_by_its_own_name():
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "said"),
+    ("name", "device", "message"),
     [
         ("a100", "a100-80gb", "'a100' is taken for a100-80gb, the most common; there is a100-40gb too"),
         ("V100", "v100-32gb", "'V100' is taken for v100-32gb, the most common; there is v100-16gb too"),
@@ -89,9 +89,9 @@ def test_every_device_is_found_by_its_own_name():
         ("NVIDIA A100-PCIE-40GB", "a100-40gb", "numbers are the SXM module's"),
     ],
 )
-def test_what_a_name_leaves_open_is_chosen_and_said(name, device, said):
+def test_an_ambiguous_device_name_is_resolved_with_a_note(name, device, message):
     found = find_hardware(name)
-    assert said in found.note
+    assert message in found.note
     assert found.replace(note="") == DEVICES[device]
 
 
@@ -186,7 +186,7 @@ def test_an_unknown_field_names_the_nearest(tmp_path):
         ("base: h1000\n", "h100"),
     ],
 )
-def test_a_file_that_is_none_is_an_error(tmp_path, text, words):
+def test_an_invalid_file_is_an_error(tmp_path, text, words):
     with pytest.raises(UsageError, match=words):
         Hardware.from_yaml(written(tmp_path, text))
 
@@ -207,5 +207,5 @@ def test_more_ranks_than_a_cpu_has_memory_for_are_refused():
     assert cpu.shared(160).memory_gib == pytest.approx(0.1)
     with pytest.raises(UsageError) as refused:
         cpu.shared(4096)
-    said = "4,096 ranks on one CPU would have 4 MiB of its 16,384 MiB each; at most 160 have room there: give fewer devices"
-    assert str(refused.value) == said
+    message = "4,096 ranks on one CPU would have 4 MiB of its 16,384 MiB each; at most 160 have room there: give fewer devices"
+    assert str(refused.value) == message

@@ -40,7 +40,7 @@ def test_the_dynamic_program_finds_what_trying_all_finds():
         assert best - 1e-9 <= seconds <= best + 0.05
 
 
-def test_nothing_within_the_budget_is_nothing():
+def test_no_plan_within_the_budget_returns_none():
     assert knapsack([[_Choice(0.0, 5.0, LAYER)]], [4.0]) == [None]
     assert knapsack([], [-1.0]) == [None]
 
@@ -58,7 +58,7 @@ def refined(**options):
     return request, estimate_document(request, layerwise=True, top=1)
 
 
-def test_where_memory_is_short_something_is_gained_within_the_limit():
+def test_short_memory_leaves_a_gain_within_the_limit():
     request, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     layerwise = found.layerwise
     uniform = found.ranked[0]
@@ -73,7 +73,7 @@ def test_where_memory_is_short_something_is_gained_within_the_limit():
     assert "layer by layer" in "\n".join(layerwise.lines())
 
 
-def test_where_memory_is_ample_nothing_is_recomputed_and_the_step_is_the_uniform_one():
+def test_ample_memory_needs_no_recomputation():
     _, found = refined(hardware="h200-141gb", fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 1})
     assert found.ranked[0].config["checkpoint_ratio"] == 0
     assert found.layerwise.layers == () and found.layerwise.gain == 0
@@ -160,7 +160,7 @@ def test_more_recomputed_blocks_take_less_memory_and_longer():
     assert steps == sorted(steps) and len(set(steps)) == 4
 
 
-def test_where_blocks_are_recomputed_only_in_early_stages_the_fullest_may_be_a_later_one():
+def test_recomputation_in_early_stages_moves_the_fullest_stage():
     predict = estimator(pp=4)
     texts = ("0-5:ckpt 6-23:-", "0-23:ckpt", "0-17:- 18-23:ckpt")
     first, all_of_them, last = (predict(strategy=text) for text in texts)
@@ -211,7 +211,7 @@ def test_blocks_and_a_ratio_together_are_refused_where_both_are_asked_for():
         estimate_document(request, config={"strateg": "0-23:-"})
 
 
-def test_what_was_learnt_from_a_refined_trial_counts_like_any_other():
+def test_refined_trials_calibrate_like_any_other():
     predict = estimator()
     request = estimate_request(SHAPE, "a100-80gb", devices=8, seq_len=2048, global_batch=256, fix={"precision": "bf16"})
     config = {"tp": 1, "zero": 1, "micro_batch": 4, "precision": "bf16", "strategy": "0-7:ckpt 8-23:-"}
@@ -231,7 +231,7 @@ def test_the_answer_holds_both_beside_each_other():
     assert [run.last for run in parse(data["strategy"])][-1] == 23
 
 
-def test_a_refinement_that_treats_all_blocks_alike_is_said_to_be_the_uniform_configuration():
+def test_a_uniform_refinement_is_reported_as_the_uniform_configuration():
     _, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     mixed = found.layerwise
     assert 0 < sum(each.ckpt for each in mixed.layers) < 24 and mixed.amounts_to() is None
@@ -266,9 +266,9 @@ def test_a_deep_model_on_many_devices_is_planned_in_seconds():
     request = estimate_request(shape, "a100-80gb", devices=512, seq_len=2048, global_batch=1024, fix=fix)
     (winner,) = estimate_document(request, top=1).ranked[:1]
     facts = request.estimator.facts_of(knob_arrays([winner.config], request.estimator.training), 0)
-    began = time.process_time()
+    start = time.process_time()
     plan = refine(request.estimator, winner, facts, relatives(request.space, winner.config))
-    assert time.process_time() - began < 2 * SLOWER_HERE
+    assert time.process_time() - start < 2 * SLOWER_HERE
     assert plan.throughput >= winner.estimate.throughput
     assert not plan.layers or len(plan.layers) == 128
 

@@ -21,7 +21,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(measuring, "SECONDS", 0.01)
 
 
-def test_what_is_measured_becomes_a_file_that_reads_back(quick, tmp_path):
+def test_measured_hardware_round_trips_through_its_file(quick, tmp_path):
     found = measure()
     assert set(found.tflops["fp32"]) == {64, 128}
     assert all(rate > 0 for rates in found.tflops.values() for rate in rates.values())
@@ -99,7 +99,7 @@ def shares(quick, monkeypatch):
     return Busy.shares
 
 
-def test_a_busy_machine_says_so_and_is_measured_anew_soon(shares, tmp_path, monkeypatch):
+def test_a_busy_machine_is_reported_and_measured_again_soon(shares, tmp_path, monkeypatch):
     shares += [0.8, 0.5, 0.6]
     found = this_machine(tmp_path)
     assert "other processes took 50 % of its cores" in found.note
@@ -119,10 +119,10 @@ def test_a_moment_of_rest_is_enough(shares):
 
 
 def test_a_machine_that_lets_it_hardly_run_is_still_a_machine(monkeypatch):
-    def crawling(works, where, seconds):
+    def slow_best(works, where, seconds):
         return dict.fromkeys(works, 3600.0)
 
-    monkeypatch.setattr(measuring, "_best", crawling)
+    monkeypatch.setattr(measuring, "_best", slow_best)
     found = measure(short=True).to_hardware()
     assert found.tflops["fp32"] == SLOWEST_TFLOPS and found.memory_gb_per_s == SLOWEST_GB_PER_S
 
@@ -133,10 +133,10 @@ def test_the_estimate_and_the_search_pass_on_that_the_machine_was_busy(shares, t
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shares += [0.8, 0.8, 0.8]
-    workload, said = rl.workload("gpt2-tiny"), []
+    workload, messages = rl.workload("gpt2-tiny"), []
     assert any("80 % of its cores" in note for note in estimate_request(workload).notes)
-    estimate_to_begin_with(workload, rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None)
-    assert len(said) == 1 and "80 % of its cores" in said[0]
+    estimate_to_begin_with(workload, rl.Space(), messages.append, devices=1, hardware=None, memory_limit_mib=None)
+    assert len(messages) == 1 and "80 % of its cores" in messages[0]
 
 
 def test_load_is_what_others_take_of_the_cores_not_what_this_process_does():

@@ -26,7 +26,7 @@ def both(workload, **variant):
         ("t5-tiny", {"precision": "bf16"}),  # two stacks, whose first blocks have the bias of all
     ],
 )
-def test_a_step_is_traced_alike_whether_every_block_runs_or_three_of_a_kind(name, variant):
+def test_tracing_three_blocks_of_a_kind_equals_tracing_all(name, variant):
     every, few = both(rl.workload(name), **variant)
     assert few == every
 
@@ -84,7 +84,7 @@ def test_blocks_that_differ_in_what_they_do_are_kinds_of_their_own():
     assert few == trace_step(workload, paths, lambda *_: "none", every_block=True)
 
 
-def test_what_the_configuration_says_of_single_layers_tells_blocks_apart():
+def test_per_layer_settings_of_the_configuration_distinguish_blocks():
     class Configured(Stack):
         def __init__(self) -> None:
             super().__init__(6 * (False,))
@@ -102,7 +102,7 @@ def test_what_the_configuration_says_of_single_layers_tells_blocks_apart():
     assert Block.ran == [0, 1, 2, 3, 4, 5]
 
 
-def test_experts_count_with_the_rows_that_come_to_each(tmp_path):
+def test_experts_count_with_the_rows_routed_to_them(tmp_path):
     facts = trace_facts(rl.workload("mixtral-tiny"), precision="fp32", folder=tmp_path)
     block = next(part for part in facts.parts if part.role == "block")
     experts = {(each.k, each.n): each for each in block.matmuls if each.count == 4}
@@ -124,7 +124,7 @@ def test_the_learned_bias_of_positions_gets_its_gradient(tmp_path):
     assert not [note for note in facts.notes if "backward" in note]
 
 
-def test_parameters_of_blocks_that_were_not_come_to_are_known(tmp_path):
+def test_parameters_of_unreached_blocks_are_known(tmp_path):
     class Stops(Stack):
         def forward(self, x):
             x = self.blocks[0](self.first(x))

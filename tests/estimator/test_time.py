@@ -144,7 +144,7 @@ def test_an_all_reduce_of_little_goes_by_a_tree_and_moves_what_a_ring_moves():
     assert ring(1).reduce(one(1e9), 1.0)[0] == 0.0
 
 
-def test_shards_are_gathered_block_by_block_and_each_block_waits_anew():
+def test_each_block_waits_for_its_own_gather():
     assert ring(64).gather(one(1e9), 1e-3, 33)[0] - ring(64).gather(one(1e9), 1e-3)[0] == pytest.approx(
         32 * (1e-3 + ring(64).latency[0])
     )

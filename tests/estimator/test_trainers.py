@@ -111,7 +111,7 @@ def test_gradients_that_stay_are_there_beside_the_activations_of_a_single_micro_
     )
 
 
-def test_what_fsdp_offloads_are_pieces_of_weights_and_gradients_too():
+def test_fsdp_offloads_shards_of_weights_and_gradients_too():
     away = {**CONFIG, "offload": "optimizer"}
     states, pieces = (memory(away, offload_weights=each) for each in (False, True))
     assert states.breakdown["memory.optimizer"] == pieces.breakdown["memory.optimizer"] == 0
@@ -123,7 +123,7 @@ def test_what_fsdp_offloads_are_pieces_of_weights_and_gradients_too():
     assert memory(whole, offload_weights=True).breakdown["memory.parameters"] > 0
 
 
-def test_plans_by_a_trainer_have_its_facts_whatever_the_knobs_say():
+def test_plans_of_a_trainer_have_its_facts_regardless_of_knobs():
     shape = Shape(name="small", vocabulary=32000, layers=16, hidden=2048, heads=16)
     asked = {"devices": 8, "seq_len": 2048, "global_batch": 64}
     request = estimate_request(shape, "a100-80gb", framework="megatron", **asked)

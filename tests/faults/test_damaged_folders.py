@@ -19,7 +19,7 @@ def fuzz(whole, root, seeds):
     left_out = 0
     for seed in seeds:
         run = copied(whole, root / "damaged")
-        said = damage(run, random.Random(seed))
+        damages = damage(run, random.Random(seed))
         try:
             refused = read_everything(run, whole)
             (line,) = (
@@ -28,7 +28,7 @@ def fuzz(whole, root, seeds):
                 else [{}]
             )
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {', '.join(said)}") from error
+            raise AssertionError(f"seed {seed}: {', '.join(damages)}") from error
         left_out += bool(line.get("problems") or any(each.startswith("show") for each in refused))
         shutil.rmtree(run)
     return left_out
@@ -65,7 +65,7 @@ def test_one_damaged_run_is_a_row_beside_the_others(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("seq_len: 128", "seq_len: lots", "asked.seq_len is 'lots', not a whole number"),
         ("heads: 4", "heads: 0", "asked.shape.heads is 0, not a whole number from 1 on"),
@@ -73,13 +73,13 @@ def test_one_damaged_run_is_a_row_beside_the_others(whole, tmp_path):
         ("used: 8", "used: .nan", "asked.devices.used is nan, not a whole number"),
     ],
 )
-def test_a_part_of_another_type_is_named_and_left_out(whole, tmp_path, old, new, said):
+def test_a_part_of_another_type_is_named_and_left_out(whole, tmp_path, old, new, message):
     run = copied(whole, tmp_path / "run")
     text = (run / "run.yaml").read_text()
     assert old in text
     (run / "run.yaml").write_text(text.replace(old, new))
-    assert any(said in each for each in View(run).problems)
-    assert any(said in each for each in Source.read(run).problems)
+    assert any(message in each for each in View(run).problems)
+    assert any(message in each for each in Source.read(run).problems)
     assert [problem for problem in read_everything(run, whole) if "Error" in problem] == []
 
 

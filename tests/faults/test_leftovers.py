@@ -58,7 +58,7 @@ def test_an_agent_whose_starter_is_killed_takes_its_folder_with_it(driver, tempo
     assert list(temporary.iterdir()) == []
 
 
-def test_what_is_left_when_both_are_killed_goes_at_the_next_start(driver, temporary):
+def test_leftovers_of_two_killed_processes_are_removed_at_the_next_start(driver, temporary):
     started, agent = driver
     (folder,) = temporary.iterdir()
     sweep()
@@ -103,7 +103,7 @@ def test_a_folder_goes_with_the_end_of_its_use_and_its_lock_not_with_a_fork(temp
     assert list(temporary.iterdir()) == []
 
 
-def test_who_is_killed_while_removing_its_folder_leaves_it_to_the_next(temporary, monkeypatch):
+def test_a_removal_that_is_killed_is_finished_by_the_next_start(temporary, monkeypatch):
     made = Scratch("agent")
     (made.path / "log").touch()
     (made.path / "rendezvous-1").mkdir()

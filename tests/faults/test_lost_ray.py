@@ -102,7 +102,7 @@ OFTEN = ("the head is killed", "the worker of a host stands still")
     ("name", "number"),
     [pytest.param(*hit, id=what, marks=[pytest.mark.exhaustive] * (what not in OFTEN)) for what, hit in HITS.items()],
 )
-def test_a_search_goes_on(search, tmp_path, name, number, request):
+def test_a_search_survives_the_loss(search, tmp_path, name, number, request):
     process, family = search()
     hit = named(family, name)
     if name == "ray_driver" and "guard" not in request.node.name:

@@ -106,7 +106,7 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize("isolate", [False, True], ids=["in this process", "in processes of their own"])
-def test_whatever_it_gives_is_an_outcome_and_can_be_read_again(tmp_path, isolate):
+def test_every_return_value_is_an_outcome_that_can_be_read_again(tmp_path, isolate):
     space = rl.Space()
     space.choice("how", list(OUTCOMES))
     made = {how: make for how, (make, _, _) in OUTCOMES.items()}

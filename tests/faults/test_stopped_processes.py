@@ -42,12 +42,12 @@ def wait_for(file):
 
 
 @pytest.mark.parametrize("stops", ["the supervisor", "the supervisor and its rank"])
-def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(agent, tmp_path, stops):
-    told = tmp_path / "pids"
+def test_a_trial_with_a_stopped_supervisor_is_a_timeout_and_leaves_nothing(agent, tmp_path, stops):
+    pids = tmp_path / "pids"
 
     def program(context):
         hidden = subprocess.Popen(["sleep", "597"], start_new_session=True)
-        told.write_text(f"{os.getpid()} {os.getppid()} {hidden.pid}")
+        pids.write_text(f"{os.getpid()} {os.getppid()} {hidden.pid}")
         os.kill(os.getppid(), signal.SIGSTOP)
         if stops != "the supervisor":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,7 +58,7 @@ def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(a
     assert time.monotonic() - begin >= 1 + SOON_S
     assert outcome.status is Status.TIMEOUT
     assert outcome.reason == "no result within 1 s; its supervisor did not answer for another 2 s and was killed"
-    assert left_of(told.read_text().split()) == []
+    assert left_of(pids.read_text().split()) == []
     assert run(agent, lambda context: 7).ranks[0].report == 7
 
 
@@ -73,7 +73,7 @@ def test_compilation_does_not_count_for_who_waits_either(agent):
 
 
 @pytest.mark.parametrize("size", [0, 4 << 20], ids=["a small job", "a job larger than what a socket holds"])
-def test_an_agent_that_stands_still_is_replaced(agent, size):
+def test_a_stopped_agent_is_replaced(agent, size):
     agent.wait_ready()
     first = agent.pid
     os.kill(first, signal.SIGSTOP)
@@ -85,14 +85,14 @@ def test_an_agent_that_stands_still_is_replaced(agent, size):
     assert agent.pid != first
 
 
-def test_an_agent_that_stands_still_while_it_starts_is_started_again(agent):
+def test_an_agent_stopped_during_its_start_is_started_again(agent):
     first = agent.pid
     os.kill(first, signal.SIGSTOP)
     agent.wait_ready()
     assert left_of([first]) == [] and agent.pid != first
 
 
-def test_an_agent_that_stands_still_when_it_is_closed_is_ended(agent, monkeypatch):
+def test_a_stopped_agent_is_killed_when_closed(agent, monkeypatch):
     monkeypatch.setattr(host, "CLOSE_S", SOON_S)
     agent.wait_ready()
     os.kill(agent.pid, signal.SIGSTOP)

@@ -59,7 +59,7 @@ def test_a_strangers_run_shows_control_characters_escaped(tmp_path):
 
 
 @pytest.mark.parametrize("text", FORMULAS)
-def test_no_cell_is_a_formula_and_each_comes_back_as_it_was(text, tmp_path):
+def test_no_cell_is_a_formula_and_all_round_trip(text, tmp_path):
     trial = failed(text)
     data = line(header(["a"])) + row(trial, ["a"])
     (tmp_path / "trials.csv").write_text(data)

@@ -137,7 +137,7 @@ def test_flagscales_file_for_other_devices_is_told_from_these(tmp_path):
         read(flagscale(tmp_path), devices=1)
 
 
-def test_what_flagscales_file_leaves_open_is_said(tmp_path):
+def test_settings_missing_in_flagscale_s_file_are_reported(tmp_path):
     document = yaml.safe_load(FLAGSCALE)
     del document["defaults"]
     document["experiment"]["auto_tuner"]["space"] |= {"micro_batch_size": "auto", "block_size": [8, 16], "odd": "auto"}

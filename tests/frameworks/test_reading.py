@@ -84,7 +84,7 @@ def knobs_of(config, devices):
 @pytest.mark.parametrize(
     ("target", "knob", "value"), list(cases(name for name in export_targets() if name in FRAMEWORKS))
 )
-def test_what_an_export_writes_is_read_as_the_same_knob(target, knob, value, tmp_path):
+def test_exported_knobs_are_read_back_unchanged(target, knob, value, tmp_path):
     config = config_of(knob, value)
     made = exported(target, config)
     path = tmp_path / f"file{SUFFIX[made.form]}"
@@ -110,7 +110,7 @@ def test_what_an_export_writes_is_read_as_the_same_knob(target, knob, value, tmp
         if knob != "optim"
     ],
 )
-def test_what_a_launcher_says_is_read_as_the_same_knob(name, knob):
+def test_launcher_options_are_read_back_as_the_same_knobs(name, knob):
     launcher, word = find_launcher(name), find_framework(name).words.get(knob)
     sayable = {"precision": ("fp32", "bf16", "fp16"), "checkpoint_ratio": (0, 1), "fusion": (False, True),
                   "kernels": (False, True), "zero": (0, 3), "sequence_parallel": (False, True), **launcher.sayable}  # fmt: skip
@@ -138,7 +138,7 @@ def test_what_a_launcher_says_is_read_as_the_same_knob(name, knob):
 
 
 @pytest.mark.parametrize(("name", "knob", "value"), list(cases(FRAMEWORKS)))
-def test_what_a_table_writes_it_reads_as_the_same_knob(name, knob, value):
+def test_every_word_is_read_back_as_the_same_knob(name, knob, value):
     framework, config = find_framework(name), config_of(knob, value)
     devices = prod(config.get(each, 1) for each in ("tp", "sp", "cp", "pp", "dp"))
     strategy = Strategy.of(config, devices=devices)
@@ -376,7 +376,7 @@ def test_a_script_of_megatron(folder):
     assert any(note.startswith("rampup-batch-size") for note in found.notes)
 
 
-def test_what_contradicts_itself_is_refused(folder):
+def test_contradictory_settings_are_refused(folder):
     command = "torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size 3 --global-batch-size 64 --bf16"
     with pytest.raises(UsageError, match="64, is not a multiple of micro_batch 3 .* = 24; the nearest multiple is 72"):
         read(command).on()
@@ -399,7 +399,7 @@ def test_what_contradicts_itself_is_refused(folder):
         ("python run_clm.py --deepspeed here.json", "the file here.json of deepspeed is not there"),
     ],
 )
-def test_what_cannot_be_read_is_named(given, says, folder):
+def test_unreadable_files_are_named(given, says, folder):
     (folder / "bad.toml").write_text("[job\n")
     (folder / "list.yaml").write_text("- a\n")
     (folder / "other.yaml").write_text("colour: blue\n")
@@ -463,7 +463,7 @@ def test_megatrons_layers_of_each_stage_are_read(flags, stages, chunks):
         "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",  # 5 for three
     ],
 )
-def test_what_cannot_be_followed_of_megatrons_stages_is_stated(flags):
+def test_unsupported_stage_layouts_of_megatron_are_stated(flags):
     found = megatron(*flags.split())
     assert "stage_blocks" not in found.on(4).config
     assert any("even shares of the layers" in note or "cannot be shared by" in note for note in found.notes)

@@ -52,7 +52,7 @@ layer = st.builds(
 
 @settings(deadline=None)
 @given(layers=st.lists(layer, min_size=1, max_size=40), tp=st.sampled_from([1, 2, 4]), zero=st.integers(0, 3))
-def test_what_is_printed_is_read_again(layers, tp, zero):
+def test_a_printed_strategy_is_read_back(layers, tp, zero):
     text = text_of(layers, tp=tp, zero=zero)
     assert of_blocks(text, len(layers), tp=tp, zero=zero) == layers
     assert canonical(text) == text == Strategy.of({"strategy": f"  {text} "}).strategy
@@ -68,7 +68,7 @@ def test_a_text_for_another_depth_is_refused_with_both_numbers():
         of_blocks("0-7:ckpt", 12)
 
 
-def test_one_spelling_stands_for_all():
+def test_equal_strategies_have_one_canonical_text():
     assert canonical(" 0:ckpt,tp2   1-3:tp2,ckpt 4:- ") == "0-3:tp2,ckpt 4:-"
     assert canonical("0-1:zero3,ep2,tp1") == "0-1:tp1,ep2,zero3"
     assert canonical("0:offload,ckpt 1:ckpt,offload") == "0-1:ckpt,offload"

@@ -92,14 +92,14 @@ def exported(target, shape=None, **config):
 
 
 def test_exports_follow(monkeypatch):
-    def told():
+    def reported():
         deepspeed = yaml.safe_load(exported("deepspeed").text)["communication_data_type"]
         return deepspeed, "--grad-reduce-in-bf16" in exported("megatron").text
 
-    assert told() == ("fp32", False)
+    assert reported() == ("fp32", False)
     assert "training.dtype float32" in exported("torchtitan").text
     changed(monkeypatch, reduced="bf16", weights="bf16")
-    assert told() == ("bf16", True)
+    assert reported() == ("bf16", True)
     assert "training.dtype bfloat16" in exported("torchtitan").text
 
 
@@ -127,10 +127,10 @@ def gathers(zero, gathered):
     return len(calls)
 
 
-def test_what_zero_means_is_followed_by_all(two, monkeypatch):
+def test_zero_stages_mean_the_same_everywhere(two, monkeypatch):
     # "step" makes ZeRO 3 gather once a step, as ZeRO 2 does.
-    often, seldom = (two.run(gathers, 3, each) for each in ("pass", "step"))
-    assert seldom == two.run(gathers, 2, "step") and 0 < seldom[0] < often[0]
+    each_pass, each_step = (two.run(gathers, 3, each) for each in ("pass", "step"))
+    assert each_step == two.run(gathers, 2, "step") and 0 < each_step[0] < each_pass[0]
     assert "fsdp_reshard_after_forward always" in exported("torchtitan", zero=3).text
     longer = estimate(zero=3, grad_accum=2, micro_batch=2).breakdown["time.parameter gathers"]
     monkeypatch.setitem(EXCHANGES, 3, replace(EXCHANGES[3], gathered="step"))
@@ -171,12 +171,12 @@ def test_when_groups_sum_is_followed_by_all(four, monkeypatch):
     assert "torchtitan sums gradients" not in " ".join(exported("torchtitan", **GROUPS).notes)
 
 
-def test_what_cannot_be_divided_into_groups_is_refused_by_all():
-    for knobs, why in (({"zero": 1}, "needs zero 2 or 3"), ({"hsdp": 4}, "into groups of two or more")):
+def test_indivisible_groups_are_refused_everywhere():
+    for knobs, reason in (({"zero": 1}, "needs zero 2 or 3"), ({"hsdp": 4}, "into groups of two or more")):
         config = {**GROUPS, **knobs}
-        with pytest.raises(UsageError, match=why):
+        with pytest.raises(UsageError, match=reason):
             estimate(**config)
-        with pytest.raises(WorkloadError, match=why):
+        with pytest.raises(WorkloadError, match=reason):
             Training(numerics.tiny("llama"), config, torch.device("cpu"), world_size=4)
 
 
@@ -255,7 +255,7 @@ def order_that_runs():
     return type(training.model.pipeline.schedule).__name__
 
 
-def test_what_an_order_is_is_followed_by_all(two, monkeypatch):
+def test_pipeline_orders_mean_the_same_everywhere(two, monkeypatch):
     assert two.run(order_that_runs) == ["ScheduleGPipe"] * 2
     before = estimate(**STAGED).breakdown["memory.activations"]
     assert "pipeline_parallel_schedule 1F1B" in exported("torchtitan", **STAGED).text
@@ -273,7 +273,7 @@ def test_without_a_name_the_order_is_one_that_the_micro_batches_allow():
     assert pipeline_schedule_of({"pp": 2, "virtual_stages": 2}, 4) == "interleaved"
 
 
-def test_more_is_cut_with_every_stage():
+def test_each_zero_stage_shards_one_more_kind_of_state():
     assert [len(each.cut) for each in EXCHANGES.values()] == [0, 1, 2, 3]
 
 

@@ -158,12 +158,12 @@ def test_an_estimate_refuses_experts_by_the_same_rules():
     parts = tuple(replace(each, matmuls=products) if each.role == "block" else each for each in dense.parts)
     setup = TrainingSetup(seq_len=16, devices=12, global_batch=12)
     dense, mixture = (Estimator(each, "a100-80gb", setup) for each in (dense, replace(dense, parts=parts)))
-    for estimator, ep, said in (
+    for estimator, ep, message in (
         (dense, 2, "ep=2: the model has no experts, so ep must be 1"),
         (mixture, 3, "ep=3: ep must divide the 4 experts of a layer: 1, 2 or 4"),
         (mixture, 8, "ep must divide the dp * sp * cp replicas, but is 12"),
     ):
-        with pytest.raises(UsageError, match=re.escape(said)):
+        with pytest.raises(UsageError, match=re.escape(message)):
             estimator({"ep": ep})
     with pytest.raises(
         UsageError, match=r"capacity_factor=1\.5: the model has no experts, so capacity_factor must be 0"
@@ -174,7 +174,7 @@ def test_an_estimate_refuses_experts_by_the_same_rules():
 
 
 def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
-    for config, said in (
+    for config, message in (
         ({"tp": 2.0}, r"tp must be a whole number of at least 1, but is 2\.0"),
         ({"zero": True}, "zero must be a stage from 0 to 3, but is True"),
         ({"checkpoint_ratio": 1.5}, r"checkpoint_ratio must be a number from 0 to 1, but is 1\.5"),
@@ -187,7 +187,7 @@ def test_values_that_a_knob_cannot_have_are_refused_with_those_that_it_can():
         ({"precision": "bf61"}, "precision must be one of fp32.*bf16.*but is 'bf61'"),
         ({"fusion": 1}, "fusion must be true or false, but is 1"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             Strategy.of(config)
 
 

@@ -76,7 +76,7 @@ def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compile
         allowed.fix("precision", "fp8")
 
 
-def test_a_lossy_value_that_does_not_pay_is_not_added_and_that_is_said(cpu, cuda, compiler):
+def test_a_lossy_value_without_gain_is_left_out_with_a_note(cpu, cuda, compiler):
     for device in (cpu, cuda((7, 0))):
         space = default_space(workload("gpt2-tiny"), device, allow=("lossy",))
         assert "bf16_pure" not in values(space)["precision"]
@@ -87,7 +87,7 @@ def test_a_lossy_value_that_does_not_pay_is_not_added_and_that_is_said(cpu, cuda
     assert nothing_allowed(default_space(workload("gpt2-tiny"), cuda(), allow=("lossy",)), ("lossy",)) == ()
 
 
-def test_what_cannot_be_allowed_is_refused(cpu, compiler):
+def test_unknown_values_of_allow_are_refused(cpu, compiler):
     with pytest.raises(SpaceError, match="unknown allowance 'lossi'; did you mean 'lossy'"):
         default_space(workload("gpt2-tiny"), cpu, allow=("lossi",))
     own = Space()
@@ -97,7 +97,7 @@ def test_what_cannot_be_allowed_is_refused(cpu, compiler):
         make_space(made, cpu, allow=("lossy",))
 
 
-def test_what_is_slow_may_be_asked_for_and_what_does_not_exist_may_not(cpu, compiler):
+def test_slow_values_may_be_requested_and_missing_ones_are_refused(cpu, compiler):
     space = default_space(workload("gpt2-tiny"), cpu)
     space.override("precision", ["fp32", "bf16"])
     assert space["precision"].values == ("fp32", "bf16")
@@ -155,7 +155,7 @@ def test_every_configuration_does_the_same_work(cpu, compiler, total, devices):
         assert prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == devices
 
 
-def test_several_devices_have_the_parallel_knobs_each_where_it_means_something(cpu, compiler):
+def test_several_devices_have_the_parallel_knobs_that_can_matter(cpu, compiler):
     space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
     space.override("precision", ["fp32"])
     configs = list(space)
@@ -206,7 +206,7 @@ def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reaso
         "each of 16 stages needs a repeated block, but the model has 8"
         in reasons["(pp != 4) | (virtual_stages not in [4])"]
     )
-    for knobs, why in (
+    for knobs, reason in (
         ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "zbv runs 2 model chunks"),
         ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1f1b runs 1 model chunk"),
         ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "interleaved runs 2 or more model chunks"),
@@ -215,7 +215,7 @@ def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reaso
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "checkpoint_ratio": 1.0}, "recompute a block"),
         ({"pipeline_schedule": "zbv", "pp": 2, "kernels": True}, "gradients are formed once"),
     ):
-        with pytest.raises(SpaceError, match=why):
+        with pytest.raises(SpaceError, match=reason):
             space.config(micro_batch=1, **knobs)
 
 
@@ -263,11 +263,11 @@ def test_a_model_without_a_plan_says_so(cpu, compiler):
 def test_tensor_parallel_ranks_are_on_one_host(cuda, compiler):
     space = default_space(workload("llama2-7b"), cuda(count=4), 8)
     reasons = {each.text: each.reason for each in space.constraints}
-    said = "ranks that share a layer must be on one host, which has {} of the {} devices"
-    assert reasons["tp not in [8]"] == said.format(4, 8)
+    message = "ranks that share a layer must be on one host, which has {} of the {} devices"
+    assert reasons["tp not in [8]"] == message.format(4, 8)
     # Six ranks on hosts of four are three and three: the second pair would be on both hosts.
     space = default_space(workload("gpt2-tiny", global_batch=24), cuda(count=4), 6)
-    assert {each.reason: each.text for each in space.constraints}[said.format(3, 6)] == "tp not in [2]"
+    assert {each.reason: each.text for each in space.constraints}[message.format(3, 6)] == "tp not in [2]"
 
 
 def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, compiler):
@@ -277,31 +277,31 @@ def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, co
     found = {(each["tp"], each["pp"], each["hsdp"]) for each in space.sample(5000, seed=0) if each.get("hsdp", 1) > 1}
     # The number of groups is the number of hosts of a stage's replicas, with at least two replicas on each.
     assert found == {(tp, pp, 4 // pp) for tp in (1, 2, 4) for pp in (1, 2)}
-    for knobs, why in (
+    for knobs, reason in (
         ({"zero": 3, "hsdp": 2}, "pieces are cut within a host, of 8 devices here"),
         ({"zero": 3, "hsdp": 4, "tp": 8}, "a host has one replica"),
     ):
-        with pytest.raises(SpaceError, match=why):
+        with pytest.raises(SpaceError, match=reason):
             space.config(micro_batch=1, **knobs)
     assert not any("hsdp" in each for each in space.sample(500, seed=0) if each.get("zero", 0) < 2)
 
 
-def test_where_replicas_are_not_on_several_hosts_there_is_a_reason(cpu, cuda, compiler):
+def test_without_several_hosts_hsdp_is_absent_with_a_reason(cpu, cuda, compiler):
     task = workload("gpt2-tiny", global_batch=96)
-    for device, count, why in (
+    for device, count, reason in (
         (cuda(count=8), 8, "the 8 devices are on one host"),
         (cuda(count=1), 4, "each of the 4 devices is on its own host"),
         (cpu, 4, "which ranks share a host is not known of CPUs"),
     ):
         assert "hsdp" not in default_space(task, device, count).by_name
-        assert parallel.no_hsdp(count, device) == why
+        assert parallel.no_hsdp(count, device) == reason
 
 
 def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):
     assert default_space(workload("gpt2"), cuda(), 1)["offload"].values == ("none", "optimizer")
 
 
-def test_what_does_not_compose_with_fp16_is_declared(cuda, compiler):
+def test_combinations_excluded_with_fp16_are_declared(cuda, compiler):
     space = default_space(workload("gpt2"), cuda((7, 0), count=2), 2)
     with pytest.raises(SpaceError, match="a pipeline does not scale the loss"):
         space.config(pp=2, precision="fp16", micro_batch=1)
@@ -320,7 +320,7 @@ def test_a_global_batch_that_replicas_cannot_share_leaves_what_needs_none(cpu, c
     assert space.default()["tp"] == 2 and space.default()["micro_batch"] == 7
 
 
-def test_accumulation_is_free_where_it_is_given_in_place_of_a_global_batch(cpu, compiler):
+def test_grad_accum_is_free_without_a_global_batch(cpu, compiler):
     space = default_space(workload("gpt2-tiny"), cpu, 2, grad_accum=[1, 3])
     assert {config["grad_accum"] for config in space} == {1, 3}
     assert {config["micro_batch"] for config in space} == {1, 2, 4, 8, 16, 32}
@@ -366,7 +366,7 @@ def test_hints_say_what_takes_memory(cpu, cuda, compiler):
     assert space["tp"].monotone_memory == space["pp"].monotone_memory == 0
 
 
-def test_a_space_is_made_anew_for_every_call(cpu, compiler):
+def test_every_call_returns_a_new_space(cpu, compiler):
     made = workload("gpt2-tiny")
     make_space(made, cpu).fix("micro_batch", 1)
     assert len(make_space(made, cpu)["micro_batch"].values) == 6
@@ -419,7 +419,7 @@ def test_the_gain_can_be_asked_for_against_another_number_format(cpu, cuda, comp
         default("fp32", space=default_space(workload("gpt2"), cuda((9, 0))), override={"precision": ["bf16"]})
 
 
-def test_rows_of_experts_are_dropped_only_where_it_is_asked_for(cpu, compiler):
+def test_expert_rows_are_dropped_only_on_request(cpu, compiler):
     mixture = default_space(workload("mixtral-tiny"), cpu, allow=("lossy",))
     assert "capacity_factor" not in values(mixture) and "capacity_factor" not in mixture.default()
     set_values(mixture, "capacity_factor", [0, 1.25, 1.0, 1.25])

@@ -79,7 +79,7 @@ def test_a_senseless_global_batch_is_refused(value):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"model_type": "gpt2",}', r"config\.json:1:\d+ is not valid JSON"),
         ("[1]", "has no model_type"),
@@ -92,9 +92,9 @@ def test_a_senseless_global_batch_is_refused(value):
         ('{"model_type": "gpt2", "n_layer": -1, "n_positions": -4}', "gpt2"),
     ],
 )
-def test_a_bad_configuration_is_refused_with_what_is_wrong(tmp_path, content, said):
+def test_a_bad_configuration_is_refused_with_what_is_wrong(tmp_path, content, message):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         workload(tmp_path)
 
 

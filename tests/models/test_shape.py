@@ -38,13 +38,13 @@ def test_a_configuration_files_shape_is_what_it_says(tmp_path):
     assert found["attention_bias"] is True and found["tied"] is True
 
 
-def test_where_a_family_leaves_the_mlp_open_it_is_four_times_as_wide():
+def test_the_default_mlp_is_four_times_as_wide():
     assert shape_of(rl.workload("gpt2").model)["intermediate"] == 3072
     assert shape_of(rl.workload("opt-350m").model)["intermediate"] == 4096
 
 
 @pytest.mark.parametrize("name", ["t5-tiny", "vit-tiny", "wide-resnet-tiny"])
-def test_what_is_no_stack_of_blocks_over_tokens_has_none(name):
+def test_models_without_blocks_over_tokens_have_no_shape(name):
     assert shape_of(rl.workload(name).model) is None
 
 

@@ -93,7 +93,7 @@ def test_a_disk_that_fills_up_costs_no_finished_trial(small_disk, open_run, poin
         assert list(read_table(small_disk / "a" / "trials.csv")[0]["trial"]) == [0, 1, 2]
 
 
-def test_a_run_goes_on_when_there_is_space_again(small_disk, open_run, point, ok):
+def test_a_run_continues_when_space_is_free_again(small_disk, open_run, point, ok):
     run = open_run(small_disk / "a", warn=lambda message: None)
     run.start(point(0), sampler="tpe")
     fill(small_disk / "filler")
@@ -162,15 +162,15 @@ def test_a_read_only_folder_is_an_error_before_the_first_trial(open_run, in_chil
         folder.chmod(0o555)
 
         def try_it():
-            said = []
+            messages = []
             for path in (folder, folder / "a" / "b"):
                 with pytest.raises(StudyError) as caught:
                     open_run(path)
-                said.append(str(caught.value))
-            return said
+                messages.append(str(caught.value))
+            return messages
 
-        for said in in_child(try_it, unprivileged=True):
-            assert "cannot write to" in said and "Permission denied" in said and "another --out" in said
+        for messages in in_child(try_it, unprivileged=True):
+            assert "cannot write to" in messages and "Permission denied" in messages and "another --out" in messages
         assert list(folder.iterdir()) == []
     finally:
         folder.chmod(0o755)

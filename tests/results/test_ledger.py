@@ -73,7 +73,7 @@ def open_ledger(knobs, make_config):
         ledger.close()
 
 
-def test_a_trial_comes_back_as_it_was_kept(source, open_ledger, point):
+def test_a_trial_round_trips(source, open_ledger, point):
     ledger = open_ledger(source)
     started = ledger.start(point(3), sampler="hebo", predicted_throughput=1000, predicted_memory_mib=800.5)
     assert (started.number, started.pending, started.config) == (0, True, point(3))
@@ -190,7 +190,7 @@ def test_asking_for_trials_does_not_read_the_file(tmp_path, open_ledger, point, 
     assert [trial.number for trial in ledger.trials()] == [0]
 
 
-def test_a_trial_costs_no_more_however_many_there_are(tmp_path, open_ledger, point, ok):
+def test_the_cost_of_a_trial_does_not_grow_with_their_number(tmp_path, open_ledger, point, ok):
     ledger, calls = open_ledger(tmp_path / "study.log"), 0
 
     def count(frame, event, arg):

@@ -47,7 +47,7 @@ def test_a_trial_knows_that_it_is_lossy_from_the_ledger_and_from_the_table(run):
     assert [trial.lossy for trial in View(run).trials()] == marks
 
 
-def test_the_best_without_lossy_values_stands_beside_the_winner(run):
+def test_the_best_exact_configuration_is_shown_beside_the_winner(run):
     trials = View(run).trials()
     assert (summary.best(trials).number, summary.best_exact(trials).number) == (2, 1)
     text = shown(View(run))
@@ -65,7 +65,7 @@ def test_the_best_without_lossy_values_stands_beside_the_winner(run):
     assert (head["exact"]["trial"], head["exactness"]) == (1, "without lossy values")
 
 
-def test_where_nothing_else_succeeded_that_is_said(tmp_path, open_run, point, asked, knobs, ok):
+def test_a_lack_of_exact_successes_is_reported(tmp_path, open_run, point, asked, knobs, ok):
     asked = {**asked, "lossy": {"precision": ["bf16_pure"]}}
     with open_run(tmp_path, asked=asked, knobs={**knobs, "precision": ("bf16_pure",)}) as run:
         run.start(point(0, precision="bf16_pure"), sampler="default")
@@ -93,8 +93,8 @@ def test_every_table_marks_lossy_values_and_data_for_programs_does_not(run):
 def test_every_export_of_a_lossy_configuration_states_it(run, target):
     view = View(run)
     made = render(target, view.trials()[2], view.document)
-    said = "precision=bf16_pure trains differently from fp32 or bf16: there are no fp32 master weights"
-    assert said in made.notes
+    message = "precision=bf16_pure trains differently from fp32 or bf16: there are no fp32 master weights"
+    assert message in made.notes
     assert not any("training than" in note for note in render(target, view.trials()[1], view.document).notes)
 
 
@@ -124,7 +124,7 @@ def test_only_the_values_that_are_named_are_lossy():
     assert exactness([]) == ""
 
 
-def test_of_those_without_the_ones_that_were_measured_again_lead():
+def test_remeasured_exact_trials_lead():
     def trial(number, speed, lossy=(), **more):
         measured = Measurement(status=Status.OK, throughput=speed)
         return Trial(number=number, config={}, measurement=measured, lossy=lossy, **more)

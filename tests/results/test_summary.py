@@ -24,7 +24,7 @@ def test_the_best_is_the_fastest_and_of_equals_the_first():
     assert [each.number for each in summary.leaders(trials)] == [1, 4, 0]
 
 
-def test_what_holds_up_wins_over_what_was_fast_once():
+def test_a_confirmed_trial_wins_over_a_single_fast_measurement():
     trials = [
         trial(0, 100.0, remeasured=(50.0, 52.0, 51.0)),
         trial(1, 90.0, remeasured=(88.0, 10.0, 89.0)),
@@ -81,7 +81,7 @@ def test_the_smallest_need_is_among_the_ooms_only():
 
 
 @pytest.mark.parametrize(
-    ("trials", "why"),
+    ("trials", "reason"),
     [
         ([], "no trial has finished"),
         ([pending(0)], "no trial has finished"),
@@ -104,8 +104,8 @@ def test_the_smallest_need_is_among_the_ooms_only():
         ),
     ],
 )
-def test_why_there_is_no_winner_is_said(trials, why):
-    assert summary.why_nothing(trials) == why
+def test_the_reason_for_a_missing_winner_is_given(trials, reason):
+    assert summary.why_nothing(trials) == reason
 
 
 def failed_again(number, log):
@@ -113,12 +113,12 @@ def failed_again(number, log):
     return judged(trial(number, 5.0, log=f"logs/{number}.log"), (), failure)
 
 
-def test_where_all_fail_when_they_are_tried_again_the_logs_of_that_are_named():
+def test_logs_of_failed_remeasurements_are_named():
     again, soaked = failed_again(0, "logs/0.again.log"), failed_again(1, "logs/1.soak.log")
-    said = "every trial that succeeded failed when it was measured again"
-    assert summary.why_nothing([soaked, trial(2)]) == f"{said}; logs/1.soak.log has the details"
-    assert summary.why_nothing([again, soaked]) == f"{said}; logs/0.again.log and logs/1.soak.log have the details"
-    assert summary.why_nothing([judged(trial(0, 5.0), (), Measurement(status=Status.OOM))]) == said
+    message = "every trial that succeeded failed when it was measured again"
+    assert summary.why_nothing([soaked, trial(2)]) == f"{message}; logs/1.soak.log has the details"
+    assert summary.why_nothing([again, soaked]) == f"{message}; logs/0.again.log and logs/1.soak.log have the details"
+    assert summary.why_nothing([judged(trial(0, 5.0), (), Measurement(status=Status.OOM))]) == message
 
 
 def timed(number, throughput, spread, **more):

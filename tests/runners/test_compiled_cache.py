@@ -39,7 +39,7 @@ def test_a_library_that_is_not_whole_is_told_from_one_that_is(tmp_path, kept):
     assert is_truncated(path)
 
 
-def test_what_is_whole_or_being_written_stays(tmp_path, monkeypatch):
+def test_complete_and_unfinished_entries_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch._inductor.codecache  # noqa: F401
 

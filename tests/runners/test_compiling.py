@@ -60,7 +60,7 @@ def test_a_compilation_longer_than_the_deadline_is_no_timeout(bench):
 
 
 @pytest.mark.slow
-def test_the_deadline_goes_on_after_a_compilation(bench):
+def test_the_deadline_resumes_after_a_compilation(bench):
     def program(context):
         import torch
 
@@ -73,7 +73,7 @@ def test_the_deadline_goes_on_after_a_compilation(bench):
     assert (outcome.status, outcome.reason) == (Status.TIMEOUT, "no result within 2 s (during after it)")
 
 
-def test_a_compilation_that_hangs_is_killed_in_the_end_and_said_to_be_one(bench, tmp_path):
+def test_a_hanging_compilation_is_killed_and_reported_as_such(bench, tmp_path):
     def program(context):
         import torch
 
@@ -89,7 +89,7 @@ def test_a_compilation_that_hangs_is_killed_in_the_end_and_said_to_be_one(bench,
 
 
 @pytest.mark.slow
-def test_a_rank_that_compiles_leaves_the_others_waiting_and_all_go_on(bench):
+def test_ranks_wait_for_a_compiling_one_and_continue(bench):
     def program(context):
         import torch
         import torch.distributed as dist
@@ -109,7 +109,7 @@ def test_a_rank_that_compiles_leaves_the_others_waiting_and_all_go_on(bench):
     assert [each.report for each in outcome.ranks] == [2.0, 2.0]
 
 
-def test_of_a_compilation_that_hangs_the_rank_is_named(bench):
+def test_a_hanging_compilation_names_its_rank(bench):
     def program(context):
         import torch
         import torch.distributed as dist
@@ -134,14 +134,14 @@ def test_ranks_of_several_hosts_count_as_waiting_for_each_other_until_all_are_th
         import torch
         from redline.runners.compiling import Compilation
 
-        told = []
-        compilation = Compilation(told.append, elsewhere=elsewhere)
+        events = []
+        compilation = Compilation(events.append, elsewhere=elsewhere)
         compilation.expected()
-        told.append("first steps")
+        events.append("first steps")
         compiled_sum(0.0)(torch.ones(3))
         compilation.settled()
-        told.append("settled")
-        return told
+        events.append("settled")
+        return events
 
     assert bench.run(program).ranks[0].report == expected
 

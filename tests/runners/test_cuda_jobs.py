@@ -67,7 +67,7 @@ def test_ranks_on_gpus_have_longer_to_end(monkeypatch, device, seconds):
 
 
 @pytest.mark.parametrize(("device", "patience"), [("cpu", 1), ("cuda", 2)])
-def test_who_waits_for_a_supervisor_leaves_it_that_time(monkeypatch, device, patience):
+def test_a_client_waits_for_the_supervisor_s_teardown(monkeypatch, device, patience):
     monkeypatch.setattr(host, "ANSWER_S", 1.0)
     monkeypatch.setattr("redline.runners.job.CUDA_TEARDOWN_S", host.TEARDOWN_S + 1)
     monkeypatch.setattr(host, "kill_tree", lambda pid: None)

@@ -12,7 +12,7 @@ def test_without_compilation_it_is_the_trials_own_time():
     assert (deadline.at, deadline.reason) == (130.0, "no result within 30 s")
 
 
-def test_the_trials_time_stands_still_while_something_compiles():
+def test_the_trial_s_time_is_paused_during_compilation():
     deadline = Deadline(0.0, 30.0, 300.0)
     deadline.compiling(True, 10.0)
     deadline.compiling(True, 15.0)  # another rank compiles as well

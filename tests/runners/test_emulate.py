@@ -102,7 +102,7 @@ def test_memory_alone_is_measured_and_the_time_predicted(emulate):
     assert "memory measured, time predicted" in measured.reason
 
 
-def test_what_does_not_fit_is_out_of_memory_and_names_the_rank(emulate, tmp_path):
+def test_out_of_memory_names_the_emulated_rank(emulate, tmp_path):
     log = tmp_path / "3.log"
     # Only the last stage has logits.
     measured = emulate(

@@ -88,7 +88,7 @@ def test_every_way_to_run_out_of_memory_is_oom(error):
     ],
     ids=lambda error: str(error)[-40:],
 )  # fmt: skip
-def test_what_only_speaks_of_memory_is_not(error):
+def test_messages_that_only_mention_memory_are_crashes(error):
     assert not failure.is_oom(error)
 
 
@@ -96,7 +96,7 @@ def test_what_only_speaks_of_memory_is_not(error):
     "make",
     [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60), lambda: np.ones(1 << 50)],
 )
-def test_what_the_allocators_at_hand_really_raise_is_oom(make):
+def test_errors_of_the_real_allocators_are_oom(make):
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         make()
     assert failure.is_oom(caught.value)
@@ -142,7 +142,7 @@ def test_an_exit_without_a_report_is_judged_by_signal_and_last_words(code, words
 
 
 @pytest.mark.parametrize(("code", "words"), [(-signal.SIGKILL, ""), (1, THREAD)])
-def test_what_may_or_may_not_come_from_memory_is_oom_only_with_evidence(code, words):
+def test_ambiguous_errors_are_oom_only_with_evidence(code, words):
     status, reason = failure.from_exit(code, words)
     assert status is Status.CRASH
     assert reason.endswith("without evidence that memory was short")

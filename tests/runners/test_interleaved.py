@@ -84,7 +84,7 @@ def noted(path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, tmp_path, ranks):
     notes = str(tmp_path / "notes")
-    told = take_turns(bench, [Program(name, notes) for name in "abc"], ranks=ranks)
+    results = take_turns(bench, [Program(name, notes) for name in "abc"], ranks=ranks)
     turns = noted(notes)
     assert 6 <= len(turns) <= 3 * 12 and len(turns) % 3 == 0
     for (_, _, end), (_, begin, _) in itertools.pairwise(turns):
@@ -92,12 +92,12 @@ def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, t
     for at in range(0, len(turns), 3):
         expected = ["abc", "bca", "cab"][at // 3 % 3]
         assert "".join(name for name, _, _ in turns[at : at + 3]) == expected
-    for reports in told:
+    for reports in results:
         assert [each.status for each in reports] == [Status.OK] * 3
         assert [each.report[0] for each in reports] == [len(turns) // 3] * 3
     # Each program has a process of its own, and they are built one at a time.
-    assert len({each.report[1] for reports in told for each in reports}) == 3 * ranks
-    ready = [each.report[2] for each in told[0]]
+    assert len({each.report[1] for reports in results for each in reports}) == 3 * ranks
+    ready = [each.report[2] for each in results[0]]
     assert ready == sorted(ready) and ready[-1] <= turns[0][1]
 
 
@@ -109,7 +109,7 @@ def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, t
         ("memory", Status.OOM, ""),
     ],
 )
-def test_what_ends_one_leaves_the_others_their_turns(bench, tmp_path, fails, status, reason):
+def test_a_failed_program_leaves_the_others_their_turns(bench, tmp_path, fails, status, reason):
     notes = str(tmp_path / "notes")
     programs = [Program("a", notes), Program("b", notes, fails), Program("c", notes)]
     (found,) = take_turns(bench, programs, memory_limit_mib=300)
@@ -120,7 +120,7 @@ def test_what_ends_one_leaves_the_others_their_turns(bench, tmp_path, fails, sta
 
 
 @pytest.mark.slow
-def test_who_hangs_in_a_turn_is_killed_and_the_others_go_on(bench, tmp_path):
+def test_a_program_that_hangs_in_its_turn_is_killed_and_the_others_continue(bench, tmp_path):
     notes = str(tmp_path / "notes")
     programs = [Program("a", notes), Program("b", notes, "hangs"), Program("c", notes)]
     (found,) = take_turns(bench, programs, timeout_s=30)
@@ -168,7 +168,7 @@ def test_candidates_that_take_turns_are_measured_as_they_are_alone(devices):
     assert failed.status is Status.CRASH and "nonsense" in failed.reason
 
 
-def test_what_does_not_fit_into_memory_together_takes_no_turns():
+def test_programs_that_do_not_fit_together_take_no_turns():
     room = min(detect().memory_mib, psutil.virtual_memory().available / 2**20)
     with local() as runner:
         requests = [TrialRequest(config=CONFIG, number=number) for number in range(2)]

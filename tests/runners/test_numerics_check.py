@@ -30,7 +30,7 @@ def test_the_same_numbers_are_right():
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
         (replace(PROBE, logits=(0.5, -0.5, 0.5, -0.499)), "the logits depart by 0.002 of their size"),
         (replace(PROBE, logits=()), "it returns no logits than the reference"),
@@ -47,12 +47,12 @@ def test_the_same_numbers_are_right():
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_departs_is_wrong_and_said_with_its_tolerance(found, said):
-    assert said in verdict(found)
+def test_deviations_are_wrong_with_the_tolerance_in_the_reason(found, message):
+    assert message in verdict(found)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_wrong_even_without_a_reference(bad):
+def test_non_finite_losses_are_wrong_without_a_reference(bad):
     assert verdict(PROBE, None, loss=bad) == f"loss is {bad} at the first step"
     assert verdict(PROBE, None, last_loss=bad) == f"loss is {bad} at the last step"
     assert verdict(changed(loss=bad), None) == f"loss is {bad} at the probe"
@@ -123,7 +123,7 @@ def test_steps_over_other_samples_are_not_compared():
     assert verdict(other) == verdict(replace(PROBE, step=None)) == ""
 
 
-def test_what_has_other_weights_or_samples_is_not_compared_and_that_is_said():
+def test_probes_of_other_weights_or_samples_are_not_compared_with_a_note():
     brought = replace(changed(loss=5.0), brought=("fused.weight", "fused.bias"))
     assert verdict(brought) == ""
     assert why_incomparable(brought, REFERENCE) == (
@@ -133,7 +133,7 @@ def test_what_has_other_weights_or_samples_is_not_compared_and_that_is_said():
     assert verdict(replace(brought, logits=(math.nan,))) != ""
 
 
-def test_what_the_reference_left_as_it_was_may_be_left():
+def test_parameters_unchanged_in_the_reference_may_stay_unchanged():
     assert verdict(replace(PROBE, still=("a",)), Reference(probe=replace(PROBE, still=("a", "b")))) == ""
 
 

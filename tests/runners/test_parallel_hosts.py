@@ -125,43 +125,43 @@ def lines_of(script, folder):
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reported(tmp_path_factory):
     return lines_of(SCRIPT, tmp_path_factory.mktemp("hosts"))
 
 
 @pytest.mark.exhaustive
-def test_a_trial_runs_on_two_hosts_and_trains_as_one_process(said):
-    assert said["PER_HOST"] == ["1"]
-    assert said["TRIAL"] == ["ok  2 [0, 1]"] * 2
-    assert said["LOSS"] == ["True"] * 2
+def test_a_trial_runs_on_two_hosts_and_trains_as_one_process(reported):
+    assert reported["PER_HOST"] == ["1"]
+    assert reported["TRIAL"] == ["ok  2 [0, 1]"] * 2
+    assert reported["LOSS"] == ["True"] * 2
 
 
 @pytest.mark.exhaustive
-def test_every_rank_reports_its_memory_and_the_slowest_counts(said):
-    assert said["MEMORY"] == said["SLOWEST"] == ["True"] * 2
+def test_every_rank_reports_its_memory_and_the_slowest_counts(reported):
+    assert reported["MEMORY"] == reported["SLOWEST"] == ["True"] * 2
 
 
 @pytest.mark.exhaustive
-def test_the_first_failing_rank_ends_those_of_other_hosts(said):
-    assert said["FAILED"] == ["crash rank 1: ValueError: rank one fails (during start)"]
-    assert said["GONE"] == ["True"]
+def test_the_first_failing_rank_ends_those_of_other_hosts(reported):
+    assert reported["FAILED"] == ["crash rank 1: ValueError: rank one fails (during start)"]
+    assert reported["GONE"] == ["True"]
 
 
 @pytest.mark.exhaustive
-def test_a_hang_is_a_timeout_with_the_stack_of_every_rank(said):
-    assert said["HANG"][0].startswith("timeout no result within ")
-    assert "on rank 0" in said["HANG"][0] and "on rank 1" in said["HANG"][0]
-    assert said["STACKS"] == ["True True"]
+def test_a_hang_is_a_timeout_with_the_stack_of_every_rank(reported):
+    assert reported["HANG"][0].startswith("timeout no result within ")
+    assert "on rank 0" in reported["HANG"][0] and "on rank 1" in reported["HANG"][0]
+    assert reported["STACKS"] == ["True True"]
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_compiles_on_another_host_does_not_use_up_the_deadline(said):
-    assert said["COMPILES"] == ["ok [2.0, 2.0] "]
+def test_a_rank_that_compiles_on_another_host_does_not_use_up_the_deadline(reported):
+    assert reported["COMPILES"] == ["ok [2.0, 2.0] "]
 
 
 @pytest.mark.exhaustive
-def test_the_next_trial_runs(said):
-    assert said["AGAIN"] == ["ok"]
+def test_the_next_trial_runs(reported):
+    assert reported["AGAIN"] == ["ok"]
 
 
 GROUPS = (
@@ -188,8 +188,8 @@ finally:
 
 @pytest.mark.exhaustive
 def test_a_group_of_replicas_is_on_each_of_two_hosts(tmp_path):
-    said = lines_of(GROUPS, tmp_path)
-    assert said["PER_HOST"] == ["2"] and said["TRIAL"] == ["ok  [0, 1, 2, 3]"] and said["LOSS"] == ["True"]
+    reported = lines_of(GROUPS, tmp_path)
+    assert reported["PER_HOST"] == ["2"] and reported["TRIAL"] == ["ok  [0, 1, 2, 3]"] and reported["LOSS"] == ["True"]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_cause_is_told_from_its_echoes_on_other_hosts():
     assert [each.rank for each in merged.ranks] == [8, 9]
 
 
-def test_ranks_of_several_hosts_meet_at_a_port_that_nobody_has(monkeypatch):
+def test_ranks_of_several_hosts_meet_at_a_free_port(monkeypatch):
     with socket.socket() as taken, socket.socket() as left:
         for each in (taken, left):
             each.bind(("127.0.0.1", 0))

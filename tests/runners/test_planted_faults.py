@@ -301,7 +301,7 @@ def test_no_cell_of_the_table_is_wrong(two, four, family):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
-def test_what_is_compiled_is_not_wrong(subject, name):
+def test_compiled_configurations_are_not_wrong(subject, name):
     _, expected = subject(name)
     made = replace(workload(name), global_batch=32)
     for knobs in (

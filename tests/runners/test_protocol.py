@@ -95,7 +95,7 @@ both_formats = pytest.mark.parametrize("plain", [False, True], ids=["pickles", "
 
 @both_ways
 @both_formats
-def test_each_reply_is_that_of_its_call_in_whatever_order_they_come(peer, watched, plain):
+def test_replies_match_their_calls_in_any_order(peer, watched, plain):
     caller = peer(plain, watched=watched)
     slow = caller.begin("later", 0.3, "slow")
     assert caller.call("echo", {"a": [1, "b"]}) == {"a": [1, "b"]}

@@ -153,12 +153,12 @@ def test_a_stream_delays_only_streams_that_wait_for_its_event():
     assert played(False) == pytest.approx(3.0)
 
 
-def test_what_an_earlier_step_began_is_over():
+def test_transfers_of_earlier_steps_have_ended():
     trace = step(0, 1.0, (0.5, Act.WAIT, 99), (0.5, Act.AWAIT, 12))
     assert play([trace], second).seconds == pytest.approx(1.0)
 
 
-def test_ranks_that_wait_for_what_nobody_begins_are_a_fault_that_is_named():
+def test_ranks_waiting_for_a_transfer_that_never_starts_are_named():
     first = step(0, 1.0)
     second_stage = step(1, 1.0, (0.0, Act.BEGIN, 1, hop(Kind.RECEIVE, 0)), (0.0, Act.WAIT, 1))
     with pytest.raises(AssertionError, match="wait for what none of them begins"):

@@ -13,7 +13,7 @@ def test_devices_are_taken_in_order_and_given_back():
     assert shared.take(3) == ("0", "1", "3")
 
 
-def test_who_wants_more_than_are_free_waits_for_them():
+def test_a_trial_waits_for_enough_free_devices():
     shared, taken = SharedDevices(["0", "1"]), []
     held = shared.take(1)
     waiting = threading.Thread(target=lambda: taken.append(shared.take(2)))

@@ -148,7 +148,7 @@ def test_the_kernels_own_killer_is_recognised_and_takes_the_rank():
     assert "Killed process" in outcome.reason or "oom_kill of its control group rose from 0 to 1" in outcome.reason
 
 
-def test_a_kill_in_a_group_where_the_kernel_killed_nobody_is_a_crash():
+def test_a_kill_without_a_kernel_oom_kill_is_a_crash():
     with small_group(1024) as folder:
         outcome = supervised(die, enter=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())))
     assert outcome.status is Status.CRASH
@@ -189,7 +189,7 @@ def test_a_kill_that_the_kernels_log_names_is_oom(tmp_path):
     assert "(python)'" in outcome.reason
 
 
-def test_that_the_kernels_log_names_another_process_is_no_evidence(tmp_path):
+def test_another_process_in_the_kernel_log_is_no_evidence(tmp_path):
     host = Host(tmp_path, 2)
     log = host.log
 
@@ -231,7 +231,7 @@ def test_a_kill_where_hardly_anything_was_left_is_oom(host):
 
 
 @pytest.mark.parametrize(("mib", "short"), [(130, True), (20, False)])
-def test_what_a_process_took_since_memory_was_last_looked_at_counts(host, mib, short):
+def test_memory_taken_since_the_last_sample_counts(host, mib, short):
     host.limit(200, 60)
     ready, go = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=lambda: go.recv() and fills(mib)(None))
@@ -268,7 +268,7 @@ def test_a_primitive_that_finds_no_room_for_its_code_is_oom(bench):
 
 
 @pytest.mark.parametrize("words", ["can't start new thread", "could not create a primitive"])
-def test_what_fails_alike_where_there_is_room_is_a_crash(bench, words):
+def test_the_same_failure_with_free_memory_is_a_crash(bench, words):
     def program(context):
         raise RuntimeError(words)
 

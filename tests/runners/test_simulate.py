@@ -41,7 +41,7 @@ def test_the_same_seed_answers_the_same_in_any_order(question, configs, measured
     assert [each.throughput for each in other] != [each.throughput for each in measured[:50]]
 
 
-def test_what_is_measured_is_near_the_prediction_but_not_it(question, configs, measured):
+def test_simulated_measurements_scatter_around_the_prediction(question, configs, measured):
     ok = [(config, each) for config, each in zip(configs, measured) if each.ok]
     table = question.estimator.table([config for config, _ in ok])
     off = np.log([each.throughput for _, each in ok]) - np.log(table.throughput)
@@ -61,7 +61,7 @@ def test_memory_decides_what_runs_out_of_it(question, measured):
     assert all(each.reason.startswith("simulated: ") for each in measured if not each.ok)
 
 
-def test_some_crash(question):
+def test_some_simulated_trials_crash(question):
     configs = question.space.sample(1500, seed=2)
     small = [config for config in configs if config["tp"] * config["pp"] >= 8][:600]
     statuses = [each.status for each in tried(runner_of(question), small)]

@@ -101,14 +101,14 @@ def slurm(tmp_path_factory):
             )
             time.sleep(1)
         for _ in range(60):
-            said = subprocess.run(
+            output = subprocess.run(
                 ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True
             ).stdout
-            if said.split() == ["idle", "2"]:
+            if output.split() == ["idle", "2"]:
                 break
             time.sleep(0.5)
         else:
-            pytest.fail(f"Slurm's nodes do not become idle: {said}")
+            pytest.fail(f"Slurm's nodes do not become idle: {output}")
         yield environment
     finally:
         for each in reversed(daemons):
@@ -164,7 +164,7 @@ def test_a_model_is_trained_on_both_nodes(slurm, checkout):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_search_that_is_killed(slurm, checkout):
+def test_a_killed_search_leaves_no_tasks(slurm, checkout):
     search = subprocess.Popen(
         tune("--command", COMMAND, "--set", "mode=train", *SHORT, "--measure-time", "60s"),
         env=slurm, cwd=checkout, stdout=subprocess.PIPE, text=True,
@@ -221,7 +221,7 @@ sys.exit("no nodes today")
 """
 
 
-def test_who_has_not_the_key_is_not_let_in_and_holds_nothing_up(monkeypatch, tmp_path):
+def test_connections_without_the_key_are_refused_and_block_nothing(monkeypatch, tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(STRANGER.format(python=sys.executable))
     srun.chmod(0o755)
@@ -265,11 +265,11 @@ def test_a_gang_that_is_lost_gets_no_further_trial():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [("72(x2),36", [72, 72, 36]), ("1(x3)", [1, 1, 1]), ("4,2,1", [4, 2, 1]), ("", None), ("8", None)],
 )
-def test_the_cores_of_each_node_are_read(monkeypatch, said, expected):
-    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", said)
+def test_the_cores_of_each_node_are_read(monkeypatch, text, expected):
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", text)
     assert _cores(3) == (expected or [usable_cores()] * 3)
 
 
@@ -312,7 +312,7 @@ def test_trials_at_once_have_gpus_of_their_own(devices, count, gpus, expected):
     assert found == expected
 
 
-def test_it_is_the_default_in_an_allocation_of_several_nodes(monkeypatch):
+def test_slurm_is_the_default_in_an_allocation_of_several_nodes(monkeypatch):
     command = Command(command="true")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for count, model, of_command in (("", "ray", "local"), ("1", "ray", "local"), ("4", "slurm", "slurm")):

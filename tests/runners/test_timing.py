@@ -114,7 +114,7 @@ def compiling(monkeypatch):
     return measured
 
 
-def test_compilation_is_no_warm_up_and_is_kept_apart(compiling):
+def test_compilation_is_timed_separately_from_warm_up(compiling):
     timing, clock = compiling(itertools.repeat(100), {0: 60.0, 1: 5.0})
     assert timing.seconds_compile == pytest.approx(65.2)
     assert (timing.warmup_steps, timing.steps) == (2, 6)
@@ -129,7 +129,7 @@ def test_a_long_compilation_is_not_clearly_slower(compiling):
     assert timing.step_ms == pytest.approx(100)
 
 
-def test_what_is_clearly_slower_once_it_is_compiled_still_stops_early(compiling):
+def test_a_slow_compiled_candidate_still_stops_early(compiling):
     timing, _ = compiling(itertools.repeat(400), {0: 600.0}, best_step_ms=90)
     assert timing.stopped_early.startswith("stopped early: 4.4 times")
     assert timing.seconds_compile == pytest.approx(600.4)
@@ -148,7 +148,7 @@ def test_a_step_that_compiles_while_measuring_is_left_out(compiling):
     assert timing.seconds_measure == pytest.approx(0.6)
 
 
-def test_what_never_stops_compiling_is_as_slow_as_that(compiling):
+def test_endless_compilation_counts_as_step_time(compiling):
     timing, clock = compiling(itertools.repeat(100), dict.fromkeys(range(1000), 1.0))
     assert clock.steps < 100
     assert timing.step_ms == pytest.approx(1100)
@@ -164,10 +164,10 @@ def test_a_step_is_left_out_where_another_rank_compiles(compiling):
     assert timing.seconds_compile == pytest.approx(0.1)
 
 
-def test_it_is_told_once_that_all_have_made_a_step_without_compiling(compiling):
-    told = []
-    compiling(itertools.repeat(100), {0: 60.0}, settled=lambda: told.append(timing_module.time.perf_counter()))
-    assert told == [pytest.approx(60.2)]
+def test_settling_is_reported_once_all_ranks_ran_without_compiling(compiling):
+    settled_at = []
+    compiling(itertools.repeat(100), {0: 60.0}, settled=lambda: settled_at.append(timing_module.time.perf_counter()))
+    assert settled_at == [pytest.approx(60.2)]
 
 
 def test_the_interval_of_thousands_of_steps_is_known_and_continues_that_of_few():
@@ -182,18 +182,18 @@ def test_the_interval_of_thousands_of_steps_is_known_and_continues_that_of_few()
 def test_clocks_settle_before_what_counts_is_measured():
     """A GPU that lowers its clocks while it warms up: 100 ms a step at first, 130 ms in the end."""
     warm_up, falling = [100, 100], np.linspace(100, 130, 60)
-    begun = []
+    started = []
     clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
     plan = TimingPlan(settle_seconds=60)
-    timing = measure(clock.step, clock, plan, measuring=lambda: begun.append(clock.steps))
+    timing = measure(clock.step, clock, plan, measuring=lambda: started.append(clock.steps))
     assert timing.step_ms == pytest.approx(130, rel=1e-3)
     # Three equal windows of two seconds in a row, from where the steps are almost steady.
-    assert 62 + 2 * 15 <= begun[0] <= 62 + 4 * 17 and timing.seconds_settle < 20
+    assert 62 + 2 * 15 <= started[0] <= 62 + 4 * 17 and timing.seconds_settle < 20
     clock = ScriptedClock(itertools.chain(warm_up, falling, itertools.repeat(130)))
     assert measure(clock.step, clock, TimingPlan()).step_ms < 105
 
 
-def test_what_never_settles_is_measured_when_the_time_for_it_is_over():
+def test_unsettled_steps_are_measured_after_the_time_limit():
     clock = ScriptedClock(itertools.chain([100, 100], np.linspace(100, 400, 1000)))
     timing = measure(clock.step, clock, TimingPlan(settle_seconds=10, max_steps=10))
     assert 10 <= timing.seconds_settle < 13

@@ -41,7 +41,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("function", [True, False])
-def test_a_residual_is_found_whatever_form_its_activation_has(function):
+def test_a_residual_is_found_with_any_form_of_its_activation(function):
     sch = create_schedule(Residual(function)).trace()
     (found,) = sch.find(lambda y, x: F.relu(y) + x)
     assert found.names == ["relu" if function else "act", "add"]
@@ -233,7 +233,7 @@ def test_all_of_a_kind_are_replaced_in_lists_and_sequences_by_what_their_path_as
     assert {path: sch[path].module.out_features for path in widths} == widths
 
 
-def test_what_a_replacement_contains_is_not_replaced_again(seed):
+def test_a_replacement_s_own_modules_are_not_replaced_again(seed):
     torch.manual_seed(seed)
     sch = create_schedule(Nested())
     with verify(sch, torch.randn(2, 4)):
@@ -379,7 +379,7 @@ def test_blocks_of_a_wide_resnet_are_traced_and_their_shortcuts_stay_calls(seed)
 # test_op.py
 
 
-def test_what_a_module_of_ones_own_does_besides_happens_when_the_graph_runs(capsys):
+def test_side_effects_of_a_leaf_module_happen_when_the_graph_runs(capsys):
     class Printing(nn.Module):
         def forward(self, x):
             print("shape", tuple(x.shape))

@@ -9,18 +9,13 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, full_state_dict, verify
 from redline.schedule.parallel.sharding import shards_of
 from redline.schedule.rounding import allowance
 from torch import nn
 from torch.nn import functional as F
-
-
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 class Pair(nn.Module):
@@ -53,7 +48,7 @@ def check_annotated():
     ]
 
 
-def test_a_piece_keeps_what_was_said_of_the_parameter_and_knows_the_whole(two):
+def test_a_shard_keeps_annotations_and_knows_the_whole_shape(two):
     assert two.run(check_annotated) == [[("fc1", (16, 8), (8, 8)), ("fc2", (8, 16), (8, 8))]] * 2
 
 
@@ -73,7 +68,7 @@ def check_pieces():
     assert torch.equal(built.fc2.bias, whole["fc2.bias"])
 
 
-def test_of_real_weights_each_rank_keeps_its_piece(two):
+def test_each_rank_keeps_its_shard_of_real_weights(two):
     two.run(check_pieces)
 
 
@@ -372,7 +367,7 @@ def check_chain(kind, seed):
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
-def test_what_cannot_be_traced_is_cut_all_the_same(two, seed, kind):
+def test_untraceable_modules_are_cut_into_stages(two, seed, kind):
     assert two.run(check_chain, kind, seed) == [
         ["pre.linear.weight", "layers.0.weight"],
         ["layers.1.weight", "post.weight"],

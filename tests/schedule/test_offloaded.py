@@ -16,12 +16,12 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.1)
 
 
-def trained(model, optimizer, steps=3, meddle=lambda model, step: None):
+def trained(model, optimizer, steps=3, on_step=lambda model, step: None):
     for step in range(steps):
         model(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        meddle(model, step)
+        on_step(model, step)
     return [each.detach().clone() for each in model.parameters()]
 
 
@@ -84,8 +84,8 @@ def test_weights_changed_on_the_device_are_what_the_next_step_begins_with():
                 model[1].weight.data = model[1].weight.detach() * 0.5  # other memory
 
     plain, other = made(), made()
-    expected = trained(plain, adamw(plain.parameters()), meddle=halved)
-    found = trained(other, OffloadedOptimizer(other.parameters(), adamw), meddle=halved)
+    expected = trained(plain, adamw(plain.parameters()), on_step=halved)
+    found = trained(other, OffloadedOptimizer(other.parameters(), adamw), on_step=halved)
     assert all(map(torch.equal, expected, found))
 
 
@@ -134,7 +134,7 @@ def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, cores, each):
     assert asked == [each, 3]
 
 
-def test_what_fsdp_cuts_is_stepped_and_loaded_piece_by_piece(two):
+def test_fsdp_shards_are_stepped_and_loaded_one_by_one(two):
     def check():
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -150,7 +150,7 @@ def test_what_fsdp_cuts_is_stepped_and_loaded_piece_by_piece(two):
                 for each in model.parameters():
                     each.detach().to_local().mul_(0.5)
 
-            trained(model, optimizer, meddle=loaded)
+            trained(model, optimizer, on_step=loaded)
             results.append([each.full_tensor() for each in model.parameters()])
         assert dist.get_world_size() == 2
         return all(map(torch.equal, *results))

@@ -6,6 +6,7 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import mesh
 from redline.schedule import build, create_schedule
 from redline.schedule.rounding import allowance, unit_roundoff
 from redline.testing import numerics
@@ -32,14 +33,8 @@ def data(seed=0, size=4, width=8):
     return whole, whole.chunk(2)[dist.get_rank()]
 
 
-def mesh():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-
-
 def replicated(model, zero=0, make=torch.optim.AdamW, **options):
-    sch = create_schedule(model, mesh())
+    sch = create_schedule(model, mesh(dp=2))
     sch.shard_data(zero, **options)
     return build(sch, optimizer=make, device="cpu")
 
@@ -71,30 +66,30 @@ def check_buckets(zero):
         model, optimizer = replicated(tower(), zero)
         made = Exchanges(patch, "all_reduce", "reduce", "broadcast")
         model.replicas.passes = 3
-        begun = []
+        started = []
         first = model.layers[0].weight
-        first.register_hook(lambda grad: begun.append(len(made.calls)))
+        first.register_hook(lambda grad: started.append(len(made.calls)))
         for seed in range(3):
             model(data(seed)[1]).sum().backward()
             assert bool(made.calls) == (seed == 2)  # only the last pass of a step sends
         sent = [size for _, size, _ in made.calls]
         held = sum(each.grad is not None for each in model.parameters())
         optimizer.step()
-        return sent, begun[-1], held, [name for name, *_ in made.calls], optimizer.state
+        return sent, started[-1], held, [name for name, *_ in made.calls], optimizer.state
 
 
 def test_gradients_travel_in_buckets_once_a_step_while_the_backward_pass_runs(two):
-    for sent, begun, held, names, _ in two.run(check_buckets, 0):
+    for sent, started, held, names, _ in two.run(check_buckets, 0):
         # A bucket has two layers, followed by one number per parameter.
         assert sent == [2 * 72 + 4, 2 * 72 + 4] and names == ["all_reduce"] * 2
-        assert begun == 1  # the last two layers' bucket, before the first layer's gradient exists
+        assert started == 1  # the last two layers' bucket, before the first layer's gradient exists
         assert held == 8
 
 
 def test_with_owners_a_parameter_is_reduced_to_one_rank_and_sent_from_it(two):
     found = two.run(check_buckets, 1)
-    for _, begun, _, names, _ in found:
-        assert begun >= 1
+    for _, started, _, names, _ in found:
+        assert started >= 1
         assert names == ["reduce"] * (len(names) // 2) + ["broadcast"] * (len(names) // 2)
     # Each rank has gradients and optimizer state of the half that it owns.
     assert [held for *_, held, _, _ in found] == [4, 4]
@@ -134,7 +129,7 @@ def check_training(zero, seed, layers, without, bias):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("without", [[[3], [3]], [[2], []], [[0], [1, 3]]], ids=["none", "one", "others"])
-def test_what_some_replicas_do_not_use_is_averaged_and_what_none_uses_left_alone(two, seed, zero, without):
+def test_partly_used_gradients_are_averaged_and_unused_ones_left_alone(two, seed, zero, without):
     # With a gradient of zeros AdamW would shrink parameters that no replica uses.
     assert all(two.run(check_training, zero, seed, 4, without, True))
 

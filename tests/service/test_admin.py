@@ -10,7 +10,7 @@ from redline.cli.main import redline as command_line
 from redline.results.ledger import Ledger
 from redline.results.names import RUN
 from redline.results.request import read
-from redline.service.retention import Forgetting, deleted
+from redline.service.retention import Retention, deleted
 from redline.service.studies import forget_ledger
 from served import SPACE, served
 
@@ -28,7 +28,7 @@ def client(service):
         yield made
 
 
-def said(service, *arguments, fine=True):
+def ran(service, *arguments, fine=True):
     """Returns the output of a command, or its error if it is expected to fail."""
     environment = {"REDLINE_SERVER": service.address, "REDLINE_TOKEN": service.tokens["submitter"]}
     done = CliRunner().invoke(command_line, [str(each) for each in arguments], env=environment)
@@ -38,9 +38,9 @@ def said(service, *arguments, fine=True):
 
 def test_a_search_is_held_released_and_gets_another_priority(service, client):
     run = client.submit("gpt2-tiny")
-    assert "held" in said(service, "queue", "--hold", run.id)
+    assert "held" in ran(service, "queue", "--hold", run.id)
     assert run.look().held and run.look().reason == "it is held until a user releases it"
-    assert said(service, "queue", "--priority", run.id, "20", "--release", run.id)
+    assert ran(service, "queue", "--priority", run.id, "20", "--release", run.id)
     assert (run.look().held, run.look().priority) == (False, 20)
     service.store.change_user("submitter", priority=20)
     with pytest.raises(Refused, match="up to 20, but got 21; an admin can raise the limit"):
@@ -51,7 +51,7 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
     other = service.rl("other").search(run.id)
     run.change(priority="low")
     assert run.look().priority == -10
-    assert said(service, "queue", "--priority", run.id, "high")
+    assert ran(service, "queue", "--priority", run.id, "high")
     assert run.look().priority == 10
     with pytest.raises(UsageError, match="a priority is low, normal, high, urgent, or a whole number.*'higher'"):
         run.change(priority="higher")
@@ -83,7 +83,7 @@ def test_a_search_is_deleted_with_its_folder_and_its_ledger(service, client):
     with pytest.raises(UsageError, match="is running: cancel it before"):
         run.delete()
     run.cancel()
-    said(service, "queue", "--delete", run.id)
+    ran(service, "queue", "--delete", run.id)
     assert not folder.exists()
     with pytest.raises(NotFound):
         client.search(run.id)
@@ -105,7 +105,7 @@ def test_searches_that_ended_long_ago_are_deleted(service, client):
     def delete(search):
         deleted(service.store, service.parts.runs, search, lambda name: forget_ledger(service.parts.url, name))
 
-    Forgetting(service.store, 30, 0.0, delete)._delete_searches(before + 1e-6)
+    Retention(service.store, 30, 0.0, delete)._delete_searches(before + 1e-6)
     assert not folder.exists()
     with pytest.raises(NotFound):
         service.store.search(old.id)
@@ -142,31 +142,31 @@ def test_a_search_is_seen_by_those_that_it_is_shown_to(service, client):
                 if public.id in seen:
                     break
         assert run.id not in seen
-        said(service, "queue", "--show-to", run.id, "all")
+        ran(service, "queue", "--show-to", run.id, "all")
         assert listed(other) == {True}
 
 
 def test_users_are_changed_and_disabled_and_what_was_done_is_listed(service):
     database = ("--storage", service.parts.url)
-    said(service, "user", *database, "change", "coder", "--role", "reader", "--running", "3", "--device-hours", "10")
+    ran(service, "user", *database, "change", "coder", "--role", "reader", "--running", "3", "--device-hours", "10")
     found = service.store.user("coder")
     assert (found.role, found.running, found.device_hours, found.allow_code) == ("reader", 3, 10.0, True)
-    said(service, "user", *database, "change", "coder", "--running", "none", "--no-code", "--weight", "2")
+    ran(service, "user", *database, "change", "coder", "--running", "none", "--no-code", "--weight", "2")
     found = service.store.user("coder")
     assert (found.running, found.device_hours, found.allow_code, found.weight) == (None, 10.0, False, 2.0)
-    said(service, "user", *database, "change", "coder", "--priority", "7")
+    ran(service, "user", *database, "change", "coder", "--priority", "7")
     assert service.store.user("coder").priority == 7
-    coder = next(line for line in said(service, "user", *database, "list").splitlines() if "coder" in line)
+    coder = next(line for line in ran(service, "user", *database, "list").splitlines() if "coder" in line)
     assert "7" in [cell.strip() for cell in coder.split("|")]
     with service.client("coder") as client:
         assert client.get("/v1/me").json()["role"] == "reader"
-        said(service, "user", *database, "disable", "coder")
+        ran(service, "user", *database, "disable", "coder")
         assert client.get("/v1/me").status_code == 401
-        assert "disabled 2" in said(service, "user", *database, "list")
-        said(service, "user", *database, "enable", "coder")
+        assert "disabled 2" in ran(service, "user", *database, "list")
+        ran(service, "user", *database, "enable", "coder")
         assert client.get("/v1/me").status_code == 200
-    assert "is the only admin" in said(service, "user", *database, "disable", "admin", fine=False)
-    tokens = said(service, "token", *database, "list").splitlines()
+    assert "is the only admin" in ran(service, "user", *database, "disable", "admin", fine=False)
+    tokens = ran(service, "token", *database, "list").splitlines()
     assert "never" not in next(line for line in tokens if "coder" in line)
-    audit = said(service, "user", *database, "audit", "--last", "50")
+    audit = ran(service, "user", *database, "audit", "--last", "50")
     assert "disable" in audit and json.dumps({"running": 3, "device_hours": 10.0})[1:-1].split(",")[0] in audit

@@ -33,7 +33,7 @@ def error(answer, status, code):
 # -- permissions ---------------------------------------------------------------------------------------------
 
 
-def test_nobody_gets_in_without_a_token(service):
+def test_requests_without_a_token_are_refused(service):
     with service.client(None) as client:
         for path in ("/v1/me", "/v1/queue", "/v1/searches", "/v1/events", "/v1/workers", "/v1/history"):
             detail = error(client.get(path), 401, "no_token")
@@ -131,7 +131,7 @@ def test_a_strange_device_does_not_join(service, device, field):
 
 
 @pytest.mark.parametrize(
-    ("request_", "field", "said"),
+    ("request_", "field", "message"),
     [
         ({"target": "gpt2-tny"}, "request.target", "did you mean 'gpt2-tiny'"),
         ({"target": "../../etc/passwd"}, "request.target", "unknown model"),
@@ -157,9 +157,9 @@ def test_a_strange_device_does_not_join(service, device, field):
         ({"target": "gpt2-tiny", "fix": {"a": 1 << 60}}, "", "beyond"),
     ],
 )  # fmt: skip
-def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monkeypatch, request_, field, said):
+def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monkeypatch, request_, field, message):
     detail = error(submitter.post("/v1/searches", json={"request": request_}), 422, "invalid")
-    assert said in detail["message"]
+    assert message in detail["message"]
     assert (detail["field"] or "").startswith(field)
     name = field.partition(".")[2]
     for part in name.split(".") if name else ():
@@ -168,14 +168,14 @@ def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monk
         assert detail["given"] == request_
 
 
-def test_what_is_no_json_is_malformed(submitter):
+def test_bodies_that_are_not_json_are_malformed(submitter):
     for body in (b"{", b"", b"[" * 100_000, b"\xff\xfe", b'{"request": NaN}'):
         answer = submitter.post("/v1/searches", content=body, headers={"content-type": "application/json"})
         assert answer.status_code in (400, 422), answer.text
         assert answer.json()["error"]["message"]
 
 
-def test_a_body_that_is_too_large_is_refused_whatever_it_says_of_its_length(submitter):
+def test_a_large_body_is_refused_regardless_of_its_stated_length(submitter):
     large = b'{"request": {"target": "' + b"x" * (1 << 20) + b'"}}'
     headers = {"content-type": "application/json"}
     error(submitter.post("/v1/searches", content=large, headers=headers), 413, "too_large")
@@ -188,7 +188,7 @@ def test_a_body_that_is_too_large_is_refused_whatever_it_says_of_its_length(subm
     )
 
 
-def test_there_is_no_such_path_search_or_method(submitter):
+def test_unknown_paths_searches_and_methods_are_refused(submitter):
     error(submitter.get("/v1/nothing"), 404, "not_found")
     assert "no search" in error(submitter.get("/v1/searches/0123456789ab"), 404, "not_found")["message"]
     error(submitter.get("/v1/searches/..%2F..%2Fetc"), 404, "not_found")
@@ -237,7 +237,7 @@ def test_the_same_key_is_the_same_search(submitter, service):
     error(submitter.post("/v1/searches", json=SEARCH, headers={"idempotency-key": "a b"}), 422, "invalid")
 
 
-def test_a_list_goes_on_where_it_stopped(submitter):
+def test_lists_continue_where_they_stopped(submitter):
     made = [submitter.post("/v1/searches", json=SEARCH).json()["id"] for _ in range(5)]
     seen, after = [], None
     while True:
@@ -250,7 +250,7 @@ def test_a_list_goes_on_where_it_stopped(submitter):
     assert seen[:5] == made[::-1] and len(set(seen)) == len(seen)
 
 
-def test_who_asks_too_often_is_told_when_to_come_again(tmp_path):
+def test_too_many_requests_get_a_retry_after(tmp_path):
     with served(tmp_path, rate=5) as slow, slow.client() as client:
         answers = [client.get("/v1/me") for _ in range(40)]
         assert answers[0].status_code == 200
@@ -288,7 +288,7 @@ def test_the_queue_says_why_a_search_waits(service, submitter):
     assert first["id"] == search and "no worker" in first["reason"]
 
 
-def test_metrics_count_requests_by_route_and_name_nobody(service, submitter):
+def test_metrics_count_requests_by_route_without_user_names(service, submitter):
     submitter.get("/v1/searches/0123456789ab")
     text = service.client(None).get("/metrics").text
     assert 'redline_http_requests_total{method="GET",route="/v1/searches/{search}",status="404"}' in text

@@ -13,7 +13,7 @@ from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
 from redline.cli.main import redline as command_line
 from redline.models.server_model import ServerModel
 from redline.service.request import arguments, digest, travelling
-from redline.service.transport import Away
+from redline.service.transport import ServerUnreachable
 from served import SPACE, served
 
 
@@ -84,37 +84,37 @@ def test_errors_are_redline_s_own(service, client):
         rl.Client("http://127.0.0.1:8700", token="")
 
 
-def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
+def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     """Following a search and waiting for it retry after other calls of the same client have given up."""
     seen, found, ended = [], [], []
     with served(tmp_path) as first:
         port, tokens = int(first.address.rpartition(":")[2]), first.tokens
-        hasty = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
+        short_patience = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
         patient = rl.Client(first.address, token=tokens["submitter"], patience_s=60)
-        run = hasty.submit("gpt2-tiny")
-        heard = threading.Event()
+        run = short_patience.submit("gpt2-tiny")
+        received = threading.Event()
 
         def follow():
             for event in run.events():
                 seen.append(event)
-                heard.set()
+                received.set()
 
         following = threading.Thread(target=follow)
         following.start()
         waiting = threading.Thread(target=lambda: ended.append(run.wait(timeout=120).state))
         waiting.start()
-        assert heard.wait(60)
+        assert received.wait(60)
     asking = threading.Thread(target=lambda: found.append(patient.search(run.id).state))
     asking.start()
-    with pytest.raises(Away):
-        hasty.me()
+    with pytest.raises(ServerUnreachable):
+        short_patience.me()
     with pytest.raises(TimeoutError, match="has not ended within 0.1 s") as late:
         run.wait(timeout=0.1)
-    assert isinstance(late.value.__cause__, Away)
+    assert isinstance(late.value.__cause__, ServerUnreachable)
     assert following.is_alive() and asking.is_alive() and waiting.is_alive()
     with served(tmp_path, port=port, tokens=tokens) as again:
         asking.join(timeout=60)
-        again.store.tell(run.id, "said", {"message": "after"})
+        again.store.add_event(run.id, "said", {"message": "after"})
         again.store.cancel(run.id)
         following.join(timeout=60)
         waiting.join(timeout=60)
@@ -124,7 +124,7 @@ def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("sampler", ["random", pytest.param("bayes", marks=pytest.mark.slow)])
-def test_a_study_is_asked_and_told(service, client, sampler):
+def test_a_study_supports_ask_and_tell(service, client, sampler):
     study = client.study(SPACE, sampler=sampler, seed=1)
     tried = {}
     while (asked := client.ask(study)).config is not None:
@@ -157,18 +157,18 @@ def test_an_estimate_is_that_of_the_command_and_comes_from_memory_the_second_tim
     found = client.estimate("gpt2-tiny", **asked)
     command = [sys.executable, "-m", "redline.cli", "estimate", "gpt2-tiny", "--hardware", "h100-80gb"]
     command += ["--devices", "8", "--global-batch", "64", "--top", "1", "--json"]
-    said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found["best"] == said["best"] and found["best"]
-    began = time.monotonic()
+    output = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["best"] == output["best"] and found["best"]
+    start = time.monotonic()
     assert client.estimate("gpt2-tiny", **asked) == found
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - start < 2
     with pytest.raises(UsageError, match="unknown hardware"):
         client.estimate("gpt2-tiny", hardware="h1000")
     with pytest.raises(UsageError, match="global"):
         client.estimate("gpt2-tiny", hardware="h100-80gb", devices=7, global_batch=3, fix={"dp": 9})
 
 
-def test_what_is_a_file_here_travels_as_what_it_holds(tmp_path):
+def test_local_files_are_sent_by_their_contents(tmp_path):
     (tmp_path / "train.py").write_text("workload = 1\n")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
     (tmp_path / "space.yaml").write_text("knobs:\n- {name: micro_batch, type: choice, values: [1, 2]}\n")
@@ -241,9 +241,9 @@ def test_tune_with_a_server_waits_there_for_what_it_finds(service, tmp_path):
     thread = threading.Thread(target=answer)
     thread.start()
     token = service.tokens["submitter"]
-    said = ran(service, "tune", "gpt2-tiny", "--trials", "2", "--server", service.address, "--token", token)
+    output = ran(service, "tune", "gpt2-tiny", "--trials", "2", "--server", service.address, "--token", token)
     thread.join()
-    assert "winner   trial" in said and service.address in said
+    assert "winner   trial" in output and service.address in output
     with pytest.raises(UsageError, match="cannot be sent"):
         ran(service, "tune", "gpt2-tiny", "--out", str(tmp_path / "x"), "--server", service.address, "--token", token)
 
@@ -276,7 +276,7 @@ def test_waiting_ends_with_the_time_that_is_given_where_nothing_happens(client):
         run.wait(timeout=0.2)
 
 
-def test_what_a_command_measured_is_not_asked_for_again(service):
+def test_measured_commands_are_not_run_again(service):
     from redline.runners.command.command import Command
 
     space = {"micro_batch": [1, 2]}
@@ -295,7 +295,7 @@ def test_a_space_too_large_to_be_listed_is_told_of_too():
 @pytest.mark.slow
 def test_fifty_loops_ask_and_tell_at_once(service):
     """A queue of eight once refused five of 14 loops."""
-    told, trouble = [], []
+    counts, trouble = [], []
 
     def loop(number):
         try:
@@ -303,7 +303,7 @@ def test_fifty_loops_ask_and_tell_at_once(service):
                 study = client.study(SPACE, sampler="random", seed=number)
                 trial = client.ask(study)
                 client.tell(study, trial.trial, throughput=100.0 + trial.config["micro_batch"])
-                told.append(len(client.look(study).trials))
+                counts.append(len(client.look(study).trials))
         except Exception as error:
             trouble.append(error)
             raise
@@ -313,4 +313,4 @@ def test_fifty_loops_ask_and_tell_at_once(service):
         each.start()
     for each in loops:
         each.join()
-    assert (told, trouble) == ([1] * 50, [])
+    assert (counts, trouble) == ([1] * 50, [])

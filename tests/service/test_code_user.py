@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from other_user import NOBODY, closed, only_root, open_python
+from processes import until
 from redline.base.errors import UsageError
 from redline.results import Measurement
 from redline.runners.unix_user import UnixUser, unix_user
@@ -30,14 +31,14 @@ def readable(path):
         return bool(pathlib.Path(path).read_bytes())
     except OSError as error:
         return type(error).__name__
-told = {"uid": os.getuid(), "gid": os.getgid(), "groups": os.getgroups(), "env": sorted(os.environ), "home": os.environ["HOME"]}
-told["files"] = {path: readable(path) for path in PATHS}
+report = {"uid": os.getuid(), "gid": os.getgid(), "groups": os.getgroups(), "env": sorted(os.environ), "home": os.environ["HOME"]}
+report["files"] = {path: readable(path) for path in PATHS}
 try:
     os.setuid(0)
-    told["root"] = True
+    report["root"] = True
 except OSError:
-    told["root"] = False
-print("TOLD", json.dumps(told), flush=True)
+    report["root"] = False
+print("REPORT", json.dumps(report), flush=True)
 """
 WORKLOAD = """
 import os
@@ -82,8 +83,10 @@ def test_without_the_right_to_change_users_a_worker_does_not_start(nobody):
          f"os.setuid({nobody.pw_uid}); {code}"],
         capture_output=True, text=True,
     )  # fmt: skip
-    said = done.stderr.strip().splitlines()[-1]
-    assert "UsageError: 'nobody' may not start processes of the user 'daemon': start this as root" in said, done.stderr
+    message = done.stderr.strip().splitlines()[-1]
+    assert "UsageError: 'nobody' may not start processes of the user 'daemon': start this as root" in message, (
+        done.stderr
+    )
 
 
 def test_a_user_who_cannot_run_this_python_is_refused(nobody):
@@ -110,10 +113,10 @@ def test_the_environment_of_code_has_no_secrets_of_the_worker_s(monkeypatch, tmp
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     user = UnixUser(name=NOBODY, uid=65534, gid=65534, groups=(44,))
-    told = user.popen(tmp_path)
-    assert "secret" not in told["env"].values() and told["env"]["CUDA_VISIBLE_DEVICES"] == "3"
-    assert (told["env"]["HOME"], told["env"]["USER"]) == (str(tmp_path), NOBODY)
-    assert (told["user"], told["group"], told["extra_groups"]) == (65534, 65534, [44])
+    arguments = user.popen(tmp_path)
+    assert "secret" not in arguments["env"].values() and arguments["env"]["CUDA_VISIBLE_DEVICES"] == "3"
+    assert (arguments["env"]["HOME"], arguments["env"]["USER"]) == (str(tmp_path), NOBODY)
+    assert (arguments["user"], arguments["group"], arguments["extra_groups"]) == (65534, 65534, [44])
 
 
 # -- real dry runs -------------------------------------------------------------------------------------------
@@ -123,27 +126,19 @@ def test_the_environment_of_code_has_no_secrets_of_the_worker_s(monkeypatch, tmp
 def a_worker(service, folder):
     """Runs `redline worker --code-user nobody` with its token in its environment, and yields its process."""
     environment = {**os.environ, "REDLINE_TOKEN": service.tokens["worker"], "REDLINE_SERVER": service.address}
-    with open(folder / "said", "w") as said:
+    with open(folder / "output", "w") as output:
         process = subprocess.Popen(
             [*open_python(), *TOOL, "worker", "--devices", "1", "--code-user", NOBODY],
-            env=environment, stdout=said, stderr=said,
+            env=environment, stdout=output, stderr=output,
         )  # fmt: skip
     try:
-        until(lambda: service.store.workers() or process.poll() is not None)
-        assert process.poll() is None, (folder / "said").read_text()
+        until(lambda: service.store.workers() or process.poll() is not None, LONG_S)
+        assert process.poll() is None, (folder / "output").read_text()
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, (folder / "said").read_text()
-    assert "Traceback" not in (folder / "said").read_text()
-
-
-def until(condition):
-    end = time.monotonic() + LONG_S
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.05)
-    return found
+        assert process.wait(60) == 0, (folder / "output").read_text()
+    assert "Traceback" not in (folder / "output").read_text()
 
 
 def dry_run(service, request, config):
@@ -156,9 +151,9 @@ def dry_run(service, request, config):
     return search.id, service.store.ask_dry_run(search.id, attempt, "trial-0", "run", payload, 1).id
 
 
-def told_by(service, search):
+def reports_of(service, search):
     text = read_log(service.parts.runs.data, search, "0.log")[0].decode()
-    return [json.loads(each) for each in re.findall(r"TOLD (\{.*\})", text)], text
+    return [json.loads(each) for each in re.findall(r"REPORT (\{.*\})", text)], text
 
 
 @pytest.fixture
@@ -175,21 +170,21 @@ def service(place, nobody):
         yield running
 
 
-def check(told, service, worker, nobody):
+def check(report, service, worker, nobody):
     """Checks what the code reports about its own user and about other users' files."""
-    assert (told["uid"], told["gid"], told["groups"], told["root"]) == (
+    assert (report["uid"], report["gid"], report["groups"], report["root"]) == (
         nobody.pw_uid,
         nobody.pw_gid,
         [nobody.pw_gid],
         False,
     )
-    assert not {"REDLINE_TOKEN", "REDLINE_SERVER"} & set(told["env"])
+    assert not {"REDLINE_TOKEN", "REDLINE_SERVER"} & set(report["env"])
     database = service.store.database._reader.url.database
-    assert told["files"] == {
+    assert report["files"] == {
         database: "PermissionError", f"{database}-wal": "PermissionError", f"/proc/{worker.pid}/environ": "PermissionError",
         f"/proc/{worker.pid}/cmdline": True,
     }  # fmt: skip
-    assert not os.path.exists(told["home"]) or os.stat(told["home"]).st_uid == nobody.pw_uid
+    assert not os.path.exists(report["home"]) or os.stat(report["home"]).st_uid == nobody.pw_uid
 
 
 def looking(service, worker):
@@ -210,11 +205,11 @@ def test_a_command_runs_as_that_user_and_reaches_nothing(service, place, nobody)
         command = {"command": f"{sys.executable} {script} {{x}}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]}
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, number = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
-        outcome = until(lambda: service.store.outcome(number))
+        outcome = until(lambda: service.store.outcome(number), LONG_S)
         assert Measurement.from_dict(outcome).status == "ok", outcome
         assert Measurement.from_dict(outcome).throughput == 3.0
-        told, text = told_by(service, search)
-        check(told[0], service, worker, nobody)
+        reports, text = reports_of(service, search)
+        check(reports[0], service, worker, nobody)
         assert "speed: 3" in text
 
 
@@ -224,15 +219,15 @@ def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, place, no
         text = WORKLOAD.replace("LOOK", looking(service, worker))
         request = {"workload": {"text": text, "sha256": digest(text), "name": "workload"}, "devices": 1}
         search, number = dry_run(service, request, {"micro_batch": 2})
-        outcome = until(lambda: service.store.outcome(number))
+        outcome = until(lambda: service.store.outcome(number), LONG_S)
         assert "refused" not in outcome, outcome
-        told, said = told_by(service, search)
-        assert Measurement.from_dict(outcome).status == "ok", said
-        check(told[0], service, worker, nobody)
+        reports, message = reports_of(service, search)
+        assert Measurement.from_dict(outcome).status == "ok", message
+        check(reports[0], service, worker, nobody)
 
 
 @pytest.mark.slow
-def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, place, nobody):
+def test_a_link_in_the_place_of_the_log_is_not_read(service, place, nobody):
     """The log is replaced by a link to a file that the worker may read and the code may not."""
     secret = place / "secret"
     secret.write_text("the worker's alone")
@@ -250,7 +245,7 @@ def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, place, nobo
         }  # fmt: skip
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, number = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
-        until(lambda: service.store.outcome(number))
+        until(lambda: service.store.outcome(number), LONG_S)
         time.sleep(1)
         assert b"alone" not in read_log(service.parts.runs.data, search, "0.log")[0]
 
@@ -262,7 +257,7 @@ def test_a_dry_run_of_code_that_is_cancelled_ends(service, place, nobody):
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, _ = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
         sleeping = lambda: subprocess.run(["pgrep", "-u", NOBODY, "-f", "^sleep 10002$"], capture_output=True).stdout  # noqa: E731
-        until(sleeping)
+        until(sleeping, LONG_S)
         service.store.cancel(search)
-        until(lambda: not sleeping())
+        until(lambda: not sleeping(), LONG_S)
         assert worker.poll() is None

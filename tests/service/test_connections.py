@@ -40,22 +40,22 @@ def ended(connection, within_s=20.0):
     return True
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /hea", PART])
-def test_headers_that_do_not_come_end_a_connection(service, said):
+@pytest.mark.parametrize("request_head", [b"", b"GET /hea", PART])
+def test_headers_that_do_not_come_end_a_connection(service, request_head):
     with reach(service) as slow:
-        slow.sendall(said)
+        slow.sendall(request_head)
         assert ended(slow)
 
 
 def test_a_byte_now_and_then_moves_no_deadline(service):
     with reach(service) as slow:
-        begun = time.monotonic()
+        start = time.monotonic()
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - begun < 20:
+            while time.monotonic() - start < 20:
                 slow.sendall(b"x")
                 if select.select([slow], [], [], 0.1)[0] and slow.recv(100) == b"":
                     break
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - start < 20
 
 
 def test_a_body_that_does_not_come_ends_a_connection(service):
@@ -80,7 +80,7 @@ def test_a_second_request_on_a_connection_has_the_same_deadline_and_a_pause_befo
         assert ended(kept)
 
 
-def test_hundreds_of_half_open_connections_keep_nobody_out(service):
+def test_half_open_connections_do_not_block_others(service):
     """All are from one address. If there are too many, the oldest without a complete request is closed."""
     with contextlib.ExitStack() as held, service.client() as working:
         for _ in range(3 * module.MOST_OPENING_AN_ADDRESS):
@@ -95,20 +95,20 @@ def test_hundreds_of_half_open_connections_keep_nobody_out(service):
 
 
 @pytest.mark.parametrize(("role", "status"), [(None, b"401"), ("forged", b"401"), ("reader", b"403")])
-def test_who_may_not_is_told_so_before_the_body_is_read(tmp_path, role, status):
+def test_unauthorised_requests_are_refused_before_the_body_is_read(tmp_path, role, status):
     """The body is not sent first: a server that waited for it would close the connection without an answer."""
-    with served(tmp_path) as running, reach(running) as stranger:
+    with served(tmp_path) as running, reach(running) as connection:
         token = running.tokens.get(role, "redline_00000000_forged")
         head = f"authorization: Bearer {token}\r\n" if role else ""
         for path in ("/v1/searches", "/v1/leases/1/answer"):
             more = "content-type: application/json\r\ncontent-length: 900000\r\n\r\n"
-            stranger.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}{more}".encode())
+            connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}{more}".encode())
             answer = b""
             while b"}}" not in answer:
-                answer += (found := stranger.recv(1 << 16))
+                answer += (found := connection.recv(1 << 16))
                 assert found, answer
             assert answer.startswith(b"HTTP/1.1 " + status)
-            stranger.sendall(b" " * 900000)
+            connection.sendall(b" " * 900000)
 
 
 def test_bodies_are_checked_beside_the_event_loop(tmp_path, monkeypatch):
@@ -138,10 +138,10 @@ def test_answers_are_a_mebibyte_at_most(tmp_path):
 
 
 def test_an_address_without_a_token_asks_so_often(tmp_path):
-    with served(tmp_path) as running, running.client(None) as stranger, running.client() as working:
-        seen = [stranger.get("/v1/me").status_code for _ in range(400)]
+    with served(tmp_path) as running, running.client(None) as anonymous, running.client() as working:
+        seen = [anonymous.get("/v1/me").status_code for _ in range(400)]
         assert set(seen[:100]) == {401} and 429 in seen
-        assert working.get("/v1/me").status_code == 200 and stranger.get("/healthz").status_code == 200
+        assert working.get("/v1/me").status_code == 200 and anonymous.get("/healthz").status_code == 200
 
 
 # -- limits on connections -------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_an_address_has_a_part_of_all_connections_and_a_proxy_may_have_them_all(
     assert not door._of and not door._opening and not door._opening_of
 
 
-def test_an_answer_that_nobody_reads_ends_a_connection(quick):
+def test_an_unread_answer_ends_its_connection(quick):
     """Tests the protocol alone: an application that writes without end, and a client that reads nothing."""
 
     async def scenario():

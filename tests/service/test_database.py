@@ -1,8 +1,6 @@
 """The database: its tables match the code; a locked, full, read-only, damaged or newer one is reported as such."""
 
 import contextlib
-import re
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -17,7 +15,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from redline.base.errors import StorageAhead, StorageUnavailable, StudyError, UsageError
 from redline.service.store import Store, connection
-from redline.service.store.connection import SCRIPTS, Alone, Database
+from redline.service.store.connection import SCRIPTS, Database, DatabaseLock
 from redline.service.tables import METADATA, VERSIONS
 from sqlalchemy import text
 
@@ -35,7 +33,7 @@ def test_migrations_make_the_tables_that_the_code_knows(empty_url):
         assert store.database.read(different) == []
 
 
-def test_what_differs_from_the_tables_is_found(sqlite):
+def test_differences_from_the_tables_are_found(sqlite):
     sqlite.database.write(lambda c: c.execute(text("ALTER TABLE redline_users ADD COLUMN extra TEXT")))
     assert [each[0] for each in sqlite.database.read(different)] == ["remove_column"]
 
@@ -95,7 +93,7 @@ def test_without_leave_to_make_tables_none_are_made(empty_url):
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("redline.db", "the storage 'redline.db' is not a URL; give sqlite:///FILE or postgresql://"),
         ("sqlite://", "must not be in memory; give sqlite:///FILE"),
@@ -104,26 +102,10 @@ def test_without_leave_to_make_tables_none_are_made(empty_url):
         ("redis://h", "unknown database 'redis'|is not a URL"),
     ],
 )
-def test_another_kind_of_database_is_refused(url, said):
-    with pytest.raises(UsageError, match=said) as refused:
+def test_another_kind_of_database_is_refused(url, message):
+    with pytest.raises(UsageError, match=message) as refused:
         Store.open(url)
     assert "secret" not in str(refused.value)
-
-
-def test_a_locked_database_says_so_and_goes_on_when_it_is_free(sqlite_url):
-    path = sqlite_url.removeprefix("sqlite:///")
-    other = sqlite3.connect(path, isolation_level=None)
-    with Store.open(sqlite_url, patience_s=0.1) as store:
-        store.database.write(lambda c: c.exec_driver_sql("PRAGMA busy_timeout = 50"))
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(
-            StorageUnavailable, match=rf"the database '{re.escape(sqlite_url)}' is locked by another process"
-        ):
-            store.add_user("ann")
-        assert store.users() == []  # reads continue meanwhile
-        other.execute("ROLLBACK")
-        assert store.add_user("ann").name == "ann"
-    other.close()
 
 
 def test_a_read_only_database_says_so(sqlite_url):
@@ -153,7 +135,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
             other.submit(ann, {"filler": "x" * 10_000}, devices=1)
 
 
-def test_what_is_no_database_says_so(tmp_path):
+def test_files_that_are_no_database_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing of the kind " * 500)
     with pytest.raises(StorageUnavailable, match="is not a database"):
         Store.open(f"sqlite:///{tmp_path}/notes.txt")
@@ -163,10 +145,10 @@ def test_what_is_no_database_says_so(tmp_path):
 
 def test_a_postgres_that_is_not_there_says_so_without_its_password():
     pytest.importorskip("psycopg")
-    began = time.monotonic()
-    with pytest.raises(StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be reached") as said:
+    start = time.monotonic()
+    with pytest.raises(StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be reached") as caught:
         Store.open("postgresql://ann:secret@127.0.0.1:1/d", patience_s=0.5)
-    assert "secret" not in str(said.value) and time.monotonic() - began < 60
+    assert "secret" not in str(caught.value) and time.monotonic() - start < 60
 
 
 def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postgresql_url):
@@ -182,7 +164,7 @@ def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postg
         assert [each.data["state"] for each in store.events(search=search.id)] == ["queued", "running"]
 
 
-def test_a_connection_that_is_cut_is_made_anew(cluster, postgresql_url):
+def test_a_lost_connection_is_replaced(cluster, postgresql_url):
     with Store.open(postgresql_url) as store:
         store.add_user("ann")
         cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
@@ -202,19 +184,19 @@ def test_a_transaction_that_fails_leaves_nothing(store):
     assert len(store.users()) == 1
 
 
-def test_what_was_written_outlives_a_kill(url, tmp_path):
+def test_committed_data_survives_a_kill(url, tmp_path):
     """Everything that the store acknowledged before the kill is in the database."""
     code = (
         "import sys; from redline.service.store import Store; store = Store.open(sys.argv[1]); ann = store.add_user('ann')\n"
         "while True: print(store.submit(ann, {'filler': 'x' * 2000}, devices=1)[0].id, flush=True)"
     )
     with subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True) as process:
-        told = [process.stdout.readline().strip() for _ in range(20)]
+        lines = [process.stdout.readline().strip() for _ in range(20)]
         process.kill()
-        told += [line for line in process.stdout.read().split("\n") if len(line) == 12]
+        lines += [line for line in process.stdout.read().split("\n") if len(line) == 12]
     with Store.open(url) as store:
         kept = {each.id for each in store.searches(limit=10_000)}
-        assert len(told) >= 20 and set(told) <= kept
+        assert len(lines) >= 20 and set(lines) <= kept
         assert len(store.events()) == len(kept)  # each with its event, or neither
         with contextlib.closing(Database(url)) as database:
             assert (
@@ -225,11 +207,11 @@ def test_what_was_written_outlives_a_kill(url, tmp_path):
 
 def test_one_server_has_a_database_until_it_ends(url):
     """A second server is refused even if it works on another folder."""
-    first = Alone(url, lost=lambda: None)
+    first = DatabaseLock(url, lost=lambda: None)
     with pytest.raises(StudyError, match=r"is in use by .*process \d+ on "):
-        Alone(url, lost=lambda: None)
+        DatabaseLock(url, lost=lambda: None)
     first.close()
-    with Alone(url, lost=lambda: None):
+    with DatabaseLock(url, lost=lambda: None):
         pass
 
 
@@ -243,16 +225,16 @@ def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresq
         assert database.read(lambda connection: connection.execute(text(query)).scalar())
 
     database = Database(postgresql_url)
-    with contextlib.closing(database), Alone(postgresql_url, lost=lost.set) as first:
+    with contextlib.closing(database), DatabaseLock(postgresql_url, lost=lost.set) as first:
         cut(database)
         time.sleep(0.5)
         assert not lost.is_set()
         with pytest.raises(StudyError, match="is in use by"):
-            Alone(postgresql_url, lost=lambda: None)
+            DatabaseLock(postgresql_url, lost=lambda: None)
         first._over.set()
         first._thread.join()
         cut(database)
-        with Alone(postgresql_url, lost=lambda: None):
+        with DatabaseLock(postgresql_url, lost=lambda: None):
             first._over.clear()
             first._watch()  # as if it looked only now
             assert lost.is_set()

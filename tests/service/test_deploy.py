@@ -44,14 +44,14 @@ def containers(document):
             yield from containers(each)
 
 
-def test_the_image_starts_a_command_that_exists_as_nobody_special():
+def test_the_image_starts_an_existing_command_as_an_unprivileged_user():
     lines = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text()).splitlines()
     steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
-    said = dict(steps)
-    assert steps[0][0] == "FROM" and ":" in said["FROM"] and not said["FROM"].endswith(":latest")
-    assert int(said["USER"]) >= 1000
-    assert yaml.safe_load(said["ENTRYPOINT"]) == ["redline"]
-    accepted(yaml.safe_load(said["CMD"]))
+    by_name = dict(steps)
+    assert steps[0][0] == "FROM" and ":" in by_name["FROM"] and not by_name["FROM"].endswith(":latest")
+    assert int(by_name["USER"]) >= 1000
+    assert yaml.safe_load(by_name["ENTRYPOINT"]) == ["redline"]
+    accepted(yaml.safe_load(by_name["CMD"]))
     known = {"FROM", "RUN", "COPY", "USER", "WORKDIR", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
     assert {name for name, _ in steps} <= known
     setup = configparser.ConfigParser()
@@ -131,8 +131,8 @@ def test_systemd_takes_the_unit(tmp_path):
     text = (DEPLOY / "redline.service").read_text()
     # systemd-analyze reports programs that are not installed.
     (tmp_path / "redline.service").write_text(text.replace("/opt/redline/bin/redline", sys.executable))
-    code, said = run(analyze, "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "redline.service"))
-    ours = [line for line in said.splitlines() if "redline.service" in line]
+    code, output = run(analyze, "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "redline.service"))
+    ours = [line for line in output.splitlines() if "redline.service" in line]
     assert (code, ours) == (0, [])
 
 

@@ -21,7 +21,7 @@ def dispatcher(sqlite, clock):
     return Dispatcher(sqlite, lease_s=10, monotonic=clock)
 
 
-def test_who_asks_gets_what_waits(dispatcher, pool, clock):
+def test_a_worker_gets_a_waiting_dry_run(dispatcher, pool, clock):
     asked = dispatcher.ask(pool.worker.id)
     assert dispatcher.step() == []
     dry_run = pool.ask()
@@ -30,14 +30,14 @@ def test_who_asks_gets_what_waits(dispatcher, pool, clock):
     assert [each.dry_run for each in pool.store.running()] == [dry_run.id]
 
 
-def test_who_waits_no_more_gets_nothing(dispatcher, pool):
+def test_a_worker_that_stopped_waiting_gets_nothing(dispatcher, pool):
     dispatcher.ask(pool.worker.id).cancel()
     dry_run = pool.ask()
     assert dispatcher.step() == []
     assert pool.store.dry_run(dry_run.id).state == DryRunState.WAITING
 
 
-def test_who_hangs_up_while_it_is_decided_leaves_the_dry_run_to_others(dispatcher, pool, monkeypatch):
+def test_a_disconnect_during_the_decision_leaves_the_dry_run_to_others(dispatcher, pool, monkeypatch):
     future, dry_run = dispatcher.ask(pool.worker.id), pool.ask()
 
     def hangs_up(*_):
@@ -80,7 +80,7 @@ def test_leases_are_not_ended_before_their_workers_could_renew_them_after_a_star
     assert pool.store.dry_run(lease.dry_run).state == DryRunState.WAITING
 
 
-def test_what_was_lost_with_a_server_before_does_not_count(dispatcher, pool, clock):
+def test_losses_with_an_earlier_server_do_not_count(dispatcher, pool, clock):
     asked = pool.ask()
     for _ in range(5):
         pool.lease(asked, seconds=10, worker=pool.join())
@@ -95,7 +95,7 @@ def test_what_was_lost_with_a_server_before_does_not_count(dispatcher, pool, clo
     assert pool.store.dry_run(asked.id).attempts == 1
 
 
-def test_what_is_cancelled_in_the_same_moment_goes_to_nobody(dispatcher, pool, monkeypatch):
+def test_a_dry_run_cancelled_during_the_decision_is_not_assigned(dispatcher, pool, monkeypatch):
     future = dispatcher.ask(pool.worker.id)
     pool.ask()
     waiting = pool.store.waiting()
@@ -112,7 +112,7 @@ def test_why_searches_wait_is_known(dispatcher, pool):
     assert dispatcher.reasons == {pool.search.id: "a dry run takes 4 devices of one worker, and none has more than 2"}
 
 
-def test_it_runs_by_itself_and_hears_of_what_other_processes_ask_for(sqlite_url):
+def test_the_dispatcher_notices_requests_of_other_processes(sqlite_url):
     with Store.open(sqlite_url) as store, Store.open(sqlite_url) as other:
         pool, dispatcher = Pool(other), Dispatcher(store)
         dispatcher.start()

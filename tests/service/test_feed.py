@@ -36,8 +36,8 @@ def test_a_search_s_events_come_from_its_beginning_to_its_end(service):
         search = client.post("/v1/searches", json=SEARCH).json()["id"]
         other = client.post("/v1/searches", json=SEARCH).json()["id"]
         for number in range(5):
-            service.store.tell(search, "said", {"message": str(number)})
-            service.store.tell(other, "said", {"message": "another's"})
+            service.store.add_event(search, "said", {"message": str(number)})
+            service.store.add_event(other, "said", {"message": "another's"})
         threading.Timer(0.5, service.store.cancel, [search]).start()
         found = read(client, f"/v1/searches/{search}/events", 100)
         assert [each["data"].get("message", each["data"].get("state")) for each in found] == [
@@ -46,26 +46,26 @@ def test_a_search_s_events_come_from_its_beginning_to_its_end(service):
         assert {each["search"] for each in found} == {search}
 
 
-def test_a_stream_goes_on_behind_the_event_that_was_seen_last(service):
+def test_a_stream_continues_after_the_last_seen_event(service):
     for number in range(10):
-        service.store.tell(None, "said", {"number": number})
+        service.store.add_event(None, "said", {"number": number})
     time.sleep(0.3)
     with service.client("reader") as client:
         first = read(client, "/v1/events?after=0", 4)
         for number in range(10, 13):
-            service.store.tell(None, "said", {"number": number})
+            service.store.add_event(None, "said", {"number": number})
         rest = read(client, "/v1/events", 9, headers={"last-event-id": str(first[-1]["id"])})
     assert [each["data"]["number"] for each in first + rest] == list(range(13))
     ids = [each["id"] for each in first + rest]
     assert ids == sorted(set(ids))
 
 
-def test_what_has_left_the_memory_is_read_from_the_database(tmp_path, monkeypatch):
+def test_old_events_are_read_from_the_database(tmp_path, monkeypatch):
     monkeypatch.setattr(feeds, "REMEMBERED", 5)
     monkeypatch.setattr(feeds, "PAGE", 3)
     with served(tmp_path) as service:
         for number in range(40):
-            service.store.tell(None, "said", {"number": number})
+            service.store.add_event(None, "said", {"number": number})
         time.sleep(0.5)
         with service.client() as client:
             found = read(client, "/v1/events?after=0", 40)
@@ -74,16 +74,16 @@ def test_what_has_left_the_memory_is_read_from_the_database(tmp_path, monkeypatc
 
 def test_an_id_of_another_database_begins_now(service):
     with service.client() as client:
-        threading.Timer(0.4, service.store.tell, [None, "said", {"number": 1}]).start()
+        threading.Timer(0.4, service.store.add_event, [None, "said", {"number": 1}]).start()
         assert read(client, "/v1/events?after=1000000", 1)[0]["data"] == {"number": 1}
         answer = client.get("/v1/events", headers={"last-event-id": "x"})
         assert answer.status_code == 422 and "Last-Event-ID" in answer.json()["error"]["message"]
 
 
-def test_listeners_who_leave_are_forgotten_and_cost_nobody_anything(service):
+def test_disconnected_listeners_are_removed_without_cost(service):
     with service.client() as client:
         for _ in range(20):
-            service.store.tell(None, "said", {})
+            service.store.add_event(None, "said", {})
             read(client, "/v1/events?after=0", 1)
         until = time.monotonic() + 10
         while service.parts.feed.listeners and time.monotonic() < until:
@@ -102,29 +102,29 @@ def test_a_stream_ends_when_its_token_is_revoked(service, monkeypatch):
                 assert next(lines) is not None, each
             service.store.revoke(service.tokens["reader"])
             assert len(list(islice(lines, 1000))) < 1000
-            service.store.tell(None, "said", {"number": 7})
+            service.store.add_event(None, "said", {"number": 7})
             assert "7" in next(each for each in others if each.startswith("data: "))
         assert reader.get("/v1/me").status_code == 401
 
 
 def test_many_idle_listeners_hear_of_what_happens(service):
-    heard, begun = [], threading.Semaphore(0)
+    received, subscribed = [], threading.Semaphore(0)
 
     def listen():
         with service.client() as client, client.stream("GET", "/v1/events") as answer:
             lines = answer.iter_lines()
             next(lines)
-            begun.release()
-            heard.append(next(line for line in lines if line.startswith("data: ")))
+            subscribed.release()
+            received.append(next(line for line in lines if line.startswith("data: ")))
 
     threads = [threading.Thread(target=listen, daemon=True) for _ in range(50)]
     for each in threads:
         each.start()
     for _ in threads:
-        assert begun.acquire(timeout=20)
+        assert subscribed.acquire(timeout=20)
     with service.client() as client:
         assert client.get("/v1/queue").status_code == 200
-    service.store.tell(None, "said", {"number": 7})
+    service.store.add_event(None, "said", {"number": 7})
     for each in threads:
         each.join(timeout=20)
-    assert len(heard) == 50 and len(set(heard)) == 1
+    assert len(received) == 50 and len(set(received)) == 1

@@ -35,14 +35,14 @@ def tried(service, case, role):
     if case.path.endswith("/lease"):
         case.query = {**(case.query or {}), "wait": 0}
     answer = case.call(headers={"authorization": f"Bearer {service.tokens[role]}"}, timeout=150)
-    said = (
+    message = (
         f"{case.method} {case.formatted_path} {case.query} {case.body!r:.300}: {answer.status_code} {answer.text[:300]}"
     )
-    assert answer.status_code < 500, said
-    assert "Traceback" not in answer.text, said
+    assert answer.status_code < 500, message
+    assert "Traceback" not in answer.text, message
     if answer.status_code >= 400:
         detail = answer.json()["error"]
-        assert detail["code"] and len(detail["message"]) > 5, said
+        assert detail["code"] and len(detail["message"]) > 5, message
     return answer.status_code
 
 

@@ -64,7 +64,7 @@ def service(tmp_path):
 
 def followed(store, workers, search, on=lambda event: None):
     """Returns the events of a search once it has ended; calls `on` with each as it comes."""
-    events, begun = [], time.monotonic()
+    events, start = [], time.monotonic()
     while True:
         ended = store.search(search).state.ended
         for event in store.events(after=events[-1].id if events else 0, search=search):
@@ -73,7 +73,7 @@ def followed(store, workers, search, on=lambda event: None):
         if ended:
             return events
         workers.look()
-        assert time.monotonic() - begun < WITHIN_S, events[-5:]
+        assert time.monotonic() - start < WITHIN_S, events[-5:]
         time.sleep(0.1)
 
 
@@ -81,7 +81,7 @@ def the_process(searchers, search):
     return searchers._children[search].pid
 
 
-def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_path):
+def test_stored_outcomes_are_not_run_again_after_kills(service, tmp_path):
     store, user, searchers, workers = service
     search = store.submit(user, REQUEST, devices=1)[0].id
     killed, searchers_killed = [], set()
@@ -121,8 +121,8 @@ def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_
             if each.data["state"] == "done":
                 done.add(each.data["key"])
     assert store.dry_runs(search)[2].attempts == 2  # by the killed worker, and by the one that ran it
-    told = [each.data["trial"] for each in events if each.kind == "finished"]
-    assert sorted(set(told)) == [0, 1, 2, 3]
+    finished = [each.data["trial"] for each in events if each.kind == "finished"]
+    assert sorted(set(finished)) == [0, 1, 2, 3]
     trials = View(tmp_path / "searches" / search, storage=f"sqlite:///{tmp_path}/redline.db").trials()
     assert [each.number for each in trials] == [0, 1, 2, 3]
     assert not any(each.pending for each in trials)
@@ -149,7 +149,7 @@ def test_a_search_that_is_cancelled_ends_its_processes_and_keeps_what_was_found(
     assert (tmp_path / "searches" / search / "best.yaml").is_file()
 
 
-def test_what_cannot_be_done_fails_in_words(service):
+def test_impossible_searches_fail_with_a_message(service):
     store, user, _, workers = service
     search = store.submit(user, {**REQUEST, "fix": {"micro_bach": 4}}, devices=1)[0].id
     followed(store, workers, search)

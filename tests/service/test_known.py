@@ -41,7 +41,7 @@ def a_trial(measured, **config):
     return Trial(number=0, config=Config({"micro_batch": 4, **config}), measurement=measured)
 
 
-def test_what_was_measured_is_answered_where_that_is_allowed(store, monkeypatch):
+def test_measured_dry_runs_are_answered_if_allowed(store, monkeypatch):
     earlier = known(store, monkeypatch)
     earlier.note(a_trial(OK))
     found = known(store, monkeypatch).measurement(Config({"micro_batch": 4}))
@@ -56,7 +56,7 @@ def test_what_was_measured_is_answered_where_that_is_allowed(store, monkeypatch)
 @pytest.mark.parametrize(
     "other", [{"seed": 1}, {"seq_len": 128}, {"workload": {"id": "x"}}, {"devices": {**ASKED["devices"], "used": 2}}]
 )
-def test_what_was_measured_otherwise_is_no_answer(store, monkeypatch, other):
+def test_measurements_of_other_conditions_are_no_answer(store, monkeypatch, other):
     known(store, monkeypatch).note(a_trial(OK))
     assert known(store, monkeypatch, **other).measurement(Config({"micro_batch": 4})) is None
 
@@ -74,7 +74,7 @@ def test_an_answer_holds_for_memory_too(store, monkeypatch, measured, limit_mib,
 
 
 @pytest.mark.parametrize("status", [Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPPED])
-def test_what_may_be_mended_is_not_kept(store, monkeypatch, status):
+def test_outcomes_other_than_ok_and_oom_are_not_reused(store, monkeypatch, status):
     known(store, monkeypatch).note(a_trial(Measurement(status=status, reason="?", started=1.0)))
     assert known(store, monkeypatch).measurement(Config({"micro_batch": 4})) is None
 
@@ -152,7 +152,7 @@ def test_other_software_is_no_answer(store, monkeypatch, changed):
     assert known(store, monkeypatch, placed=here).measurement(Config({"micro_batch": 4})) is None
 
 
-def test_of_a_pool_with_two_versions_nothing_is_kept_and_nothing_is_answered(store, monkeypatch):
+def test_a_pool_with_two_versions_reuses_nothing(store, monkeypatch):
     """The measurement would depend on the worker that ran the trial."""
     alone = known(store, monkeypatch)
     alone.note(a_trial(OK))

@@ -47,7 +47,7 @@ def test_a_lease_that_ends_is_taken_up_and_the_old_one_is_refused(store, pool, c
     assert store.answer(asked.id, new.lease, OK).outcome == OK
 
 
-def test_a_late_answer_is_taken_where_nobody_else_has_begun(store, pool, clock):
+def test_a_late_answer_counts_if_no_other_worker_has_started(store, pool, clock):
     lease = pool.lease(pool.ask(), seconds=10)
     clock.pass_by(60)
     store.expire()
@@ -55,7 +55,7 @@ def test_a_late_answer_is_taken_where_nobody_else_has_begun(store, pool, clock):
     assert store.waiting() == []
 
 
-def test_a_lease_that_is_renewed_goes_on(store, pool, clock):
+def test_a_renewed_lease_continues(store, pool, clock):
     lease = pool.lease(pool.ask(), seconds=10)
     for _ in range(5):
         clock.pass_by(8)
@@ -68,7 +68,7 @@ def test_a_lease_that_is_renewed_goes_on(store, pool, clock):
     assert store.waiting() == []
 
 
-def test_what_loses_its_workers_again_and_again_is_a_crash_that_says_so(store, pool, clock):
+def test_a_dry_run_that_keeps_losing_workers_is_a_crash(store, pool, clock):
     asked = pool.ask()
     for _ in range(MOST_ATTEMPTS):
         last = pool.lease(asked, seconds=10, worker=pool.join())
@@ -130,7 +130,7 @@ def test_a_lease_that_is_renewed_does_not_end_with_another_of_its_worker(store, 
     assert (store.dry_run(one.id).attempts, store.dry_run(two.id).state) == (1, DryRunState.LEASED)
 
 
-def test_what_takes_its_server_with_it_again_and_again_ends_as_well(store, pool, clock):
+def test_a_dry_run_that_keeps_killing_the_server_is_a_crash(store, pool, clock):
     asked = pool.ask()
     for number in range(FORGIVEN + MOST_ATTEMPTS):
         assert store.outcome(asked.id) is None, number
@@ -140,7 +140,7 @@ def test_what_takes_its_server_with_it_again_and_again_ends_as_well(store, pool,
     assert store.outcome(asked.id)["status"] == "crash"
 
 
-def test_what_is_given_back_does_not_count_as_lost(store, pool):
+def test_a_returned_dry_run_does_not_count_as_lost(store, pool):
     asked = pool.ask()
     for _ in range(MOST_ATTEMPTS + 2):
         lease = pool.lease(asked)
@@ -148,7 +148,7 @@ def test_what_is_given_back_does_not_count_as_lost(store, pool):
     assert (store.dry_run(asked.id).state, store.dry_run(asked.id).attempts) == (DryRunState.WAITING, 0)
 
 
-def test_what_was_given_back_is_not_renewed_by_a_heartbeat_that_comes_late(store, pool):
+def test_a_late_heartbeat_does_not_renew_a_returned_lease(store, pool):
     lease = pool.lease(pool.ask())
     store.give_back(lease.dry_run, lease.lease)
     with pytest.raises(LeaseOver, match="was given back"):
@@ -181,26 +181,23 @@ def test_the_same_key_is_the_same_dry_run_with_its_outcome(store, pool):
     assert (again.id, again.outcome, again.payload) == (asked.id, OK, {"number": "7"})
 
 
-def test_what_was_withdrawn_is_stopped_and_may_be_asked_for_again(store, pool):
-    asked = pool.ask()
+def test_dry_runs_of_an_ended_search_are_withdrawn_and_can_be_requested_again(store, pool):
+    done, asked = pool.lease(pool.ask("0")), pool.ask("1")
+    store.answer(done.dry_run, done.lease, OK)
     lease = pool.lease(asked)
-    store.withdraw(asked.id)
+    store.cancel(pool.search.id)
+    assert store.outcome(done.dry_run) == OK, "a finished one stays"
     with pytest.raises(LeaseOver, match="withdrawn"):
         store.outcome(asked.id)
     with pytest.raises(LeaseOver):
         store.renew(asked.id, lease.lease, 10)
     with pytest.raises(LeaseOver):
         store.answer(asked.id, lease.lease, OK)
-    again = pool.ask()
+    store.retry(pool.search.id)
+    pool.attempt = store.take_search(pool.search.id)
+    again = pool.ask("1")
     assert (again.id, again.state) == (asked.id, DryRunState.WAITING)
     assert pool.lease(again).lease > lease.lease
-
-
-def test_what_is_done_is_not_withdrawn(store, pool):
-    lease = pool.lease(pool.ask())
-    store.answer(lease.dry_run, lease.lease, OK)
-    store.withdraw(lease.dry_run)
-    assert store.outcome(lease.dry_run) == OK
 
 
 def test_no_worker_gets_more_than_it_has(store, pool):
@@ -279,7 +276,6 @@ def test_unknown_ones_are_told_as_such(store, pool):
         lambda: store.outcome(99),
         lambda: store.lease(99, pool.worker.id, 1),
         lambda: store.answer(99, 1, OK),
-        lambda: store.withdraw(99),
     ):
         with pytest.raises(NotFound, match="there is no dry run 99"):
             call()
@@ -290,7 +286,7 @@ def test_unknown_ones_are_told_as_such(store, pool):
 
 
 @pytest.mark.parametrize("bad", [{"loss": float("nan")}, {"loss": float("inf")}, {"loss": object()}])
-def test_what_is_no_json_is_refused_and_nothing_is_written(store, pool, bad):
+def test_outcomes_that_are_not_json_are_refused(store, pool, bad):
     lease = pool.lease(pool.ask())
     with pytest.raises(UsageError, match="this cannot be stored"):
         store.answer(lease.dry_run, lease.lease, bad)

@@ -6,7 +6,7 @@ import time
 import pytest
 from redline.base.errors import LeaseOver, NotFound, Refused, UsageError
 from redline.service.pool import ServerPool
-from redline.service.transport import Away
+from redline.service.transport import ServerUnreachable
 from redline.service.worker import small
 from served import SEARCH, served
 
@@ -91,19 +91,19 @@ def test_a_question_is_answered_as_soon_as_there_is_something_to_run(service, po
     thread = threading.Thread(target=lambda: found.append(pool.lease(worker, 20)))
     thread.start()
     time.sleep(0.5)
-    began = time.monotonic()
+    start = time.monotonic()
     waiting = asked(service)
     thread.join(timeout=15)
     assert found[0].dry_run == waiting.id
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - start < 15
     assert pool.lease(worker, 0.2) is None
 
 
 def test_a_worker_that_hangs_up_gets_nothing(service, pool, worker):
-    impatient = service.client("worker")
+    client = service.client("worker")
     with pytest.raises(Exception, match="timed out"):
-        impatient.post(f"/v1/workers/{worker}/lease", params={"wait": 20}, timeout=0.3)
-    impatient.close()
+        client.post(f"/v1/workers/{worker}/lease", params={"wait": 20}, timeout=0.3)
+    client.close()
     time.sleep(1.5)  # longer than the server takes to notice the closed connection
     waiting = asked(service)
     time.sleep(0.5)
@@ -140,10 +140,10 @@ def test_a_log_of_a_lease_that_is_over_is_not_written(service, pool, worker):
     assert not (service.parts.runs.folder(first.search) / "logs" / "0.log").exists()
 
 
-def test_who_has_no_token_and_who_is_away_is_told_apart(service):
+def test_a_missing_token_and_an_unreachable_server_are_distinguished(service):
     with pytest.raises(Refused, match="token"):
         ServerPool(service.address, "redline_00000000_x").join("w", "h", DEVICE, 1, 1, {})
-    with pytest.raises(Away, match="does not answer"):
+    with pytest.raises(ServerUnreachable, match="does not answer"):
         ServerPool("http://127.0.0.1:9", service.tokens["submitter"]).join("w", "h", DEVICE, 1, 1, {})
     with pytest.raises(NotFound, match="worker"):
         ServerPool(service.address, service.tokens["worker"]).lease("0123456789ab", 0)

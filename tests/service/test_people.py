@@ -32,7 +32,7 @@ def test_a_token_is_its_user_s_until_it_expires_or_is_revoked(store, ann, clock)
     assert {each.name: each.revoked for each in store.tokens()} == {"laptop": clock.now, "ci": None}
 
 
-def test_a_forged_token_is_nobody_s(store, ann):
+def test_a_forged_token_belongs_to_no_user(store, ann):
     token = store.new_token(ann)
     prefix, name, secret = token.split("_", 2)
     forged = [
@@ -69,7 +69,7 @@ def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"name": ""}, "a user's name must not be empty"),
         ({"name": "a" * 201}, "a user's name must have at most 200 characters, but got 201"),
@@ -82,8 +82,8 @@ def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
         ({"name": "x", "weight": 0}, "weight must be a number above 0, but got 0"),
     ],
 )
-def test_a_user_that_cannot_be_is_refused(sqlite, given, said):
-    with pytest.raises(UsageError, match=said):
+def test_a_user_that_cannot_be_is_refused(sqlite, given, message):
+    with pytest.raises(UsageError, match=message):
         sqlite.add_user(**given)
     assert sqlite.users() == []
 
@@ -97,7 +97,7 @@ def test_names_are_taken_once(store, ann):
         store.new_token(99)
 
 
-def test_what_was_done_is_kept_in_order(store, clock):
+def test_the_audit_log_is_in_order(store, clock):
     store.audit("ann", "cancel", "0123", {"from": "::1"})
     store.audit("", "login", "x" * 500)
     first, second = store.audited()
@@ -106,7 +106,7 @@ def test_what_was_done_is_kept_in_order(store, clock):
     assert store.audited(1) == [second]
 
 
-def test_what_is_known_is_there_for_another_process(url, store, ann):
+def test_users_are_visible_to_other_processes(url, store, ann):
     token = store.new_token(ann)
     with Store.open(url, create=False) as other:
         assert other.user_of(token) == ann

@@ -51,10 +51,10 @@ def test_a_search_runs_where_there_are_most_devices_and_within_the_least_memory(
 def test_a_worker_whose_description_is_none_fails_no_search(store, strange):
     """It has the most devices and the least memory, so that it would be chosen first."""
     joined(store, DEVICE, 2, 3000)
-    told = {**DEVICE.to_dict(), **strange}
+    description = {**DEVICE.to_dict(), **strange}
     if strange == {"type": "cpu"}:
-        del told["memory_mib"]
-    store.join(store.ann, "odd", "there", told, 64, 1000, {})
+        del description["memory_mib"]
+    store.join(store.ann, "odd", "there", description, 64, 1000, {})
     placed = place(a_search(store), store.workers())
     assert (placed.workers_devices, placed.memory_limit_mib) == (2, 3000.0)
     assert placed.machine() is None
@@ -72,7 +72,7 @@ def test_a_search_for_a_kind_of_device_gets_that(store):
     assert place(a_search(store, device="cuda"), store.workers()).device.name == "H100"
 
 
-def test_why_a_search_waits_is_said(store):
+def test_the_reason_why_a_search_waits_is_given(store):
     assert obstacle(a_search(store), store.workers()) == "no worker is in the pool"
     joined(store, GPU, 2)
     gone = joined(store, DEVICE, 64)
@@ -90,8 +90,8 @@ def test_a_simulated_search_needs_no_worker(store):
 
 
 def test_a_worker_says_what_hardware_it_is_and_others_read_it():
-    told, memory_mib = described(2)
-    device, hardware = Device.from_dict(told), json.loads(json.dumps(told["hardware"]))
+    description, memory_mib = described(2)
+    device, hardware = Device.from_dict(description), json.loads(json.dumps(description["hardware"]))
     placed = Placed(device=device, hardware=hardware, memory_limit_mib=None, software={}, workers_devices=2)
     assert isinstance(placed.machine(), Hardware)
     assert placed.machine().memory_mib == pytest.approx(memory_mib)

@@ -44,7 +44,7 @@ def refused(function, kind=RunnerError):
     return str(caught.value)
 
 
-def test_what_is_asked_travels_as_json_without_loss(tmp_path):
+def test_requests_round_trip_through_json(tmp_path):
     computed = Computed(loss=1.1, gradient=float("nan"), blocks=(0.1, 2e-30), samples=4)
     probe = Probe(quiet=computed, logits=(1 / 3,), roundoff=2**-24, loss_roundoff=2**-24)
     request = TrialRequest(
@@ -106,7 +106,7 @@ def test_an_earlier_attempt_asks_for_nothing_any_more(monkeypatch, store):
     assert "attempt 1" in refused(lambda: earlier.run(a_request()), RunnerError)
 
 
-def test_what_waits_is_left_when_the_search_ends_and_is_not_asked_for_twice(store):
+def test_waiting_dry_runs_stay_at_the_end_and_are_requested_once(store):
     search = a_search(store)
     runner = a_runner(store, search)
     threading.Timer(0.2, runner.close).start()
@@ -117,13 +117,13 @@ def test_what_waits_is_left_when_the_search_ends_and_is_not_asked_for_twice(stor
     assert hands.ran == {"trial-0": 1}
 
 
-def test_what_a_worker_refuses_ends_the_search(store):
+def test_a_worker_s_refusal_ends_the_search(store):
     with Hands(store, store.ann, lambda payload: {"refused": "there is no model gpt7"}):
         runner = a_runner(store, a_search(store))
         assert refused(lambda: runner.run(a_request()), UsageError) == "there is no model gpt7"
 
 
-def test_what_kills_its_workers_is_a_crash(store):
+def test_a_dry_run_that_kills_its_workers_is_a_crash(store):
     now = [store.clock()]
     store.clock = lambda: now[0]
     runner, found = a_runner(store, a_search(store)), []
@@ -159,7 +159,7 @@ def test_turns_that_are_lost_or_cannot_be_taken_are_none(store):
         assert a_runner(store, a_search(store)).take_turns([a_request(1)], [], 0.0) is None
 
 
-def test_a_search_whose_searcher_dies_goes_on_where_it_was_and_ends_as_if_nothing_had_happened(store, tmp_path):
+def test_a_search_survives_its_searcher_with_the_same_result(store, tmp_path):
     with Hands(store, store.ann) as hands:
         whole = a_search(store)
         expected = a_whole_search(store, whole, tmp_path / "whole")
@@ -180,11 +180,11 @@ def test_a_search_whose_searcher_dies_goes_on_where_it_was_and_ends_as_if_nothin
     assert result.best.throughput == expected.best.throughput
 
 
-def test_every_trial_is_told_of_however_often_the_search_is_taken_up(store, tmp_path):
+def test_every_trial_is_reported_once_across_attempts(store, tmp_path):
     search = a_search(store)
     with Hands(store, store.ann):
         with pytest.raises(Killed):
             a_whole_search(store, search, tmp_path / "killed", killed_after=3)
         result = a_whole_search(store, search, tmp_path / "killed")
-    told = [each.data["trial"] for each in store.events(search=search) if each.kind == "finished"]
-    assert told == [each.number for each in result.all_trials]
+    finished = [each.data["trial"] for each in store.events(search=search) if each.kind == "finished"]
+    assert finished == [each.number for each in result.all_trials]

@@ -2,56 +2,56 @@
 
 import pytest
 from redline.service import retention
-from redline.service.retention import DAY_S, Forgetting
+from redline.service.retention import DAY_S, Retention
 
 
-def told(store, search=None):
+def events_of(store, search=None):
     return [(each.kind, each.data.get("n", each.data.get("state"))) for each in store.events(search=search)]
 
 
-def test_what_happened_in_a_search_that_ended_long_ago_is_forgotten_and_how_it_ended_is_not(pool, clock, monkeypatch):
+def test_events_of_old_searches_are_deleted_and_their_end_is_kept(pool, clock, monkeypatch):
     monkeypatch.setattr("redline.service.store.store.MOST_FORGOTTEN", 3)
     store, old = pool.store, pool.search.id
     running, _ = store.submit(pool.user, {"model": "gpt2-tiny"}, devices=1)
     for number in range(10):
-        store.tell(old, "said", {"n": number})
-        store.tell(running.id, "said", {"n": number})
-        store.tell(None, "worker", {"n": number})
+        store.add_event(old, "said", {"n": number})
+        store.add_event(running.id, "said", {"n": number})
+        store.add_event(None, "worker", {"n": number})
     store.finish(old, pool.attempt, "done", "all tried", None)
     clock.pass_by(31 * DAY_S)
     recent, _ = store.submit(pool.user, {"model": "gpt2-tiny"}, devices=1)
-    store.tell(recent.id, "said", {"n": 0})
+    store.add_event(recent.id, "said", {"n": 0})
     store.finish(recent.id, store.take_search(recent.id), "done", "all tried", None)
-    store.tell(None, "worker", {"n": 10})
+    store.add_event(None, "worker", {"n": 10})
     store.audit("ann", "login", "here")
-    before = (told(store, running.id), told(store, recent.id), len(store.audited()))
+    before = (events_of(store, running.id), events_of(store, recent.id), len(store.audited()))
 
     assert store.forget_events(clock.now - 30 * DAY_S) == 10 + 10 + 1  # and the event of the pool's first worker
-    assert told(store, old) == [("search", "queued"), ("search", "running"), ("search", "done")]
-    assert before == (told(store, running.id), told(store, recent.id), len(store.audited()))
-    assert [each for each in told(store) if each[0] == "worker"] == [("worker", 10)]
+    assert events_of(store, old) == [("search", "queued"), ("search", "running"), ("search", "done")]
+    assert before == (events_of(store, running.id), events_of(store, recent.id), len(store.audited()))
+    assert [each for each in events_of(store) if each[0] == "worker"] == [("worker", 10)]
     assert store.forget_events(clock.now - 30 * DAY_S) == 0
 
 
-def test_numbers_go_on_where_everything_is_forgotten(pool, clock):
-    pool.store.tell(None, "worker", {"n": 1})
+def test_event_numbers_continue_after_all_events_are_deleted(pool, clock):
+    pool.store.add_event(None, "worker", {"n": 1})
     last = pool.store.latest()
     clock.pass_by(100 * DAY_S)
     pool.store.forget_events(clock.now)
     assert pool.store.latest() == last
-    assert pool.store.tell(None, "worker", {"n": 2}).id > last
+    assert pool.store.add_event(None, "worker", {"n": 2}).id > last
 
 
 @pytest.mark.parametrize(("days", "left"), [(0.5, 1), (2, 2)])
 def test_a_server_forgets_after_so_many_days(pool, clock, days, left):
     store = pool.store
-    store.tell(pool.search.id, "said", {"n": 1})
+    store.add_event(pool.search.id, "said", {"n": 1})
     store.finish(pool.search.id, pool.attempt, "done", "all tried", None)
     clock.pass_by(DAY_S)
-    store.tell(None, "worker", {"n": 2})
-    thread = Forgetting(store, days)
+    store.add_event(None, "worker", {"n": 2})
+    thread = Retention(store, days)
     thread.start()
     thread.close()
-    kinds = [each[0] for each in told(store) if each[0] in ("said", "worker") and each[1] != "joined"]
+    kinds = [each[0] for each in events_of(store) if each[0] in ("said", "worker") and each[1] != "joined"]
     assert len(kinds) == left
     assert retention.ROUND_S >= 60

@@ -52,7 +52,7 @@ def test_a_higher_priority_goes_first_and_then_whoever_submitted_first():
     assert [number for number, _ in placed(waiting, (), [worker("a", 2)])] == [2, 3]
 
 
-def test_who_had_least_for_their_weight_goes_first():
+def test_the_user_with_the_smallest_weighted_usage_goes_first():
     waiting = [wants(1, user=1, submitted=0.0), wants(2, user=2, submitted=9.0)]
     had = [Share(user=1, recent=500.0), Share(user=2, recent=100.0)]
     assert placed(waiting, (), [worker("a", 1)], had) == [(2, "a")]
@@ -60,7 +60,7 @@ def test_who_had_least_for_their_weight_goes_first():
     assert placed(waiting, (), [worker("a", 1)], weighted) == [(1, "a")]
 
 
-def test_what_runs_and_what_is_placed_counts_in_the_share():
+def test_running_and_placed_dry_runs_count_in_the_share():
     many = [wants(number, user=1, submitted=0.0) for number in range(1, 9)]
     few = [wants(number, user=2, submitted=9.0) for number in range(11, 19)]
     users = [1 if number < 10 else 2 for number, _ in placed(many + few, (), [worker("a", 8)])]
@@ -88,7 +88,7 @@ def test_small_ones_do_not_starve_a_gang():
     assert placed([gang, wants(2, 1, submitted=5.0)], running[1:], [worker("b")]) == []
 
 
-def test_what_a_gang_leaves_of_its_worker_is_filled():
+def test_the_rest_of_a_gang_s_worker_is_filled():
     running = [runs(10, "b", 5, seconds=50.0)]
     small = [wants(number, 1, submitted=5.0, seconds=900.0) for number in (2, 3, 4)]
     # The gang takes 6 of 8 devices once the 5 are free: two small ones may run as long as they like, a third may not.
@@ -122,7 +122,7 @@ def why(waiting, running=(), workers=(), shares=()):
     return why_waiting(waiting, list(running), list(workers), shares, NOW)
 
 
-def test_why_a_search_waits_is_said():
+def test_the_reason_why_a_search_waits_is_given():
     assert why([wants(1)]) == {"s1": "no worker is in the pool"}
     workers = [worker("a", 4), worker("b", 2, "NVIDIA A100")]
     assert why([wants(1, device="TPU")], (), workers) == {
@@ -152,7 +152,7 @@ counts = st.integers(1, 8)
     st.lists(st.tuples(st.integers(0, 5), counts), max_size=8),
     st.integers(0, 4),
 )  # fmt: skip
-def test_whatever_waits_no_device_is_given_twice_and_no_quota_passed(machines, waits, busy, limit):
+def test_no_device_is_assigned_twice_and_no_quota_exceeded(machines, waits, busy, limit):
     workers = [worker(f"w{number}", devices, kind) for number, (devices, kind) in enumerate(machines)]
     free = {each.id: each.devices for each in workers}
     running = []
@@ -203,7 +203,7 @@ def test_places_go_by_priority_then_to_who_had_least_in_a_week_for_their_weight(
     assert share_slots([*mine, *theirs], [], [worker("w")], double, 6)[0] == ["a0", "b", "c", "a1", "a2", "a3"]
 
 
-def test_who_is_over_their_quota_holds_no_place_and_every_search_says_why_it_waits():
+def test_users_over_quota_reserve_nothing_and_every_search_has_a_reason():
     over = [Share(user=1, device_hours=10.0, used_hours=10.5), Share(user=2)]
     holders = [contends(f"a{each}", user=1, runs=True) for each in range(3)]
     busy = contends("a3", user=1, runs=True, leased=1)
@@ -239,7 +239,7 @@ def test_a_simulated_search_needs_a_place_and_no_devices():
     assert share_slots([contends("s", simulated=True), contends("d")], [], [], [], 8)[0] == ["s"]
 
 
-def test_a_search_runs_on_the_kind_that_it_was_placed_on_whatever_else_its_name_fits():
+def test_a_search_runs_only_on_the_kind_it_was_placed_on():
     """`H100` is a part of both names; a search that was planned for one does not run on the other."""
     workers = [worker("a", 8, "NVIDIA H100 PCIe"), worker("b", 2, "NVIDIA H100")]
     wanted = replace(wants(1, device="H100"), kind="NVIDIA H100")

@@ -22,7 +22,7 @@ def test_an_exceeded_limit_is_named():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("limits", "message"),
     [
         (SearcherLimits(memory_mib=300.0), "its limit of 0.29"),
         (SearcherLimits(preparing_s=3.0), "longer than the limit of 3 s"),
@@ -30,7 +30,7 @@ def test_an_exceeded_limit_is_named():
     ],
     ids=["memory", "time to prepare", "CPU time"],
 )
-def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, limits, said):
+def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, limits, message):
     store, user = a_store(tmp_path)
     with store:
         search = store.submit(user, SIMULATED, devices=1)[0].id
@@ -42,4 +42,4 @@ def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, l
         process.join(300)
         ours.close()
         found = store.search(search)
-        assert found.state is SearchState.FAILED and said in found.reason, (tmp_path / "log").read_text()
+        assert found.state is SearchState.FAILED and message in found.reason, (tmp_path / "log").read_text()

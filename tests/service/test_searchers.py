@@ -12,6 +12,7 @@ import psutil
 import pytest
 from agent_tasks import Fails, Waits
 from pools import DEVICE, a_store
+from processes import until
 from redline.service import searchers as module
 from redline.service.records import SearchState
 from redline.service.searchers import MOST_DEATHS, Searchers, SearcherSlots
@@ -43,15 +44,6 @@ def a_search(store, **more):
     return store.submit(store.ann, {"target": "gpt2-tiny"}, devices=1, **more)[0].id
 
 
-def until(condition, within_s=30.0):
-    """Waits until the condition holds and returns its value."""
-    begun = time.monotonic()
-    while not (found := condition()):
-        assert time.monotonic() - begun < within_s, "it did not come to that"
-        time.sleep(0.02)
-    return found
-
-
 def pid_of(searchers, search):
     child = searchers._children.get(search)
     return child.pid if child is not None else None
@@ -76,7 +68,7 @@ def test_the_most_urgent_begin_first_and_no_more_than_may(service):
     assert low not in searchers._children
 
 
-def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_again(service):
+def test_searches_of_an_earlier_server_continue_and_killed_searchers_restart(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)
@@ -86,7 +78,7 @@ def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_a
     until(lambda: pid_of(searchers, search) not in (None, first))
 
 
-def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch):
+def test_a_search_that_cannot_run_returns_its_slot_and_gets_it_back(service, monkeypatch):
     """Regression: a user over their quota occupied every slot while no device was busy."""
     monkeypatch.setattr(module, "UNABLE_S", 0.2)
     monkeypatch.setattr(module, "DECIDE_S", 0.05)
@@ -110,7 +102,7 @@ def test_who_cannot_run_gives_up_the_place_and_gets_it_back(service, monkeypatch
     until(lambda: pid_of(searchers, mine))
 
 
-def test_one_whose_search_has_ended_is_not_started_again(service):
+def test_a_searcher_of_an_ended_search_is_not_restarted(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)
@@ -121,7 +113,7 @@ def test_one_whose_search_has_ended_is_not_started_again(service):
     until(lambda: search not in searchers._children)
 
 
-def test_one_that_always_dies_has_failed_with_its_last_words(service):
+def test_a_searcher_that_keeps_dying_fails_with_its_last_output(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)
@@ -153,12 +145,12 @@ def test_an_agent_that_is_killed_is_started_again_and_its_searchers_are_not_to_b
     searchers = searching(Waits)
     seen: set[int | None] = {None}
 
-    def begun():
+    def is_started():
         found = {pid_of(searchers, each) for each in searches}
         return found if len(found) == 2 and not found & seen else None
 
     for number in range(5):
-        seen |= until(begun)
+        seen |= until(is_started)
         if number < 4:
             os.kill(searchers.agent.pid, signal.SIGKILL)
     assert [store.search(each).state for each in searches] == [SearchState.RUNNING] * 2

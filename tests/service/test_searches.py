@@ -20,7 +20,7 @@ def test_a_search_is_kept_as_submitted(store, ann, clock):
     assert store.search(search.id) == search
 
 
-def test_a_key_stands_for_one_search_of_its_user(store, ann):
+def test_a_key_identifies_one_search_of_its_user(store, ann):
     first, _ = store.submit(ann, REQUEST, devices=2, key="k")
     assert store.submit(ann, dict(reversed(REQUEST.items())), devices=2, key="k") == (first, False)
     for other in ({"request": {**REQUEST, "trials": 17}, "devices": 2}, {"request": REQUEST, "devices": 4}):
@@ -64,7 +64,7 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"devices": 0}, "devices must be a whole number from 1 to 2147483647, but got 0"),
         ({"devices": 2**40}, "devices must be a whole number"),
@@ -78,13 +78,13 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
         ({"request": {"x": {1, 2}}}, "this cannot be stored: Object of type set is not JSON serializable"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(store, ann, given, said):
-    with pytest.raises(UsageError, match=said):
+def test_invalid_submissions_are_refused(store, ann, given, message):
+    with pytest.raises(UsageError, match=message):
         store.submit(**{"user": ann, "request": REQUEST, "devices": 1, **given})
     assert store.searches() == []
 
 
-def test_any_text_comes_back_as_it_was(store, ann):
+def test_any_text_round_trips(store, ann):
     odd = {"name": "é漢🙂\u2028'\"\\ --;", "deep": [[{"\u0000": "\u0000", "": None}]], "big": 2**70, "small": 1e-300}
     search, _ = store.submit(ann, odd, devices=1, name="Ünïcode 🙂")
     assert store.search(search.id).request == odd
@@ -106,7 +106,7 @@ def test_events_are_in_order_and_can_be_resumed(store, ann):
     one, _ = store.submit(ann, REQUEST, devices=1)
     two, _ = store.submit(ann, REQUEST, devices=1)
     attempt = store.take_search(one.id)
-    told = store.tell(one.id, "trial", {"trial": 0, "throughput": 1.5})
+    event = store.add_event(one.id, "trial", {"trial": 0, "throughput": 1.5})
     store.finish(one.id, attempt, "failed", "no memory")
     every = store.events()
     assert [each.id for each in every] == sorted(each.id for each in every)
@@ -115,13 +115,13 @@ def test_events_are_in_order_and_can_be_resumed(store, ann):
         ("search", "queued"), ("search", "running"), ("trial", None), ("search", "failed"),
     ]  # fmt: skip
     assert ones[3].data["reason"] == "no memory"
-    assert store.events(after=told.id) == every[-1:]
+    assert store.events(after=event.id) == every[-1:]
     assert store.events(after=every[0].id, limit=2) == every[1:3]
     assert store.latest() == every[-1].id
     assert {each.search for each in every} == {one.id, two.id}
 
 
-def test_workers_that_are_not_heard_of_have_left_until_they_are(store, ann, clock):
+def test_silent_workers_count_as_left_until_they_report(store, ann, clock):
     worker = store.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 4, 1024, {"torch": "2.13"})
     clock.pass_by(50)
     store.seen(worker.id)
@@ -138,7 +138,7 @@ def test_workers_that_are_not_heard_of_have_left_until_they_are(store, ann, cloc
         store.seen("x")
 
 
-def test_what_was_measured_is_found_by_all_that_decides_it(store, ann):
+def test_measurements_are_found_by_everything_that_determines_them(store, ann):
     one, _ = store.submit(ann, REQUEST, devices=1)
     store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 2.0}, one.id)
     store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 9.0}, one.id)  # a repeated report

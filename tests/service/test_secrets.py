@@ -24,7 +24,7 @@ def service(tmp_path_factory):
         yield running
 
 
-def test_what_an_environment_holds_is_shown_to_nobody(service):
+def test_values_of_an_environment_are_not_shown(service):
     with service.client("coder") as owner:
         made = owner.post("/v1/searches", json=SUBMITTED).json()
         assert made["request"]["command"]["env"] == ["HF_TOKEN=***", "OMP_NUM_THREADS=***", "EMPTY=***"]
@@ -36,15 +36,15 @@ def test_what_an_environment_holds_is_shown_to_nobody(service):
         assert "hf_secret" not in owner.post(f"{path}/cancel").text
 
 
-def test_what_an_environment_holds_stands_in_no_file_of_a_run(tmp_path):
+def test_values_of_an_environment_are_in_no_file_of_a_run(tmp_path):
     """run.yaml keeps `asked`, best.yaml the command that measures the winner again; a note names the winner's command."""
     given = arguments({"devices": 1, **SUBMITTED["request"]}, tmp_path)
     request = Request(given.pop("target"), **given)
     task = resolve_task(request, device=Device(type="cpu", name="cpu", count=1, memory_mib=1000))
     kept = json.dumps([asked_of(request, task), command_of(request, task, None, ())])
-    told = task.command.rendered({"x": 2}, 0, tmp_path) + task.command.whole({"x": 2}, 0, tmp_path, hosts=1)
-    assert "hf_secret" not in kept + told
-    assert "HF_TOKEN=***" in kept and "HF_TOKEN='***'" in told
+    shown = task.command.rendered({"x": 2}, 0, tmp_path) + task.command.whole({"x": 2}, 0, tmp_path, hosts=1)
+    assert "hf_secret" not in kept + shown
+    assert "HF_TOKEN=***" in kept and "HF_TOKEN='***'" in shown
     assert {name: each.text({"x": 2}) for name, each in task.command._environment}["HF_TOKEN"] == "hf_secret"
 
 
@@ -86,12 +86,12 @@ def test_a_cookie_is_a_session_and_not_the_token(service):
 
 def test_a_session_ends_with_a_logout_whoever_has_its_cookie(service):
     with logged_in(service) as page:
-        stolen = dict(page.cookies)
+        cookies = dict(page.cookies)
         page.post("/logout")
-        with service.client(None, cookies=stolen) as thief:
-            assert thief.get("/v1/me").status_code == 401
-            assert thief.get("/session").status_code == 401
-            assert thief.get("/runs/api/runs").status_code == 401
+        with service.client(None, cookies=cookies) as other:
+            assert other.get("/v1/me").status_code == 401
+            assert other.get("/session").status_code == 401
+            assert other.get("/runs/api/runs").status_code == 401
     with service.client() as api:
         assert api.get("/v1/me").status_code == 200  # the token is still valid
 
@@ -123,7 +123,7 @@ def test_half_a_surrogate_pair_is_refused_in_words(service, body):
         assert answer.status_code == 422 and answer.json()["error"]["message"]
 
 
-def test_nobody_is_sent_to_what_the_host_header_names(service):
+def test_redirects_do_not_use_the_host_header(service):
     with service.client(headers={"host": "evil.example"}) as client:
         for path in ("/v1/searches/", "/v1/me/", "/runs", "/login/", "/runs/api/runs/", "/v1/queue/"):
             answer = client.get(path)
@@ -132,7 +132,7 @@ def test_nobody_is_sent_to_what_the_host_header_names(service):
 
 
 @pytest.mark.parametrize("kind", [PlainLines, JsonLines])
-def test_a_line_of_the_log_is_one_line_whatever_somebody_sent(kind):
+def test_input_cannot_break_a_line_of_the_log(kind):
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(kind())

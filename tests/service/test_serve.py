@@ -27,28 +27,28 @@ def test_a_server_that_was_killed_takes_its_searches_up_again(tmp_path):
         assert run.wait(timeout=400).state == "done"
         assert sorted(run.trials["trial"]) == list(range(len(run.trials)))
         assert run.best.throughput == pytest.approx(run.look().best["throughput"])
-        assert "first start" not in second.said.read_text()
+        assert "first start" not in second.log.read_text()
     finally:
         assert second.end(signal.SIGTERM) == 0
-    assert "stopped" in second.said.read_text()
+    assert "stopped" in second.log.read_text()
 
 
 @pytest.mark.slow
-def test_one_server_has_a_folder_and_one_that_cannot_serve_says_why(tmp_path):
+def test_a_second_server_of_a_folder_is_refused_with_the_reason(tmp_path):
     first = Server(tmp_path, "--port", "0", "--no-worker")
     first.line("serve on (http)")
     try:
         second = Server(tmp_path, "--port", "0", "--no-worker")
         assert second.process.wait(timeout=60) == 2
-        assert "is in use by process" in second.said.read_text()
+        assert "is in use by process" in second.log.read_text()
         third = Server(tmp_path / "other", "--storage", "mysql://x/y") if os.mkdir(tmp_path / "other") is None else None
-        assert third.process.wait(timeout=60) == 2 and "mysql" in third.said.read_text()
+        assert third.process.wait(timeout=60) == 2 and "mysql" in third.log.read_text()
     finally:
         assert first.end(signal.SIGTERM) == 0
 
 
 @pytest.mark.slow
-def test_a_server_that_stands_by_takes_over_when_the_first_is_killed(tmp_path):
+def test_a_standby_server_takes_over_when_the_first_is_killed(tmp_path):
     first = Server(tmp_path, "--port", "0", "--no-worker")
     token, address = first.line("REDLINE_TOKEN=(.*)"), first.line("serve on (http://[^,]*),")
     second = Server(tmp_path, "--port", address.rpartition(":")[2], "--no-worker", "--standby")

@@ -14,7 +14,7 @@ from redline.base.errors import UsageError
 from redline.cli.worker import worker as worker_command
 from redline.service.pool import ServerPool
 from redline.service.server import ServeOptions, _check
-from redline.service.transport import Away
+from redline.service.transport import ServerUnreachable
 from served import served
 from server_process import Server
 
@@ -38,14 +38,14 @@ def test_a_client_that_trusts_the_authority_gets_in(service, files):
 
 
 def test_a_client_that_does_not_trust_it_is_told_what_to_give(service):
-    began = time.monotonic()
+    start = time.monotonic()
     with rl.Client(service.address, token=service.tokens["submitter"], patience_s=60) as client:
         with pytest.raises(UsageError, match=r"the certificate of https://127.* is not trusted: .*; give --trust"):
             client.me()
         run = client._transport
         with pytest.raises(UsageError, match="is not trusted"), run.stream("/v1/events"):
             pass
-    assert time.monotonic() - began < 30, "what trying again does not mend is not tried again"
+    assert time.monotonic() - start < 30, "what trying again does not mend is not tried again"
 
 
 def test_a_worker_that_does_not_trust_it_is_told_the_same(service):
@@ -68,8 +68,8 @@ def test_a_certificate_for_another_name_is_refused_unless_it_is_the_very_one(tmp
             ServerPool(service.address, token, pinned=str(other)).leave(joined)
 
 
-def test_what_is_said_without_encryption_is_not_answered(service):
-    with pytest.raises(Away, match="does not answer"):
+def test_unencrypted_requests_are_not_answered(service):
+    with pytest.raises(ServerUnreachable, match="does not answer"):
         rl.Client(service.address.replace("https", "http"), token="redline_x", patience_s=0.1).me()
 
 
@@ -97,10 +97,10 @@ def test_the_cookie_is_for_encrypted_pages_only_where_the_pages_are_encrypted(se
 
 
 def test_behind_a_proxy_its_word_counts_and_a_stranger_s_does_not(tmp_path):
-    said = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.9", "host": "redline.example.org"}
+    headers = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.9", "host": "redline.example.org"}
     for proxy, secure in (("127.0.0.1", True), ("203.0.113.1", False)):
         (folder := tmp_path / proxy).mkdir()
-        with served(folder, proxy=proxy) as service, service.client(None, headers=said) as client:
+        with served(folder, proxy=proxy) as service, service.client(None, headers=headers) as client:
             answer = client.post("/login", data={"token": service.tokens["reader"]})
             cookie = answer.headers["set-cookie"]
             assert answer.status_code == 303 and "httponly" in cookie.lower()
@@ -136,7 +136,7 @@ def test_serve_with_a_certificate_for_its_public_name_has_its_own_worker(tmp_pat
         assert asked.returncode == 0, asked.stderr
     finally:
         server.end(15)
-    assert "Traceback" not in server.said.read_text()
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_the_pinned_certificate_is_no_option_for_people():

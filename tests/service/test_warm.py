@@ -71,13 +71,13 @@ def test_an_idle_runner_goes_when_another_search_needs_its_devices_and_not_befor
 
 
 def test_idle_runners_of_another_size_make_room_so_that_a_gang_is_not_kept_out(warm):
-    with contextlib.ExitStack() as held:
-        singles = [held.enter_context(warm.runner(leased("a", number, devices=1))) for number in range(2)]
+    with contextlib.ExitStack() as stack:
+        singles = [stack.enter_context(warm.runner(leased("a", number, devices=1))) for number in range(2)]
     with warm.runner(leased("b", 9, devices=2)):
         assert [each.closed for each in singles] == [True, True]
 
 
-def test_one_that_is_lost_is_closed_and_another_is_made(warm):
+def test_a_lost_runner_is_closed_and_replaced(warm):
     with warm.runner(leased("a", 1)) as runner:
         runner.lost = True
     with pytest.raises(RunnerError, match="Ray was lost"), warm.runner(leased("a", 2)):

@@ -49,12 +49,12 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
     monkeypatch.setenv("REDLINE_TOKEN", service.tokens["reader"])
     folder = service.parts.runs.folder(search)
 
-    def said(*arguments):
+    def cli(*arguments):
         done = CliRunner().invoke(command_line, [str(each) for each in arguments], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    def told(data):
+    def winner_of(data):
         return data["trial"], data["throughput"]
 
     with service.client("reader") as client, service.rl("reader") as remote:
@@ -62,27 +62,27 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
         get = lambda path: client.get(path).json()  # noqa: E731
         exported = {
             "API export": client.get(f"/v1/searches/{search}/export/yaml").text,
-            "redline results --to": said("results", search, "--to", "yaml"),
+            "redline results --to": cli("results", search, "--to", "yaml"),
             "Client.export": run.export("yaml"),
-            "redline export": said("export", folder, "--to", "yaml"),
+            "redline export": cli("export", folder, "--to", "yaml"),
         }
         listed = next(each for each in get("/v1/searches")["searches"] if each["id"] == search)
         page = get(f"/runs/api/run?run={search}")["document"]
         terminal = {
-            "redline results": said("results", search),
-            "redline show": said("show", folder),
+            "redline results": cli("results", search),
+            "redline show": cli("show", folder),
             "redline submit --wait": waited(run),
         }
         found = {
-            "best.yaml": told(yaml.safe_load((folder / "best.yaml").read_text())["best"]),
-            "/v1/searches": told(listed["best"]),
-            "/v1/searches/ID": told(get(f"/v1/searches/{search}")["best"]),
-            "/best": told(get(f"/v1/searches/{search}/best")["best"]),
+            "best.yaml": winner_of(yaml.safe_load((folder / "best.yaml").read_text())["best"]),
+            "/v1/searches": winner_of(listed["best"]),
+            "/v1/searches/ID": winner_of(get(f"/v1/searches/{search}")["best"]),
+            "/best": winner_of(get(f"/v1/searches/{search}/best")["best"]),
             "Client.best": (run.best.trial.number, run.best.throughput),
-            "redline results --json": told(json.loads(said("results", search, "--json"))["best"]),
-            "page": told(page["headline"]["winner"]),
-            "report": told(report_of(said, folder, tmp_path)["headline"]["winner"]),
-            "redline show --format json": told(json.loads(said("show", folder, "--top", 1, "--format", "json"))[0]),
+            "redline results --json": winner_of(json.loads(cli("results", search, "--json"))["best"]),
+            "page": winner_of(page["headline"]["winner"]),
+            "report": winner_of(report_of(cli, folder, tmp_path)["headline"]["winner"]),
+            "redline show --format json": winner_of(json.loads(cli("show", folder, "--top", 1, "--format", "json"))[0]),
             "Source": told_of(summary.best(Source.read(folder).trials)),
             "View": told_of(summary.best(rl.results.View(folder).trials())),
         }
@@ -117,8 +117,8 @@ def waited(run):
     return out.output
 
 
-def report_of(said, folder, tmp_path):
+def report_of(cli, folder, tmp_path):
     """Returns the document in the page of `redline report`."""
-    said("report", folder, "-o", tmp_path / "report.html")
+    cli("report", folder, "-o", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     return json.loads(re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)[1])

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from pools import PLACED, a_store, measured
+from processes import until
 from redline.base.errors import RunnerError, StorageUnavailable, UsageError
 from redline.results import Measurement, Status
 from redline.runners import Runner
@@ -110,16 +111,7 @@ def asked(store, number=0):
     return store.ask_dry_run(store.sought, store.attempt, f"trial-{number}", "run", payload, 1).id
 
 
-def until(condition, within_s=20.0):
-    """Waits until the condition holds and returns its value."""
-    begun = time.monotonic()
-    while not (found := condition()):
-        assert time.monotonic() - begun < within_s, "it did not come to that"
-        time.sleep(0.02)
-    return found
-
-
-def test_what_is_asked_for_is_run_and_its_log_is_there(place):
+def test_an_assigned_dry_run_runs_and_its_log_is_stored(place):
     with working(place, Formula()):
         dry_run = asked(place)
         outcome = until(lambda: place.outcome(dry_run))
@@ -141,7 +133,7 @@ def test_a_lease_lasts_as_long_as_the_dry_run(place):
     assert place.dry_run(dry_run).attempts == 1
 
 
-def test_what_is_withdrawn_is_ended(place):
+def test_a_withdrawn_dry_run_is_ended(place):
     runner = Formula()
     runner.go_on.clear()
     with working(place, runner):
@@ -153,7 +145,7 @@ def test_what_is_withdrawn_is_ended(place):
     assert place.dry_run(dry_run).state is DryRunState.WITHDRAWN
 
 
-def test_who_stops_gives_back_what_runs_and_it_does_not_count_as_lost(place):
+def test_a_stopping_worker_returns_its_dry_runs_without_a_loss(place):
     runner = Formula()
     runner.go_on.clear()
     runner.raises = RunnerError("closed during a trial")
@@ -164,7 +156,7 @@ def test_who_stops_gives_back_what_runs_and_it_does_not_count_as_lost(place):
     assert (found.state, found.attempts) == (DryRunState.WAITING, 0)
 
 
-def test_what_is_asked_wrongly_is_refused_in_words(place):
+def test_invalid_assignments_are_refused_with_a_message(place):
     runner = Formula()
     runner.raises = UsageError("there is no model gpt7")
     with working(place, runner):
@@ -183,7 +175,7 @@ def test_machinery_that_always_fails_ends_as_a_crash(place):
     assert place.dry_run(dry_run).attempts == 1
 
 
-def test_machinery_that_is_lost_once_runs_it_again_at_once_and_its_log_begins_anew(place):
+def test_a_runner_lost_once_repeats_the_dry_run_with_a_new_log(place):
     class LostOnce(Formula):
         def run(self, request):
             if self.begun.is_set():
@@ -217,7 +209,7 @@ def test_a_worker_that_can_start_nothing_gives_back_what_it_has_and_ends_in_word
     assert place.workers() == []
 
 
-class Away(StorePool):
+class UnreachablePool(StorePool):
     """A pool that fails every other call."""
 
     def __init__(self, *what, **more):
@@ -251,7 +243,7 @@ class Away(StorePool):
 
 
 def test_a_pool_that_is_away_is_waited_for(place):
-    pool = Away(place, user=place.ann, data=place.data, lease_s=30.0)
+    pool = UnreachablePool(place, user=place.ann, data=place.data, lease_s=30.0)
     with working(place, Formula(), pool):
         dry_runs = [asked(place, number) for number in range(3)]
         outcomes = [until(lambda each=each: place.outcome(each)) for each in dry_runs]

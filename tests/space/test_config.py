@@ -123,7 +123,7 @@ def test_numpy_scalars_become_python_values():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [1], {"a": 1}, (1,), object(), 1j, b"x", 2**63])
-def test_what_is_no_value_is_refused(value):
+def test_invalid_values_are_refused(value):
     with pytest.raises(SpaceError, match="the value of 'x'"):
         Config(x=value)
 
@@ -139,7 +139,7 @@ def test_a_name_is_a_text():
         Config({3: 1})
 
 
-def test_its_repr_reads_as_what_makes_it():
+def test_the_repr_is_the_constructor_call():
     config = Config(tp=2, precision="bf16", kernel=None)
     assert repr(config) == "Config(tp=2, precision='bf16', kernel=None)"
     assert eval(repr(config)) == config

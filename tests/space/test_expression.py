@@ -92,7 +92,7 @@ def test_sum_and_numpy_scalars_take_part(knobs):
         lambda tp, pp, fusion: 1 if tp > 1 else 2,
     ],
 )
-def test_what_python_would_decide_at_once_is_refused_with_advice(knobs, misuse):
+def test_boolean_conversions_are_refused_with_advice(knobs, misuse):
     tp, pp, _, _, fusion = knobs
     with pytest.raises(SpaceError, match=r"has no truth value.*& \| ~.*isin.*\(1 < a\) & \(a < 8\).*minimum"):
         misuse(tp, pp, fusion)
@@ -233,7 +233,7 @@ def test_evaluating_needs_every_knob(knobs):
         (knobs[0] * knobs[1]).evaluate({"tp": 1})
 
 
-def test_depth_is_limited_where_it_is_built(knobs):
+def test_depth_is_limited_at_construction(knobs):
     expression = knobs[0]
     with pytest.raises(SpaceError, match="nested 200 deep"):
         for _ in range(300):
@@ -248,7 +248,7 @@ def test_expressions_pickle(knobs):
     assert again.evaluate({"tp": 8, "pp": 2, "fusion": False, "precision": "bf16"}) is True
 
 
-def test_identical_tells_trees_apart(knobs):
+def test_identical_distinguishes_trees(knobs):
     tp, pp, *_ = knobs
     assert (tp + 1).identical(tp + 1)
     assert not (tp + 1).identical(1 + tp)

@@ -121,7 +121,7 @@ def test_text_is_read_as_python_would_group_it(knobs, text, canonical):
         ("f'{tp}'", 1, 1, "unknown knob 'f'"),
     ],
 )
-def test_what_is_not_in_the_grammar_is_refused_with_its_place(knobs, text, line, column, problem):
+def test_text_outside_the_grammar_is_refused_with_its_position(knobs, text, line, column, problem):
     with pytest.raises(GrammarError, match=problem) as caught:
         parse(text, knobs)
     assert (caught.value.line, caught.value.column) == (line, column)

@@ -344,7 +344,7 @@ def test_conditional_knobs_are_absent_where_their_condition_is_false():
     assert space.config(tp=2, sharded=True) == {"tp": 2, "sharded": True, "depth": 1, "cost": 10}
 
 
-def test_a_constraint_that_holds_nowhere_it_applies_is_refused():
+def test_a_constraint_that_is_never_satisfied_is_refused():
     space = Space()
     tp = space.choice("tp", [1, 2])
     depth = space.choice("depth", [1, 2], when=tp > 1)

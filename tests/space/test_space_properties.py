@@ -327,7 +327,7 @@ def test_samples_are_distinct_members_and_reproducible(model, count, seed):
 
 @FUZZ
 @given(models(), st.integers(1, 20), st.integers(0, 5))
-def test_what_cannot_be_listed_is_still_sampled_from_the_valid_set(model, count, seed):
+def test_unlistable_spaces_are_sampled_from_the_valid_set(model, count, seed):
     space = model.space
     expected = set(model.configurations())
     with pytest.MonkeyPatch.context() as patch:

@@ -234,7 +234,7 @@ def test_sizes_beyond_a_machine_word_are_counted_and_sampled():
     assert next(iter(space)) == space.at(0)
 
 
-def test_what_cannot_be_listed_says_so_and_works_otherwise(unlisted):
+def test_an_unlistable_space_says_so_and_works_otherwise(unlisted):
     assert not unlisted.enumerable
     assert bool(unlisted)
     for use in (

@@ -43,9 +43,9 @@ def attack(client, name, tokens):
     role, method, path, body = ATTACKS[name]
     token = tokens.get(role, "redline_00000000_forged") if role else None
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
-    begun = time.monotonic()
+    start = time.monotonic()
     answer = client.request(method, path, content=body, headers=headers)
-    return answer.status_code, time.monotonic() - begun
+    return answer.status_code, time.monotonic() - start
 
 
 def attacked(address, tokens, end):
@@ -62,8 +62,8 @@ def attacked(address, tokens, end):
 def half_open(address, number):
     """Holds `number` connections open, each with an incomplete request."""
     place = urlsplit(address)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for _ in range(number):
-            made = held.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
+            made = stack.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
             made.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-slow: ")
         yield

@@ -252,7 +252,7 @@ _DAMAGES = (_another_value,) * 6 + (
 
 def damage(folder: Path, draw: random.Random) -> list[str]:
     """Damages one to three files of a run and returns a description of each damage."""
-    said = []
+    damages = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         path, how = folder / draw.choice(FILES[:4] * 4 + FILES[4:]), draw.choice(_DAMAGES)
         if path.is_file() and not path.is_symlink() and path.stat().st_size:
@@ -267,8 +267,8 @@ def damage(folder: Path, draw: random.Random) -> list[str]:
                 RecursionError,
             ):
                 how(path, draw)  # a damaged file cannot always be damaged in that way again
-                said.append(f"{how.__name__} {path.name}")
-    return said
+                damages.append(f"{how.__name__} {path.name}")
+    return damages
 
 
 def read_everything(folder: Path, whole: Path) -> list[str]:

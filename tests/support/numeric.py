@@ -62,7 +62,7 @@ def departure(workload, config, seed):
 def hold(found: Comparison):
     """Asserts that a configuration trains as one process does."""
     assert found.of("weights")
-    for each in (found.gravest("loss"), found.gravest("gradients"), found.gravest("weights")):
+    for each in (found.largest_of("loss"), found.largest_of("gradients"), found.largest_of("weights")):
         within(each.by, each.allowed, each.description)
 
 

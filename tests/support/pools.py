@@ -11,7 +11,7 @@ from redline.results.names import holds_run
 from redline.runners import TrialRequest
 from redline.service.placing import Placed
 from redline.service.pool_runner import PoolRunner
-from redline.service.searcher import Telling
+from redline.service.searcher import StoreListener
 from redline.service.store import Store
 from redline.space import Space
 from redline.tuner import tune
@@ -115,7 +115,7 @@ def a_whole_search(store, search, folder, killed_after=None, known=None):
     """Runs a search to its end, or until its searcher dies after `killed_after` finished trials; `known` is the
     search's `Known`."""
 
-    class Dying(Telling):
+    class Dying(StoreListener):
         def on_trial_end(self, trial):
             super().on_trial_end(trial)
             if killed_after is not None and self.done >= killed_after:

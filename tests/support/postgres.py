@@ -59,12 +59,12 @@ class Cluster:
             [program(name), "-D", self.folder / "data", *arguments],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
-            stdout=open(self.folder / "said", "ab"),
+            stdout=open(self.folder / "output", "ab"),
             stderr=subprocess.STDOUT,
             timeout=120,
             **self._as,
         )
-        assert done.returncode == 0, (self.folder / "said").read_text()
+        assert done.returncode == 0, (self.folder / "output").read_text()
 
     def start(self):
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off -c max_connections=200"

@@ -1,4 +1,4 @@
-"""Checks which processes are still running. They may end during the check."""
+"""Waits for processes and conditions."""
 
 import time
 
@@ -23,5 +23,14 @@ def left_of(processes, timeout: float = 30) -> list[psutil.Process]:
             continue
     end = time.monotonic() + timeout
     while (found := [each for each in found if running(each)]) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+def until(condition, within_s: float = 30.0):
+    """Waits until the condition is true and returns its value."""
+    end = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {within_s:g} s"
         time.sleep(0.02)
     return found

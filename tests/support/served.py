@@ -59,15 +59,15 @@ def served(
     **uvicorn_,
 ):
     """Runs a service over a folder and closes it in order."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         url = url or f"sqlite:///{folder / 'redline.db'}"
-        store = held.enter_context(Store.open(url, patience_s=patience_s))
+        store = stack.enter_context(Store.open(url, patience_s=patience_s))
         dispatcher = Dispatcher(store)
         dispatcher.start()
-        held.callback(dispatcher.close)
+        stack.callback(dispatcher.close)
         estimates, studies = Estimates(), Helper(120, STUDIES_WAITING)
-        held.callback(estimates.close)
-        held.callback(studies.close)
+        stack.callback(estimates.close)
+        stack.callback(studies.close)
         parts = Parts(
             store=store, dispatcher=dispatcher, slots=SearcherSlots(store), runs=Runs(folder), feed=Feed(store, every=0.02),
             estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code,

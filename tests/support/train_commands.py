@@ -188,14 +188,14 @@ class Command:
 @pytest.fixture
 def start(here):
     """Returns `start(*arguments)`, which starts a background command."""
-    begun = []
+    started = []
 
     def command(*arguments, launcher=()):
-        begun.append(Command(arguments, here, launcher))
-        return begun[-1]
+        started.append(Command(arguments, here, launcher))
+        return started[-1]
 
     yield command
-    for each in begun:
+    for each in started:
         if each.process.poll() is None:
             os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()
@@ -222,3 +222,10 @@ def trained(command, source, out, *more, steps=12, devices=1):
     """Returns the arguments of a training on the texts."""
     return [command, source, "--data", "corpus.txt", *SIZES, *PLAIN, "--devices", devices, "--steps", steps,
             "--log-every", 1, "--out", out, *more]  # fmt: skip
+
+
+def words(result):
+    """Returns the output of a command that succeeded, on one line."""
+    code, out, err = result
+    assert code == 0, out + err
+    return " ".join(out.split())

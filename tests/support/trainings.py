@@ -33,7 +33,7 @@ class Part:
     failure: str
     found: int | None
     """Step of the checkpoint that it resumed from."""
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     """Messages about checkpoints that were skipped."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Weights at its end, if the model is whole on this rank."""
@@ -81,9 +81,9 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     group = dist.new_group(backend="gloo") if size > 1 else None
     training = built(workload, config, hyper, seed)
     average = averages(training) if hyper.average is not None else None
-    found, said = None, []
+    found, messages = None, []
     if begin is not None:
-        found = latest(CheckpointFolder(begin), group, said.append)
+        found = latest(CheckpointFolder(begin), group, messages.append)
         if found is not None:
             restore(State(training, average), found)
     saver = None
@@ -111,7 +111,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     weights = {name: each.detach().clone() for name, each in training.model.state_dict().items()} if whole else {}
     return Part(
         lines=lines, step=ended.step, stopped=ended.stopped, failure=ended.failure,
-        found=found.step if found else None, said=said, weights=weights,
+        found=found.step if found else None, messages=messages, weights=weights,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ WITHOUT_TRITON = """
 import importlib.abc, importlib.machinery, importlib.util, json, sys
 from unittest.mock import MagicMock
 
-# What torch itself looks triton up for comes first; the framework then imports kernels that nobody runs.
+# torch's own lookups of triton come first; the framework then imports kernels that nobody runs.
 import torch._inductor.compile_fx, torch.utils.flop_counter
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):

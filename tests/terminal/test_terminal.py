@@ -163,7 +163,7 @@ def test_a_terminal_that_changes_its_size_in_mid_run(place):
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(place):
+def test_ctrl_c_keeps_results_and_resume_continues(place):
     before = set(psutil.Process().children(recursive=True))
     shown = tune(place, "--trials", 5, "--out", "stopped", workload="slow")
     shown.wait_for("   1  ok")
@@ -191,7 +191,7 @@ def test_ctrl_c_before_the_first_trial(place):
 
 
 @pytest.mark.slow
-def test_where_nothing_works_that_is_said_and_no_winner_is_announced(place):
+def test_a_search_without_success_says_so_and_announces_no_winner(place):
     shown = tune(place, "--trials", 2, "--out", "broken", workload="broken")
     ended_well(shown, 3)
     assert "Nothing feasible" in shown.text and "no such kernel" in shown.text

@@ -50,13 +50,13 @@ def test_ctrl_c_in_a_terminal_ends_with_a_checkpoint(here):  # noqa: F811
     command = trained("train", "llama", "pressed", steps=100_000)
     shown = Terminal([*REDLINE, *command], cwd=here, columns=120)
     shown.wait_for("loss ")
-    began = processes_of(shown.pid)
-    assert len(began) > 1
+    started = processes_of(shown.pid)
+    assert len(started) > 1
     shown.send("\x03")
     assert shown.wait() == 130, shown.text
     whole(shown, 120)
     assert "note: saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint" in shown.text
-    assert left_of(began) == []
+    assert left_of(started) == []
     last = lines_of(here / "pressed")[-1]
     assert last["kind"] == "end" and last["stopped"] and not last["failure"]
     assert [each.name for each in (here / "pressed" / "checkpoints").iterdir()] == [f"step-{last['step']:08d}"]

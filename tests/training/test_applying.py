@@ -3,6 +3,7 @@
 import pytest
 import redline as rl
 import torch
+from ranks import mesh
 from redline.base.errors import ScheduleError
 
 
@@ -24,12 +25,6 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1)
 
 
-def mesh(**axes):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
 @pytest.mark.parametrize(("method", "blocks"), [("uniform", [1, 3]), ("first", [0, 1])])
 def test_a_share_of_the_blocks_is_recomputed_spread_or_from_the_first(method, blocks):
     sch = rl.apply_schedule(gpt2(), {"checkpoint_ratio": 0.5, "kernels": True}, checkpoint_method=method)
@@ -38,7 +33,7 @@ def test_a_share_of_the_blocks_is_recomputed_spread_or_from_the_first(method, bl
     assert any(step.primitive == "fused_loss" for step in sch.tree.steps)
 
 
-def test_what_cannot_be_applied_is_said():
+def test_unsupported_configurations_are_refused_by_name():
     with pytest.raises(ScheduleError, match="unknown checkpoint_method 'frist'; did you mean 'first'"):
         rl.apply_schedule(gpt2(1), {}, checkpoint_method="frist")
     with pytest.raises(ScheduleError, match="the configuration has tp=2, so the mesh must have an axis tp"):
@@ -74,5 +69,5 @@ def check_own_loop(axes, config):
     [({"tp": 2}, {"tp": 2, "checkpoint_ratio": 0.5}), *(({"dp": 2}, {"zero": zero}) for zero in range(4))],
     ids=["tp", *(f"dp with zero={zero}" for zero in range(4))],
 )
-def test_one_s_own_loop_trains_as_the_plain_model_does(two, axes, config):
+def test_a_user_s_loop_trains_like_the_plain_model(two, axes, config):
     two.run(check_own_loop, axes, config)

@@ -89,7 +89,7 @@ def test_rows_arrive_although_the_rank_keeps_none_for_itself(recorder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_is_received_is_finite_and_neither_tiny_nor_large(recorder, dtype):
+def test_received_values_are_finite_and_of_moderate_size(recorder, dtype):
     tensor = torch.full((300, 70), torch.nan, dtype=dtype)
     trace = noted(recorder, lambda: group(recorder).recv([tensor], 3, 7))
     assert tensor.isfinite().all()

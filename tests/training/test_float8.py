@@ -35,8 +35,8 @@ def installed(monkeypatch):
     """Returns a function that makes torchao appear installed or not. It starts as installed."""
 
     def there(is_there=True):
-        said = "" if is_there else "torchao is not installed: pip install 'redline[fp8]'"
-        monkeypatch.setattr("redline.base.device.not_installed", lambda package, extra: said)
+        message = "" if is_there else "torchao is not installed: pip install 'redline[fp8]'"
+        monkeypatch.setattr("redline.base.device.not_installed", lambda package, extra: message)
 
     there()
     return there
@@ -76,18 +76,18 @@ def test_a_model_without_such_layers_is_refused(small):
 
 
 def test_without_torchao_it_is_refused_and_that_names_the_extra(small, monkeypatch):
-    said = "torchao is not installed: pip install 'redline[fp8]'"
-    monkeypatch.setattr("redline.training.precision.not_installed", lambda package, extra: said)
+    message = "torchao is not installed: pip install 'redline[fp8]'"
+    monkeypatch.setattr("redline.training.precision.not_installed", lambda package, extra: message)
     with pytest.raises(WorkloadError, match=r"pip install 'redline\[fp8\]'"):
         Training(small("llama"), {"micro_batch": 8, "precision": "fp8"}, CPU)
 
 
 def test_the_primitive_refuses_what_it_cannot_do():
     sch = create_schedule(nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 8), nn.Linear(16, 32)))
-    for at, given, said in (
+    for at, given, message in (
         ("0", {}, "multiples of 16"), ("2", {"scaling": "tensor"}, "did you mean 'tensorwise'"),
     ):  # fmt: skip
-        with pytest.raises(ScheduleError, match=said):
+        with pytest.raises(ScheduleError, match=message):
             sch[at].float8(**given)
     sch["2"].float8()
     with pytest.raises(ScheduleError, match="converted already"):
@@ -159,8 +159,8 @@ def test_a_wrong_gradient_is_found_in_8_bits_too(small, precision):
     for factor in (0.0, 2.0):  # lost; not averaged over two replicas
         blocks = tuple(factor * each for each in own.blocks)
         wrong = replace(found, quiet=replace(own, gradient=factor * own.gradient, blocks=blocks))
-        said = numerics_mismatch(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
-        assert "the norm of the gradient of repeated block 0" in said
+        message = numerics_mismatch(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
+        assert "the norm of the gradient of repeated block 0" in message
 
 
 def test_verify_allows_what_the_format_does():
@@ -179,7 +179,7 @@ def test_verify_allows_what_the_format_does():
     [{"checkpoint_ratio": 0.5}, {"grad_accum": 2, "micro_batch": 4}, {"kernels": True}, {"fusion": True}],
     ids=str,
 )
-def test_it_goes_with_what_else_rewrites_a_block(small, precision, knobs):
+def test_float8_composes_with_other_primitives(small, precision, knobs):
     knobs = {"micro_batch": 8, **knobs}
     made = small("llama", vocab_size=512)
     plain = Training(made, {"micro_batch": 8, "precision": precision}, CPU)
@@ -247,7 +247,7 @@ def test_a_device_that_multiplies_8_bits_has_it_among_what_is_lossy(small, cuda,
     asked.fix("precision", "fp8")
 
 
-def test_who_has_it_not_is_told_why(small, cuda, cpu, installed):
+def test_devices_and_models_without_float8_have_a_reason(small, cuda, cpu, installed):
     made = small("llama")
     assert without_float8(made, cpu) == "a CPU does not support 8-bit products"
     assert without_float8(made, cuda((8, 0))).endswith("capability 8.9, but this device has 8.0")

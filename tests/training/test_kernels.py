@@ -68,7 +68,7 @@ def test_a_language_model_has_it_off_by_default(cpu, name):
     assert head_of(sch, made.schedule.blocks(sch)).path == HEADS[name]
 
 
-def test_a_model_of_ones_own_has_it_where_its_loss_can_do_without_logits(cpu):
+def test_a_user_s_model_has_kernels_if_its_loss_needs_no_logits(cpu):
     made = own()
     assert "kernels" in default_space(made, cpu).by_name
     for knobs in ({"kernels": True}, {"kernels": True, "micro_batch": 2, "checkpoint_ratio": 1.0}):
@@ -76,7 +76,7 @@ def test_a_model_of_ones_own_has_it_where_its_loss_can_do_without_logits(cpu):
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("made", "reason"),
     [
         (workload("vit-tiny"), "no projection to a vocabulary"),
         (workload("wide-resnet-tiny"), "no projection to a vocabulary"),
@@ -101,8 +101,8 @@ def test_a_model_of_ones_own_has_it_where_its_loss_can_do_without_logits(cpu):
     ],
     ids=["vit", "resnet", "no blocks", "small", "transpose", "log_softmax", "item", "schedule"],
 )
-def test_where_it_is_not_that_has_a_reason(cpu, made, why):
-    assert why in kernels_obstacle(made)
+def test_missing_kernels_have_a_reason(cpu, made, reason):
+    assert reason in kernels_obstacle(made)
     assert "kernels" not in default_space(made, cpu).by_name
 
 
@@ -128,7 +128,7 @@ def test_a_schedule_of_ones_own_that_looks_at_it_has_it(cpu):
     assert layers_of(training.model.out, FusedLoss)
 
 
-def test_what_it_does_not_go_with_is_a_constraint_with_a_reason(cpu, cuda):
+def test_excluded_combinations_are_constraints_with_a_reason(cpu, cuda):
     space = default_space(workload("gpt2"), cuda((7, 0)))
     with pytest.raises(SpaceError, match="forms the head's gradient before the loss is scaled"):
         space.config(kernels=True, precision="fp16")
@@ -149,7 +149,7 @@ def test_what_it_does_not_go_with_is_a_constraint_with_a_reason(cpu, cuda):
 @pytest.mark.parametrize(
     "knobs", [{"precision": "bf16"}, {"precision": "bf16_pure"}, {"checkpoint_ratio": 1.0}], ids=str
 )
-def test_it_trains_as_without(seed, knobs):
+def test_training_with_kernels_equals_training_without(seed, knobs):
     made = numerics.tiny("gpt2")
     assert numerics.departure(made, {**knobs, "kernels": True, "grad_accum": 2}, seed).holds
 

@@ -37,7 +37,7 @@ def test_recomputed_blocks_compute_what_the_plain_model_does(small, seed, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("0-9:ckpt", "strategy=0-9:ckpt: the runs of a strategy cover the model's 4 blocks, 0 to 3"),
         ("0-2:ckpt", "cover the model's 4 blocks, 0 to 3"),
@@ -48,8 +48,8 @@ def test_recomputed_blocks_compute_what_the_plain_model_does(small, seed, text):
         ("", "but is empty"),
     ],
 )
-def test_texts_of_other_models_or_none_are_refused_with_the_place(small, text, said):
-    with pytest.raises(UsageError, match=re.escape(said)):
+def test_texts_of_other_models_or_none_are_refused_with_the_place(small, text, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         Training(small("llama", num_hidden_layers=4), {"micro_batch": 8, "strategy": text}, CPU)
 
 

@@ -125,7 +125,7 @@ class ByWeights(MLP):
         return self.down_proj(self.act(F.linear(x, self.gate_proj.weight)) * self.up_proj(x))
 
 
-def test_what_computes_the_same_is_replaced_whatever_it_is_called():
+def test_equivalent_modules_are_replaced_whatever_their_name():
     model = nn.Sequential(Norm(), MLP(), MLP(lambda x: F.gelu(x, approximate="tanh")), nn.LayerNorm(16))
     before = dict(model.named_parameters())
     assert replace_modules(create_schedule(model)) == ["0", "1", "2", "3"]
@@ -136,7 +136,7 @@ def test_what_computes_the_same_is_replaced_whatever_it_is_called():
     assert isinstance(model[3], nn.LayerNorm)
 
 
-def test_what_computes_something_else_stays():
+def test_modules_with_another_computation_stay():
     model = nn.Sequential(
         Centred(), WithoutEpsilon(), Gated(), MLP(F.relu), MLP(F.gelu), MLP(factor=2.0), Sums(), ByWeights(),
         nn.LayerNorm(16, elementwise_affine=False), nn.LayerNorm((2, 16)), nn.Linear(16, 16),
@@ -175,7 +175,7 @@ def pieces(made, config):
     return type(block.mlp).__name__, type(block.input_layernorm).__name__, tuple(local.shape)
 
 
-def test_what_is_replaced_is_cut_over_ranks_as_what_it_replaced(two, small):
+def test_replacements_are_sharded_like_the_originals(two, small):
     def replaced(made, config):
         from redline.training import training
 
@@ -195,9 +195,9 @@ def test_what_is_replaced_is_cut_over_ranks_as_what_it_replaced(two, small):
 
 def test_the_space_of_a_gpu_says_what_kernels_are_there(cuda, monkeypatch):
     made = redline.workload("llama-tiny")
-    for why, there in (("", True), ("liger_kernel is not installed: pip install 'redline[kernels]'", False)):
-        monkeypatch.setattr("redline.base.device.not_installed", lambda package, extra, why=why: why)
-        assert liger_obstacle("cuda") == why
+    for reason, there in (("", True), ("liger_kernel is not installed: pip install 'redline[kernels]'", False)):
+        monkeypatch.setattr("redline.base.device.not_installed", lambda package, extra, reason=reason: reason)
+        assert liger_obstacle("cuda") == reason
         space = default_space(made, cuda())
         assert ("Liger-Kernel" in space["kernels"].help) is there and space["kernels"].values == (False, True)
 

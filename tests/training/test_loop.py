@@ -137,7 +137,7 @@ def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, c
     tiered([PARTS["zero3"], PARTS["pp2"]], [{"micro_batch": 1}, {"micro_batch": 4}, PARTS["dp2"], PARTS["tp2"]]),
     ids=str,
 )
-def test_every_token_counts_alike_however_uneven_samples_are_cut(small, run, corpus, config):
+def test_every_token_has_equal_weight_in_uneven_samples(small, run, corpus, config):
     """With padded documents of 1 to 19 bytes the mean over micro-batches differs from that over tokens."""
     workload, read = small("llama"), corpus("lines.jsonl", packing="padded")
     lengths = (read()(0, 8)["labels"] != -100).sum(1)
@@ -254,7 +254,7 @@ def test_wsd_is_level_until_it_falls():
     assert values[75:] == pytest.approx([(100 - step) / 25 for step in range(75, 100)])
 
 
-def test_a_training_that_goes_on_has_the_learning_rate_of_its_step(small, tmp_path):
+def test_a_resumed_training_has_the_learning_rate_of_its_step(small, tmp_path):
     hyper = replace(HYPER, lr_schedule="linear", steps=8)
     part(small("llama"), {"micro_batch": 8}, hyper, until=5, save=tmp_path)
     found = part(small("llama"), {"micro_batch": 8}, hyper, begin=tmp_path)
@@ -309,7 +309,7 @@ def test_the_moving_average_is_one(small, tmp_path):
         for name, config in PARTS.items()
     ],
 )
-def test_evaluations_say_the_same_whatever_the_strategy(small, run, corpus, config):
+def test_evaluations_are_equal_under_every_strategy(small, run, corpus, config):
     workload, read = small("llama"), corpus("lines.jsonl", packing="padded", held_out=0.2)
     plan = {"eval_every": 3, "eval_steps": 2}
     whole = part(workload, {"micro_batch": 8}, HYPER, samples=read(), **plan)
@@ -373,21 +373,21 @@ def test_a_stop_that_one_rank_hears_ends_all_at_the_same_step_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_signals_and_a_file_are_heard(tmp_path, number):
+def test_signals_and_a_stop_file_end_the_training(tmp_path, number):
     before = signal.getsignal(number)
-    with _stop_requested(tmp_path) as told:
-        assert not told()
+    with _stop_requested(tmp_path) as stop_requested:
+        assert not stop_requested()
         os.kill(os.getpid(), number)
-        assert told()
+        assert stop_requested()
     assert signal.getsignal(number) == before
-    with _stop_requested(tmp_path) as told:
-        assert not told()
+    with _stop_requested(tmp_path) as stop_requested:
+        assert not stop_requested()
         (tmp_path / "stop").touch()
-        assert told()
-    with _stop_requested(None) as told:  # only the first rank watches the file
-        assert not told()
+        assert stop_requested()
+    with _stop_requested(None) as stop_requested:  # only the first rank watches the file
+        assert not stop_requested()
         os.kill(os.getpid(), number)
-        assert told()
+        assert stop_requested()
 
 
 def poisoned(step, rank=0, gradient=False):
@@ -424,7 +424,7 @@ def poisoned(step, rank=0, gradient=False):
         ],
     ),
 )
-def test_nothing_that_is_not_finite_is_kept(small, run, tmp_path, config, rank, what, plan):
+def test_checkpoints_of_non_finite_steps_are_not_kept(small, run, tmp_path, config, rank, what, plan):
     hyper, gradient = Hyperparameters(steps=20), what == "gradient"
 
     def go():
@@ -433,14 +433,14 @@ def test_nothing_that_is_not_finite_is_kept(small, run, tmp_path, config, rank, 
         return str(ended.value)
 
     for text in run(config, go, all=True):
-        said = "the gradients of step 5 are not finite" if gradient else "the loss of step 5 is nan"
-        assert text == f"{said}: the checkpoint of step 4 was saved before; a lower --lr or more --warmup may help"
+        message = "the gradients of step 5 are not finite" if gradient else "the loss of step 5 is nan"
+        assert text == f"{message}: the checkpoint of step 4 was saved before; a lower --lr or more --warmup may help"
     for each in CheckpointFolder(tmp_path).all():
         assert each.step <= 4
         assert all(stored.read().isfinite().all() for stored in dcp_tensors(each.path).values())
 
 
-def test_where_nothing_was_saved_it_says_so(small, tmp_path):
+def test_a_training_without_a_checkpoint_says_so(small, tmp_path):
     with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):
         part(small("llama"), {"micro_batch": 4}, HYPER, save=tmp_path, watch=poisoned(2))
     with pytest.raises(Diverged, match="the loss of step 2 is nan: nothing was saved before"):
@@ -451,9 +451,9 @@ def test_where_nothing_was_saved_it_says_so(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
-        ({"lr_schedule": "cosin"}, "unknown learning-rate schedule 'cosin'; did you mean 'cosine'?"),
+        ({"lr_schedule": "cosin"}, "unknown lr_schedule 'cosin'; did you mean 'cosine'?"),
         ({"lr": 0.0}, "lr must be above 0, but got 0.0"),
         ({"lr": math.nan}, "lr must be above 0, but got nan"),
         ({"steps": 0}, "steps must be a whole number of at least 1, but got 0"),
@@ -467,14 +467,14 @@ def test_where_nothing_was_saved_it_says_so(small, tmp_path):
     ],
     ids=str,
 )
-def test_hyperparameters_out_of_range_are_refused(given, said):
+def test_hyperparameters_out_of_range_are_refused(given, message):
     with pytest.raises(UsageError) as refused:
         Hyperparameters(**given)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"log_every": 0}, "log_every must be a whole number of at least 1, but got 0"),
         ({"save_every": -1}, "save_every must be a whole number of at least 0, but got -1"),
@@ -483,7 +483,7 @@ def test_hyperparameters_out_of_range_are_refused(given, said):
     ],
     ids=str,
 )
-def test_plans_out_of_range_are_refused(given, said):
+def test_plans_out_of_range_are_refused(given, message):
     with pytest.raises(UsageError) as refused:
         LoopPlan(**given)
-    assert str(refused.value) == said
+    assert str(refused.value) == message

@@ -94,7 +94,7 @@ def test_adapters_are_read_and_written_as_text(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("16", "lora must look like r=16, or .*but got '16'"),
         ("rank=16", "unknown part of lora 'rank'"),
@@ -105,8 +105,8 @@ def test_adapters_are_read_and_written_as_text(text, expected):
         ("r=4,dropout=1", "dropout from 0 to below 1"),
     ],
 )
-def test_what_is_no_adapter_is_refused(text, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_invalid_adapters_are_refused(text, message):
+    with pytest.raises(WorkloadError, match=message):
         Lora.parse(text)
 
 

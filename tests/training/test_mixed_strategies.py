@@ -80,7 +80,7 @@ def test_runs_compute_what_one_process_computes(two, seed, family, config, text)
 @pytest.mark.parametrize(
     ("family", "config", "text"), [each for each in TWO if each not in (TWO[0], TWO[4], TWO[8], TWO[9])]
 )
-def test_more_runs_compute_what_one_process_computes(two, seed, family, config, text):
+def test_more_strategies_compute_the_same_as_one_process(two, seed, family, config, text):
     hold(two, family, config, text, seed)
 
 
@@ -155,7 +155,7 @@ def summed_over_replicas_alone(family, config, text, seed):
 
 def test_gradients_of_a_part_of_the_samples_alone_are_seen(two, seed):
     for found in two.run(summed_over_replicas_alone, *TWO[0], seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, worst.description)
 
 
@@ -171,7 +171,7 @@ def drawn(config):
     return masks[0].clone()
 
 
-def test_ranks_that_share_samples_drop_unlike_each_other_and_ranks_that_share_layers_alike(two):
+def test_dropout_differs_between_replicas_and_agrees_within_a_layer(two):
     config = {"tp": 2, "micro_batch": 4, "strategy": "0:tp1 1:-"}
     first, second = two.run(drawn, config)
     assert first.shape[0] == 2 and first.any() and not torch.equal(first, second)

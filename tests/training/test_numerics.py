@@ -116,7 +116,7 @@ def styled(family):
 
 
 @pytest.mark.parametrize("family", tiered(["phi3", "deepseek_v2"], ["olmo2", "glm", "granite_swa", "deepseek_v3"]))
-def test_styles_of_plans_that_the_table_lacks_are_cut_alike(two, seed, family):
+def test_plan_styles_outside_the_table_compute_the_same(two, seed, family):
     workload = styled(family)
     plan = set(tensor_plan(create_schedule(skeleton(workload))).values())
     assert set(STYLES[family]) <= plan
@@ -141,7 +141,7 @@ def against_all_rows(seed):
 
 def test_rows_that_are_dropped_are_seen(two, seed):
     for found in two.run(against_all_rows, seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, worst.description)
 
 
@@ -176,14 +176,14 @@ def balanced_apart(seed):
 
 def test_a_balance_within_each_replica_is_seen(two, seed):
     for found in two.run(balanced_apart, seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, worst.description)
 
 
 def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
     workload, _ = balanced()
-    said = numerics.refusal(workload, {"pp": 2})
-    assert said.startswith("pp: the loss that balances the 4 experts is of all blocks (output_router_logits)")
+    message = numerics.refusal(workload, {"pp": 2})
+    assert message.startswith("pp: the loss that balances the 4 experts is of all blocks (output_router_logits)")
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def a_gradient_that_pieces_of_sequences_keep_for_themselves(seed):
 
 def test_gradients_that_are_not_averaged_over_the_ranks_of_a_sequence_are_seen(two, seed):
     for found in two.run(a_gradient_that_pieces_of_sequences_keep_for_themselves, seed):
-        worst = found.gravest("gradients")
+        worst = found.largest_of("gradients")
         numeric.caught(worst.by, worst.allowed, "a gradient")
 
 
@@ -334,8 +334,8 @@ def with_fault(fault, config, seed):
 )
 def test_a_small_fault_is_noticed(two, seed, fault, config):
     for found in two.run(with_fault, fault, config, seed):
-        assert not found.holds and found.gravest("loss").holds
-        worst = max(found.gravest("gradients").share, found.gravest("weights").share)
+        assert not found.holds and found.largest_of("loss").holds
+        worst = max(found.largest_of("gradients").share, found.largest_of("weights").share)
         numeric.caught(worst, 1.0, fault.__name__)
 
 
@@ -353,8 +353,8 @@ def check_notices(change, seed):
 
 def test_an_exchange_that_is_missing_is_noticed(two, seed):
     for found in two.run(check_notices, without_sum, seed):
-        assert not found.holds and found.gravest("loss").holds
-        gradient = found.gravest("gradients")
+        assert not found.holds and found.largest_of("loss").holds
+        gradient = found.largest_of("gradients")
         numeric.caught(gradient.by, gradient.allowed, "a missing sum")
 
 

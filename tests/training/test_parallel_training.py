@@ -16,7 +16,7 @@ def check(pool, workload, config, seed):
     """Compares each rank with one process, and checks that all ranks report the same loss."""
     found = pool.run(numeric.departure, workload, config, seed)
     for each in found:
-        assert each.gravest("loss").by == found[0].gravest("loss").by
+        assert each.largest_of("loss").by == found[0].largest_of("loss").by
         numeric.hold(each)
 
 
@@ -45,7 +45,7 @@ def test_replicas_train_as_one_at_every_stage_of_zero(two, small, seed, family, 
 
 
 @pytest.mark.parametrize("family", tiered(["gpt2"], ["llama"]))
-def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
+def test_each_zero_stage_shards_its_state(two, small, family):
     configs = [{"zero": zero, "micro_batch": 2, "grad_accum": 2} for zero in range(4)]
     found = [two.run(held, small(family), each) for each in configs]
     assert {samples for each in found for _, _, samples in each} == {8}
@@ -90,7 +90,7 @@ def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
 
 
 @pytest.mark.slow
-def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):
+def test_traffic_grows_with_micro_batches_only_where_zero_requires_it(two, small):
     """Below ZeRO 2 gradients are averaged with the last micro-batch; ZeRO 2 reduces them with each, and ZeRO 3 also
     gathers the weights."""
 
@@ -196,7 +196,7 @@ def test_lower_precisions_go_with_several_stages_a_rank(two, small, seed, kind, 
     check(two, small("gpt2"), {**knobs, "precision": precision}, seed)
 
 
-def test_several_stages_a_rank_are_interleaved_where_nothing_else_is_said(two, small, seed):
+def test_several_stages_a_rank_are_interleaved_by_default(two, small, seed):
     check(two, small("gpt2"), {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "micro_batch": 2}, seed)
 
 
@@ -263,11 +263,11 @@ def test_a_loss_computed_in_bfloat16_reaches_every_stage(two):
     assert first == second and 1 < first < 4
 
 
-def test_what_does_not_compose_is_refused(two, small):
-    def refused(workload, config, said):
+def test_unsupported_combinations_are_refused(two, small):
+    def refused(workload, config, message):
         import torch.distributed as dist
 
-        with pytest.raises(WorkloadError, match=said):
+        with pytest.raises(WorkloadError, match=message):
             Training(workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
 
     workload = small("llama")

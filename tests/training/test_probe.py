@@ -116,7 +116,7 @@ def state(training):
     }
 
 
-def test_it_leaves_weights_buffers_streams_and_optimizer_as_they_were():
+def test_the_probe_leaves_weights_buffers_streams_and_optimizer_unchanged():
     training = Training(restless, {"micro_batch": 4}, CPU)
     before = state(training)
     part = take(training)
@@ -233,7 +233,7 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_norms_count_pieces_once_however_many_groups_hold_them(four, seed, zero):
+def test_norms_count_shared_pieces_once(four, seed, zero):
     from redline.testing import numerics
 
     workload = numerics.tiny("gpt2")
@@ -298,7 +298,7 @@ def test_gradients_that_a_divided_backward_leaves_out_are_seen(two, deeper_gpt2_
     assert "gradient" in verdict(found, expected)
 
 
-def test_one_process_computes_it_too(gpt2_on_two):
+def test_the_probe_of_one_process_equals_that_of_ranks(gpt2_on_two):
     # Gradients of the first step cover the same samples on one process and on two.
     workload, expected = gpt2_on_two
     found = probed(workload, step=True, micro_batch=8)
@@ -475,7 +475,7 @@ def test_a_bias_of_zeros_that_is_added_twice_is_seen(small):
 
 
 @pytest.mark.parametrize("knobs", [{"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "grad_accum": 4}], ids=str)
-def test_adapters_that_begin_as_nothing_are_seen_however_they_are_spread(two, knobs):
+def test_zero_initialised_adapters_are_detected_under_every_strategy(two, knobs):
     pytest.importorskip("peft")
     from redline.models.lora import Lora, with_lora
     from redline.testing import numerics
@@ -529,7 +529,7 @@ def test_an_outline_knows_tied_weights_by_their_first_name(small):
 # The first step
 
 
-def test_what_a_step_leaves_as_it_was_is_named():
+def test_parameters_unchanged_by_a_step_are_named():
     class Frozen(nn.Sequential):
         def __init__(self):
             super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -563,7 +563,7 @@ def test_in_a_narrow_format_a_block_counts_as_moved_where_any_of_it_is(small):
     assert len(probed(held, step=True, precision="bf16_pure", micro_batch=8).still) > 10
 
 
-def test_formats_are_told_by_what_they_round():
+def test_formats_are_recognised_by_their_rounding():
     from redline.training.precision import Precision
 
     linear, convolution = nn.Linear(2, 2), nn.Conv1d(2, 2, 1)

@@ -18,9 +18,10 @@ from redline.base._transformers import quiet
 from redline.models import Workload, workload
 from redline.models.presets import PRESETS
 from redline.schedule import build, create_schedule, deferred, full_state_dict
-from redline.schedule.deferred import stray
+from redline.schedule.deferred import unmaterialised
 from redline.training import Training
 from redline.training.training import seeded
+from same_model import assert_same, held
 from tiers import diagonal
 from torch import nn
 
@@ -121,19 +122,19 @@ def small(name):
     task, _, kind = name.partition("/")
     if kind not in transformers.CONFIG_MAPPING:
         return f"transformers has no configuration of {kind}"
-    kind, why = transformers.CONFIG_MAPPING[kind], []
+    kind, reason = transformers.CONFIG_MAPPING[kind], []
     auto = getattr(transformers, TASKS[task][1])
     for factor in FACTORS:
         try:
             with torch.device("meta"):
                 model = auto.from_config(small_configuration(kind, factor))
         except Exception as error:  # a library of 300 models may raise anything on unexpected sizes
-            why.append(f"{type(error).__name__}: {error}")
+            reason.append(f"{type(error).__name__}: {error}")
             continue
         if sum(each.numel() for each in model.parameters()) < MOST_PARAMETERS:
             return lambda: auto.from_config(small_configuration(kind, factor), dtype=torch.float32)
-        why.append("it is too large")
-    return f"no small configuration: {' '.join(why[0].split())[:120]}"
+        reason.append("it is too large")
+    return f"no small configuration: {' '.join(reason[0].split())[:120]}"
 
 
 @pytest.fixture(autouse=True)
@@ -144,44 +145,12 @@ def unset_memory_is_alike():
     torch.use_deterministic_algorithms(False)
 
 
-def held(model):
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def assert_same(made, expected):
-    first, second = held(made), held(expected)
-    assert list(first) == list(second) and list(made.state_dict()) == list(expected.state_dict())
-    for name, tensor in first.items():
-        other = second[name]
-        assert (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride()), name
-        assert tensor.requires_grad == other.requires_grad and isinstance(tensor, type(other)), name
-        assert torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))), (
-            name
-        )
-    assert [list(first.values()).index(each) for each in map(_Same, first.values())] == [
-        list(second.values()).index(each) for each in map(_Same, second.values())
-    ]
-
-
-class _Same:
-    """Equal to one object only, to find the first of tied parameters."""
-
-    def __init__(self, one):
-        self.one = one
-
-    def __eq__(self, other):
-        return self.one is other
-
-
 def check(make, seed=5):
     with seeded(seed, CPU), CPU, quiet():
         expected = make()
     with seeded(seed, CPU), deferred(), quiet():
         model = make()
-    assert all(each.is_meta for each in model.parameters()) and not stray(model)
+    assert all(each.is_meta for each in model.parameters()) and not unmaterialised(model)
     with seeded(seed, CPU):
         made, _ = build(create_schedule(model), seed=seed)
     assert_same(made, expected)

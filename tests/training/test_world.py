@@ -8,7 +8,7 @@ from redline.base.errors import WorkloadError
 from redline.training.world import World
 
 
-def test_ranks_that_share_a_layer_are_neighbours_and_stages_are_farthest_apart():
+def test_tensor_parallel_ranks_are_adjacent_and_stages_farthest():
     worlds = [World.of({"tp": 2, "pp": 2}, rank, 8) for rank in range(8)]
     assert [each.tp_rank for each in worlds] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert [each.dp_rank for each in worlds] == [0, 0, 1, 1, 0, 0, 1, 1]
@@ -43,7 +43,7 @@ def test_one_rank_has_no_mesh():
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"tp": 3}, r"tp=3, dp=2: tp \* sp \* cp \* pp \* dp must equal the number of devices \(8\)"),
         ({"sp": 3}, r"sp=3, dp=2: tp \* sp"),
@@ -57,8 +57,8 @@ def test_one_rank_has_no_mesh():
         ({"tp": True}, "but is True"),
     ],
 )
-def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, message):
+    with pytest.raises(WorkloadError, match=message):
         World.of(config, 0, 8)
 
 
@@ -78,7 +78,7 @@ def _axes(timeout_s):
     return found
 
 
-def test_every_axis_of_a_mesh_waits_as_long_as_it_is_told(four):
+def test_every_axis_of_a_mesh_has_the_given_timeout(four):
     found = four.run(_axes, 4321.0)
     assert [each["pp"] for each in found] == [
         ([0, 2], 0, 4321.0), ([1, 3], 0, 4321.0), ([0, 2], 1, 4321.0), ([1, 3], 1, 4321.0)

@@ -196,7 +196,7 @@ def interrupted(config, folder, first):
     return found
 
 
-def test_a_checkpoint_goes_on_in_another_configuration(two, tmp_path):
+def test_a_checkpoint_resumes_in_another_configuration(two, tmp_path):
     expected = plain(make_llama(), make_data(), own_loss)
     before = two.run(interrupted, {"dp": 2, "zero": 3, "micro_batch": 2}, tmp_path / "saved", True)[0]
     behind = two.run(interrupted, {"tp": 2, "micro_batch": 4}, tmp_path / "saved", False)[0]
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         other.info.load(tmp_path / "saved")
 
 
-def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_path):
+def test_a_checkpoint_replaces_only_its_own_predecessors(tmp_path):
     config = {"strategy": {"micro_batch": 8}, "global_batch": 8}
     saved = tmp_path / "saved"
     before = redline.accelerate(make_llama(), make_data(), **config)
@@ -243,7 +243,7 @@ def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_pa
     assert sorted(each.name for each in saved.iterdir()) == names
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_an_uncreatable_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 8}, global_batch=8)
     turns(prepared, 1)
@@ -372,6 +372,6 @@ def test_info_clips_over_all_ranks(two):
     model(**FromDataset(make_data())(0, 8)).loss.backward()
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     for config in ({"tp": 2, "micro_batch": 8}, {"dp": 2, "zero": 3}, {"pp": 2, "micro_batch": 4}):
-        first, second, told = two.run(norms, config)[0]
+        first, second, reported = two.run(norms, config)[0]
         assert first == pytest.approx(norm, rel=1e-5)
-        assert second == told == pytest.approx(0.1, rel=1e-3)
+        assert second == reported == pytest.approx(0.1, rel=1e-3)

@@ -76,7 +76,7 @@ def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
     assert found.predicted is None, "nothing was measured"
 
 
-def test_a_best_yaml_for_other_devices_is_planned_anew(tmp_path):
+def test_a_best_yaml_for_other_devices_is_planned_again(tmp_path):
     found = best_yaml(tmp_path, 4, dp=4, micro_batch=2, grad_accum=1)
     info = redline.accelerate(make_llama(), make_data(), strategy=found, global_batch=8).info
     assert "which is for 4 devices" in info.why
@@ -119,7 +119,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_trained_is_refused_in_words(what):
+def test_unsupported_models_are_refused_with_a_message(what):
     changed, message = REFUSED[what]
     given = {
         "model": make_llama() if "model" not in changed else None,
@@ -164,9 +164,9 @@ def refused_on_all(folder):
     return ""
 
 
-def test_what_rank_0_refuses_all_ranks_refuse(two):
-    said = two.run(refused_on_all, "nowhere")
-    assert said[0] == said[1] != ""
+def test_a_refusal_of_rank_0_is_raised_on_all_ranks(two):
+    message = two.run(refused_on_all, "nowhere")
+    assert message[0] == message[1] != ""
 
 
 # --- under a launcher ------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_torchrun_starts_the_same_loop(how, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = (each for each in done.stdout.splitlines() if each.startswith("LOSS"))
-    _, loss, size, why = line.split(" ", 3)
+    _, loss, size, reason = line.split(" ", 3)
     expected = plain(make_llama(), make_data(), own_loss, steps=3, clip=None)[0][-1]
     assert (float(loss), size) == (pytest.approx(expected, rel=1e-2), "2")  # the search may choose bf16
-    assert ("of 2 dry runs" in why) == ("trials" in how)
+    assert ("of 2 dry runs" in reason) == ("trials" in how)

@@ -32,7 +32,7 @@ def precisions(**how):
     return task.space["precision"].values, dict(task.lossy)
 
 
-def test_it_is_asked_for_by_allow_or_by_naming_the_value():
+def test_lossy_values_are_allowed_by_allow_or_by_name():
     assert precisions() == (("fp32", "tf32", "bf16"), {})
     assert precisions(allow="lossy") == precisions(allow=["lossy"])
     both = {"precision": ["bf16_pure"], "reduce_dtype": ["bf16"]}
@@ -82,13 +82,13 @@ def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypa
     present = replace(described, features=frozenset())
     left_out = "lossy: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
     alone = "kernels replace only the loss, not modules: no liger_kernel, kernels"
-    for device, said, unsaid in (
+    for device, message, unsaid in (
         (described, (left_out,), ("without fp8", alone)),
         (present, ("without fp8: no torchao, fp8", alone), ("precision=fp8",)),
     ):
         monkeypatch.setattr("redline.tuner.task.detect", lambda device=device: device)
         _, out, _ = run(capsys, "space", "llama-tiny", "--devices", 1)
-        assert all(each in out for each in said) and not any(each in out for each in unsaid)
+        assert all(each in out for each in message) and not any(each in out for each in unsaid)
 
 
 def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
@@ -100,8 +100,8 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     assert result.best_exact.config["precision"] in ("fp32", "tf32", "bf16")
     assert result.best_exact.trial.remeasured, "what is compared at the end is measured again"
     assert 0 < result.best_exact.throughput < result.best.throughput
-    said = json.loads(json.dumps(result.to_dict()))
-    assert (said["best"]["lossy"], said["best_exact"]["lossy"]) == ("precision=bf16_pure", "")
+    document = json.loads(json.dumps(result.to_dict()))
+    assert (document["best"]["lossy"], document["best_exact"]["lossy"]) == ("precision=bf16_pure", "")
     asked = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]
     assert asked["lossy"] == {"precision": ["bf16_pure"], "reduce_dtype": ["bf16"]}
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
@@ -117,7 +117,7 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     assert f"without lossy values: trial {result.best_exact.trial.number}, " in out
 
 
-def test_without_lossy_values_nothing_stands_beside_the_winner(capsys):
+def test_without_lossy_values_only_the_winner_is_shown(capsys):
     def measured(number, speed):
         config = Config(precision="fp32", micro_batch=number)
         measured = Measurement(status=Status.OK, throughput=speed)
@@ -171,8 +171,8 @@ def test_an_estimate_names_both():
     alone = estimate_document(estimate_request(shape, H100, **how), top=1)
     assert found.survey.best_exact.estimate.throughput == pytest.approx(alone.ranked[0].estimate.throughput)
     assert alone.survey.best_exact is None and alone.ranked[0].lossy == ()
-    said = found.to_dict()
-    assert (said["best"][0]["lossy"], said["best_exact"]["lossy"]) == ("precision=fp8", "")
+    document = found.to_dict()
+    assert (document["best"][0]["lossy"], document["best_exact"]["lossy"]) == ("precision=fp8", "")
 
 
 def test_estimate_prints_both(capsys):
@@ -181,7 +181,7 @@ def test_estimate_prints_both(capsys):
     arguments = [*shape, *where, "--fix", "tp=1", "--top", 1]
     code, out, _ = run(capsys, "estimate", *arguments, "--allow", "lossy")
     assert code == 0 and "precision=fp8 (lossy)" in out
-    told = " ".join(out[out.index("without lossy values: ") :].split()).partition(" % of ")[0]
-    assert "times the best" in told and "precision=bf16 " in told
+    line = " ".join(out[out.index("without lossy values: ") :].split()).partition(" % of ")[0]
+    assert "times the best" in line and "precision=bf16 " in line
     code, out, _ = run(capsys, "estimate", *arguments, "--fix", "precision=bf16_pure")
     assert "without lossy values: none is predicted to fit" in out

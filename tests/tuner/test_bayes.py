@@ -129,29 +129,29 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_prior_that_says_nothing_of_use_counts_as_unknown_and_that_is_said_once(kind):
-    said = []
-    sampler = make_sampler("bayes", make_space(), 0, prior=BAD[kind], warn=said.append)
+def test_a_useless_prior_is_ignored_with_one_warning(kind):
+    messages = []
+    sampler = make_sampler("bayes", make_space(), 0, prior=BAD[kind], warn=messages.append)
     done = search(sampler, outcome, 12)
     assert len(done) == 12
-    assert len(said) == 1
-    assert "the prior predicts nothing for 210 of 210 configurations" in said[0]
-    assert "count as unknown" in said[0]
+    assert len(messages) == 1
+    assert "the prior predicts nothing for 210 of 210 configurations" in messages[0]
+    assert "count as unknown" in messages[0]
 
 
 def test_a_prior_that_raises_for_some_is_used_for_the_others():
-    said = []
+    messages = []
 
     def prior(config):
         if config["attention"] == "eager":
             raise KeyError("no kernel of that name")
         return Estimate(config)
 
-    sampler = make_sampler("bayes", make_space(), 0, prior=prior, warn=said.append)
+    sampler = make_sampler("bayes", make_space(), 0, prior=prior, warn=messages.append)
     done = search(sampler, outcome, 10)
     assert max(t.measurement.throughput or 0 for t in done) > 0.95 * BEST
-    assert len(said) == 1
-    assert "nothing for 70 of 210 configurations" in said[0] and "no kernel of that name" in said[0]
+    assert len(messages) == 1
+    assert "nothing for 70 of 210 configurations" in messages[0] and "no kernel of that name" in messages[0]
 
 
 def test_a_table_of_the_wrong_length_is_asked_one_by_one():
@@ -162,10 +162,10 @@ def test_a_table_of_the_wrong_length_is_asked_one_by_one():
         def __call__(self, config):
             return Estimate(config)
 
-    said = []
-    done = search(make_sampler("bayes", make_space(), 0, prior=Prior(), warn=said.append), outcome, 6)
+    messages = []
+    done = search(make_sampler("bayes", make_space(), 0, prior=Prior(), warn=messages.append), outcome, 6)
     assert max(t.measurement.throughput or 0 for t in done) > 0.9 * BEST
-    assert len(said) == 1 and "its table raised" in said[0]
+    assert len(messages) == 1 and "its table raised" in messages[0]
 
 
 class Network:
@@ -184,7 +184,7 @@ class Network:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_an_estimate_is_unsure_of_one_trial_tells_for_all_configurations(seed):
+def test_one_trial_settles_a_shared_uncertainty_of_the_estimate(seed):
     space = Space()
     space.choice("tp", [1, 2, 4, 8, 16, 32, 64, 128])
     space.choice("micro_batch", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -217,19 +217,19 @@ def test_a_table_that_fails_later_on_loses_its_effects_and_nothing_else():
         def __call__(self, config):
             return float(config["micro_batch"])
 
-    said = []
+    messages = []
     from redline.space import Config
     from redline.tuner.samplers.prior import Prior as Wrapped
 
-    wrapped = Wrapped(Prior(), warn=said.append)
+    wrapped = Wrapped(Prior(), warn=messages.append)
     one = [Config({"tp": 16, "micro_batch": 2})]
     first, second = wrapped.predict(one), wrapped.predict(one)
     assert first.effects.tolist() == [[1.0, 0.0]] and second.effects.tolist() == [[0.0, 0.0]]
-    assert second.log_throughput[0] == pytest.approx(np.log(2.0)) and "lost" in said[0]
+    assert second.log_throughput[0] == pytest.approx(np.log(2.0)) and "lost" in messages[0]
     assert first.joined(second).effects.shape == (2, 2)
 
 
-def test_effects_of_another_shape_are_a_fault_of_the_table_and_said():
+def test_effects_of_a_wrong_shape_are_reported():
     class Prior(Network):
         def __init__(self):
             super().__init__(True)
@@ -245,10 +245,10 @@ def test_effects_of_another_shape_are_a_fault_of_the_table_and_said():
     space = Space()
     space.choice("tp", [1, 16])
     space.choice("micro_batch", [1, 2, 3])
-    said = []
-    done = search(make_sampler("bayes", space, 0, prior=Prior(), warn=said.append), lambda config: ok(1.0), 4)
+    messages = []
+    done = search(make_sampler("bayes", space, 0, prior=Prior(), warn=messages.append), lambda config: ok(1.0), 4)
     assert len(done) == 4
-    assert len(said) == 1 and "log_throughput_effects must have shape (6, factors), but has (2, 6)" in said[0]
+    assert len(messages) == 1 and "log_throughput_effects must have shape (6, factors), but has (2, 6)" in messages[0]
 
 
 def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong():
@@ -340,9 +340,9 @@ def test_a_table_is_asked_for_a_listed_space_once():
 
 
 def test_a_table_that_cannot_tell_all_at_once_is_asked_for_what_may_be_tried():
-    large, said = Large(refuses=10_000), []
-    done = search(make_sampler("bayes", large.space, 0, prior=large, warn=said.append), large.measure, 6)
-    assert max(large.asked) <= 10_000 and len(large.asked) > 6 and said == []
+    large, messages = Large(refuses=10_000), []
+    done = search(make_sampler("bayes", large.space, 0, prior=large, warn=messages.append), large.measure, 6)
+    assert max(large.asked) <= 10_000 and len(large.asked) > 6 and messages == []
     assert large.worth(done[0].config) > 0.9
 
 

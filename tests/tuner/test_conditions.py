@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from listeners import RecordingListener
 from redline.results import Measurement, Status, Trial
 from redline.runners.load import HostLoad, Watch, foreign_cores
 from redline.space import Config
 from redline.tuner.history import Conditions, History, at_first_speed
-from redline.tuner.listener import SearchListener
 
 
 def ran(throughput, load, **more):
@@ -20,14 +20,6 @@ def trial(number, measured):
     return Trial(
         number=number, config=Config(x=number), measurement=measured, sampler="default" if number == 0 else "x"
     )
-
-
-class Heard(SearchListener):
-    def __init__(self):
-        self.lines = []
-
-    def on_message(self, message):
-        self.lines.append(message)
 
 
 class Canary:
@@ -42,21 +34,23 @@ class Canary:
 
 
 def test_while_nothing_changes_no_canary_is_run():
-    canary, heard = Canary(), Heard()
-    conditions = Conditions(canary, heard)
+    canary, listener = Canary(), RecordingListener()
+    conditions = Conditions(canary, listener)
     trials = []
     for number, load in enumerate((0.1, 0.15, 0.0, 0.3)):
         measured = conditions.judge(trials, ran(100.0 + number, load))
         assert measured.machine_speed is None
         trials.append(trial(number, measured))
     assert (
-        canary.asked == [] and heard.lines == [] and History(lambda: trials).update().best * conditions.speed == 103.0
+        canary.asked == []
+        and listener.messages == []
+        and History(lambda: trials).update().best * conditions.speed == 103.0
     )
 
 
 def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
-    canary, heard = Canary(ran(40.0, 1.0), ran(100.0, 0.0)), Heard()
-    conditions = Conditions(canary, heard)
+    canary, listener = Canary(ran(40.0, 1.0), ran(100.0, 0.0)), RecordingListener()
+    conditions = Conditions(canary, listener)
     trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
     busy = conditions.judge(trials, ran(60.0, 1.0))
     trials.append(trial(1, busy))
@@ -65,7 +59,7 @@ def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
     assert at_first_speed(trials[1]).measurement.throughput == pytest.approx(150.0)
     # A candidate is stopped early against the speed of the best under the present load, not in a quiet minute.
     assert History(lambda: trials).update().best * conditions.speed == pytest.approx(60.0)
-    assert "trial 0 now runs at 40 % of its first speed" in heard.lines[0]
+    assert "trial 0 now runs at 40 % of its first speed" in listener.messages[0]
     quiet = conditions.judge(trials, ran(120.0, 0.05))
     assert canary.asked == [0, 0] and quiet.machine_speed is None
     assert History(lambda: trials).update().best * conditions.speed == pytest.approx(150.0)
@@ -76,7 +70,7 @@ def test_a_load_that_is_gone_when_the_canary_runs_again_is_not_taken_for_none():
 
     The canary is 1.8 times as fast as trial 0, but trial 1 was not.
     """
-    conditions = Conditions(Canary(ran(180.0, 0.0), ran(140.0, 0.5)), Heard())
+    conditions = Conditions(Canary(ran(180.0, 0.0), ran(140.0, 0.5)), RecordingListener())
     trials = [trial(0, conditions.judge([], ran(100.0, 1.2)))]
     trials.append(trial(1, conditions.judge(trials, ran(170.0, 0.9))))
     assert trials[1].measurement.machine_speed == pytest.approx(1.8**0.25)
@@ -88,20 +82,20 @@ def test_a_load_that_is_gone_when_the_canary_runs_again_is_not_taken_for_none():
 
 
 def test_under_a_heavier_load_than_the_canary_ever_ran_a_core_costs_what_it_did_before():
-    conditions = Conditions(Canary(ran(200.0, 0.0), ran(200.0, 0.0)), Heard())
+    conditions = Conditions(Canary(ran(200.0, 0.0), ran(200.0, 0.0)), RecordingListener())
     trials = [trial(0, conditions.judge([], ran(100.0, 1.0)))]
     heavy = conditions.judge(trials, ran(50.0, 1.5))
     assert heavy.machine_speed == pytest.approx(0.5**0.5)
 
 
 def test_a_canary_that_fails_changes_nothing():
-    conditions = Conditions(Canary(Measurement(status=Status.CRASH, reason="gone")), Heard())
+    conditions = Conditions(Canary(Measurement(status=Status.CRASH, reason="gone")), RecordingListener())
     trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
     assert conditions.judge(trials, ran(60.0, 1.0)).machine_speed is None
 
 
 def test_failures_and_unknown_loads_need_no_canary():
-    conditions = Conditions(Canary(), Heard())
+    conditions = Conditions(Canary(), RecordingListener())
     trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
     assert conditions.judge(trials, Measurement(status=Status.OOM)).machine_speed is None
     assert conditions.judge(trials, ran(50.0, None)).machine_speed is None

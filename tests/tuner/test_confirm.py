@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from listeners import RecordingListener
 from redline.base.errors import RunnerError
 from redline.results import Measurement, Status, Trial, summary
 from redline.results.again import judged
@@ -20,7 +21,6 @@ from redline.tuner.confirm import (
     calm_rounds,
     compare_rounds,
 )
-from redline.tuner.listener import SearchListener
 from redline.tuner.search import Search
 
 
@@ -103,20 +103,12 @@ class Turns(Machine):
         return [turns if turns[-1].ok else turns[-1:] for turns in found]
 
 
-class Heard(SearchListener):
-    def __init__(self):
-        self.lines = []
-
-    def on_message(self, message):
-        self.lines.append(message)
-
-
 def confirm(first, true=None, *, peaks=(), loads=(), spread=None, seconds=None, kind=Machine, **machine):
-    folder, heard = Memory(first, peaks, loads, spread), Heard()
+    folder, listener = Memory(first, peaks, loads, spread), RecordingListener()
     runner = kind(true or first, **machine)
     budget = Budget(trials=1, seconds=seconds)
-    Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=heard).confirm()
-    return folder.trials(), getattr(runner, "stretches", runner.order), heard.lines
+    Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=listener).confirm()
+    return folder.trials(), getattr(runner, "stretches", runner.order), listener.messages
 
 
 def test_leaders_and_the_default_are_measured_in_turns_and_another_begins_each_time():
@@ -126,7 +118,7 @@ def test_leaders_and_the_default_are_measured_in_turns_and_another_begins_each_t
     assert trials[4].first is None
 
 
-def test_what_is_clearly_ahead_needs_the_fewest_rounds():
+def test_a_clear_leader_needs_the_fewest_rounds():
     trials, order, lines = confirm([50.0, 100.0, 88.0])
     assert [order.count(number) for number in (0, 1, 2)] == [FEWEST_ROUNDS] * 3
     assert (trials[1].first, len(trials[1].remeasured), lines) == (100.0, FEWEST_ROUNDS, [])
@@ -154,7 +146,7 @@ def test_contenders_that_left_early_compare_with_those_that_stayed():
     assert ratio == pytest.approx(0.9, rel=1e-6)
 
 
-def test_what_was_never_measured_again_cannot_stand_above_the_winner():
+def test_an_unconfirmed_trial_is_never_above_the_winner():
     """The first measurements of the three leaders were too fast by chance; the fourth's was accurate."""
     first = [60.0, 100.0, 99.0, 98.0, 96.0]
     trials, order, _ = confirm(first, [60.0, 80.0, 79.0, 78.0, 96.0])
@@ -162,7 +154,7 @@ def test_what_was_never_measured_again_cannot_stand_above_the_winner():
     assert summary.best(trials).number == 4
 
 
-def test_as_good_as_equal_ends_and_goes_to_more_free_memory_and_is_said_to_be_a_tie():
+def test_equal_leaders_are_a_tie_that_goes_to_more_free_memory():
     first = [60.0, 100.0, 99.8]
     trials, order, _ = confirm(first, peaks=[500.0, 900.0, 400.0])
     assert order.count(1) == order.count(2) == 3
@@ -170,7 +162,7 @@ def test_as_good_as_equal_ends_and_goes_to_more_free_memory_and_is_said_to_be_a_
     assert [trial.number for trial in summary.tied(trials)] == [1]
 
 
-def test_of_equal_ones_with_equal_memory_the_one_nearest_to_the_default_is_named():
+def test_ties_in_speed_and_memory_go_to_the_nearest_to_the_default():
     def trial(number, throughput, **knobs):
         measured = Measurement(status=Status.OK, throughput=throughput)
         return judged(Trial(number=number, config=Config(knobs), measurement=measured, sampler="x"), [throughput] * 2)
@@ -185,7 +177,7 @@ def test_of_equal_ones_with_equal_memory_the_one_nearest_to_the_default_is_named
     assert summary.best([replace(base, sampler="default"), far, near]).number == 2
 
 
-def test_who_does_not_hold_up_is_told_apart_and_the_next_best_are_measured():
+def test_leaders_that_do_not_hold_up_are_replaced_by_the_next_best():
     trials, order, lines = confirm([60.0, 100.0, 99.0, 98.0, 70.0, 69.0], crashing={0, 1, 2, 3})
     assert order[:4] == [1, 2, 3, 0] and order.count(1) == 1
     assert summary.best(trials).number == 4
@@ -194,20 +186,20 @@ def test_who_does_not_hold_up_is_told_apart_and_the_next_best_are_measured():
     assert "trial 1 failed when measured again: crash (lost its nerve)" in lines
 
 
-def test_where_nothing_holds_up_there_is_no_winner_and_the_reason_is_said():
+def test_no_confirmed_leader_means_no_winner_with_a_reason():
     trials, order, _ = confirm([60.0, 100.0], crashing={0, 1})
     assert order == [1, 0]
     assert summary.best(trials) is None
     assert "failed when it was measured again" in summary.why_nothing(trials)
 
 
-def test_a_measurement_far_off_its_first_is_said_aloud():
+def test_a_remeasurement_far_from_the_first_is_reported():
     _, _, lines = confirm([60.0, 1846.0, 90.0], [60.0, 706.0, 90.0])
     (line,) = lines
     assert "trial 1 ran at 1,846 tokens/s, then at 706 tokens/s" in line and "load" in line
 
 
-def test_a_single_success_has_nobody_to_be_compared_with():
+def test_a_single_success_is_not_remeasured_in_turns():
     trials, order, _ = confirm([60.0])
     assert order == [] and summary.best(trials).number == 0
 
@@ -257,7 +249,7 @@ def test_as_many_take_turns_as_the_time_is_enough_for(seconds, first):
     assert stretches[0] == first
 
 
-def test_who_may_have_suffered_more_of_the_load_than_the_default_takes_turns_too():
+def test_trials_slowed_by_load_take_turns_too():
     """Trial 1 ran at a third of its speed beside 1.4 busy cores; trial 0 lost two fifths to 1.1."""
     first, true = [1945.0, 1359.0, 3000.0, 1900.0], [3044.0, 4051.0, 3000.0, 1900.0]
     trials, stretches, _ = confirm(first, true, loads=[1.1, 1.4, 0.0, 0.0], kind=Turns)
@@ -265,14 +257,14 @@ def test_who_may_have_suffered_more_of_the_load_than_the_default_takes_turns_too
     assert summary.best(trials).number == 1
 
 
-def test_where_the_load_was_steady_only_leaders_take_turns():
+def test_under_steady_load_only_leaders_take_turns():
     first = [60.0, 100.0, 95.0, 94.0, 93.0, 92.0]
     trials, stretches, _ = confirm(first, loads=[0.0] * 6, kind=Turns)
     assert stretches[0] == [1, 2, 3, 0]
     assert len(trials[1].remeasured) >= 10 and trials[5].remeasured == ()
 
 
-def test_who_is_behind_takes_no_further_turns_and_whoever_might_be_ahead_does():
+def test_clear_losers_take_no_further_turns():
     first, true = [50.0, 100.0, 99.5, 99.0, 98.5], [50.0, 100.0, 80.0, 99.5, 100.0]
     _trials, stretches, _ = confirm(first, true, loads=[0.0] * 5, kind=Turns, noise=0.003)
     assert stretches[0] == [1, 2, 3, 0] and len(stretches) <= 3
@@ -280,21 +272,21 @@ def test_who_is_behind_takes_no_further_turns_and_whoever_might_be_ahead_does():
     assert 4 in stretches[1]
 
 
-def test_who_fails_in_a_turn_does_not_hold_up_and_the_others_count():
+def test_a_failure_in_a_turn_excludes_only_that_leader():
     trials, _, lines = confirm([60.0, 100.0, 99.0], kind=Turns, crashing={1})
     assert summary.best(trials).number == 2
     assert trials[1].measurement.status is Status.CRASH and len(trials[2].remeasured) == 10
     assert lines == ["trial 1 failed when measured again: crash (lost its nerve)"]
 
 
-def test_those_that_do_not_fit_into_memory_together_are_measured_one_after_the_other():
+def test_leaders_that_do_not_fit_together_are_measured_one_by_one():
     trials, stretches, _ = confirm([60.0, 100.0, 90.0, 95.0, 94.0, 93.0], loads=UNSTEADY, kind=Turns, room=1)
     assert stretches == []
     # Only the leaders are measured: alone each takes as long as a trial.
     assert [bool(trial.remeasured) for trial in trials] == [True, True, False, True, True, False]
 
 
-def test_where_the_machinery_fails_in_turns_the_leaders_are_measured_one_by_one():
+def test_leaders_are_measured_one_by_one_after_a_runner_error():
     class Lost(Turns):
         def take_turns(self, requests, alone, patience_s):
             self.stretches.append([each.number for each in requests])
@@ -328,7 +320,7 @@ def test_an_outlier_among_turns_moves_nothing():
     assert found.ahead(0, 1, 1)
 
 
-def test_of_many_turns_only_the_middle_ones_decide_a_tie():
+def test_ties_are_decided_by_the_middle_turns():
     def trial(number, throughputs):
         measured = Measurement(status=Status.OK, throughput=throughputs[0])
         return judged(Trial(number=number, config=Config({"a": number}), measurement=measured), throughputs)

@@ -95,7 +95,7 @@ def test_throughput_has_the_shape_of_a_transformers():
     assert deep.throughput[0] > deep.throughput[1]
 
 
-def test_its_spread_of_memory_is_a_factor_of_ten_to_thirty_and_common_to_all():
+def test_the_memory_spread_is_a_shared_factor_of_ten_to_thirty():
     effects = VAGUE.table(list(SPACE)).log_memory_effects
     spread = np.exp(2 * np.sqrt((effects**2).sum(axis=1)))
     assert (spread > 10).all() and np.median(spread) < 60
@@ -112,7 +112,7 @@ def test_every_configuration_has_a_finite_answer(pp, tp):
         assert np.isfinite(getattr(found, name)).all(), name
 
 
-def test_there_is_none_where_fewer_than_two_knobs_that_vary_have_a_standard_name():
+def test_the_default_prior_needs_two_varying_standard_knobs():
     assert default_prior(make_space(("a", "b", "c", "d", "e")), 16, H100) is None
     one = Space()
     one.choice("micro_batch", [1, 2, 4])
@@ -144,8 +144,8 @@ def test_a_standard_name_with_other_values_is_no_standard_knob(name, values):
     assert np.isfinite(found.throughput).all()
     for value in values[1:]:  # these values make no difference
         same = [config for config in space if config[name] in (values[0], value)]
-        told = default_prior(space, 8, H100).table(same).throughput
-        assert told[: len(same) // 2] == pytest.approx(told[len(same) // 2 :])
+        throughput = default_prior(space, 8, H100).table(same).throughput
+        assert throughput[: len(same) // 2] == pytest.approx(throughput[len(same) // 2 :])
 
 
 def test_knobs_that_do_not_exist_everywhere_and_derived_ones_without_a_meaning_are_taken_as_usual():
@@ -158,14 +158,14 @@ def test_knobs_that_do_not_exist_everywhere_and_derived_ones_without_a_meaning_a
     assert np.isfinite(found.throughput).all() and len(found.throughput) == len(space)
 
 
-def test_nothing_is_ruled_out_before_memory_was_heard_of():
+def test_no_configuration_is_ruled_out_before_memory_is_measured():
     knowledge = SurrogatePrior(SPACE, prior=VAGUE)
     assert SearchPosterior(knowledge, []).works.min() >= 0.5
     ran = [Trial(number=0, config=SPACE.default(), measurement=ok(3.0))]
     assert SearchPosterior(knowledge, ran).works.min() >= 0.5
 
 
-def test_one_oom_tells_the_scale_of_memory():
+def test_one_oom_determines_the_scale_of_memory():
     small = SPACE.config({"micro_batch": 1, "tp": 8, "pp": 2, "zero": 0, "checkpoint_ratio": 1.0})
     middle = SPACE.config({"micro_batch": 4, "tp": 2, "pp": 1, "zero": 0, "checkpoint_ratio": 0.0})
     knowledge = SurrogatePrior(SPACE, prior=VAGUE)
@@ -180,21 +180,21 @@ def test_one_oom_tells_the_scale_of_memory():
     assert chance(SPACE.default(), small) < 0.45
 
 
-def test_it_states_no_prediction_of_a_trial():
+def test_the_default_prior_predicts_no_trial():
     result = rl.tune(lambda config: config["micro_batch"] ** 0.5, SPACE, trials=3, isolate=False)
     assert result.trials["predicted_throughput"].isna().all()
     assert result.trials["predicted_memory_mib"].isna().all()
 
 
 def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better():
-    def begun(**asked):
+    def setup_of(**asked):
         request = Request(lambda config: 1.0, SPACE, trials=3, **asked)
-        with contextlib.ExitStack() as held:
-            return set_up(request, held, lambda message: None)
+        with contextlib.ExitStack() as stack:
+            return set_up(request, stack, lambda message: None)
 
-    assert begun().sampler.knowledge.shape_prior is not None
-    assert begun(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None
-    assert begun().first.config == SPACE.default()
+    assert setup_of().sampler.knowledge.shape_prior is not None
+    assert setup_of(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None
+    assert setup_of().first.config == SPACE.default()
 
 
 def test_hardware_is_that_at_hand_unless_trials_need_more_devices():
@@ -244,15 +244,19 @@ def test_knobs_that_mean_something_else_cost_a_few_trials_and_nothing_at_the_end
     assert share(trials, best) > 0.9
 
 
-def test_it_is_given_up_once_trials_contradict_it():
-    said = VAGUE.table(list(SPACE)).throughput
-    order = np.argsort(said)
+def test_the_default_prior_is_dropped_when_trials_contradict_it():
+    throughput = VAGUE.table(list(SPACE)).throughput
+    order = np.argsort(throughput)
     rows = [order[int(place)] for place in np.linspace(0, len(order) - 1, 8)]
     configs = list(SPACE)
 
     def weight(power):
         trials = [
-            Trial(number=number, config=configs[row], measurement=ok(float((said[row] / said.mean()) ** power)))
+            Trial(
+                number=number,
+                config=configs[row],
+                measurement=ok(float((throughput[row] / throughput.mean()) ** power)),
+            )
             for number, row in enumerate(rows)
         ]
         return SearchPosterior(SurrogatePrior(SPACE, prior=VAGUE), trials).speed.weights[0]

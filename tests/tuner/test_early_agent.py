@@ -54,7 +54,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("missing", FAULTS)
-def test_what_ends_a_search_before_its_first_trial_ends_its_agent(started, tmp_path, missing):
+def test_errors_before_the_first_trial_end_the_agent(started, tmp_path, missing):
     options, raised = FAULTS[missing]
     with pytest.raises(raised):
         rl.tune(**options(), runner="local", out=tmp_path / "run")
@@ -78,7 +78,7 @@ def test_this_machine_is_measured_when_the_agent_is_at_rest(started, tmp_path, m
     assert owed == [0]
 
 
-def test_what_runs_nothing_here_starts_no_agent(started, tmp_path):
+def test_runs_without_local_trials_start_no_agent(started, tmp_path):
     space = rl.Space()
     space.choice("x", [1, 2])
     rl.tune(lambda config: float(config["x"]), space, isolate=False, trials=2)
@@ -103,7 +103,7 @@ def test_a_workload_file_is_read_before_its_agent_starts(started, tmp_path, monk
     ("options", "compiles"),
     [({}, True), ({"fix": {"fusion": False}}, False), ({"override": {"fusion": [False]}}, False)],
 )
-def test_what_compiles_is_imported_where_something_may_compile(options, compiles):
+def test_the_compiler_is_imported_if_a_candidate_may_compile(options, compiles):
     task = resolve_task(TrainingRequest("gpt2-tiny", devices=1, **options))
     if "fusion" not in task.space.by_name:
         pytest.skip("nothing compiles on this machine")

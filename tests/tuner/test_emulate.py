@@ -10,7 +10,7 @@ import redline as rl
 import yaml
 from command_line import run
 from redline.base.errors import UsageError
-from redline.frameworks.launcher import alone
+from redline.frameworks.launcher import without_torchrun
 from redline.frameworks.registry import LAUNCHERS, find_launcher
 from redline.results import Measurement, Status, Trial
 from redline.runners.command.command import Command
@@ -71,7 +71,7 @@ def test_times_of_one_device_are_not_taken_for_anothers():
         rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h100-80gb", trials=1, **NARROW)
 
 
-def test_hardware_that_nobody_knows_is_refused_with_the_nearest():
+def test_unknown_hardware_is_refused_with_the_nearest():
     with pytest.raises(UsageError, match="h100"):
         rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h10-80gb", trials=1, memory_only=True, **NARROW)
 
@@ -86,7 +86,7 @@ def test_hardware_that_nobody_knows_is_refused_with_the_nearest():
         ({"runner": "local", "emulate_first": True, "devices": 1}, "no use for trials of one device"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(options, says):
+def test_options_without_effect_are_refused(options, says):
     with pytest.raises(UsageError, match=says):
         rl.tune("gpt2-tiny", **{"devices": 2, "trials": 1, "global_batch": 32, **options})
 
@@ -117,7 +117,7 @@ def too_large(config):
     )  # fmt: skip
 
 
-def test_what_does_not_fit_when_emulated_never_takes_the_devices():
+def test_emulated_oom_trials_never_use_devices():
     emulated, devices = Answers(too_large), Answers(fits)
     runner = EmulateFirst(emulated, devices)
     large, small = Config(micro_batch=8), Config(micro_batch=4)
@@ -164,11 +164,16 @@ def test_emulated_times_correct_the_estimate():
 
 
 def test_torchrun_is_taken_out_of_a_command_and_nothing_else():
-    assert alone("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16") == "python pretrain_gpt.py --bf16"
-    assert alone("/opt/bin/torchrun --nnodes=2 -m torchtitan.train --x 1") == "python -m torchtitan.train --x 1"
-    assert alone("python -m torch.distributed.run --nproc_per_node {devices} a.py") == "python a.py"
-    assert alone("torchrun --no-python --nproc-per-node 2 ./train --lr 1") == "./train --lr 1"
-    assert alone("python train.py --with torchrun.yaml") == "python train.py --with torchrun.yaml"
+    assert (
+        without_torchrun("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")
+        == "python pretrain_gpt.py --bf16"
+    )
+    assert (
+        without_torchrun("/opt/bin/torchrun --nnodes=2 -m torchtitan.train --x 1") == "python -m torchtitan.train --x 1"
+    )
+    assert without_torchrun("python -m torch.distributed.run --nproc_per_node {devices} a.py") == "python a.py"
+    assert without_torchrun("torchrun --no-python --nproc-per-node 2 ./train --lr 1") == "./train --lr 1"
+    assert without_torchrun("python train.py --with torchrun.yaml") == "python train.py --with torchrun.yaml"
 
 
 def test_frameworks_without_such_a_mode_are_refused_by_name():
@@ -196,7 +201,7 @@ COMMAND = [
 ]
 
 
-def test_one_rank_of_a_frameworks_command_runs_by_its_own_mode(tmp_path, monkeypatch, capsys):
+def test_one_rank_of_a_command_runs_in_the_framework_s_own_mode(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("pretrain_gpt.py").write_text(FAKE)
     command = "torchrun --nproc-per-node 16 pretrain_gpt.py"

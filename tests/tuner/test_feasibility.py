@@ -32,7 +32,7 @@ OOM = trial(3, config(8, 0.5, 1), Status.OOM)
 @pytest.mark.parametrize(
     "worse", [config(16, 0.5, 1), config(8, 0, 1), config(8, 0.5, 0), config(16, 0, 0), config(8, 0.5, 1)]
 )
-def test_what_needs_at_least_as_much_is_ruled_out_by_the_trial_that_did_not_fit(worse):
+def test_an_oom_excludes_configurations_that_need_as_much(worse):
     knowledge = OutOfMemoryKnowledge(make_space())
     assert knowledge.blocked_by(worse, [OOM]) is OOM
 
@@ -41,7 +41,7 @@ def test_what_needs_at_least_as_much_is_ruled_out_by_the_trial_that_did_not_fit(
     "other",
     [config(4, 0.5, 1), config(16, 1, 1), config(16, 0.5, 2), config(16, 0, 0, "sdpa"), config(4, 0, 0)],
 )
-def test_what_may_need_less_in_one_respect_is_not(other):
+def test_configurations_that_may_need_less_are_not_excluded(other):
     assert OutOfMemoryKnowledge(make_space()).blocked_by(other, [OOM]) is None
 
 
@@ -125,12 +125,12 @@ def test_a_resumed_run_knows_what_did_not_fit(tmp_path):
     assert not any(knowledge.blocked_by(each, earlier) for each in after)
 
 
-@pytest.mark.parametrize(("peak", "said"), [(980.0, True), (951.0, True), (949.0, False), (None, False)])
-def test_a_winner_without_headroom_is_flagged(peak, said):
+@pytest.mark.parametrize(("peak", "flagged"), [(980.0, True), (951.0, True), (949.0, False), (None, False)])
+def test_a_winner_without_headroom_is_flagged(peak, flagged):
     measured = Measurement(status=Status.OK, throughput=1.0, peak_memory_mib=peak, memory_limit_mib=1000.0)
     message = tight_winner([Trial(number=7, config=config(1, 0, 0), measurement=measured)], 0.05)
-    assert bool(message) is said
-    if said:
+    assert bool(message) is flagged
+    if flagged:
         assert "trial 7" in message and "headroom of 5 %" in message
 
 

@@ -111,7 +111,7 @@ def test_a_knob_that_exists_under_a_condition_gives_way():
     assert alone and all("zero" not in config for config in alone)
 
 
-def test_what_is_fixed_stays_fixed():
+def test_fixed_knobs_stay_fixed():
     space, estimate = make_space(), estimator()
     space.fix("precision", "fp32")
     space.fix("zero", 1)
@@ -120,7 +120,7 @@ def test_what_is_fixed_stays_fixed():
     assert found.config != space.default() and found.note
 
 
-def test_where_nothing_is_predicted_to_fit_the_least_is_taken_and_that_is_said():
+def test_the_smallest_is_taken_with_a_note_if_none_is_predicted_to_fit():
     space, estimate = make_space(devices=1, total=16), estimator(devices=1, total=16, limit=8192.0)
     found = first_trial(space, estimate, HEADROOM)
     walked = [config for rung in ladder(space) for config in rung]
@@ -201,7 +201,7 @@ def test_a_resumed_search_keeps_its_trial_0(finished, monkeypatch):
     assert len(result.all_trials) == 5
 
 
-def test_what_comes_after_a_first_trial_that_fails_is_its_fallback():
+def test_the_fallback_follows_a_failed_first_trial():
     config, smaller = Config(micro_batch=2), Config(micro_batch=1)
     oom = Measurement(status=Status.OOM, reason="out of memory")
     search = Search(

@@ -33,7 +33,7 @@ def measured(result):
     return {trial.config["how"]: trial.measurement for trial in result.all_trials}
 
 
-def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
+def test_every_way_of_dying_is_an_outcome_and_the_search_continues(tmp_path):
     def fn(config):
         match config["how"]:
             case "segfault":
@@ -74,7 +74,7 @@ def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_this_one(isolate, tmp_path):
+def test_outcomes_are_equal_in_a_separate_process_and_in_this_one(isolate, tmp_path):
     def fn(config):
         match config["how"]:
             case "by hand":
@@ -135,7 +135,7 @@ def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_
     assert (best.unit, best.peak_memory_mib) == ("images/s", 10.0)
 
 
-def test_nothing_that_a_call_changes_or_prints_reaches_this_process(tmp_path, capfd):
+def test_side_effects_of_calls_do_not_reach_this_process(tmp_path, capfd):
     calls = []
 
     def fn(config):
@@ -214,7 +214,7 @@ def test_when_the_machine_runs_out_of_memory_the_kernel_takes_the_call():
     assert open("/proc/self/oom_score_adj").read().strip() != "1000"
 
 
-def test_what_cannot_be_sent_to_a_process_is_refused_in_words_that_name_the_way_out(tmp_path):
+def test_unpicklable_callables_are_refused_with_a_fix(tmp_path):
     held = threading.Lock()
 
     def holds_a_lock(config):
@@ -241,7 +241,7 @@ def test_what_cannot_be_sent_to_a_process_is_refused_in_words_that_name_the_way_
         ({"isolate": True, "runner": "rey"}, r"unknown runner 'rey'; did you mean 'ray'\?"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options, message, tmp_path):
+def test_unsupported_options_of_isolation_are_refused(options, message, tmp_path):
     with pytest.raises(rl.UsageError, match=message):
         rl.tune(lambda config: 1.0, ways("a"), out=tmp_path / "run", **{"isolate": False, **options})
     assert not (tmp_path / "run").exists()
@@ -258,7 +258,7 @@ def test_limits_that_ask_for_nothing_are_taken_in_this_process():
 
 
 @pytest.mark.slow
-def test_ray_runs_the_calls_where_it_is_asked_to(tmp_path):
+def test_ray_runs_the_calls_on_request(tmp_path):
     script = """
     import os, sys
     import redline as rl

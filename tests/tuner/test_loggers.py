@@ -130,15 +130,15 @@ def a_trial():
 
 @pytest.mark.parametrize("failing", ["open", "log", "summarise", "close"])
 def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
-    said = []
-    tracker = Recorder(tmp_path, said.append, failing)
+    problems = []
+    tracker = Recorder(tmp_path, problems.append, failing)
     tracker.on_start(None)
     tracker.on_trial_end(a_trial())
     tracker.on_trial_end(a_trial())
     tracker.on_end(None)
     tracker.finish()
     tracker.finish()
-    assert said == ["logging to recorder has stopped, because it failed: no space left"]
+    assert problems == ["logging to recorder has stopped, because it failed: no space left"]
     assert tracker.calls[-1] == failing
 
 
@@ -167,20 +167,20 @@ def test_numbers_without_a_value_are_left_out():
 
 
 def test_every_listener_hears_everything():
-    heard = []
+    received = []
 
-    class Ear(SearchListener):
+    class Receiver(SearchListener):
         def on_message(self, message):
-            heard.append(message)
+            received.append(message)
 
         def on_remeasure(self, leaders, done, total, seconds=0.0):
-            heard.append((leaders, done, total))
+            received.append((leaders, done, total))
 
-    both = Listeners([Ear(), Ear()])
+    both = Listeners([Receiver(), Receiver()])
     both.on_message("a")
     both.on_remeasure([], 1, 2)
     both.on_wait("for nothing")
-    assert heard == ["a", "a", ([], 1, 2), ([], 1, 2)]
+    assert received == ["a", "a", ([], 1, 2), ([], 1, 2)]
 
 
 def test_bad_input_is_named(tmp_path):

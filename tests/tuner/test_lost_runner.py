@@ -5,11 +5,11 @@ import csv
 import pytest
 import redline as rl
 import yaml
+from listeners import RecordingListener
 from redline.base.errors import RunnerError
 from redline.results import Measurement, Status
 from redline.runners import Runner
 from redline.tuner import search_setup
-from redline.tuner.listener import SearchListener
 from redline.tuner.search import ATTEMPTS
 
 
@@ -31,14 +31,6 @@ class Fails(Runner):
         self.closed = True
 
 
-class Ended(SearchListener):
-    def __init__(self):
-        self.results = []
-
-    def on_end(self, result):
-        self.results.append(result)
-
-
 @pytest.fixture
 def lost(tmp_path, monkeypatch):
     """Tunes with a runner that is lost after so many calls."""
@@ -46,25 +38,25 @@ def lost(tmp_path, monkeypatch):
     def tune(works, **options):
         space = rl.Space()
         space.choice("x", [1, 2, 3, 4, 5])
-        made, heard = Fails(works), Ended()
+        made, listener = Fails(works), RecordingListener()
         monkeypatch.setattr(search_setup, "make_runner", lambda *_, **__: made)
         with pytest.raises(RunnerError) as caught:
-            rl.tune(lambda config: 0.0, space, sampler="grid", out=tmp_path / "run", listener=heard, **options)
-        return made, heard, str(caught.value)
+            rl.tune(lambda config: 0.0, space, sampler="grid", out=tmp_path / "run", listener=listener, **options)
+        return made, listener, str(caught.value)
 
     return tune
 
 
 def test_a_runner_lost_in_mid_search_leaves_the_best_so_far(lost, tmp_path):
-    made, heard, said = lost(3)
+    made, listener, messages = lost(3)
     assert made.calls == 3 + ATTEMPTS and made.closed
     rows = list(csv.DictReader(open(tmp_path / "run" / "trials.csv", newline="")))
     fastest = max(rows, key=lambda row: float(row["throughput"]))
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert len(rows) == 3
     assert best["best"]["configuration"]["x"] == int(fastest["knob.x"])
-    assert "the host agent was lost" in said and f"'{tmp_path / 'run'}'" in said
-    (result,) = heard.results
+    assert "the host agent was lost" in messages and f"'{tmp_path / 'run'}'" in messages
+    (result,) = listener.results
     assert (result.ended, result.interrupted) == ("the machinery that runs trials failed", False)
 
 
@@ -86,13 +78,13 @@ def test_a_runner_lost_while_leaders_are_measured_again_leaves_the_best_so_far(l
 
 
 def test_a_runner_lost_before_anything_was_found_leaves_an_account_of_that(lost, tmp_path):
-    _, _, said = lost(0)
-    assert said == "the host agent was lost during a trial"
+    _, _, messages = lost(0)
+    assert messages == "the host agent was lost during a trial"
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert best["best"] is None
 
 
-def test_what_finished_beside_a_lost_trial_is_kept(lost, tmp_path, monkeypatch):
+def test_concurrent_results_are_kept_when_a_trial_is_lost(lost, tmp_path, monkeypatch):
     import threading
 
     together = threading.Barrier(2)

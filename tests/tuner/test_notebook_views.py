@@ -38,7 +38,7 @@ def test_the_html_holds_the_winner_a_drawing_and_the_trials(result):
     assert rows[1][1:3] == ["ok", "40"] and rows[-1][1] == "oom"
 
 
-def test_nothing_of_a_trial_is_markup(result):
+def test_texts_of_a_trial_are_escaped(result):
     assert "<script>" not in result._repr_html_()
     hostile = Trial(
         number=0,

@@ -46,7 +46,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_list_comes_to_knobs(name):
+def test_a_list_is_converted_to_knobs(name):
     strategy, knobs = LISTS[name]
     found = follow(strategy, 8)
     assert found.knobs == {**NEUTRAL, **knobs}
@@ -59,7 +59,7 @@ def test_fsdps_own_enumeration_is_read():
     assert follow([("fsdp", {"sharding_strategy": ShardingStrategy.NO_SHARD})], 8).knobs["zero"] == 0
 
 
-def test_what_is_tunable_is_left_to_the_search():
+def test_tunable_entries_are_left_to_the_search():
     found = follow([("zero2", None, True), ("checkpoint", None, False)], 8)
     assert "zero" not in found.knobs
     assert found.knobs["checkpoint_ratio"] == 1.0
@@ -77,10 +77,10 @@ NOTED = {
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_what_is_not_carried_over_is_said(name):
-    entry, said = NOTED[name]
+def test_dropped_entries_are_reported(name):
+    entry, message = NOTED[name]
     (note,) = follow([entry], 8).notes
-    assert said in note
+    assert message in note
 
 
 REFUSED = {
@@ -96,7 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_strategy_is_refused(name):
+def test_invalid_lists_are_refused(name):
     strategy, message = REFUSED[name]
     with pytest.raises(UsageError, match=message):
         follow(strategy, 8)
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_strategy_is_refused(tmp_path, text):
         read_list(tmp_path / "x.json")
 
 
-def test_what_a_list_leaves_open_is_planned():
+def test_open_knobs_of_a_list_are_planned():
     info = redline.accelerate(
         "llama-tiny", strategy=["zero1", ("amp_native", {"dtype": "bf16"}), "checkpoint"], seq_len=32
     ).info
@@ -151,24 +151,24 @@ def test_what_a_list_leaves_open_is_planned():
     assert info.why.startswith("the list of optimisations; the estimate's best of")
 
 
-def test_what_the_model_cannot_follow_is_said():
+def test_entries_that_the_model_does_not_support_are_reported():
     info = redline.accelerate("llama-tiny", strategy=["module_replace"], seq_len=32).info
     if "kernels" not in info.config:  # a CPU has none
         assert any(note.startswith("kernels=true is not followed") for note in info.notes)
 
 
-@pytest.mark.parametrize(("strategy", "said"), [
+@pytest.mark.parametrize(("strategy", "message"), [
     (["sequence_parallel"], "sequence_parallel=true is not followed: it has no effect with tp=1 pp=1 dp=2"),
     (["zero3", "tensor_parallel"], "zero=3 is not followed: it has no effect with tp=2 pp=1 dp=1"),
 ])  # fmt: skip
-def test_what_has_no_effect_beside_the_rest_of_the_list_is_said(strategy, said):
+def test_entries_without_effect_are_reported(strategy, message):
     workload, place = redline.workload("llama-tiny", seq_len=32), Place(rank=0, local_rank=0, size=2)
-    assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (said,)
+    assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (message,)
     here = decide(workload, StrategyRequest(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)
     assert here.config["sequence_parallel"] is True and here.notes == ()
 
 
-def test_number_formats_that_the_devices_lack_are_refused_with_those_that_there_are(monkeypatch):
+def test_unsupported_number_formats_are_refused_with_the_supported_ones(monkeypatch):
     from redline.base.device import Device
 
     plain = Device(type="cpu", name="a CPU without bfloat16", count=1, memory_mib=8000)

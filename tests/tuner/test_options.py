@@ -60,7 +60,7 @@ def test_defaults_are_the_same_everywhere():
 
 
 @pytest.mark.parametrize("name", sorted(each for each, (_, option) in OPTIONS.items() if option.type))
-def test_what_python_refuses_the_api_refuses(name):
+def test_the_api_refuses_the_values_that_python_refuses(name):
     _, option = OPTIONS[name]
     outside = option.least - 1 if option.above is None else option.above
     with pytest.raises(UsageError, match=rf"{name} must be {option.rule}, but got {outside}"):

@@ -72,7 +72,7 @@ def test_experts_keep_their_capacity_and_get_none():
         assert found.config.get("capacity_factor", 0) == factor
 
 
-def test_what_the_devices_cannot_compute_becomes_something_exact_and_is_said(tiny):
+def test_unsupported_formats_become_exact_ones_with_a_note(tiny):
     found = plan(tiny, devices=2, like=Config({**LIKE, "precision": "fp8"}), hardware=A100)
     assert found.config["precision"] in ("fp32", "tf32", "bf16")
     assert "precision=fp8 could not be kept: knob 'precision' has no value 'fp8'" in found.why
@@ -93,7 +93,7 @@ def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(tiny):
     assert found.estimate.peak_memory_mib <= (1 - headroom) * measure.memory_limit_mib
 
 
-def test_what_may_not_run_is_worth_less_by_its_chance():
+def test_the_risk_of_failure_reduces_the_expected_throughput():
     table = SimpleNamespace(
         step_ms=np.array([1.0, 1.0, np.inf, 1.0]),
         throughput=np.array([100.0, 95.0, 0.0, 200.0]),
@@ -109,7 +109,7 @@ def _hardware():
     return find_hardware(H100)
 
 
-def test_where_nothing_leaves_the_headroom_what_fits_is_taken_and_it_is_said(tiny):
+def test_without_headroom_a_fitting_configuration_is_taken_with_a_note(tiny):
     least = 1.02 * estimator(tiny, 1)(plan_of_least(tiny)).peak_memory_mib
     found = plan(tiny, devices=1, hardware=H100, memory_limit_mib=least)
     assert found.estimate.fits and found.estimate.peak_memory_mib > 0.95 * least
@@ -130,24 +130,24 @@ def test_a_smaller_memory_limit_is_planned_for(tiny):
     assert tight.config != free.config
 
 
-def test_what_would_fit_is_said_where_nothing_does_and_it_does(large):
+def test_the_suggested_remedy_fits(large):
     like = Config({**LIKE, "precision": "fp32", "dp": 1, "grad_accum": 16})
     asked = {"like": like, "fixed": {"offload": "none"}, "hardware": H100}
     with pytest.raises(NothingFound) as refused:
         plan(large, devices=1, **asked)
-    said = str(refused.value)
-    assert "configurations of llama2-7b is predicted to fit 1 x h100-80gb, with 79,798 MiB each." in said
-    assert "What would fit: 2 devices like these or 1 device with " in said
+    message = str(refused.value)
+    assert "configurations of llama2-7b is predicted to fit 1 x h100-80gb, with 79,798 MiB each." in message
+    assert "What would fit: 2 devices like these or 1 device with " in message
     assert plan(large, devices=2, **asked).estimate.fits
-    need = float(said.rpartition(" with ")[2].split(" MiB")[0].replace(",", ""))
-    assert f"The least that any needs is {need:,.0f} MiB (" in said
+    need = float(message.rpartition(" with ")[2].split(" MiB")[0].replace(",", ""))
+    assert f"The least that any needs is {need:,.0f} MiB (" in message
     assert plan(large, devices=1, memory_limit_mib=need + 1, **asked).estimate.fits
     with pytest.raises(NothingFound):
         plan(large, devices=1, memory_limit_mib=need - 1, **asked)
 
 
 @pytest.mark.parametrize("devices", tiered([2], [1, 8]))
-def test_what_needs_the_least_is_in_the_part_of_the_space_that_is_looked_at_for_a_remedy(large, devices):
+def test_the_remedy_search_includes_the_smallest_configuration(large, devices):
     space, _ = training_space(large, planning._device(_hardware()), devices)
     part = smallest(space)
     assert 10 * len(part) < len(space)
@@ -156,7 +156,7 @@ def test_what_needs_the_least_is_in_the_part_of_the_space_that_is_looked_at_for_
     assert least == pytest.approx(whole)
 
 
-def test_that_no_number_of_devices_is_enough_is_said(tiny):
+def test_an_insufficient_number_of_devices_is_reported(tiny):
     with pytest.raises(NothingFound, match=r"64 devices like these would not be enough; what would fit: 1 device with"):
         plan(tiny, devices=1, hardware=H100, memory_limit_mib=3)
 
@@ -179,7 +179,7 @@ def test_a_global_batch_that_the_devices_cannot_share_and_a_knob_that_is_not_the
         plan(tiny, devices=7, like=LIKE_16, hardware=H100)
 
 
-def test_what_cannot_be_traced_is_trained_by_default():
+def test_untraceable_models_train_in_the_default_configuration():
     def batch(size, seed):
         import torch
 
@@ -267,7 +267,7 @@ def test_a_fallback_is_the_fastest_of_what_needs_clearly_less(tiny):
     assert f"MiB instead of {begin.estimate.peak_memory_mib:,.0f} MiB, at {share:.0f} % of its speed" in taken.why
 
 
-def test_what_is_known_to_need_as_much_is_no_fallback(tiny, monkeypatch):
+def test_configurations_that_need_as_much_are_no_fallback(tiny, monkeypatch):
     """The estimate is ignored for a configuration that is known to need as much."""
     failed = Config({**plan(tiny, devices=1, like=LIKE, hardware=H100).config})
     monkeypatch.setattr(planning, "CLEARLY_LESS", 10.0)
@@ -304,7 +304,7 @@ print(dict(taken.config), taken.why)
 
 
 @pytest.mark.slow
-def test_every_rank_comes_to_the_same_fallback_without_measuring_anything(capsys, monkeypatch):
+def test_every_rank_plans_the_same_fallback_without_measuring(capsys, monkeypatch):
     """A separate process, whose sets have another order, returns this process's fallbacks."""
     other = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=Path.home(), timeout=300

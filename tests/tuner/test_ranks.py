@@ -39,7 +39,7 @@ def start(store, ranks_, size, found):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["rank 0 first", "rank 0 last"])
-def test_nothing_of_an_earlier_start_is_read(store, order):
+def test_leftovers_of_an_earlier_start_are_not_read(store, order):
     for word in ("first", "second", "third"):
         found = {"word": word}
         for thread in start(store, order, 3, found):

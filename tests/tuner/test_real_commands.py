@@ -150,7 +150,7 @@ def test_a_server_that_does_not_start_is_the_trials_crash(checkout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_the_load_ends_its_server_whatever_ends_it(checkout, ending):
+def test_the_load_always_ends_its_server(checkout, ending):
     port = str(find_port())
     server = [sys.executable, "examples/commands/serve.py", "--port", port]
     load = [sys.executable, "examples/commands/load.py", "--port", port, "--seconds", "300", "--", *server]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import redline as rl
 import yaml
+from listeners import RecordingListener
 from redline.base.errors import SpaceError, UsageError
 from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.knobs.layers import of_blocks
@@ -16,7 +17,6 @@ from redline.results.again import judged
 from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
-from redline.tuner.listener import SearchListener
 from redline.tuner.refinement import refiner
 from redline.tuner.search import REFINEMENT, Refinement, Search
 from redline.tuner.transfer import read_runs
@@ -73,33 +73,22 @@ class Measures(Runner):
         return self._outcome
 
 
-class Heard(SearchListener):
-    def __init__(self):
-        self.lines, self.ends = [], []
-
-    def on_message(self, message):
-        self.lines.append(message)
-
-    def on_trial_end(self, trial):
-        self.ends.append(trial.number)
-
-
 def searched(throughputs, outcome, found="0-3:ckpt"):
-    folder, heard = Memory(throughputs), Heard()
+    folder, listener = Memory(throughputs), RecordingListener()
     runner = Measures(folder, outcome)
-    search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=heard)
+    search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=listener)
     made = found and Refinement(config=Config(strategy=found), predicted_throughput=150.0, summary="so many more")
     search.refine(lambda trials: made)
     search.confirm()
-    return folder.trials(), runner.order, heard
+    return folder.trials(), runner.order, listener
 
 
 def test_a_refined_configuration_that_is_faster_wins_after_being_measured_beside_the_uniform_winner():
-    trials, order, heard = searched([60.0, 100.0, 90.0], Measurement(status=Status.OK, throughput=110.0))
+    trials, order, listener = searched([60.0, 100.0, 90.0], Measurement(status=Status.OK, throughput=110.0))
     assert order[0] == 3 and {1, 3} <= set(order[1:])
     assert trials[3].sampler == REFINEMENT and trials[3].predicted_throughput == 150.0
     assert summary.best(trials).number == 3
-    assert heard.lines == ["so many more"] and heard.ends == [3]
+    assert listener.messages == ["so many more"] and listener.ended_trials == [3]
 
 
 @pytest.mark.parametrize(
@@ -110,16 +99,16 @@ def test_a_refined_configuration_that_is_faster_wins_after_being_measured_beside
         Measurement(status=Status.WRONG, reason="another loss"),
     ],
 )
-def test_one_that_is_slower_or_fails_leaves_the_uniform_winner(outcome):
+def test_a_slower_or_failed_refinement_leaves_the_uniform_winner(outcome):
     trials, _, _ = searched([60.0, 100.0, 80.0], outcome)
     assert summary.best(trials).number == 1
     assert trials[3].measurement.status is outcome.status
 
 
-def test_where_nothing_is_to_be_gained_nothing_is_tried_and_that_is_said():
-    trials, order, heard = searched([60.0, 100.0], None, found=None)
+def test_no_refinement_is_tried_without_an_expected_gain():
+    trials, order, listener = searched([60.0, 100.0], None, found=None)
     assert len(trials) == 2 and set(order) == {0, 1}
-    assert "no gain is expected" in heard.lines[0]
+    assert "no gain is expected" in listener.messages[0]
 
 
 def test_without_a_success_there_is_nothing_to_refine():
@@ -129,7 +118,7 @@ def test_without_a_success_there_is_nothing_to_refine():
     assert folder.trials() == []
 
 
-def test_one_that_was_tried_before_is_not_tried_again():
+def test_a_known_refinement_is_not_tried_again():
     folder = Memory([60.0, 100.0])
     runner = Measures(folder, Measurement(status=Status.OK, throughput=110.0))
     for _ in range(2):
@@ -138,7 +127,7 @@ def test_one_that_was_tried_before_is_not_tried_again():
     assert len(folder.trials()) == 3 and runner.order == [2]
 
 
-def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured():
+def test_a_uniform_refinement_is_tried_only_if_it_was_not_measured():
     setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
     estimator = Estimator(Shape(layers=24, hidden=1024, heads=16, vocabulary=50000), "a100-80gb", setup)
     space = Space()
@@ -159,8 +148,8 @@ def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured
     assert refined([winner, slower]) is None
 
 
-@pytest.mark.parametrize(("known", "why"), [(False, "there is no estimate"), (True, "cannot be traced")])
-def test_without_predictions_the_winner_stands_and_why_it_is_not_refined_is_said(known, why):
+@pytest.mark.parametrize(("known", "reason"), [(False, "there is no estimate"), (True, "cannot be traced")])
+def test_without_predictions_the_winner_is_not_refined_with_a_reason(known, reason):
     class Untraceable:
         def facts(self, **variant):
             raise UsageError("the model cannot be traced")
@@ -169,10 +158,10 @@ def test_without_predictions_the_winner_stands_and_why_it_is_not_refined_is_said
     space = Space()
     space.choice("checkpoint_ratio", [0.0, 1.0])
     winner = Trial(number=0, config=space.at(0), measurement=Measurement(status=Status.OK, throughput=1.0))
-    said = []
+    messages = []
     estimator = Estimator(Untraceable(), "a100-80gb", setup) if known else None
-    assert refiner(estimator, space, 0.05, said.append)([winner]) is None
-    assert len(said) == 1 and "not refined layer by layer" in said[0] and why in said[0]
+    assert refiner(estimator, space, 0.05, messages.append)([winner]) is None
+    assert len(messages) == 1 and "not refined layer by layer" in messages[0] and reason in messages[0]
 
 
 def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():

@@ -29,10 +29,12 @@ def test_the_sections_are_the_request_in_the_order_of_its_constructor():
 
 
 def test_every_field_is_documented_once():
-    told = re.findall(
+    documented = re.findall(
         r"^    (\w+): ", rl.tune.__doc__.partition("\nArgs:\n")[2].partition("\nReturns:")[0], re.MULTILINE
     )
-    assert sorted(told) == sorted(each.name for each in fields(Request)) and len(set(told)) == len(told)
+    assert sorted(documented) == sorted(each.name for each in fields(Request)) and len(set(documented)) == len(
+        documented
+    )
 
 
 def test_the_command_line_has_every_field_but_those_for_python_alone():
@@ -70,7 +72,7 @@ def test_the_help_of_an_option_names_all_that_it_takes(command, option, names):
     assert [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", help_of)] == []
 
 
-def test_what_is_given_is_what_is_not_the_default():
+def test_given_lists_the_values_that_differ_from_defaults():
     asked = Request("gpt2-tiny", trial_timeout="5m", concurrency=2, memory_limit=None)
     assert asked.given("trial_timeout", "concurrency", "memory_limit", "ray_address") == {"concurrency": 2}
     assert Request("gpt2-tiny", trial_timeout=None).given("trial_timeout") == {}
@@ -95,7 +97,7 @@ def test_what_is_given_is_what_is_not_the_default():
         ({"isolate": False}, "isolate=False is for a callable"),
     ],
 )
-def test_what_can_be_seen_to_be_wrong_is_refused_before_anything_is_looked_at(options, words):
+def test_invalid_values_are_refused_before_the_model_is_resolved(options, words):
     with pytest.raises(UsageError, match=words):
         Request("no model of this name", **options).check_values()
 

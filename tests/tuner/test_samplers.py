@@ -87,7 +87,7 @@ class TestRegistry:
             make_sampler("tpe", small_space(), startup=startup)
 
     @pytest.mark.slow
-    def test_a_fresh_process_proposes_the_same_whatever_its_hash_seed(self, fresh):
+    def test_proposals_do_not_depend_on_the_hash_seed(self, fresh):
         here: dict[str, object] = {}
         exec(PROPOSALS, here)
         assert fresh["proposals"] == here["proposals"]
@@ -232,7 +232,7 @@ class TestGP:
 
 
 class TestContainment:
-    def test_what_other_threads_print_meanwhile_is_kept(self, capsys):
+    def test_output_of_other_threads_is_kept(self, capsys):
         with contained(0):
             print("noise")
             other = threading.Thread(target=print, args=("progress",))

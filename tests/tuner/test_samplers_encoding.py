@@ -20,7 +20,7 @@ from redline.testing.samplers import (
 )
 from redline.tuner.samplers.candidates import remaining
 from redline.tuner.samplers.encoding import ABSENT, MAX_LISTED, Encoding
-from redline.tuner.samplers.model_based import spread, thin
+from redline.tuner.samplers.model_based import spread, subsample
 from redline.tuner.samplers.observations import observe
 
 SPACES = [small_space(), wide_space(), conditional_space()]
@@ -79,7 +79,7 @@ class TestEncoding:
         codes = np.array([[0, 0, 0, 0], [6, 0, 0, 0], [3, 2, 0, 0], [0, 0, 2, 1]])
         assert encoding.distances(codes, codes[0]).tolist() == [0, 1, 1, 2]
 
-    def test_a_knob_that_only_one_has_is_one_apart(self):
+    def test_a_knob_that_only_one_configuration_has_is_distance_one(self):
         encoding = Encoding(conditional_space())
         codes = np.array([[1, 0, 0, ABSENT], [1, 0, 1, 0], [1, 0, 1, 1]])
         assert encoding.distances(codes, codes[0]).tolist() == [0, 2, 2]
@@ -152,7 +152,7 @@ class TestCandidates:
         seen = observe(encoding, trials)
         rng = np.random.default_rng(0)
         candidates = remaining(encoding, trials, rng, sample=1)
-        fewer = thin(candidates, 40, seen, rng)
+        fewer = subsample(candidates, 40, seen, rng)
         best = seen.codes[np.nanargmax(seen.objective)]
         nearest = np.sort(encoding.distances(candidates.codes, best))[:10]
         assert np.allclose(np.sort(encoding.distances(fewer.codes, best))[:10], nearest)

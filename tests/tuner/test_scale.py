@@ -72,7 +72,7 @@ def test_the_predicted_interval_widens_with_the_distance(scaled):
     assert last[-1].devices == 1024 and wide == sorted(wide) and wide[-1] > 1.2 * wide[0]
 
 
-def test_a_trainer_is_the_baseline_where_it_is_asked_for(tmp_path):
+def test_a_trainer_is_the_baseline_on_request(tmp_path):
     small = {**SIMULATED, **NARROW, "trials": 1, "predict_to": 4, "global_batch": 8}
     found = rl.scale("gpt2-tiny", "1,2", baseline="trainer", out=tmp_path / "s", **small)
     assert all(each.trainer_throughput > 0 for each in found.points)
@@ -90,8 +90,8 @@ def test_a_trainer_is_the_baseline_where_it_is_asked_for(tmp_path):
 def test_a_trainer_is_measured_on_two_ranks():
     pytest.importorskip("accelerate")
     trained = workload("gpt2-tiny", seq_len=32, global_batch=4)
-    throughput, why = measured(trained, 2)
-    assert throughput > 0 and not why
+    throughput, reason = measured(trained, 2)
+    assert throughput > 0 and not reason
     assert measured(trained, 3) == (None, "Trainer on 3 devices cannot share a global batch of 4")
 
 
@@ -144,7 +144,7 @@ def test_the_global_batch_stays_unless_it_is_to_grow(tmp_path):
     assert len({each.global_batch for each in usual.points}) == 1
 
 
-def test_a_count_at_which_nothing_fits_is_said_and_ends_it_only_where_asked():
+def test_a_device_count_at_which_nothing_fits_is_reported_and_ends_it_on_request():
     # Weights, gradients and optimizer state of 124 million parameters take 1.9 GiB.
     needs = {**SIMULATED, **NARROW, "trials": 1, "memory_limit": "1500MiB", "global_batch": 16}
     both = rl.scale("gpt2", "1,16", predict_to=16, **needs)
@@ -154,7 +154,7 @@ def test_a_count_at_which_nothing_fits_is_said_and_ends_it_only_where_asked():
     assert [each.devices for each in first.points] == [1] and not first.measured
 
 
-def test_what_only_some_counts_have_is_said_of_the_others():
+def test_a_knob_missing_at_some_device_counts_is_reported():
     found = rl.scale("gpt2-tiny", "1,2", global_batch=8, predict_to=2, **SIMULATED, fix={"tp": 2})
     assert "unknown knob 'tp'" in found.points[0].why and found.points[1].config["tp"] == 2
 
@@ -172,7 +172,7 @@ def test_an_interrupt_ends_it_with_what_was_found(tmp_path):
     assert (tmp_path / "s" / "scale.csv").exists()
 
 
-def test_it_goes_on_with_the_runs_that_are_there(scaled):
+def test_scale_resumes_from_existing_runs(scaled):
     _, out = scaled
 
     def started(name):
@@ -195,7 +195,7 @@ def test_counts_are_numbers_or_powers_of_two(given, counts):
 
 
 @pytest.mark.parametrize("given", ["", "0", "1,x", "-2", "pow2:0", "pow2:x", "1.5", [True], [], [0]])
-def test_what_is_no_number_of_devices_is_refused(given):
+def test_invalid_device_counts_are_refused(given):
     with pytest.raises(rl.UsageError, match="devices must"):
         counts_of(given)
 
@@ -210,7 +210,7 @@ def test_what_is_no_number_of_devices_is_refused(given):
         ({"fix": {"nothing": 3}}, "unknown knob 'nothing'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(options, words, tmp_path):
+def test_impossible_scalings_are_refused_at_once(options, words, tmp_path):
     with pytest.raises((rl.UsageError, rl.SpaceError), match=words):
         rl.scale("gpt2-tiny", "1,2", out=tmp_path / "s", **{**SIMULATED, **options})
     assert not (tmp_path / "s").exists()

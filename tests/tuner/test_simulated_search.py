@@ -57,7 +57,7 @@ def test_the_devices_of_a_host_and_the_models_sizes_are_kept_for_exports(finishe
     assert (asked["shape"]["family"], asked["shape"]["layers"], asked["shape"]["hidden"]) == ("gpt2", 6, 64)
 
 
-def test_it_is_marked_as_simulated_wherever_it_is_shown(finished, capsys, tmp_path):
+def test_simulated_results_are_marked_everywhere(finished, capsys, tmp_path):
     _, out = finished
     assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["simulated"] is True
     assert yaml.safe_load((out / "best.yaml").read_text())["simulated"] is True
@@ -78,7 +78,7 @@ def test_the_same_seed_finds_the_same(finished, tmp_path):
     assert again.best.throughput == pytest.approx(first.best.throughput)
 
 
-def test_one_clock_tells_when_trials_ran_also_after_resuming(tmp_path):
+def test_trial_times_share_one_clock_after_resuming(tmp_path):
     asked = {"runner": "simulate", "hardware": "a100-40gb", "devices": 256, "patience": 0, "out": tmp_path / "run"}
     rl.tune("gpt2-tiny", trials=3, **asked, **NARROW)
     rl.tune("gpt2-tiny", trials=8, resume=True, concurrency=2, **asked, **NARROW)
@@ -156,15 +156,15 @@ def cpu():
     )  # fmt: skip
 
 
-def test_a_model_that_cannot_be_traced_is_searched_without_an_estimate_and_that_is_said_once():
+def test_an_untraceable_model_is_searched_without_an_estimate_with_one_warning():
     workload = rl.Workload(model=Reads, batch=make_batch, loss=make_loss, global_batch=8)
     space = rl.Space()
     space.choice("micro_batch", [1, 2, 4, 8])
     estimator = predicting.estimator_of(workload, space, devices=1, hardware=cpu(), memory_limit_mib=1000.0)
-    said = []
-    assert predicting.usable(estimator, space, said.append) is None
-    assert len(said) == 1
-    assert "begins without an estimate" in said[0] and "aten._local_scalar_dense" in said[0]
+    messages = []
+    assert predicting.usable(estimator, space, messages.append) is None
+    assert len(messages) == 1
+    assert "begins without an estimate" in messages[0] and "aten._local_scalar_dense" in messages[0]
 
 
 def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
@@ -172,11 +172,13 @@ def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
         raise rl.RunnerError("measuring this machine failed: no driver")
 
     monkeypatch.setattr("redline.estimator.request.machine_of", fails)
-    said = []
+    messages = []
     made = predicting.estimate_to_begin_with(
-        rl.workload("gpt2-tiny"), rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None
+        rl.workload("gpt2-tiny"), rl.Space(), messages.append, devices=1, hardware=None, memory_limit_mib=None
     )
-    assert made is None and said == ["the search begins without an estimate: measuring this machine failed: no driver"]
+    assert made is None and messages == [
+        "the search begins without an estimate: measuring this machine failed: no driver"
+    ]
 
 
 @pytest.mark.exhaustive

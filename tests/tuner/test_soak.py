@@ -149,7 +149,7 @@ def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak(tuned):
         ("late", "timeout", "(during soak"),
     ],
 )
-def test_whatever_ends_a_soak_is_what_the_trial_ends_as(tuned, name, status, reason):
+def test_the_outcome_of_a_soak_is_the_trial_s(tuned, name, status, reason):
     found, rows, _ = tuned(name, soak=True, trial_timeout="15s")
     assert found.winner.config["micro_batch"] == 2
     assert rows[16]["status"] == status and reason in rows[16]["reason"], rows[16]["reason"]
@@ -209,7 +209,7 @@ class Soaks(Runner):
 def soaked(throughputs, holding, seconds=None, **given):
     """Runs a search with a soak. Returns its folder, its runner and its messages."""
     folder = throughputs if isinstance(throughputs, Memory) else Memory(throughputs)
-    runner, said = Soaks(holding), []
+    runner, messages = Soaks(holding), []
     search = Search(
         run_folder=folder,
         sampler=SimpleNamespace(name="none", space=None),
@@ -218,19 +218,19 @@ def soaked(throughputs, holding, seconds=None, **given):
         soak_plan=SoakPlan(),
         **given,
     )
-    search.soak(said.append)
-    return folder, runner, said
+    search.soak(messages.append)
+    return folder, runner, messages
 
 
 def test_leaders_are_soaked_from_the_first_on_until_one_holds_up():
-    folder, runner, said = soaked([3.0, 5.0, 4.0, 1.0], holding={0, 3})
+    folder, runner, messages = soaked([3.0, 5.0, 4.0, 1.0], holding={0, 3})
     assert [each.number for each in runner.requests] == [1, 2, 0]
     assert [trial.measured.status for trial in folder.trials()] == ["ok", "oom", "oom", "ok"]
     assert folder.trials()[1].measured.reason == "when measured again: in its soak: full; the first time 5"
-    assert len(said) == 3 and said[-1] == "trial 0 succeeded: soaked"
+    assert len(messages) == 3 and messages[-1] == "trial 0 succeeded: soaked"
 
 
-def test_where_none_holds_up_there_is_no_winner():
+def test_without_a_soaked_success_there_is_no_winner():
     folder, runner, _ = soaked([3.0, 5.0], holding=())
     assert [each.number for each in runner.requests] == [1, 0]
     assert not any(trial.ok for trial in folder.trials())
@@ -261,11 +261,11 @@ def test_a_soak_is_given_the_time_that_compiling_other_lengths_may_take():
     assert job.timeout_s == plain.timeout_s == request.timeout_s
 
 
-def test_without_time_nothing_is_soaked_and_it_is_said():
+def test_without_time_the_soak_is_skipped_with_a_note():
     watch = Stopwatch(1e-9)
-    folder, runner, said = soaked([5.0], holding=(), seconds=1.0, watch=watch)
+    folder, runner, messages = soaked([5.0], holding=(), seconds=1.0, watch=watch)
     assert runner.requests == [] and folder.trials()[0].ok
-    assert said == ["the time was up before the leader, trial 0, was soaked"]
+    assert messages == ["the time was up before the leader, trial 0, was soaked"]
 
 
 def test_trials_end_in_time_for_the_soak():

@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from listeners import RecordingListener
 from redline.results import Measurement, RunFolder, Status, summary
 from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget, Stopwatch
-from redline.tuner.listener import SearchListener
 from redline.tuner.samplers import make_sampler
 from redline.tuner.search import CONFIRM_SHARE, Refinement, Search
 
@@ -41,21 +41,13 @@ class Takes(Runner):
         )  # fmt: skip
 
 
-class Heard(SearchListener):
-    def __init__(self):
-        self.lines = []
-
-    def on_message(self, message):
-        self.lines.append(message)
-
-
 class Searched:
     """A search of so many seconds with such trials."""
 
     def __init__(self, folder, seconds, trial_seconds, refinement=None, before=0.0, load=None, **budget):
         space = Space()
         space.choice("x", list(range(1000)))
-        clock, self.heard = Clock(), Heard()
+        clock, self.listener = Clock(), RecordingListener()
         self.runner = Takes(clock, trial_seconds, load)
         watch = Stopwatch(seconds, clock)
         begin = clock.now
@@ -68,7 +60,7 @@ class Searched:
                 runner=self.runner,
                 budget=Budget(seconds=seconds, **budget),
                 first=(space.config(x=0),),
-                listener=self.heard,
+                listener=self.listener,
                 watch=watch,
             )
             search.run()
@@ -106,21 +98,21 @@ def test_a_share_of_the_time_is_kept_for_it_at_most(tmp_path):
     assert made.tried == round(9 * (1 - CONFIRM_SHARE))
 
 
-def test_where_nothing_is_left_first_figures_stand_and_that_is_said(tmp_path):
+def test_without_time_left_first_measurements_count_with_a_note(tmp_path):
     made = Searched(tmp_path, 60.0, lambda count: [10.0, 10.0, 10.0, 25.0][min(count, 3)])
     assert made.last_begun < 60.0
     assert all(trial.first is None and not trial.remeasured for trial in made.trials)
     assert summary.best(made.trials) is not None
-    assert any("their first measurements count" in line for line in made.heard.lines)
+    assert any("their first measurements count" in line for line in made.listener.messages)
 
 
-def test_the_first_trial_runs_however_short_the_time(tmp_path):
+def test_the_first_trial_runs_in_any_time(tmp_path):
     made = Searched(tmp_path, 1.0, lambda count: 10.0)
     assert (made.tried, made.again) == (1, 0)
     assert summary.best(made.trials).number == 0
 
 
-def test_what_came_before_the_search_counts(tmp_path):
+def test_time_before_the_search_counts(tmp_path):
     long = Searched(tmp_path / "long", 300.0, lambda count: 10.0)
     short = Searched(tmp_path / "short", 300.0, lambda count: 10.0, before=100.0)
     assert long.tried == short.tried + 10
@@ -131,8 +123,8 @@ def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(t
     refinement = Refinement(config=Config(x=5000), summary="more")
     plenty = Searched(tmp_path / "plenty", 1000.0, lambda count: 10.0, refinement=refinement, trials=5)
     none = Searched(tmp_path / "none", 1000.0, lambda count: 10.0, refinement=refinement)
-    assert "more" in plenty.heard.lines
-    assert "more" not in none.heard.lines
+    assert "more" in plenty.listener.messages
+    assert "more" not in none.listener.messages
     assert none.taken <= 1000.0
 
 

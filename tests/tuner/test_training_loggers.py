@@ -34,16 +34,16 @@ def step_line(step, loss):
 
 def session(folder, name, lines, step=0, zero=0):
     """Runs one session of a training that logs these lines to its file and the tracker. Returns the messages to the user."""
-    told = TrainListener()
-    said = []
-    told.on_message = said.append
-    with logging_training_to(name, folder, told) as listener:
+    messages_to = TrainListener()
+    problems = []
+    messages_to.on_message = problems.append
+    with logging_training_to(name, folder, messages_to) as listener:
         listener.on_start(training_start(folder, step, zero))
         for line in lines:
             with (folder / LOG).open("a") as file:
                 file.write(json.dumps(line) + "\n")
             listener.on_line(line)
-    return said
+    return problems
 
 
 FIRST = [
@@ -66,20 +66,20 @@ SECOND = [
 
 def twice(folder, name):
     folder.mkdir(exist_ok=True)
-    said = session(folder, name, FIRST)
+    problems = session(folder, name, FIRST)
     if name == "tensorboard":
         time.sleep(
             1.1
         )  # it reads files in the order of the seconds in their names; two trainings never start in the same second
-    said += session(folder, name, SECOND, step=20, zero=3)
-    assert said == []
+    problems += session(folder, name, SECOND, step=20, zero=3)
+    assert problems == []
 
 
 LOSSES = {10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}
 HELD_OUT = {20: 4.5, 35: 3.5}
 
 
-def test_tensorboard_goes_on_in_its_folder_and_has_no_step_twice(tmp_path):
+def test_tensorboard_continues_in_its_folder_without_repeated_steps(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -106,7 +106,7 @@ def test_tensorboard_takes_back_what_lost_ranks_do_again(tmp_path):
 
 
 @pytest.mark.parametrize("lost", tiered([True], [False]))
-def test_mlflow_goes_on_in_its_run_and_has_no_step_twice(tmp_path, monkeypatch, lost):
+def test_mlflow_continues_in_its_run_without_repeated_steps(tmp_path, monkeypatch, lost):
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy")
     from mlflow import MlflowClient
@@ -146,7 +146,7 @@ def test_mlflow_says_how_a_training_ended(tmp_path, monkeypatch):
     assert status() == "KILLED"
 
 
-def test_wandb_goes_on_in_its_run_and_has_no_step_twice(tmp_path):
+def test_wandb_continues_in_its_run_without_repeated_steps(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     # A separate process: wandb starts a service that would outlive this test.
     code = (
@@ -227,14 +227,14 @@ class Recorder(TrainLogger):
 
 @pytest.mark.parametrize("failing", ["open", "configured", "log", "log_event", "back", "close"])
 def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
-    said = []
-    tracker = Recorder(tmp_path, said.append, failing)
+    problems = []
+    tracker = Recorder(tmp_path, problems.append, failing)
     tracker.on_start(training_start(tmp_path))
     for line in FIRST + SECOND:
         tracker.on_line(line)
     tracker.finish()
     tracker.finish()
-    assert said == ["logging to recorder has stopped, because it failed: no space left"]
+    assert problems == ["logging to recorder has stopped, because it failed: no space left"]
     assert tracker.calls[-1][0] == failing
 
 

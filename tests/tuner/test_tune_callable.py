@@ -68,13 +68,13 @@ def test_a_run_without_out_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_feasible_says_why():
+def test_nothing_feasible_has_a_reason():
     def fn(config):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
 
-    with pytest.warns(RuntimeWarning, match="result.best is None: none of 4 trials succeeded: 4 oom") as said:
+    with pytest.warns(RuntimeWarning, match="result.best is None: none of 4 trials succeeded: 4 oom") as caught:
         result = tune(fn, make_space(), trials=4)
-    assert [each.filename for each in said] == [__file__]  # the caller's file, which a notebook shows
+    assert [each.filename for each in caught] == [__file__]  # the caller's file, which a notebook shows
     assert result.best is None
     assert result.gain is None
     assert "none of 4 trials succeeded: 4 oom" in result.why
@@ -101,7 +101,7 @@ def test_time_ends_the_search():
     assert "time" in result.ended
 
 
-def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(tmp_path):
+def test_ctrl_c_keeps_results_and_resume_continues(tmp_path):
     calls = []
 
     def fn(config):

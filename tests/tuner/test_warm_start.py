@@ -80,7 +80,7 @@ def logs(prior, configs):
 # -- transfer ------------------------------------------------------------------------------------------------
 
 
-def test_what_paid_before_is_expected_to_pay_here():
+def test_knobs_that_paid_before_are_expected_to_pay():
     space = make_space()
     warm = warm_start(space, earlier(space))
     expected = [warm(config).throughput for config in space]
@@ -108,7 +108,7 @@ def estimate(config):  # ignores attention
 
 
 @pytest.mark.parametrize("predicted", [lambda config: estimate(config) / 7, None], ids=["told", "not told"])
-def test_it_corrects_the_estimate_beneath_by_what_was_off_before(predicted):
+def test_the_base_estimate_is_corrected_by_earlier_errors(predicted):
     space = make_space()
     warm = warm_start(space, trials_of(space.sample(40, 0), speed, predicted=predicted), base=estimate)
     config = Config({"micro_batch": 8, "checkpoint_ratio": 0.5, "attention": "eager"})
@@ -132,7 +132,7 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
 
 
 @pytest.mark.parametrize(
-    ("there", "weight", "said"),
+    ("there", "weight", "message"),
     [
         (HERE, 1.0, ""),
         (other(runner="local", sampler="random", seed=9, memory_limit_mib=5.0), 1.0, ""),
@@ -173,10 +173,10 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
         ),
     ],
 )
-def test_likeness_follows_from_what_the_runs_were_asked(there, weight, said):
+def test_similarity_follows_from_the_requests(there, weight, message):
     found = task_similarity(there, HERE)
     assert found.weight == pytest.approx(weight)
-    assert str(found) == said
+    assert str(found) == message
 
 
 def test_simulated_runs_are_alike_where_they_drew_the_same_cluster():
@@ -258,10 +258,10 @@ def test_a_misleading_run_does_not_ruin_a_search(lie, base):
     configs = make_space("fusion").sample(40, 0)
     speeds = [truth(config) for config in configs]
     if lie == "reversed":
-        told = [1 / each for each in speeds]
+        values = [1 / each for each in speeds]
     else:
-        told = np.random.default_rng(0).permutation(speeds).tolist()
-    found = warm(base, trials_of(configs, dict(zip(configs, told)).__getitem__), 9)
+        values = np.random.default_rng(0).permutation(speeds).tolist()
+    found = warm(base, trials_of(configs, dict(zip(configs, values)).__getitem__), 9)
     assert found[8] > 0.95 and cold(base)[8] > 0.95
     # All nine trials count; each run starts from the previous ones' results.
     assert found.mean() > cold(base).mean() - 0.1
@@ -270,7 +270,7 @@ def test_a_misleading_run_does_not_ruin_a_search(lie, base):
 # -- messages and errors -------------------------------------------------------------------------------------
 
 
-def test_what_matched_and_what_did_not_is_said():
+def test_matched_and_unmatched_runs_are_reported():
     space, there = make_space("fusion"), make_space("kernels")
     past = trials_of(there.sample(9, 0), speed)
     past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value that this space lacks
@@ -285,7 +285,7 @@ def test_what_matched_and_what_did_not_is_said():
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         (lambda trials: [], "none of its trials succeeded"),
         (
@@ -311,9 +311,9 @@ def test_what_matched_and_what_did_not_is_said():
         ),
     ],
 )  # fmt: skip
-def test_a_run_of_which_nothing_sensible_can_be_taken_is_refused(change, why):
+def test_a_run_of_which_nothing_sensible_can_be_taken_is_refused(change, reason):
     space = make_space()
-    with pytest.raises(rl.UsageError, match=f"warm start from runs/a: nothing can be taken: {why}"):
+    with pytest.raises(rl.UsageError, match=f"warm start from runs/a: nothing can be taken: {reason}"):
         taken(space, change(earlier(space)), unit="tokens/s")
 
 
@@ -362,7 +362,7 @@ def test_a_run_on_disk_is_read_also_without_its_ledger(tmp_path):
     assert len(take(run, make_space(), run.asked).trials) == 6
 
 
-def test_what_is_no_run_or_does_not_say_what_it_was_asked_is_refused(tmp_path):
+def test_folders_without_a_readable_request_are_refused(tmp_path):
     with pytest.raises(rl.UsageError, match=r"warm start: .*contains no run"):
         read_runs([tmp_path])
     run_of(tmp_path / "a", trials=2)
@@ -382,7 +382,7 @@ def test_a_run_does_not_start_from_its_own_folder(tmp_path):
     assert (tmp_path / "a" / "run.yaml").read_text() == before
 
 
-def test_what_is_refused_leaves_nothing_behind(tmp_path):
+def test_a_refused_warm_start_leaves_no_files(tmp_path):
     run_of(tmp_path / "a", trials=3)
     document = yaml.safe_load((tmp_path / "a" / "run.yaml").read_text())
     document["asked"]["devices"] |= {"type": "quantum", "name": "Q1"}
@@ -428,12 +428,12 @@ def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
         return take(EarlierRun(name=f"runs/{name}", trials=trials, asked=asked), space, HERE)
 
     here, truth = estimator("llama-tiny", hardware), estimator("llama-tiny", slow).table(configs).throughput
-    said = []
+    messages = []
     alike, another = run("gpt2-tiny", slow), run("gpt2-tiny", slow, devices={**HERE["devices"], "name": "NVIDIA T4"})
     command = run("gpt2-tiny", slow, workload={"command": "train.py", "spec": "gpt2-tiny"})
-    known = calibrations([alike, another, command], hardware, said.append)
+    known = calibrations([alike, another, command], hardware, messages.append)
     assert [each is not None for each in known] == [True, False, False]
-    assert said == ["the estimate is calibrated by 12 trials of 1 earlier run on these devices"]
+    assert messages == ["the estimate is calibrated by 12 trials of 1 earlier run on these devices"]
 
     def off(prior):
         return np.abs(np.log(prior.table(configs).throughput / truth)).max()

@@ -105,7 +105,7 @@ class Checkpoint:
         return document
 
     @property
-    def sound(self) -> bool:
+    def intact(self) -> bool:
         """True if the manifest has not changed since it was saved. Only such checkpoints are ever removed."""
         try:
             return bool(self.manifest)
@@ -165,10 +165,10 @@ class Checkpoint:
                 if size != entry["bytes"]:
                     raise StudyError(f"'{path}' is damaged: it has {size} bytes, and had {entry['bytes']} when saved")
                 if number is None:
-                    alike = checksum(path) == entry["sha256"]
+                    matches = checksum(path) == entry["sha256"]
                 else:
-                    alike = _piece_checksum(path, number) == entry["pieces"][number]
-                if not alike:
+                    matches = _piece_checksum(path, number) == entry["pieces"][number]
+                if not matches:
                     raise StudyError(f"'{path}' is damaged: its checksum is not the one it was saved with")
             except OSError as error:
                 raise StudyError(f"'{path}' cannot be read: {error.strerror or error}") from error
@@ -262,11 +262,11 @@ class CheckpointFolder:
 
     def _foreign(self) -> list[str]:
         """Names of files and folders that are not from a training."""
-        ours = {each.path.name for each in self.all()}
+        own_names = {each.path.name for each in self.all()}
         return sorted(
             each.name
             for each in self.path.iterdir()
-            if each.name not in ours
+            if each.name not in own_names
             and not _LEFT.fullmatch(each.name)
             and not _ASIDE.fullmatch(each.name)
             and not (each.name == FROZEN and each.is_dir() and not self.frozen._foreign())
@@ -277,11 +277,11 @@ class CheckpointFolder:
         """Folder of the frozen tensors, which are saved once for all checkpoints."""
         return CheckpointFolder(self.path / FROZEN, keep=1)
 
-    def whole(self, step: int) -> Checkpoint:
+    def checkpoint(self, step: int) -> Checkpoint:
         """The checkpoint of a step, which need not exist yet."""
         return Checkpoint(self.path / f"step-{step:08d}")
 
-    def beside(self, step: int) -> Path:
+    def temporary(self, step: int) -> Path:
         """Temporary folder that the checkpoint of a step is written to."""
         return self.path / f".step-{step:08d}.saving"
 
@@ -296,9 +296,9 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be written.
         """
-        beside, checkpoint = self.beside(step), self.whole(step)
+        beside, checkpoint = self.temporary(step), self.checkpoint(step)
         # Compared in its JSON form, because other values would change when they are read again.
-        kept = next((each for each in self.frozen.all() if each.sound), None)
+        kept = next((each for each in self.frozen.all() if each.intact), None)
         named = {} if kept is None else {KEPT: kept.seals[0]}
         document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, **named, "files": dict(files)}))
         write_atomic(beside / MANIFEST, json.dumps(_sealed(document), indent=1).encode())
@@ -307,14 +307,14 @@ class CheckpointFolder:
             self._remove(checkpoint)
         os.rename(beside, checkpoint.path)
         sync_folder(self.path)
-        older = [each for each in self.all() if each.step < step and each.sound]
+        older = [each for each in self.all() if each.step < step and each.intact]
         for each in older[self.keep - 1 :]:
             self._remove(each)
         return checkpoint
 
     def discard(self, step: int) -> None:
         """Removes the temporary folder of a failed save."""
-        shutil.rmtree(self.beside(step), ignore_errors=True)
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def prepare(self, found: Checkpoint | None = None) -> None:
         """Creates the folder, and removes only leftovers of killed saves.
@@ -345,15 +345,15 @@ class CheckpointFolder:
 
     def _remove(self, old: Checkpoint) -> None:
         """Removes the files that a checkpoint's manifest lists, and the folder if nothing else is in it."""
-        if not old.sound:
+        if not old.intact:
             return
         names = {MANIFEST, *old.files()}
         with contextlib.suppress(OSError):
             if {each.name for each in old.path.iterdir()} <= names:
                 # Renamed first, so that a killed process does not leave half a checkpoint under its name.
-                gone = old.path.with_name(f".{old.path.name}.removing")
-                os.rename(old.path, gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                removing = old.path.with_name(f".{old.path.name}.removing")
+                os.rename(old.path, removing)
+                shutil.rmtree(removing, ignore_errors=True)
                 return
             for name in sorted(
                 names, key=lambda name: name != MANIFEST
@@ -366,7 +366,7 @@ def _written_as_one(each: Checkpoint) -> bool:
     path = each.path
     if path.name != f"step-{each.step:08d}" or path.is_symlink() or not path.is_dir():
         return False
-    return (path / MANIFEST).is_file() and ((path / _METADATA).is_file() or each.sound)
+    return (path / MANIFEST).is_file() and ((path / _METADATA).is_file() or each.intact)
 
 
 def put_aside(damaged: Checkpoint) -> None:

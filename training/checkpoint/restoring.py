@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-MENDED = "where the training began with --from, --resume takes them from there again"
+REPAIRED = "where the training began with --from, --resume takes them from there again"
 
 
 def latest(
@@ -36,7 +36,7 @@ def latest(
         StudyError: all checkpoints are damaged; the message names them.
     """
     damaged = []
-    for found in _alike(folder.all(), group):
+    for found in _from_rank_0(folder.all(), group):
         failure = check(found, group, report)
         if not failure:
             return found
@@ -50,9 +50,9 @@ def latest(
 def check(found: Checkpoint, group: "ProcessGroup | None", report: Report = ignore) -> str:
     """Returns the damage of a checkpoint, the same on every rank; empty if there is none."""
     rank, ranks = _place(group)
-    failure = _said(lambda: found.check(rank, ranks, report))
-    if not failure and (failure := _said(lambda: found.check_frozen(rank, ranks, report))):
-        failure += f"; {MENDED}"
+    failure = _failure_of(lambda: found.check(rank, ranks, report))
+    if not failure and (failure := _failure_of(lambda: found.check_frozen(rank, ranks, report))):
+        failure += f"; {REPAIRED}"
     return next(filter(None, _gathered(failure, group)), "")
 
 
@@ -61,8 +61,8 @@ def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str
     rank; empty if there is none.
     """
     rank, ranks = _place(group)
-    found = next((each for each in _alike(folder.all(), group) if each.sound), None)
-    failure = "" if found is None else _said(lambda: found.check_frozen(rank, ranks))
+    found = next((each for each in _from_rank_0(folder.all(), group) if each.intact), None)
+    failure = "" if found is None else _failure_of(lambda: found.check_frozen(rank, ranks))
     return next(filter(None, _gathered(failure, group)), "")
 
 
@@ -79,7 +79,7 @@ def keep_again(state: State, weights: Weights, folder: CheckpointFolder, saver: 
     Raises:
         StudyError: they cannot be saved.
     """
-    sound = [each for each in (*folder.all(), *folder.frozen.all()) if each.sound]
+    sound = [each for each in (*folder.all(), *folder.frozen.all()) if each.intact]
     seals = {seal for each in sound for seal in (each.manifest.get(KEPT), *each.manifest.get(REPLACES, ())) if seal}
     saver.gathered(None)  # before anything is moved
     if rank == 0:
@@ -91,7 +91,7 @@ def keep_again(state: State, weights: Weights, folder: CheckpointFolder, saver: 
         raise StudyError(f"the weights that are not trained cannot be kept again in '{folder.frozen.path}': {failure}")
 
 
-def _said(what: Callable[[], None]) -> str:
+def _failure_of(what: Callable[[], None]) -> str:
     try:
         what()
     except StudyError as error:
@@ -114,7 +114,7 @@ def stored_in(found: Checkpoint) -> LazyTensors:
     return {**kept, **dcp_tensors(found.path)}
 
 
-def _alike(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:
+def _from_rank_0(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:
     """Returns the list that rank 0 sees on every rank: another host may see a new checkpoint later."""
     return found if group is None else _gathered(found, group)[0]
 

@@ -287,10 +287,10 @@ class Saver:
 
     def _written(self, parts: list[Part], step: int, facts: dict[str, Any] | None) -> tuple[str, int]:
         """Writes a checkpoint. Returns the reason of a failure, the same on every rank, and the number of bytes."""
-        beside = self.folder.beside(step)
+        beside = self.folder.temporary(step)
         write(beside, parts, self._group)
         own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
-        own_files = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
+        own_files = _or_reason(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
         all_ranks = self.gathered(own_files)
         failure = next((each for each in all_ranks if isinstance(each, str)), "")
         if not failure and self._rank == 0:
@@ -299,7 +299,7 @@ class Saver:
             if missing:
                 failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
             elif facts is not None:
-                result = _tried(lambda: self.folder.finish(step, files, facts))
+                result = _or_reason(lambda: self.folder.finish(step, files, facts))
                 failure = result if isinstance(result, str) else ""
         size = sum(about["bytes"] for each in all_ranks if isinstance(each, dict) for about in each.values())
         return str(self.gathered(failure)[0]), size
@@ -359,7 +359,7 @@ def _on_device(index: int | None) -> None:
         torch.cuda.set_device(index)
 
 
-def _tried(what: Any) -> Any:
+def _or_reason(what: Any) -> Any:
     """Calls `what`; returns its result, or the reason as text if the disk fails."""
     try:
         return what()

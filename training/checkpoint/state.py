@@ -187,9 +187,9 @@ class State:
             for key in keys.get(name, ()):
                 found = stored[f"{OPTIMIZER}/{name}/{key}"]
                 shape, dtype = found.shape, found.dtype
-                alike = bool(shape) and shape == region.shape
-                room = torch.zeros_like(param, dtype=dtype) if alike else torch.zeros(shape, dtype=dtype)
-                out.setdefault(name, {})[key] = room.detach(), region if alike else whole_region(shape)
+                sharded = bool(shape) and shape == region.shape
+                room = torch.zeros_like(param, dtype=dtype) if sharded else torch.zeros(shape, dtype=dtype)
+                out.setdefault(name, {})[key] = room.detach(), region if sharded else whole_region(shape)
         return out
 
     def _put(self, states: "Mapping[str, Mapping[str, torch.Tensor]]") -> None:

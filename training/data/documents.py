@@ -36,9 +36,9 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
     """
     template = None if tokenizer is None else tokenizer.chat_template
     if not template:
-        whose = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
+        source = "text by bytes" if tokenizer is None else f"the tokenizer in {tokenizer.name_or_path}"
         raise WorkloadError(
-            f"{pieces[0].where} is a conversation, but {whose} has no chat template; give a tokenizer with one, or a "
+            f"{pieces[0].where} is a conversation, but {source} has no chat template; give a tokenizer with one, or a "
             "field that contains text"
         )
     if train_on == "assistant" and not tokenizer.is_fast:
@@ -57,7 +57,7 @@ def encode_conversations(tokenizer: Any, pieces: "Sequence[Piece]", train_on: Tr
     out: list[Chat] = []
     for number, found in enumerate(spans):
         ids = np.asarray(encoded["input_ids"][number], dtype=np.uint32)
-        out.append((ids, None if found is None else _within(encoded["offset_mapping"][number], found)))
+        out.append((ids, None if found is None else _span_mask(encoded["offset_mapping"][number], found)))
     return out
 
 
@@ -94,7 +94,7 @@ def _answers(tokenizer: Any, piece: "Piece", whole: str) -> list[tuple[int, int]
     return out
 
 
-def _within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def _span_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Mask of the tokens, given by their character ranges, that lie in `spans`; bool."""
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     out = np.zeros(len(begins), dtype=bool)

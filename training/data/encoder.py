@@ -76,7 +76,7 @@ def encoder_of(folder: str | None) -> Encoder:
         raise WorkloadError(f"{folder} contains no tokenizer; give the folder that its tokenizer.json is in")
     # Older classes have another token at the end of a text: the separator.
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-    prefix, suffix = _around(tokenizer)
+    prefix, suffix = _special_tokens(tokenizer)
     if end is not None and end not in suffix[-1:]:
         suffix = (*suffix, end)
     return Encoder(
@@ -85,7 +85,7 @@ def encoder_of(folder: str | None) -> Encoder:
     )  # fmt: skip
 
 
-def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Special tokens that a tokenizer puts before and after a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]

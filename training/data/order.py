@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import numpy as np
 
-from ...base.errors import WorkloadError, unknown
-from ...base.option import Option
+from ...base.errors import UsageError, WorkloadError
+from ...base.option import Option, check_options
 
 if TYPE_CHECKING:
     import torch
@@ -164,12 +164,17 @@ LARGEST_SHARE = 0.5
 """Largest share of samples that may be held out."""
 
 
+def _column(value: str, name: str) -> None:
+    if not value:
+        raise UsageError(f"{name} must be the name of a column, but is empty; give field=text")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
     """Request of a training's data.
 
     Raises:
-        WorkloadError: a field is invalid.
+        UsageError: a value is out of its range.
     """
 
     paths: Annotated[
@@ -192,7 +197,7 @@ class DataPlan:
     """Folder of a Hugging Face tokenizer; None or `bytes` reads text as bytes. For a `.bin` it determines the token
     that ends a document.
     """
-    field: Annotated[str, Option("Column with the text, or the messages.", metavar="NAME")] = "text"
+    field: Annotated[str, Option("Column with the text, or the messages.", check=_column, metavar="NAME")] = "text"
     """Column with the text of JSON lines, Parquet and datasets. A list of messages with `role` and `content`, or
     ShareGPT's `from` and `value`, is a conversation, written as text by the tokenizer's chat template.
     """
@@ -200,6 +205,7 @@ class DataPlan:
         Packing | None,
         Option(
             "packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]",
+            choices=get_args(Packing),
             metavar="NAME",
         ),
     ] = None
@@ -209,12 +215,18 @@ class DataPlan:
     """
     train_on: Annotated[
         TrainOn | None,
-        Option("Tokens of conversations to train on: all, or the assistant's.  [default: assistant]", metavar="NAME"),
+        Option(
+            "Tokens of conversations to train on: all, or the assistant's.  [default: assistant]",
+            choices=get_args(TrainOn),
+            metavar="NAME",
+        ),
     ] = None
     """`assistant`: only the assistant's messages of conversations are predicted. None: `assistant` for conversations,
     otherwise `all`.
     """
-    held_out: Annotated[float, Option("Share of samples held out for evaluation.", type=float)] = 0.0
+    held_out: Annotated[
+        float, Option("Share of samples held out for evaluation.", type=float, least=0, most=LARGEST_SHARE)
+    ] = 0.0
     """Share of the samples held out for evaluation, from 0 to 0.5."""
     shuffle: Annotated[bool, Option("Reorder samples in each epoch.")] = True
     """True if each epoch has its own order; otherwise all have that of the data."""
@@ -232,13 +244,4 @@ class DataPlan:
             raise WorkloadError(
                 "the data must be files or folders, but one is an empty text; give a path, or leave it out"
             )
-        if not self.field:
-            raise WorkloadError("the field of the data must be the name of a column, but is empty; give field=text")
-        if self.packing is not None and self.packing not in get_args(Packing):
-            raise WorkloadError(unknown("packing", self.packing, get_args(Packing)))
-        if self.train_on is not None and self.train_on not in get_args(TrainOn):
-            raise WorkloadError(unknown("train_on", self.train_on, get_args(TrainOn)))
-        if not 0 <= self.held_out <= LARGEST_SHARE:
-            raise WorkloadError(
-                f"held_out must be a share of the samples from 0 to {LARGEST_SHARE}, but is {self.held_out}"
-            )
+        check_options(self)

@@ -112,7 +112,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Usable:
+class UsableRows:
     """Rows with tokens to train on. A row without any would have no mean loss."""
 
     rows: np.ndarray | None
@@ -125,24 +125,24 @@ class Usable:
     """Folder of the result; None if no search was needed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Usable._all, (self.samples,)) if self.folder is None else (Usable.read, (self.folder,))
+        return (UsableRows._all, (self.samples,)) if self.folder is None else (UsableRows.read, (self.folder,))
 
     @staticmethod
-    def _all(samples: int) -> "Usable":
-        return Usable(rows=None, samples=samples, shortened=0)
+    def _all(samples: int) -> "UsableRows":
+        return UsableRows(rows=None, samples=samples, shortened=0)
 
     @staticmethod
-    def read(folder: Path) -> "Usable":
+    def read(folder: Path) -> "UsableRows":
         """Reads a folder of the cache, mapped into memory."""
         about = read_about(folder)
         rows = np.asarray(np.memmap(folder / ROWS, dtype=np.int64, mode="r")) if ROWS in about["files"] else None
-        return Usable(rows=rows, samples=about["found"], shortened=about["shortened"], folder=folder)
+        return UsableRows(rows=rows, samples=about["found"], shortened=about["shortened"], folder=folder)
 
 
-def usable_rows(layout: Layout, task: Task, cache: Path) -> Usable:
+def usable_rows(layout: Layout, task: Task, cache: Path) -> UsableRows:
     """Finds the rows with tokens to train on. If that needs a look at all rows, the result is cached."""
     if layout.packing != "padded" and not layout.store.about.masked:
-        return Usable._all(layout.num_rows)
+        return UsableRows._all(layout.num_rows)
     wanted = {
         "rows of": layout.store.folder.name,
         "packing": layout.packing,
@@ -160,7 +160,7 @@ def usable_rows(layout: Layout, task: Task, cache: Path) -> Usable:
             (folder / ROWS).unlink()
         return {"found": found, "shortened": shortened}
 
-    return Usable.read(made_once(cache, wanted, make))
+    return UsableRows.read(made_once(cache, wanted, make))
 
 
 def _looked_through(layout: Layout, task: Task) -> Iterator[tuple[np.ndarray, int]]:
@@ -212,14 +212,14 @@ def check_packing(
         raise WorkloadError(
             f"packing=documents separates documents by position_ids, which the model's forward does not take; {instead}"
         )
-    if not isinstance(model, Collection) and not _apart(model):
+    if not isinstance(model, Collection) and not _independent(model):
         raise WorkloadError(
             f"packing=documents needs a model whose tokens see only their own document, but in {type(model).__name__} "
             f"the tokens of one document depend on another; {instead}"
         )
 
 
-def _apart(model: "nn.Module") -> bool:
+def _independent(model: "nn.Module") -> bool:
     """True if the second of two documents does not depend on the first."""
     import torch
 
@@ -228,13 +228,13 @@ def _apart(model: "nn.Module") -> bool:
         return True
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2, device=weight.device)
     tokens = torch.tensor([[5, 6, 7, 8, 3, 4, 3, 4], [1, 2, 1, 2, 3, 4, 3, 4]], device=weight.device)
-    was = model.training
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             found = model(input_ids=tokens, position_ids=positions)
     finally:
-        model.train(was)
+        model.train(was_training)
     first, second = getattr(found, "logits", found)[:, 4:].float()
     # Rows of a batch may be rounded differently, but by much less than the effect of another context.
     return bool((first - second).abs().max() <= 1e-2 * first.std())

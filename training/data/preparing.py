@@ -14,7 +14,7 @@ from ...models.data import Task, window
 from .documents import OF_TOKENS, BadRows, Piece, Source, find_sources, pieces_of
 from .encoder import encoded, encoder_of, tokenizer_digest
 from .order import BYTES, DataPlan, Split
-from .packing import Layout, Usable, usable_rows
+from .packing import Layout, UsableRows, usable_rows
 from .samples import Samples
 from .store import TokenFile, TokenStore, indexed_tokens, made_once, plain_tokens, write_about_tokens, write_texts
 
@@ -65,14 +65,14 @@ def prepare(
             f"{sources[0].path}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
             f"has {vocab_size}; give a tokenizer"
         )
-    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _now_and_then(on_read)))
+    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _rate_limited(on_read)))
     about = store.about
     if about.largest >= vocab_size:
-        whose = (
+        source = (
             f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data has"
         )
         raise WorkloadError(
-            f"{plan.paths[0]}: {whose} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
+            f"{plan.paths[0]}: {source} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
             "fit together"
         )
     plan = _resolved(plan, store, task)
@@ -125,7 +125,7 @@ def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
     return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
 
 
-def _check_size(plan: DataPlan, layout: Layout, usable: Usable) -> None:
+def _check_size(plan: DataPlan, layout: Layout, usable: UsableRows) -> None:
     tokens, length = layout.store.about.tokens, layout.length
     where = plan.paths[0] if len(plan.paths) == 1 else f"the data in {', '.join(plan.paths)}"
     if layout.packing != "padded" and tokens < length:
@@ -166,7 +166,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
     return made_once(cache, wanted, make)
 
 
-def _now_and_then(on_read: OnRead) -> OnRead:
+def _rate_limited(on_read: OnRead) -> OnRead:
     """Limits calls of `on_read` to one per `REPORT_S`."""
     last = time.monotonic()
 
@@ -195,7 +195,7 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
     first = next(pieces, None)
     if first is None:
         if bad.count:
-            raise _none_is_good(bad)
+            raise _no_good_row(bad)
         raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files with data to train on")
     conversations = isinstance(first.content, list)
     if plan.train_on == "assistant" and not conversations:
@@ -207,11 +207,11 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
         conversations=conversations, masked=train_on == "assistant",
     )  # fmt: skip
     if bad.count and not written["documents"]:
-        raise _none_is_good(bad)
+        raise _no_good_row(bad)
     return {**written, "skipped": bad.count, "first_skipped": bad.first}
 
 
-def _none_is_good(bad: BadRows) -> WorkloadError:
+def _no_good_row(bad: BadRows) -> WorkloadError:
     return WorkloadError(f"all {bad.count} rows are bad, so nothing is left to train on; the first: {bad.first}")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ...models.data import Task, inputs_and_labels
 from ...models.workload import Batch
 from .order import DataPlan, HashedDraw, Split, shuffled
-from .packing import Layout, Usable
+from .packing import Layout, UsableRows
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class Samples:
     """An id that does not replace a masked token."""
     layout: Layout
     """How samples are cut from tokens."""
-    usable: Usable
+    usable: UsableRows
     """Rows that samples are cut from."""
     split: Split
     """Samples that are held out."""

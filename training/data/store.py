@@ -53,12 +53,12 @@ def made_once(cache: Path, wanted: Mapping[str, Any], make: Callable[[Path], Map
     """
     key = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache / key
-    if _whole(folder):
+    if _is_complete(folder):
         return folder
     make_folder(cache)
     try:
         with _lock(cache / f".{key}.lock"):
-            if not _whole(folder):
+            if not _is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # it was altered
                 _sweep(cache, key)
                 _make(folder, wanted, make)
@@ -72,7 +72,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / ABOUT).read_bytes()))
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """True if the folder exists, with all files of the right size."""
     try:
         sizes = read_about(folder)["files"]
@@ -97,7 +97,7 @@ def _make(folder: Path, wanted: Mapping[str, Any], make: Callable[[Path], Mappin
         try:
             os.rename(unfinished, folder)
         except OSError:
-            if not _whole(folder):  # without locks another process may have been faster
+            if not _is_complete(folder):  # without locks another process may have been faster
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -122,10 +122,10 @@ def _lock(path: Path) -> Iterator[None]:
 def _sweep(cache: Path, key: str) -> None:
     """Removes leftovers of killed processes: those of this host at once, since they do not hold the lock, others by age."""
     for each in cache.glob(f".{key}.*.*"):
-        mine = each.name.rpartition(".")[0] == f".{key}.{_host()}"
+        own_temporary = each.name.rpartition(".")[0] == f".{key}.{_host()}"
         with suppress(OSError):
             newest = max((part.stat().st_mtime for part in (each, *each.iterdir())), default=0.0)
-            if (mine and not _running(each.name)) or time.time() - newest > ABANDONED_S:
+            if (own_temporary and not _running(each.name)) or time.time() - newest > ABANDONED_S:
                 shutil.rmtree(each, ignore_errors=True)
 
 
@@ -267,7 +267,7 @@ TOKENS, BOUNDARIES, TRAINED = "tokens.bin", "boundaries.bin", "trained.bin"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class About:
+class StoreInfo:
     """Description of a store."""
 
     parts: list[dict[str, Any]]
@@ -337,7 +337,7 @@ def write_texts(
                 put(1, boundary_file, np.array([tokens], dtype=np.int64))
     if not masked:
         (folder / TRAINED).unlink()
-    about = About(
+    about = StoreInfo(
         parts=[asdict(TokenFile(path=TOKENS, dtype=encoder.dtype.name, count=tokens))], tokens=tokens,
         documents=documents, largest=largest, digest=_together(hashes), masked=masked, conversations=conversations,
         end_id=encoder.end_id, pad_id=encoder.pad_id, mask_id=encoder.mask_id,
@@ -362,8 +362,8 @@ def write_about_tokens(
         files: files with the index of the first token of each document and the end of the last, if known.
         vocab_size: all ids must be smaller.
         end_id: token that ends a document, for files without an index.
-        pad_id: as in `About`.
-        mask_id: as in `About`.
+        pad_id: as in `StoreInfo`.
+        mask_id: as in `StoreInfo`.
         on_read: receives the share of the tokens that is checked, from 0 to 1.
 
     Raises:
@@ -401,7 +401,7 @@ def write_about_tokens(
             total += file.count
     if not known:
         (folder / BOUNDARIES).unlink()
-    about = About(
+    about = StoreInfo(
         parts=[asdict(file) for file, _ in files], tokens=total, documents=documents if known else None,
         largest=largest, digest=_together(hashes), masked=False, conversations=False, end_id=end_id, pad_id=pad_id,
         mask_id=mask_id,
@@ -420,14 +420,14 @@ class TokenStore:
         folder: folder filled by `write_texts` or `write_about_tokens`.
     """
 
-    about: About
+    about: StoreInfo
     boundaries: np.ndarray | None
     """Index of the first token of each document, and the end of the last, int64, shape [documents + 1]."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         known = read_about(folder)
-        self.about = About(**{name: known[name] for name in About.__dataclass_fields__ if name in known})
+        self.about = StoreInfo(**{name: known[name] for name in StoreInfo.__dataclass_fields__ if name in known})
         files = [TokenFile(**part) for part in self.about.parts]
         # A path without a folder is in this one; an absolute path does not change.
         self._parts = [TokenFile(path=str(folder / e.path), dtype=e.dtype, count=e.count).open() for e in files]

@@ -126,7 +126,7 @@ def _prepared(
     from ...training.prepared import Info, Loader, PreparedModel, PreparedOptimizer, Steps
 
     if resolved.module is not None and joined.group is not None:
-        _alike(resolved.module, joined.group)
+        _broadcast(resolved.module, joined.group)
     training = Training(
         resolved.workload,
         decision.config,
@@ -177,7 +177,7 @@ def _of_module(module: "torch.nn.Module") -> Any:
     return LazyWeights({name: stored(each) for name, each in module.state_dict().items()})
 
 
-def _alike(module: "torch.nn.Module", group: Any) -> None:
+def _broadcast(module: "torch.nn.Module", group: Any) -> None:
     """Copies the weights of rank 0 to all ranks, in place."""
     import torch
     import torch.distributed as dist

@@ -107,7 +107,7 @@ class Candidates:
         return Candidates(self.encoding, codes, self._seen, configs=[*self._configs, *added])
 
 
-class Tried:
+class TriedConfigs:
     """Set of the configurations of a growing list of trials. Each trial is processed once."""
 
     def __init__(self) -> None:
@@ -147,8 +147,8 @@ def remaining(
         left[[row for row in encoding.rows(seen) if row is not None]] = False
         rows = np.flatnonzero(left)
         return Candidates(encoding, encoding.listed[rows], seen, rows=rows)
-    drawn = encoding.space.sample(sample + len(seen), int(rng.integers(2**31)))
-    configs = {config: None for config in drawn if config not in seen}
+    sampled = encoding.space.sample(sample + len(seen), int(rng.integers(2**31)))
+    configs = {config: None for config in sampled if config not in seen}
     for code in () if around is None else around:
         for row in encoding.neighbours(code):
             config = encoding.decode(row)

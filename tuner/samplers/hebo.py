@@ -9,7 +9,7 @@ from ...space import Config, Space
 from .candidates import Candidates
 from .containment import contained
 from .encoding import Encoding
-from .model_based import ModelSampler, spread, thin
+from .model_based import ModelSampler, spread, subsample
 from .observations import Observations
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class HEBOSampler(ModelSampler):
             _load()
 
     def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
-        candidates = thin(candidates, LIMIT, seen, rng)
+        candidates = subsample(candidates, LIMIT, seen, rng)
         with contained(int(rng.integers(2**31))):
             scores = _score(self._encoding, candidates.codes, seen, self.epochs)
         usable = np.flatnonzero(np.isfinite(scores).all(axis=1))

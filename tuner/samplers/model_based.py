@@ -76,7 +76,7 @@ def spread(candidates: Candidates, seen: Observations, rng: np.random.Generator,
     return int(rows[np.argmax(apart.min(axis=1) * (1.0 - risk))])
 
 
-def thin(candidates: Candidates, limit: int, seen: Observations, rng: np.random.Generator) -> Candidates:
+def subsample(candidates: Candidates, limit: int, seen: Observations, rng: np.random.Generator) -> Candidates:
     """At most `limit` of the candidates: the nearest to the best trial, and a random share."""
     if len(candidates) <= limit:
         return candidates

@@ -16,7 +16,7 @@ from ...space import Config
 from .candidates import Candidates
 from .containment import one_thread
 from .encoding import ABSENT, Encoding
-from .model_based import ModelSampler, thin
+from .model_based import ModelSampler, subsample
 from .observations import Observations
 
 
@@ -149,7 +149,7 @@ class GPSampler(ModelSampler):
     name = "gp"
 
     def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
-        scored = thin(candidates, LIMIT, seen, rng)
+        scored = subsample(candidates, LIMIT, seen, rng)
         gp = _ConfinedGP(scored, seed=int(rng.integers(2**31)))
         with one_thread():
             code = ask(build_study(gp, self._encoding, seen), self._encoding)

@@ -92,15 +92,15 @@ class SurrogatePrior:
         self.features = Features(self.encoding)
         self.estimates: list[tuple[Answers, float]] = []
         """Rival estimates with their shares of the trust in estimates; the prior itself comes first."""
-        self.relative = relative or (isinstance(prior, Correction) and prior.beneath is None)
+        self.relative = relative or (isinstance(prior, Correction) and prior.base is None)
         """True if only ratios of the prior's values are meaningful."""
         if prior is not None:
             weight = prior.weight if isinstance(prior, Correction) else 1.0
             self.estimates.append((Answers(Prior(prior, warn=warn), self.encoding), weight))
-        if isinstance(prior, Correction) and prior.beneath is not None and prior.weight < 1:
-            # The correction itself reports problems of the prior beneath.
-            beneath = Prior(prior.beneath, warn=lambda message: None)
-            self.estimates.append((Answers(beneath, self.encoding), 1 - prior.weight))
+        if isinstance(prior, Correction) and prior.base is not None and prior.weight < 1:
+            # The correction itself reports problems of the base prior.
+            base = Prior(prior.base, warn=lambda message: None)
+            self.estimates.append((Answers(base, self.encoding), 1 - prior.weight))
         self.answers = self.estimates[0][0] if self.estimates else None
         self.shape_prior = prior if isinstance(prior, ShapePrior) else None
         """The prior, if it does not know the scale."""
@@ -120,7 +120,7 @@ class SurrogatePrior:
         if self.answers is None or self.small:
             return []
         if self._favourites is None and (found := self.answers.of_all()) is not None:
-            self._favourites = self.space.take(_liking(found)[:FAVOURITES].tolist())
+            self._favourites = self.space.take(_by_preference(found)[:FAVOURITES].tolist())
         if self._favourites is None:
             known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
             expanded: set[Config] = set()
@@ -138,10 +138,10 @@ class SurrogatePrior:
     def _by_prior(self, configs: list[Config]) -> list[Config]:
         """Sorts the configurations by the prior, best first."""
         assert self.answers is not None
-        return [configs[i] for i in _liking(self.answers.of(configs))]
+        return [configs[i] for i in _by_preference(self.answers.of(configs))]
 
 
-def _liking(found: Predictions) -> np.ndarray:
+def _by_preference(found: Predictions) -> np.ndarray:
     """Sorts the rows of predictions, best first."""
     worth = np.where(np.isfinite(found.log_throughput), found.log_throughput, -np.inf)
     chance = np.where(np.isfinite(found.fits), found.fits, 1.0)

@@ -91,10 +91,10 @@ class Correction(ABC):
     The corrected prior remains a rival; their probabilities follow from `weight`.
     """
 
-    beneath: Any
+    base: Any
     """The prior that is corrected; None if there is none: then only ratios of throughputs are meaningful."""
     weight: float
-    """Prior probability that the correction is useful, given that the prior beneath would be, 0 to 1."""
+    """Prior probability that the correction is useful, given that the base prior would be, 0 to 1."""
 
     @abstractmethod
     def table(self, configs: Sequence[Config]) -> Any:
@@ -108,7 +108,7 @@ class ShapePrior(Correction):
     the knobs may have another meaning.
     """
 
-    beneath = None
+    base = None
     weight = 0.5
 
 
@@ -131,7 +131,7 @@ class Prior:
             raise UsageError(f"a prior must be callable as prior(config) -> Estimate or throughput, but got {source!r}")
         self.source = source
         self._warn = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2))
-        self._said = False
+        self._warned = False
         self._factors: tuple[int, int] | None = None
         """Number of factors of throughput and of memory in the first table; None before."""
 
@@ -193,8 +193,8 @@ class Prior:
         return Predictions(np.column_stack([logs[:, :2], need, chance, std, *effects]), self._factors[0])
 
     def _say(self, message: str) -> None:
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             self._warn(message)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...results import Trial
 from ...space import Config, Space
-from .candidates import Tried, remaining
+from .candidates import TriedConfigs, remaining
 from .encoding import Encoding
 from .sampler import StepwiseSampler
 
@@ -23,7 +23,7 @@ class RandomSampler(StepwiseSampler):
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space, seed=seed)
         self._encoding = Encoding(space)
-        self._tried = Tried()
+        self._tried = TriedConfigs()
 
     def next(self, trials: Sequence[Trial]) -> Config | None:
         rng = np.random.default_rng([self.seed, len(trials)])

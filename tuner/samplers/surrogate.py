@@ -103,7 +103,7 @@ def throughput_model(beliefs: Sequence[Belief], points: np.ndarray, values: np.n
         at: features of the candidates, shape (m, columns).
     """
     count = len(values)
-    kept = _kept(values, LIMIT)
+    kept = _subset(values, LIMIT)
     posteriors, means, evidence, noises = [], [], [], []
     for belief in beliefs:
         residual = values - belief.mean[:count]
@@ -234,7 +234,7 @@ def _pseudo(
     return targets, variances, float(np.logaddexp(0.0, -away).sum())
 
 
-def _kept(values: np.ndarray, limit: int) -> np.ndarray:
+def _subset(values: np.ndarray, limit: int) -> np.ndarray:
     """At most `limit` rows: the best half, and an even share of the others."""
     order = np.argsort(-values, kind="stable")
     if len(order) <= limit:

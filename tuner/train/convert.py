@@ -136,12 +136,12 @@ def _options(request: ConvertRequest, trained: TrainRequest, dtype: str | None) 
     if request.to == "hf":
         import torch
 
-        began = trained.weights if trained.weights is not None and Path(trained.weights).exists() else None
-        own = None if began is None else own_tokenizer(began)
+        source_weights = trained.weights if trained.weights is not None and Path(trained.weights).exists() else None
+        own = None if source_weights is None else own_tokenizer(source_weights)
         given = request.tokenizer or trained.tokenizer
         tokenizer = own if given is None else None if given == BYTES else Path(given)
         # With another tokenizer, another token ends a text.
-        generation = own_generation(began) if began is not None and tokenizer == own else None
+        generation = own_generation(source_weights) if source_weights is not None and tokenizer == own else None
         return {"dtype": getattr(torch, dtype) if dtype else None, "tokenizer": tokenizer, "generation": generation}
     if request.to == "peft":
         return {"base": None if trained.weights is None else str(trained.weights)}

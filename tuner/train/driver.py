@@ -45,7 +45,7 @@ from ...training.checkpoint.folder import CheckpointFolder
 from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
-from ...training.loop import Ended, LoopPlan
+from ...training.loop import LoopPlan, LoopResult
 from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
 from .listener import TrainingStart, TrainListener
@@ -91,8 +91,8 @@ def train(request: TrainRequest, listener: TrainListener | None = None) -> Train
         TrainingFailed: the ranks failed for another reason than memory.
         RunnerError: the machinery that runs the ranks failed repeatedly.
     """
-    with contextlib.ExitStack() as held:
-        return Driver(request, listener or TrainListener(), held).run()
+    with contextlib.ExitStack() as stack:
+        return Driver(request, listener or TrainListener(), stack).run()
 
 
 class Driver:
@@ -101,7 +101,7 @@ class Driver:
     Args:
         request: the request.
         listener: receives the events of the training.
-        held: keeps the folder's lock.
+        stack: keeps the folder's lock.
         again: continue a training in the folder, because a launcher restarts the same command.
 
     Raises:
@@ -109,7 +109,7 @@ class Driver:
     """
 
     def __init__(
-        self, request: TrainRequest, listener: TrainListener, held: contextlib.ExitStack, *, again: bool = False
+        self, request: TrainRequest, listener: TrainListener, stack: contextlib.ExitStack, *, again: bool = False
     ) -> None:
         path = Path(request.out or request.source) if request.resume or request.out is not None else None
         source = None if request.resume else read_source(request.source)
@@ -136,10 +136,10 @@ class Driver:
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         if obstacle := self.checkpoints.obstacle():
             raise StudyError(obstacle)
-        self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
+        self.listener = stack.enter_context(logging_training_to(request.log_to, path, listener))
         self._made = [each for each in (path, *path.parents) if not each.exists()]
         make_folder(path)
-        held.callback(FolderLock(path).release)
+        stack.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
         self.device = detect()
         self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]
@@ -148,7 +148,7 @@ class Driver:
         self._weights_dtype: str | None = self.document.get("weights_dtype")
         """Dtype of the weights that the training began with; None if it began with none."""
         self._failed: list[Config] = []
-        self._end: Ended | None = None
+        self._end: LoopResult | None = None
         """The ranks' report of their end; the disk with their log may be full."""
 
     @property
@@ -206,7 +206,7 @@ class Driver:
         if self.document and not self.step:
             self.listener.on_message("there is no checkpoint to continue from: the training starts from step 0")
         self._take(self._begin())
-        self._heed_note()
+        self._follow_note()
 
     def discard(self) -> None:
         """Removes the folders of a start that was refused before any training."""
@@ -312,7 +312,7 @@ class Driver:
         same = all(getattr(self.request, name) == asked.get(name) for name in ("memory_limit", "fix"))
         return before if same and self.request.devices in (None, before.devices) else None
 
-    def _heed_note(self) -> None:
+    def _follow_note(self) -> None:
         """Takes a safer configuration if ranks of a launcher have left a note that this one ran out of memory."""
         note = self.path / OUT_OF_MEMORY
         if not note.exists():
@@ -408,9 +408,9 @@ class Driver:
         try:
             (self.path / STOP).touch()
         except OSError as error:
-            why = error.strerror or error
+            reason = error.strerror or error
             self.listener.on_message(
-                f"the ranks cannot be requested to end: '{self.path / STOP}': {why}; Ctrl-C again ends at once"
+                f"the ranks cannot be requested to end: '{self.path / STOP}': {reason}; Ctrl-C again ends at once"
             )
         else:
             self.listener.on_message("saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint")
@@ -442,7 +442,7 @@ class Driver:
         self.check_saved(self._end)
         return self._trained(measured)
 
-    def check_saved(self, end: Ended) -> None:
+    def check_saved(self, end: LoopResult) -> None:
         """Checks that the last step has a checkpoint.
 
         Raises:

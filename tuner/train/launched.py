@@ -33,17 +33,17 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
     import torch
     import torch.distributed as dist
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         listeners, drivers = [listener], list[Driver]()
-        program, joined = decide_once(place, lambda: _decide(request, place, listeners, drivers, held))
+        program, joined = decide_once(place, lambda: _decide(request, place, listeners, drivers, stack))
         if dist.is_initialized():
-            held.callback(dist.destroy_process_group)
+            stack.callback(dist.destroy_process_group)
         meter: MemoryMeter = HostMemoryMeter()
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", place.size))
         if joined.device.type == "cuda":
             # torchrun sets OMP_NUM_THREADS=1, too few for the update of offloaded states.
             torch.set_num_threads(max(1, usable_cores() // local_ranks))
-            held.callback(torch.cuda.synchronize)
+            stack.callback(torch.cuda.synchronize)
             meter = CudaMemoryMeter([joined.device])
         context = RankContext(
             rank=place.rank,
@@ -60,7 +60,7 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
         reader = LogReader(program.folder, log_size(program.folder))
         following = replace(program, on_line=lambda: _follow(reader, listeners[0])) if place.rank == 0 else program
         try:
-            ended = following(context)
+            end = following(context)
         except (RuntimeError, MemoryError) as error:
             if failure.is_oom(error):
                 note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
@@ -68,10 +68,10 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
                     write_atomic(program.folder / OUT_OF_MEMORY, json.dumps(note).encode())
             raise
         for driver in drivers:
-            for line in ended.unlogged:
+            for line in end.unlogged:
                 listeners[0].on_line(line)
-            driver.check_saved(ended)
-        return ended.stopped
+            driver.check_saved(end)
+        return end.stopped
 
 
 def _decide(
@@ -79,7 +79,7 @@ def _decide(
     place: Place,
     listeners: list[TrainListener],
     drivers: list[Driver],
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
 ) -> TrainRank:
     """Returns the work of all ranks, and adds the driver to `drivers`. Replaces the single listener in `listeners` by
     the driver's, which includes trackers.
@@ -88,7 +88,7 @@ def _decide(
         raise UsageError(
             f"devices={request.devices} contradicts the launcher's number of ranks, {place.size}; leave --devices out"
         )
-    driver = Driver(replace(request, devices=place.size), listeners[0], held, again=True)
+    driver = Driver(replace(request, devices=place.size), listeners[0], stack, again=True)
     try:
         driver.prepare()
     except RedlineError:

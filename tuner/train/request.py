@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...base.errors import UsageError, unknown
+from ...base.errors import UsageError
 from ...base.option import Option, either
 from ...base.reading import absolute
 from ...models.layouts.hugging_face import difference, own_tokenizer
@@ -89,7 +89,7 @@ class LaunchRequest:
     tune_trials: Annotated[
         int, Option("Dry runs for replanning; 0 relies on the estimate.", type=int, least=0, metavar="N")
     ] = 0
-    runner: Annotated[str, Option(f"Where ranks run: {either(RUNNERS)}.", metavar="NAME")] = "local"
+    runner: Annotated[str, Option(f"Where ranks run: {either(RUNNERS)}.", choices=RUNNERS, metavar="NAME")] = "local"
     ray_address: Annotated[
         str | None, Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
     ] = None
@@ -138,8 +138,6 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
             if (value := getattr(self, name)) is not None and (name, value) != ("tokenizer", BYTES):
                 object.__setattr__(self, name, absolute(value))
         object.__setattr__(self, "paths", tuple(absolute(each) for each in self.paths))
-        if self.runner not in RUNNERS:
-            raise UsageError(unknown("runner", self.runner, RUNNERS))
         if self.ray_address is not None and self.runner != "ray":
             raise UsageError(f"ray_address={self.ray_address} has no effect on the runner '{self.runner}'")
 

@@ -39,11 +39,11 @@ def make_app(library: Library) -> Any:
 
     @app.get("/")
     def index() -> Response:
-        return Response(own("index.html"), media_type="text/html; charset=utf-8")
+        return Response(asset_file("index.html"), media_type="text/html; charset=utf-8")
 
     @app.get("/icon.svg")
     def icon() -> Response:
-        return Response(own("icon.svg"), media_type="image/svg+xml")
+        return Response(asset_file("icon.svg"), media_type="image/svg+xml")
 
     @app.get("/redline.js")
     def script() -> Response:
@@ -51,7 +51,7 @@ def make_app(library: Library) -> Any:
 
     @app.get("/redline.css")
     def style() -> Response:
-        return Response(asset("style.css") + own("dashboard.css"), media_type="text/css; charset=utf-8")
+        return Response(asset("style.css") + asset_file("dashboard.css"), media_type="text/css; charset=utf-8")
 
     @app.get("/api/runs")
     def runs() -> Response:
@@ -122,7 +122,7 @@ def make_app(library: Library) -> Any:
     return app
 
 
-def own(name: str) -> str:
+def asset_file(name: str) -> str:
     """Returns a file of the dashboard as text."""
     from importlib.resources import files
 
@@ -131,7 +131,7 @@ def own(name: str) -> str:
 
 def scripts() -> str:
     """Returns all scripts as one: those of the report that draw a run, then the pages of the dashboard."""
-    return bundle(SCRIPTS, *(own(f"{name}.js") for name in PAGES))
+    return bundle(SCRIPTS, *(asset_file(f"{name}.js") for name in PAGES))
 
 
 def attachment(name: str) -> dict[str, str]:

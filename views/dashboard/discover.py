@@ -23,17 +23,8 @@ _OF_RUNS = frozenset({RUN, LEDGER, TABLE})
 _NEVER = frozenset({"node_modules", "__pycache__", "site-packages", LOGS})
 
 
-def runs_under(root: Path) -> list[str]:
-    """Returns the sorted paths of the folders that contain a run, relative to `root`, with `/`; `.` is `root` itself.
-
-    A run has a run.yaml, study.log or trials.csv that is a regular file. Links are not followed; hidden and unreadable
-    folders are skipped.
-    """
-    return found_under(root).runs
-
-
 class Found(NamedTuple):
-    """The runs and trainings below a folder, as paths like those of `runs_under`."""
+    """The runs and trainings below a folder: sorted paths relative to it, with `/`; `.` is the folder itself."""
 
     runs: list[str]
     """Folders of searches."""
@@ -42,7 +33,11 @@ class Found(NamedTuple):
 
 
 def found_under(root: Path) -> Found:
-    """Returns the runs as in `runs_under`, and the trainings, which are found in the same way."""
+    """Returns the folders below `root` that contain a run or a training.
+
+    A run has a run.yaml, study.log or trials.csv that is a regular file. Links are not followed; hidden and unreadable
+    folders are skipped.
+    """
     found = list(_walk(root))
     runs = sorted(path for path, files in found if files & _OF_RUNS)
     return Found(runs, sorted(path for path, files in found if DOCUMENT in files))

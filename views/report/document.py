@@ -40,7 +40,7 @@ def document(
         "devices": words.devices(source.request),
         "began": words.began(source.request),
         "problems": source.problems,
-        "asked": words.asked(source.request),
+        "asked": words.request_rows(source.request),
         "environment": words.environment(source.request, source.best),
         "reproduce": _reproduce(source),
         "space": space,

@@ -11,7 +11,7 @@ from ...results import request, schema
 from ...results.best import confirmed, read as read_best
 from ...results.measurement import Trial
 from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run
-from ...results.table import LARGEST_TABLE, parse, sane, trials_of
+from ...results.table import LARGEST_TABLE, drop_invalid, parse, trials_of
 from . import state
 
 
@@ -58,12 +58,12 @@ class Source:
         return bool((self.request or {}).get("asked", {}).get("emulated"))
 
     @classmethod
-    def unreadable(cls, folder: Path, why: str) -> "Source":
+    def unreadable(cls, folder: Path, reason: str) -> "Source":
         """Returns a run that cannot be read, as one without trials."""
         columns, _ = parse(_NOTHING, TABLE)
         return cls(
             folder=folder, table=TABLE, columns=columns, trials=[], request=None, best=None, state=state.STOPPED,
-            problems=[why],
+            problems=[reason],
         )  # fmt: skip
 
     @classmethod
@@ -141,7 +141,7 @@ def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], l
         problems.append(str(error))
         return parse(_NOTHING, name)[0]
     problems += found
-    return sane(columns, problems)
+    return drop_invalid(columns, problems)
 
 
 def _request_of(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] | None:

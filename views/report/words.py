@@ -17,7 +17,7 @@ _ASKED = {
 }
 
 
-def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
+def request_rows(request: Mapping[str, Any] | None) -> list[list[str]]:
     """Returns the request in run.yaml as pairs of a name and a text."""
     given = (request or {}).get("asked", {})
     out = []

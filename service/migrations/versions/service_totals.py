@@ -70,9 +70,9 @@ def _fill() -> None:
     # The comparison is NULL for a request without a runner.
     simulated = sa.case((searches.c.request["runner"].as_string() == "simulate", sa.true()), else_=sa.false())
     op.execute(searches.update().values(trials=counted, simulated=simulated))
-    begun = (
+    started = (
         sa.select(runs.c.search, sa.func.min(runs.c.worker).label("worker")).where(runs.c.worker.is_not(None))
     ).group_by(runs.c.search)
-    for search, worker in op.get_bind().execute(begun).all():
+    for search, worker in op.get_bind().execute(started).all():
         device = op.get_bind().execute(sa.select(workers.c.device).where(workers.c.id == worker)).scalar() or {}
         op.execute(searches.update().where(searches.c.id == search).values(kind=str(device.get("name", ""))))

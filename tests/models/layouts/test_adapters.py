@@ -54,7 +54,7 @@ def test_peft_computes_what_the_model_did(family, lora, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "lora"), CASES)
-def test_what_is_merged_is_what_peft_merges_and_a_plain_model(family, lora, tmp_path):
+def test_merging_equals_peft_s_and_gives_a_plain_model(family, lora, tmp_path):
     made, model = folders(family, lora, tmp_path)
     write_hugging_face(merged(weights_of(model), made), made, tmp_path / "merged")
     with quiet():
@@ -76,7 +76,7 @@ def test_base_and_adapters_come_back_by_the_model_s_names(family, lora, tmp_path
     assert set(missing).isdisjoint(alone.shapes)
 
 
-def test_what_peft_saved_itself_is_read(tmp_path):
+def test_adapters_saved_by_peft_are_read(tmp_path):
     made = architecture("llama", lora="r=4,alpha=8,target=q_proj+v_proj")
     base = filled(plain(made))
     saved(base, tmp_path / "base")
@@ -90,7 +90,7 @@ def test_what_peft_saved_itself_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "message"),
     [
         ("r=8", r"adapters of r=4, alpha=10, and the model has r=8, alpha=8: give --lora r=4,alpha=10"),
         ("r=4", r"adapters of r=4, alpha=10, and the model has r=4, alpha=4"),
@@ -101,14 +101,14 @@ def test_what_peft_saved_itself_is_read(tmp_path):
         ),
     ],
 )
-def test_adapters_of_another_model_are_refused_by_what_differs(lora, said, tmp_path):
+def test_adapters_of_another_model_are_refused_by_what_differs(lora, message, tmp_path):
     folders("llama", "r=4,alpha=10,target=q_proj+v_proj", tmp_path)
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         find_weights(tmp_path / "base", architecture("llama", lora=lora), tmp_path / "adapters")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"peft_type": "IA3"}, "adapters with peft_type IA3; redline trains plain LoRA"),
         ({"use_dora": True}, "adapters with use_dora"),
@@ -117,11 +117,11 @@ def test_adapters_of_another_model_are_refused_by_what_differs(lora, said, tmp_p
         ({"bias": "all"}, "adapters with bias=all"),
     ],
 )
-def test_adapters_of_another_kind_are_refused(change, said, tmp_path):
+def test_adapters_of_another_kind_are_refused(change, message, tmp_path):
     made, _ = folders("llama", "r=4", tmp_path)
     path = tmp_path / "adapters" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         find_weights(tmp_path / "base", made, tmp_path / "adapters")
 
 

@@ -134,7 +134,7 @@ def test_a_padded_vocabulary_is_cut_to_the_model_s_with_a_note_and_a_shorter_one
 
 
 @pytest.mark.parametrize(
-    ("family", "other", "said"),
+    ("family", "other", "message"),
     [
         ("llama", {"num_hidden_layers": 3},
          r"9 tensors are missing: model\.layers\.2\.self_attn\.q_proj\.weight; .* and 4 more\. Give the model that"),
@@ -145,9 +145,9 @@ def test_a_padded_vocabulary_is_cut_to_the_model_s_with_a_note_and_a_shorter_one
         ("gpt2", {}, r"another model than this gpt2 \(GPT2LMHeadModel\)\. Its config\.json is that of a llama\."),
     ],
 )  # fmt: skip
-def test_a_checkpoint_of_another_model_is_refused_by_what_differs(family, other, said, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_by_what_differs(family, other, message, tmp_path):
     folder = saved(filled(MADE["llama"]), tmp_path)
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         hugging_face(folder, architecture(family, **other))
 
 
@@ -159,7 +159,7 @@ def test_biases_that_the_model_has_not_are_not_passed_over(tmp_path):
         hugging_face(folder, MADE["llama"])
 
 
-def test_what_cannot_be_read_says_why(tmp_path):
+def test_unreadable_checkpoints_are_refused_with_the_reason(tmp_path):
     made = MADE["llama"]
     with pytest.raises(WorkloadError, match=r"there is no checkpoint '.*nothing'"):
         find_weights(tmp_path / "nothing", made)
@@ -203,12 +203,12 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     made = MADE["llama"]
     model = filled(made)
 
-    def torn(box):
+    def failing_read(box):
         raise OSError(28, "No space left on device")
 
     tensors = {**weights_of(model).tensors}
     last = lazy(model.lm_head.weight)
-    last._read = torn
+    last._read = failing_read
     tensors["lm_head.weight"] = last
     with pytest.raises(UsageError, match=r"cannot write '.*out': No space left on device; nothing was left there"):
         write_hugging_face(LazyWeights(tensors), made, tmp_path / "out", max_shard_bytes=20_000)

@@ -57,7 +57,7 @@ def test_a_box_reads_its_share_of_every_part():
     assert log == [3 * 4]
 
 
-def test_neighbouring_rows_in_another_order_are_read_together_and_distant_ones_apart():
+def test_neighbouring_rows_are_read_in_one_piece_and_distant_ones_separately():
     log = []
     big = numbered(1000, 2)
     made = operations.rows(lazy(big, log), [1, 0, 3, 2, 900, 901])
@@ -72,7 +72,7 @@ def test_every_other_row_is_read_with_at_most_twice_the_entries():
     assert sum(log) <= 2 * 1000 + 8
 
 
-def test_what_is_no_box_is_refused():
+def test_invalid_boxes_are_refused():
     for box in ((slice(0, 4, 2),), (slice(None),) * 3):
         with pytest.raises(ValueError, match=r"a box of a tensor of shape \(6, 8\) is a slice a dimension"):
             lazy(A).read(box)
@@ -80,7 +80,7 @@ def test_what_is_no_box_is_refused():
         torch.cat([lazy(A), lazy(C)])
 
 
-def test_what_is_read_is_a_copy():
+def test_reads_return_copies():
     own = numbered(2, 2)
     found = lazy(own).read()
     found.zero_()

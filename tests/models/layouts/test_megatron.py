@@ -57,7 +57,7 @@ def test_megatron_core_computes_what_the_model_does_and_what_it_saves_is_read(ca
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_to_transformers(case, tmp_path):
+def test_a_checkpoint_round_trips_bit_for_bit_and_converts_to_transformers(case, tmp_path):
     made = CASES[case]
     model = filled(made)
     write_megatron(hugging_face(saved(model, tmp_path / "hf"), made), made, tmp_path / "megatron")
@@ -70,7 +70,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_goes_on_to_transformers(case, t
     assert torch.equal(weights.read(name, box), model.state_dict()[name][box])
 
 
-def test_llama_s_rows_go_by_query_group_and_the_gate_stands_first(tmp_path):
+def test_llama_s_rows_are_ordered_by_query_group_with_the_gate_first(tmp_path):
     """megatron/core/transformer/attention.py splits each group's rows into its queries, key and value, in this order."""
     made = CASES["llama"]
     model = filled(made)
@@ -106,7 +106,7 @@ def test_gpt2_s_matrices_are_turned_and_its_rows_go_by_head(tmp_path):
     assert torch.equal(stored["embedding.position_embeddings.weight"], model.transformer.wpe.weight)
 
 
-def test_names_of_a_version_that_keeps_norms_apart_and_an_optimizer_beside_are_read(tmp_path):
+def test_names_of_versions_with_separate_norms_and_optimizers_are_read(tmp_path):
     made = CASES["llama"]
     model = filled(made)
     write_megatron(weights_of(model), made, tmp_path / "new")
@@ -135,8 +135,8 @@ def test_another_model_is_refused_by_megatron_s_names(tmp_path):
     write_megatron(weights_of(model), made, tmp_path / "out")
     with pytest.raises(WorkloadError, match=r"decoder\.layers\.\S+ has 2 layers, the model 3"):
         find_weights(tmp_path / "out", architecture("llama", num_hidden_layers=3))
-    said = r"linear_qkv\.weight with \(2, 64, 32\) there, \(2, 96, 32\) in the model"
-    with pytest.raises(WorkloadError, match=said):
+    message = r"linear_qkv\.weight with \(2, 64, 32\) there, \(2, 96, 32\) in the model"
+    with pytest.raises(WorkloadError, match=message):
         find_weights(tmp_path / "out", architecture("llama", num_key_value_heads=4))
     with pytest.raises(
         WorkloadError, match=r"by Megatron-LM's names: 1 tensor is not in the model: output_layer\.weight"

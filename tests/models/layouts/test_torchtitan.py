@@ -99,10 +99,10 @@ def test_another_model_is_refused_by_torchtitan_s_names(tmp_path):
     write_torchtitan(weights_of(filled(made)), made, tmp_path / "out")
     with pytest.raises(WorkloadError, match=r"by torchtitan's names: 9 tensors are missing: layers\.2\.attention\."):
         find_weights(tmp_path / "out", architecture("llama", num_hidden_layers=3))
-    said = (
+    message = (
         r"4 tensors have another shape: layers\.0\.attention\.qkv_linear\.wk\.weight with \(16, 32\) there, \(32, 32\)"
     )
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         find_weights(tmp_path / "out", architecture("llama", num_key_value_heads=4))
     with pytest.raises(WorkloadError, match="unknown model of torchtitan 'gpt2'.* Known: llama"):
         write_torchtitan(weights_of(filled(architecture("gpt2"))), architecture("gpt2"), tmp_path / "gpt2")

@@ -47,7 +47,7 @@ def swap(path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (flip, "its checksum is not the one it was saved with"),
         (cut, "bytes, and had"),
@@ -57,7 +57,7 @@ def swap(path):
     ],
     ids=["one bit", "cut off", "another step's", "gone", "emptied"],
 )
-def test_a_file_that_is_not_what_it_was_is_refused_and_the_one_before_taken(small, here, damage, said):
+def test_a_file_that_is_not_what_it_was_is_refused_and_the_one_before_taken(small, here, damage, message):
     newest = here.all()[0]
     for name in newest.files():
         shutil.copytree(newest.path, newest.path.with_name("spare"))
@@ -69,7 +69,7 @@ def test_a_file_that_is_not_what_it_was_is_refused_and_the_one_before_taken(smal
         notes = []
         assert latest(here, None, notes.append).step == 4
         assert len(notes) == 1 and "checkpoint step-00000006 is passed over" in notes[0]
-        assert f"{newest.path.name}/{name}'" in notes[0] and said in notes[0]
+        assert f"{newest.path.name}/{name}'" in notes[0] and message in notes[0]
         shutil.rmtree(newest.path)
         newest.path.with_name("spare").rename(newest.path)
     assert newest.files() == (".metadata", "__0_0.distcp")
@@ -113,7 +113,7 @@ def test_no_bit_of_a_manifest_may_differ(here, number):
     assert latest(here, None, notes.append).step == 4 and len(notes) == 1
 
 
-def test_where_all_are_damaged_nothing_begins_anew(here):
+def test_only_damaged_checkpoints_refuse_to_start_again(here):
     for each in here.all():
         flip(each.path / "__0_0.distcp")
     notes = []
@@ -134,11 +134,11 @@ def test_weights_that_are_kept_once_are_checked_with_each_checkpoint(small, tmp_
         latest(folder, None, lambda note: None)
 
 
-def test_where_there_is_none_there_is_none(tmp_path):
+def test_an_empty_folder_has_no_checkpoint(tmp_path):
     assert latest(CheckpointFolder(tmp_path / "nowhere"), None, print) is None
 
 
-def test_what_one_rank_finds_damaged_no_rank_takes(two, small, tmp_path):
+def test_a_checkpoint_damaged_on_one_rank_is_used_by_none(two, small, tmp_path):
     """Each rank reads some of the files, so that the damage may be on the other rank."""
     where = tmp_path / "here"
     two.run(lambda workload: part(workload, {"tp": 2}, HYPER, save=where, save_every=3), small("llama"))
@@ -150,7 +150,7 @@ def test_what_one_rank_finds_damaged_no_rank_takes(two, small, tmp_path):
         flip(newest.path / name)
         found = two.run(lambda workload: part(workload, {"tp": 2}, HYPER, begin=where), small("llama"))
         assert [each.found for each in found] == [3, 3]
-        assert found[0].said == found[1].said and name in found[0].said[0]
+        assert found[0].messages == found[1].messages and name in found[0].messages[0]
         (tmp_path / "spare").rename(newest.path / name)
 
 

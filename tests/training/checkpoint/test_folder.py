@@ -18,7 +18,7 @@ class Killed(BaseException):
 
 def write(folder, step):
     """Writes files as ranks do, and makes them the checkpoint of a step."""
-    beside = folder.beside(step)
+    beside = folder.temporary(step)
     beside.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (beside / name).write_text(f"{name} of {step}")
@@ -92,14 +92,14 @@ def test_a_disk_that_refuses_the_last_change_costs_no_checkpoint_that_is_there(t
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_those_that_stay_are_the_latest(tmp_path, keep):
+def test_the_latest_checkpoints_are_kept(tmp_path, keep):
     folder = CheckpointFolder(tmp_path, keep)
     for step in (2, 9, 10, 11, 100):
         write(folder, step)
     assert [each.step for each in folder.all()] == [100, 11, 10][:keep]
 
 
-def test_what_is_saved_stays_even_where_later_ones_lie(tmp_path):
+def test_a_save_after_going_back_stays_beside_later_steps(tmp_path):
     """Later steps are from before the training went back: `keep` neither counts nor removes them, and the new save
     stays."""
     folder = CheckpointFolder(tmp_path, keep=1)
@@ -136,7 +136,7 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path):
     assert there(tmp_path) == set(FOREIGN)
 
 
-def test_what_came_beside_checkpoints_is_neither_counted_nor_touched(tmp_path):
+def test_other_files_are_neither_counted_nor_touched(tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, 3)
     lay(tmp_path)
@@ -162,7 +162,7 @@ def test_an_older_damaged_one_that_was_put_aside_stays_beside_the_next(tmp_path)
     write(folder, 1)
     for number in (1, 2):
         write(folder, 2)
-        (folder.whole(2).path / "__0_0.distcp").write_text(f"damage {number}")
+        (folder.checkpoint(2).path / "__0_0.distcp").write_text(f"damage {number}")
         folder.prepare(folder.all()[-1])
     aside = sorted(each for each in there(tmp_path) if each.endswith("__0_0.distcp") and each.startswith("damaged"))
     assert [(tmp_path / each).read_text() for each in aside] == ["damage 2", "damage 1"]
@@ -176,7 +176,7 @@ def test_names_survive_a_power_cut_as_what_they_name_does(tmp_path, monkeypatch)
     assert synced == [f"{tmp_path}/.train.yaml.tmp", str(tmp_path)]
 
 
-def test_a_log_is_synced_where_it_tells_of_a_checkpoint(tmp_path, monkeypatch):
+def test_the_log_is_synced_when_it_records_a_checkpoint(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(file.name))
     with _Log(tmp_path, None) as log:

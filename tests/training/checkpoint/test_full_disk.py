@@ -54,14 +54,14 @@ def trained(folder, workload, config):
 
 
 @pytest.mark.parametrize(("config", "ranks"), [({"micro_batch": 4}, 1), ({"dp": 2, "zero": 1}, 2), ({"tp": 2}, 2)])
-def test_it_ends_the_save_and_not_the_training(small, config, ranks):
+def test_a_full_disk_ends_the_save_and_not_the_training(small, config, ranks):
     workload = small("llama", global_batch=8)
     found = on_small_disk(8 << 20, trained, workload, config, ranks=ranks)
     (one, kept, last), *_ = found if ranks > 1 else [found]
-    told = {line["step"]: line["failure"] for line in one.of("checkpoint")}
-    assert {step for step, failure in told.items() if failure} == {6, 8}
-    assert "No space left on device" in told[6] and "\n" not in told[6]
-    assert ("rank " in told[6]) is (ranks > 1)
+    failures = {line["step"]: line["failure"] for line in one.of("checkpoint")}
+    assert {step for step, failure in failures.items() if failure} == {6, 8}
+    assert "No space left on device" in failures[6] and "\n" not in failures[6]
+    assert ("rank " in failures[6]) is (ranks > 1)
     assert one.step == 12 and not one.failure and last == (12, "")
     # The failed saves left nothing, and the previous checkpoint is complete.
     assert kept == {"names": ["step-00000002", "step-00000004"], "whole": [4, 2]}
@@ -69,7 +69,7 @@ def test_it_ends_the_save_and_not_the_training(small, config, ranks):
         assert one.losses == part(workload, config, HYPER).losses
 
 
-def test_one_rank_alone_whose_disk_refuses_is_named_and_none_goes_on_with_half(two, small, tmp_path):
+def test_a_single_rank_with_a_full_disk_is_named_and_fails_the_save(two, small, tmp_path):
     def limited(loop):
         if place()[0] == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -82,9 +82,9 @@ def test_one_rank_alone_whose_disk_refuses_is_named_and_none_goes_on_with_half(t
         return part(workload, {"tp": 2}, HYPER, save=tmp_path / "here", stop=hooked(limited, lifted), save_every=2)
 
     found = two.run(run, small("llama"))
-    told = {line["step"]: line["failure"] for line in found[0].of("checkpoint")}
-    assert {step for step, failure in told.items() if failure} == {6, 8}
-    assert told[6].startswith("rank 1: ") and "File too large" in told[6]
+    failures = {line["step"]: line["failure"] for line in found[0].of("checkpoint")}
+    assert {step for step, failure in failures.items() if failure} == {6, 8}
+    assert failures[6].startswith("rank 1: ") and "File too large" in failures[6]
     assert [each.failure for each in found] == ["", ""]
     assert [each.step for each in CheckpointFolder(tmp_path / "here").all()] == [12, 10, 4]
     assert not list((tmp_path / "here").glob(".*"))
@@ -159,7 +159,7 @@ def test_ranks_do_not_wait_for_one_that_failed(two, small, tmp_path):
     assert found[0].failure == found[1].failure
 
 
-def test_training_goes_on_while_a_slow_disk_takes_a_checkpoint(small, tmp_path, monkeypatch):
+def test_training_continues_while_a_slow_disk_writes_a_checkpoint(small, tmp_path, monkeypatch):
     taken, in_time = threading.Event(), []
     write = saver.write
 

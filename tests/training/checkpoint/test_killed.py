@@ -31,10 +31,10 @@ def training(small):
     return found
 
 
-def saving(training, where, told, rank=0, group=None):
-    """Saves checkpoints in a loop, each tensor filled with its step's number; writes finished steps to the pipe `told`."""
+def saving(training, where, finished, rank=0, group=None):
+    """Saves checkpoints in a loop, each tensor filled with its step's number; writes finished steps to the pipe `finished`."""
     folder = CheckpointFolder(where, KEEP)
-    found = latest(folder, group, lambda note: os.write(told, note.encode() + b"\n"))
+    found = latest(folder, group, lambda note: os.write(finished, note.encode() + b"\n"))
     if rank == 0:
         folder.prepare()
     state, saver = State(training), Saver(folder, rank, group)
@@ -46,7 +46,7 @@ def saving(training, where, told, rank=0, group=None):
                 local(tensor.detach()).fill_(step)
         before = saver.save(state, step, {"samples": 8 * step})
         if before is not None and rank == 0:
-            os.write(told, (before.failure or str(before.step)).encode() + b"\n")
+            os.write(finished, (before.failure or str(before.step)).encode() + b"\n")
 
 
 def forked(function, *args):
@@ -68,7 +68,7 @@ def kill(pid):
     return os.WTERMSIG(os.waitpid(pid, 0)[1])
 
 
-def said(reads):
+def output(reads):
     """Returns the output of a process until its end."""
     with os.fdopen(reads, "rb") as file:
         return file.read().decode().split()
@@ -76,21 +76,21 @@ def said(reads):
 
 def killed_once(training, where, chance):
     """Kills such a process at a random moment after its first checkpoint; returns the last step that it reported."""
-    pid, reads = forked(lambda told: saving(training, where, told))
+    pid, reads = forked(lambda finished: saving(training, where, finished))
     first = os.read(reads, 64).decode().split()
     time.sleep(chance.uniform(0, 0.15))
     assert kill(pid) == signal.SIGKILL, "it ended by itself"
-    return int((first + said(reads))[-1])
+    return int((first + output(reads))[-1])
 
 
-def holds(where, told):
+def holds(where, finished):
     """Checks the folder after a kill; returns the suffixes of the remaining temporary folders."""
     folder = CheckpointFolder(where, KEEP)
     notes = []
     found = latest(folder, None, notes.append)
     # A folder with a checkpoint's name is always complete: none is skipped.
     assert notes == [] and [each for each in folder.all() if check(each, None)] == []
-    assert found.step >= told and found.manifest["samples"] == 8 * found.step
+    assert found.step >= finished and found.manifest["samples"] == 8 * found.step
     assert len(folder.all()) <= KEEP + 1
     tensors = dcp_tensors(found.path)
     assert len(tensors) > 60
@@ -101,12 +101,12 @@ def holds(where, told):
 
 @pytest.mark.parametrize("times", [20, pytest.param(100, marks=MANY)])
 def test_a_kill_at_any_moment_leaves_the_last_checkpoint_whole(training, tmp_path, times):
-    chance, rests, told = random.Random(times), Counter(), 0
+    chance, rests, finished = random.Random(times), Counter(), 0
     for _ in range(times):
         again = killed_once(training, tmp_path / "here", chance)
-        assert again > told, "it went on from the last one"
-        told = again
-        rests.update(holds(tmp_path / "here", told))
+        assert again > finished, "it went on from the last one"
+        finished = again
+        rests.update(holds(tmp_path / "here", finished))
     # Most kills must hit a save, or this would test nothing.
     assert rests["saving"] >= times / 4
     CheckpointFolder(tmp_path / "here", KEEP).prepare()
@@ -114,22 +114,22 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint_whole(training, tmp_pat
 
 
 def ranks_saving(training, where, store, rank):
-    def run(told):
+    def run(finished):
         import torch.distributed as dist
 
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-        saving(training, where, told, rank, dist.new_group(backend="gloo"))
+        saving(training, where, finished, rank, dist.new_group(backend="gloo"))
 
     return forked(run)
 
 
 @pytest.mark.parametrize("times", [4, pytest.param(40, marks=MANY)])
 def test_a_kill_of_either_of_two_ranks(training, tmp_path, times):
-    chance, told = random.Random(times), 0
+    chance, finished = random.Random(times), 0
     for number in range(times):
         store = str(tmp_path / f"store{number}")
         (first, reads), (second, other) = (ranks_saving(training, tmp_path / "here", store, rank) for rank in (0, 1))
-        begun = os.read(reads, 64).decode().split()
+        first_lines = os.read(reads, 64).decode().split()
         time.sleep(chance.uniform(0, 0.15))
         victims = [first, second] if chance.random() < 0.5 else [second, first]
         kill(victims[0])
@@ -138,8 +138,8 @@ def test_a_kill_of_either_of_two_ranks(training, tmp_path, times):
             os.kill(victims[1], signal.SIGKILL)
         finally:
             os.waitpid(victims[1], 0)
-        steps = [int(each) for each in begun + said(reads) if each.isdigit()]
+        steps = [int(each) for each in first_lines + output(reads) if each.isdigit()]
         os.close(other)
-        assert steps[0] > told
-        told = steps[-1]
-        holds(tmp_path / "here", told)
+        assert steps[0] > finished
+        finished = steps[-1]
+        holds(tmp_path / "here", finished)

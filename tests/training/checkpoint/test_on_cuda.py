@@ -18,7 +18,7 @@ def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch, tmp_path
     assert set_by == [(name, 3)] and name.startswith("checkpoint")
 
 
-def test_nothing_is_copied_ahead_by_a_stream(monkeypatch, tmp_path):
+def test_writing_uses_no_cuda_stream(monkeypatch, tmp_path):
     def stream(*_):
         raise AssertionError("of device 0")
 

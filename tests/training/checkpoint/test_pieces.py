@@ -30,10 +30,10 @@ def test_a_rank_that_needs_a_row_of_a_matrix_reads_no_more_than_a_piece(small, t
     assert again.found == 2 and unequal(whole.weights, again.weights) == []
 
 
-def test_what_one_rank_wrote_several_check_each_as_much(tmp_path, monkeypatch):
+def test_several_ranks_check_one_rank_s_file_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "PIECE_BYTES", SMALL)
     folder = CheckpointFolder(tmp_path)
-    beside = folder.beside(1)
+    beside = folder.temporary(1)
     beside.mkdir(parents=True)
     draw = torch.Generator().manual_seed(0)
     for name, size in ((".metadata", 300), ("__0_0.distcp", 10 * SMALL + 5)):

@@ -77,7 +77,7 @@ def test_pinned_buffers_serve_several_saves_and_are_given_back_behind_the_last(p
     assert torch.equal(stored_in(saved)["a"].read((slice(0, 64), slice(0, 32))), torch.full(SHAPE, 3.0))
 
 
-def test_they_are_given_back_behind_a_save_that_failed(pinned, tmp_path):
+def test_buffers_are_returned_after_a_failed_save(pinned, tmp_path):
     (tmp_path / "file").write_text("")
     saver = Saver(CheckpointFolder(tmp_path / "file" / "below"))
     saver.save(state("a"), 1, {"samples": 1})
@@ -86,7 +86,7 @@ def test_they_are_given_back_behind_a_save_that_failed(pinned, tmp_path):
     assert pinned.reserved == 0
 
 
-def test_they_are_given_back_where_a_rank_writes_other_parts_from_now_on(pinned, tmp_path, alone):
+def test_buffers_are_returned_when_a_rank_s_parts_change(pinned, tmp_path, alone):
     folder = CheckpointFolder(tmp_path)
     folder.prepare()
     saver = Saver(folder, 0, alone)

@@ -77,7 +77,7 @@ def saved(kept, pools, family, strategy):
 
 
 @pytest.mark.parametrize(("family", "first", "second"), tiered(QUICK, SLOW))
-def test_it_goes_on_as_if_nothing_had_happened(two, request, kept, tmp_path, family, first, second):
+def test_a_resharded_training_equals_an_uninterrupted_one(two, request, kept, tmp_path, family, first, second):
     pools = {2: two}
     if any(resharding.ranks(each) == 4 for each in (first, second)):
         pools[4] = request.getfixturevalue("four")

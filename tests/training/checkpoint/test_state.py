@@ -73,7 +73,7 @@ def goes_on_bit_for_bit(workload, config, where, hyper=HYPER, run=lambda functio
     "name",
     tiered(["Adam", "AdamW fused", "Adafactor", "numbers"], ["SGD", "SGD with momentum", "AdamW", "RMSprop"]),
 )
-def test_every_optimizer_goes_on_bit_for_bit(small, tmp_path, name):
+def test_every_optimizer_resumes_bit_for_bit(small, tmp_path, name):
     held = goes_on_bit_for_bit(with_optimizer(small("llama"), name), {"micro_batch": 8}, tmp_path)
     keys = {each.rpartition("/")[2] for each in held if each.startswith("optimizer/")}
     assert (
@@ -153,7 +153,7 @@ def test_buffers_of_batch_norm_are_kept(tmp_path):
     assert held["model/1.num_batches_tracked"].dtype == torch.int64
 
 
-def test_of_adapters_only_they_have_a_state(small, tmp_path):
+def test_only_adapters_have_optimizer_state(small, tmp_path):
     held = goes_on_bit_for_bit(with_lora(small("llama"), Lora(r=4)), {"micro_batch": 8}, tmp_path)
     states = [name for name in held if name.startswith("optimizer/")]
     assert states and all(".lora_" in name for name in states)
@@ -161,7 +161,7 @@ def test_of_adapters_only_they_have_a_state(small, tmp_path):
     assert all(".lora_" in name for name in held if name.startswith("model/"))
 
 
-def test_what_is_not_trained_is_written_once_and_again_for_another_training(small, tmp_path):
+def test_frozen_weights_are_written_once_for_each_training(small, tmp_path):
     workload, where = with_lora(small("llama"), Lora(r=4)), tmp_path / "here"
     frozen = where / "frozen" / "step-00000000"
     part(workload, {"micro_batch": 8}, HYPER, until=2, save=where)
@@ -185,7 +185,7 @@ def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path, config):
     assert held.keys() == dcp_tensors(CheckpointFolder(plain).all()[0].path).keys()
 
 
-def test_dropout_goes_on_bit_for_bit(small, tmp_path):
+def test_dropout_resumes_bit_for_bit(small, tmp_path):
     """Dropout masks follow from the seed, the step and the place, so that a checkpoint need not contain them."""
     workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
     goes_on_bit_for_bit(workload, {"micro_batch": 2}, tmp_path)
@@ -198,7 +198,7 @@ def test_dropout_goes_on_bit_for_bit(small, tmp_path):
     tiered([{"pp": 2, "grad_accum": 4}], [{"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"tp": 2}]),
     ids=str,
 )
-def test_dropout_on_two_ranks_goes_on_bit_for_bit(two, small, tmp_path, config):
+def test_dropout_on_two_ranks_resumes_bit_for_bit(two, small, tmp_path, config):
     workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
     goes_on_bit_for_bit(workload, config, tmp_path, run=two.run)
 
@@ -253,7 +253,7 @@ def written(workload, config):
 @pytest.mark.parametrize(
     "config", tiered([{"dp": 2, "zero": 1}], [{"tp": 2}, {"dp": 2}, {"dp": 2, "zero": 3}]), ids=str
 )
-def test_what_ranks_hold_alike_is_written_once_and_each_writes_about_as_much(two, small, config):
+def test_replicated_tensors_are_written_once_and_evenly(two, small, config):
     everybody = two.run(lambda: written(small("llama"), config))
     shares = shared_out(everybody)
     times = Counter(place for share in shares for place in share)
@@ -305,8 +305,8 @@ def test_a_replicated_training_s_files_are_no_larger_than_one_process_s(two, sma
     two.run(lambda: part(small("llama"), {"dp": 2}, HYPER, until=2, save=tmp_path / "two"))
     (one,), (both) = (
         [
-            said["bytes"]
-            for name, said in CheckpointFolder(tmp_path / each).all()[0].manifest["files"].items()
+            record["bytes"]
+            for name, record in CheckpointFolder(tmp_path / each).all()[0].manifest["files"].items()
             if name[0] == "_"
         ]
         for each in ("one", "two")

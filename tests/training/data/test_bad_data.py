@@ -4,13 +4,13 @@ import gzip
 
 import numpy as np
 import pytest
-from redline.base.errors import StudyError, WorkloadError
+from redline.base.errors import StudyError, UsageError, WorkloadError
 from redline.training.data import DataPlan
 from texts import CHATML
 
 
-def refused(samples, tmp_path, said, *paths, error=WorkloadError, **more):
-    with pytest.raises(error, match=said):
+def refused(samples, tmp_path, message, *paths, error=WorkloadError, **more):
+    with pytest.raises(error, match=message):
         samples(*paths, **more)
     cache = tmp_path / "cache"
     assert not cache.exists() or not [each for each in cache.iterdir() if each.suffix != ".lock"]
@@ -25,7 +25,7 @@ def zipped(data):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.txt", b"", r"the data in .*a\.txt is empty: give files with data to train on"),
         ("a.jsonl", b"\n\n", r"the data in .*a\.jsonl is empty"),
@@ -52,20 +52,20 @@ def zipped(data):
         ("a.bin", b"abc", r"a\.bin has 3 bytes, and tokens of a vocabulary of 600 have 2 each"),
     ],
 )  # fmt: skip
-def test_what_is_no_data_is_refused(samples, write, tmp_path, name, content, said):
-    refused(samples, tmp_path, said, write(name, content))
+def test_invalid_data_is_refused(samples, write, tmp_path, name, content, message):
+    refused(samples, tmp_path, message, write(name, content))
 
 
 @pytest.mark.parametrize(
-    ("task", "packing", "said"),
+    ("task", "packing", "message"),
     [
         ("causal", "packed", r"is too short: a sample has 64 tokens, but the data has 41"),
         ("causal", "documents", r"is too short: a sample has 64 tokens, but the data has 41"),
         ("seq2seq", "packed", r"is too short: a sample has 128 tokens, but the data has 41"),
     ],
 )
-def test_data_shorter_than_a_sample_is_refused(samples, write, task, packing, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_data_shorter_than_a_sample_is_refused(samples, write, task, packing, message):
+    with pytest.raises(WorkloadError, match=message):
         samples(write("a.txt", "x" * 40), seq_len=64, task=task, packing=packing)
 
 
@@ -105,7 +105,7 @@ def test_documents_that_cannot_be_told_are_not_guessed(samples, tmp_path):
         samples(tmp_path / "a.bin", packing="documents")
 
 
-def test_what_is_not_there_is_refused(samples, tmp_path, write):
+def test_missing_files_are_refused(samples, tmp_path, write):
     refused(samples, tmp_path, r"the data file or folder .*nothing\.txt does not exist", tmp_path / "nothing.txt")
     (tmp_path / "empty").mkdir()
     refused(samples, tmp_path, r"the folder .*empty contains no data: no file ends in \.txt", tmp_path / "empty")
@@ -124,25 +124,25 @@ def test_what_is_not_there_is_refused(samples, tmp_path, write):
             tokenizer=str(tmp_path / "both"))  # fmt: skip
 
 
-def test_a_cache_that_cannot_be_written_is_said(samples, write, tmp_path):
+def test_an_unwritable_cache_is_reported(samples, write, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(StudyError, match=r"cache' is a file"):
         samples(write("a.txt", "x" * 40))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"paths": "a.txt"}, r"but got 'a\.txt'"),
         ({"packing": "pack"}, r"unknown packing 'pack'; did you mean 'packed'\? Known: documents, packed, padded"),
         ({"train_on": "user"}, r"unknown train_on 'user'.* Known: all, assistant"),
-        ({"held_out": 0.6}, r"held_out must be a share of the samples from 0 to 0\.5, but is 0\.6"),
-        ({"held_out": float("nan")}, r"but is nan"),
+        ({"held_out": 0.6}, r"held_out must be a share from 0 to 0\.5, but got 0\.6"),
+        ({"held_out": float("nan")}, r"but got nan"),
         ({"field": ""}, r"must be the name of a column, but is empty"),
     ],
 )
-def test_a_plan_is_checked(wrong, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_a_plan_is_checked(wrong, message):
+    with pytest.raises(UsageError, match=message):
         DataPlan(**{"paths": ("a.txt",), **wrong})
 
 
@@ -172,11 +172,13 @@ def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(samples, writ
 
 
 def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, tokenizer_folder):
-    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
     template = CHATML.replace(
         "{% for m", "{% if messages[0].role != 'user' %}{{ raise_exception('first') }}{% endif %}{% for m"
     )
-    path = write("a.jsonl", [{"text": each} for each in (said, said[::-1], [{"from": "nobody", "value": ""}], said)])
+    path = write(
+        "a.jsonl", [{"text": each} for each in (messages, messages[::-1], [{"from": "nobody", "value": ""}], messages)]
+    )
     tokenizer = tokenizer_folder(template)
     with pytest.raises(WorkloadError, match="line 3"):
         samples(path, tokenizer=tokenizer)
@@ -184,6 +186,8 @@ def test_conversations_that_cannot_be_written_are_bad_rows_too(samples, write, t
     assert (about["documents"], about["skipped_rows"]) == (2, 2)
 
 
-def test_where_no_row_is_good_the_first_is_refused(samples, write, tmp_path):
-    said = r"all 2 rows are bad, so nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
-    refused(samples, tmp_path, said, write("a.jsonl", GOOD * 2), skip_bad_rows=True, field="txt")
+def test_only_bad_rows_refuse_the_first(samples, write, tmp_path):
+    message = (
+        r"all 2 rows are bad, so nothing is left to train on; the first: .*unknown field 'txt'; did you mean 'text'"
+    )
+    refused(samples, tmp_path, message, write("a.jsonl", GOOD * 2), skip_bad_rows=True, field="txt")

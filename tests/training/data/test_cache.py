@@ -29,7 +29,7 @@ def seen(folder):
     return sorted(each.name for each in folder.iterdir() if not each.name.endswith(".lock"))
 
 
-def test_it_is_made_once_for_all_packings_and_seeds(corpus, tmp_path, monkeypatch):
+def test_one_cache_serves_all_packings_and_seeds(corpus, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(preparing, "write_texts", lambda *a, **k: calls.append(1) or store.write_texts(*a, **k))
     for packing, seed in [("packed", 0), ("documents", 1), ("packed", 2)]:
@@ -50,43 +50,43 @@ def _rank(path, folder, tokenizer, begin, out):
     out.put(made(path, folder, tokenizer=tokenizer)(7, 5)["input_ids"].sum().item())
 
 
-def ranks(number, said, *arguments):
-    """Starts `number` ranks together and returns the `said` messages that they send."""
+def ranks(number, num_lines, *arguments):
+    """Starts `number` ranks together and returns the `num_lines` messages that they send."""
     begin, out = FORK.Event(), FORK.Queue()
     processes = [FORK.Process(target=_rank, args=(*arguments, begin, out)) for _ in range(number)]
     for each in processes:
         each.start()
     begin.set()
-    found = [out.get(timeout=120) for _ in range(said)]
+    found = [out.get(timeout=120) for _ in range(num_lines)]
     for each in processes:
         each.join()
     return found
 
 
-def test_of_many_ranks_one_makes_it_and_the_others_wait(corpus, tmp_path, bpe):
-    said = ranks(6, 7, corpus, tmp_path / "cache", bpe[0])
-    assert said.count("made") == 1
-    assert len({each for each in said if each != "made"}) == 1
+def test_one_rank_prepares_the_cache_and_the_others_wait(corpus, tmp_path, bpe):
+    reports = ranks(6, 7, corpus, tmp_path / "cache", bpe[0])
+    assert reports.count("made") == 1
+    assert len({each for each in reports if each != "made"}) == 1
     assert len(seen(tmp_path / "cache")) == 1
 
 
-def test_where_nothing_can_be_locked_they_all_make_it_and_one_counts(corpus, tmp_path, monkeypatch):
+def test_without_file_locks_all_prepare_it_and_one_counts(corpus, tmp_path, monkeypatch):
     def none(fd, how):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(store.fcntl, "flock", none)
-    said = ranks(3, 6, corpus, tmp_path / "cache", None)
-    assert said.count("made") == 3 and len({each for each in said if each != "made"}) == 1
+    reports = ranks(3, 6, corpus, tmp_path / "cache", None)
+    assert reports.count("made") == 3 and len({each for each in reports if each != "made"}) == 1
     assert len(seen(tmp_path / "cache")) == 1
 
 
-def _slow(path, folder, begun):
+def _slow(path, folder, started):
     real = preparing.encoded
 
     def encoded(*args):
         for number, piece in enumerate(real(*args)):
             if number == 20:
-                begun.set()
+                started.set()
                 time.sleep(60)
             yield piece
 
@@ -94,11 +94,11 @@ def _slow(path, folder, begun):
     made(path, folder)
 
 
-def test_one_that_is_killed_leaves_nothing_in_the_way(corpus, tmp_path):
-    begun = FORK.Event()
-    first = FORK.Process(target=_slow, args=(corpus, tmp_path / "cache", begun))
+def test_a_killed_preparation_does_not_block_the_next(corpus, tmp_path):
+    started = FORK.Event()
+    first = FORK.Process(target=_slow, args=(corpus, tmp_path / "cache", started))
     first.start()
-    assert begun.wait(60)
+    assert started.wait(60)
     assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [True]  # only temporary files
     os.kill(first.pid, signal.SIGKILL)
     first.join()
@@ -112,7 +112,7 @@ def test_one_that_is_killed_leaves_nothing_in_the_way(corpus, tmp_path):
 
 @pytest.mark.parametrize("name", ["tokens.bin", "boundaries.bin", "about.json"])
 @pytest.mark.parametrize("how", ["shorter", "gone"])
-def test_what_is_damaged_is_made_anew(corpus, tmp_path, name, how):
+def test_a_damaged_cache_is_prepared_again(corpus, tmp_path, name, how):
     wanted = made(corpus, tmp_path / "cache")(3, 4)["input_ids"]
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     if how == "gone":
@@ -156,7 +156,7 @@ def test_data_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeyp
     assert seen(tmp_path / "cache") == []
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(corpus, tmp_path):
+def test_a_full_disk_is_reported_and_leaves_nothing(corpus, tmp_path):
     """Files cannot grow beyond 64 KiB: a write fails in the middle, as with a full disk."""
 
     def limited(out):
@@ -172,6 +172,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(corpus, tmp_path):
     process.start()
     process.join(60)
     assert ours.poll(), process.exitcode
-    assert "cannot write to" in (said := ours.recv()) and "File too large" in said
+    assert "cannot write to" in (problem := ours.recv()) and "File too large" in problem
     assert seen(tmp_path / "cache") == []
     assert len(made(corpus, tmp_path / "cache")) > 100

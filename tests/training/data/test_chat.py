@@ -28,7 +28,7 @@ def conversation(samples, write, tokenizer_folder):
     return read
 
 
-def said(row, tokenizer):
+def trained_text(row, tokenizer):
     """Returns the stretches of text that have labels."""
     stretches, inside = [], False
     for token, label in zip(row["input_ids"][0].tolist(), row["labels"][0].tolist()):
@@ -51,13 +51,13 @@ def test_only_what_the_assistant_says_is_trained_on(conversation, template, end)
     length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert tokenizer.decode(row["input_ids"][0, :length]) == text
     assert row["input_ids"][0, length:].unique().tolist() == [tokenizer.pad_token_id]
-    assert said(row, tokenizer) == ["A test." + end, "To fail." + end]
-    assert said(made(1, 1), tokenizer) == ["Ho" + end]
+    assert trained_text(row, tokenizer) == ["A test." + end, "To fail." + end]
+    assert trained_text(made(1, 1), tokenizer) == ["Ho" + end]
 
 
 def test_everything_can_be_trained_on(conversation):
     made, tokenizer = conversation(CHATML, TALK, train_on="all")
-    assert said(made(0, 1), tokenizer) == [tokenizer.apply_chat_template(TALK, tokenize=False)]
+    assert trained_text(made(0, 1), tokenizer) == [tokenizer.apply_chat_template(TALK, tokenize=False)]
 
 
 def test_conversations_can_be_packed(conversation):
@@ -80,7 +80,7 @@ def test_a_column_of_another_name_with_messages_is_a_conversation(samples, write
     assert one.describe()["documents"] == 2
 
 
-def test_conversations_of_sharegpt_s_form_are_those_that_they_say(samples, write, tokenizer_folder):
+def test_sharegpt_s_form_is_read_as_the_same_conversations(samples, write, tokenizer_folder):
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     shared = [[{"from": names[each["role"]], "value": each["content"]} for each in talk] for talk in (TALK, SHORT)]
     folder, plan = tokenizer_folder(CHATML), {"seq_len": 100, "shuffle": False}
@@ -97,12 +97,12 @@ def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
     question = {"role": "user", "content": "So long a question that no answer is left of it. " * 10}
     made, tokenizer = conversation(CHATML, [question, SHORT[1]], SHORT, seq_len=40)
     assert len(made) == 1 and made.describe()["unused_samples"] == 1
-    assert said(made(0, 1), tokenizer) == ["Ho<|im_end|>\n"]
+    assert trained_text(made(0, 1), tokenizer) == ["Ho<|im_end|>\n"]
     with pytest.raises(WorkloadError, match=r"nothing to train on: in none of 1 samples of 40 tokens .* train_on=all"):
         conversation(CHATML, [question, SHORT[1]], seq_len=40)
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused_unless_all_is_trained_on(conversation):
+def test_a_template_that_rewrites_messages_is_refused_unless_all_is_trained_on(conversation):
     forgetful = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else 'x' }}\n{% endfor %}"
     with pytest.raises(
         WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 differently"
@@ -145,12 +145,12 @@ def test_without_a_template_a_conversation_is_refused(conversation, samples, wri
         ({"messages": "Hi"}, r"line 2: the data has conversations before this, and str here"),
     ],
 )
-def test_what_is_no_conversation_is_named(samples, write, tokenizer_folder, record, wrong):
+def test_invalid_conversations_are_named(samples, write, tokenizer_folder, record, wrong):
     path = write("a.jsonl", [{"messages": SHORT}, record])
     with pytest.raises(WorkloadError, match=wrong):
         samples(path, field="messages", tokenizer=tokenizer_folder(CHATML))
 
 
-def test_who_speaks_in_a_text_is_not_asked(samples, write):
+def test_train_on_assistant_refuses_texts(samples, write):
     with pytest.raises(WorkloadError, match=r"contains text; train_on=assistant needs conversations"):
         samples(write("a.txt", "text" * 10), train_on="assistant")

@@ -110,11 +110,11 @@ def test_models_without_positions_to_give_are_refused():
 
 def test_the_tasks_that_have_no_such_packing_refuse_it(samples, write):
     path = write("a.txt", "some text")
-    for task, packing, said in [
+    for task, packing, message in [
         ("masked", "documents", r"packing=documents is for causal language models, and this one's task is masked"),
         ("seq2seq", "documents", r"this one's task is seq2seq"),
         ("seq2seq", "padded", r"packing=padded makes a sample of a document, but sequence to sequence"),
         ("image", "packed", r"the model classifies images"),
     ]:
-        with pytest.raises(WorkloadError, match=said):
+        with pytest.raises(WorkloadError, match=message):
             samples(path, task=task, packing=packing)

@@ -55,7 +55,7 @@ def test_json_lines_parquet_and_datasets_hold_the_same(tokens, write, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.NDJSON.GZ", "folder/train-1.jsonl.gz"])
-def test_what_gzip_has_packed_is_what_was_packed(tokens, write, tmp_path, name):
+def test_gzip_files_are_read_unchanged(tokens, write, tmp_path, name):
     lines = "".join(json.dumps(each) + "\n" for each in RECORDS).encode()
     path = write(name, gzip.compress(lines[:999]) + gzip.compress(lines[999:]))  # as `cat a.gz b.gz` makes it
     write("folder/README.md.gz", gzip.compress(b"about"))
@@ -111,7 +111,7 @@ def test_a_folder_is_read_by_name_without_what_is_only_about_the_data(tokens, wr
     assert tokens(tmp_path / "data") == (by_bytes(each["text"] for each in RECORDS[:9]), 9)
 
 
-def test_of_a_folder_with_splits_the_training_split_is_read(tokens, write, tmp_path):
+def test_the_training_split_of_a_folder_is_read(tokens, write, tmp_path):
     write("data/train-00000.jsonl", RECORDS[:3])
     write("data/test-00000.jsonl", RECORDS[3:])
     assert tokens(tmp_path / "data") == (by_bytes(each["text"] for each in RECORDS[:3]), 3)
@@ -133,7 +133,7 @@ def test_a_character_on_the_edge_of_what_is_read_at_once_stays_whole(tokens, wri
     assert tokens(write("a.txt", text)) == (by_bytes([text]), 1)
 
 
-def test_a_tokenizer_s_own_special_tokens_stand_around_documents(tokens, write, tokenizer_folder):
+def test_a_tokenizer_s_special_tokens_surround_documents(tokens, write, tokenizer_folder):
     from tokenizers import Tokenizer, processors
 
     folder = tokenizer_folder()
@@ -197,7 +197,7 @@ def damaged(data, at, new):
 
 
 @pytest.mark.parametrize(
-    ("index", "said"),
+    ("index", "message"),
     [
         (lambda data: b"MMIDIDY" + data[7:], r"is not an index of Megatron: it does not begin with MMIDIDX"),
         (lambda data: b"", r"is not an index of Megatron"),
@@ -209,10 +209,10 @@ def damaged(data, at, new):
         (lambda data: data[:-8] + struct.pack("<q", 3), r"is damaged: its documents are not those of its 4"),
     ],
 )
-def test_a_damaged_index_is_refused(tokens, tmp_path, index, said):
+def test_a_damaged_index_is_refused(tokens, tmp_path, index, message):
     megatron(tmp_path / "corpus", [[10, 11, 12], [13], [14, 15], [18]], [0, 2, 3, 4], 8, np.uint16)
     (tmp_path / "corpus.idx").write_bytes(index((tmp_path / "corpus.idx").read_bytes()))
-    with pytest.raises(WorkloadError, match=said):
+    with pytest.raises(WorkloadError, match=message):
         tokens(tmp_path / "corpus")
 
 
@@ -224,7 +224,7 @@ def test_an_index_of_other_tokens_is_refused(tokens, tmp_path):
         tokens(tmp_path / "corpus")
 
 
-def test_what_reads_a_format_is_named_where_it_is_missing(tokens, write, tmp_path, monkeypatch):
+def test_a_missing_reader_package_is_named(tokens, write, tmp_path, monkeypatch):
     def missing(name):
         raise ImportError(name)
 

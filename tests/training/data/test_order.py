@@ -64,7 +64,7 @@ def test_hashed_numbers_are_even_and_belong_to_their_sample():
 @pytest.mark.parametrize(
     ("samples", "share"), [(2, 0.5), (3, 0.5), (10, 0.1), (100, 0.05), (1000, 0.3), (99_999, 0.01)]
 )
-def test_what_is_held_out_is_never_trained_on(samples, share):
+def test_held_out_samples_are_never_trained_on(samples, share):
     split = Split.of(samples, share)
     training = split.training_ids(np.arange(split.training))
     held = split.evaluation_ids(np.arange(split.evaluation))
@@ -72,7 +72,7 @@ def test_what_is_held_out_is_never_trained_on(samples, share):
     assert split.evaluation == max(1, round(samples * share))
 
 
-def test_what_is_held_out_comes_from_all_over_the_data_in_few_stretches():
+def test_held_out_samples_are_spread_in_few_ranges():
     split = Split.of(100_000, 0.02)
     held = split.evaluation_ids(np.arange(split.evaluation))
     assert (np.diff(held) > 1).sum() == 63

@@ -167,14 +167,14 @@ def test_sequence_to_sequence_predicts_what_follows(samples, topics):
     assert torch.equal(torch.cat([batch["input_ids"], batch["labels"]], dim=1), row)
 
 
-def test_they_pickle_in_few_bytes_and_are_the_same_there(samples, topics):
+def test_samples_pickle_small_and_equal(samples, topics):
     made = samples(topics, packing="padded", task="masked")
     data = pickle.dumps(made)
     assert len(data) < 4096
     assert equal(pickle.loads(data)(3, 7), made(3, 7))
 
 
-def test_they_pickle_in_few_bytes_where_some_documents_are_left_out_too(samples, tmp_path, bpe):
+def test_samples_with_omitted_documents_pickle_small(samples, tmp_path, bpe):
     end = bpe[1].eos_token_id
     np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(
         tmp_path / "a.bin"
@@ -194,11 +194,11 @@ def test_another_process_has_the_same_batches(samples, topics, tmp_path):
     (tmp_path / "made").write_bytes(pickle.dumps(made))
     environment = {"PYTHONPATH": str(Path(redline.__file__).parents[1]), "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", code, str(tmp_path / "made")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     import hashlib
 
     batch = made(11, 13)
-    assert said.strip() == hashlib.sha256(b"".join(batch[key].numpy().tobytes() for key in sorted(batch))).hexdigest()
+    assert output.strip() == hashlib.sha256(b"".join(batch[key].numpy().tobytes() for key in sorted(batch))).hexdigest()
 
 
 def test_making_a_batch_leaves_global_random_states_alone(samples, topics):

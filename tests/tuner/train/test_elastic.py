@@ -20,13 +20,13 @@ asked = dict(
     fix={"tp": 2, "precision": "fp32", "fusion": False},
 )
 
-class Said(TrainListener):
+class Printing(TrainListener):
     def on_message(self, message):
-        print("SAID", message, flush=True)
+        print("MESSAGE", message, flush=True)
 
 def on_the_cluster():
     where = dict(out=folder / "lost", runner="ray", ray_address=cluster.address)
-    done = train(TrainRequest(source="llama-tiny", **where, **asked), Said())
+    done = train(TrainRequest(source="llama-tiny", **where, **asked), Printing())
     print("DONE", done.step, flush=True)
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -56,7 +56,7 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_lost_host_is_replaced_and_nobody_sees_it_in_the_loss(tmp_path):
+def test_a_lost_host_is_replaced_without_effect_on_the_loss(tmp_path):
     (tmp_path / "corpus.txt").write_text("All work and no play makes a model dull. " * 400)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=590

@@ -29,7 +29,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 1
 @pytest.mark.parametrize(
     "launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["by itself", "under torchrun"]
 )
-def test_a_training_whose_disk_fills_fails_and_says_what_was_lost(here, launcher):
+def test_a_full_disk_fails_the_training_and_reports_the_loss(here, launcher):
     code, text, logged = on_small_disk(ROOM, filled_at_the_start, here, launcher)
     text = " ".join(text.split())
     assert logged == {}, "the disk was full before the first line"
@@ -53,7 +53,7 @@ def interrupted_when_full(folder, here):
 
 
 @pytest.mark.slow
-def test_one_that_is_interrupted_on_a_full_disk_is_no_training_to_start_again(here):
+def test_a_start_interrupted_by_a_full_disk_is_no_training(here):
     """Schedulers requeue a job with exit code 130, and it would fail again."""
     code, text = on_small_disk(ROOM, interrupted_when_full, here)
     text = " ".join(text.split())

@@ -19,16 +19,16 @@ def finished(here):
     return "finished"
 
 
-def refused(run, said, *arguments, expected=2):
+def refused(run, messages, *arguments, expected=2):
     code, out, err = run(*arguments)
     text = " ".join((out + err).split())
     assert code == expected, text
-    assert all(each in text for each in said), text
+    assert all(each in text for each in messages), text
     assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(
-    ("content", "more", "said"),
+    ("content", "more", "message"),
     [
         (b"", (), ["is empty"]),
         (b"caf\xe9 au lait " * 50, (), ["UTF-8"]),
@@ -43,24 +43,24 @@ def refused(run, said, *arguments, expected=2):
     ],
     ids=["empty", "not UTF-8", "too short", "none to hold out", "too few held out", "not there"],
 )
-def test_data_that_is_of_no_use(run, here, tmp_path, content, more, said):
+def test_unusable_data_is_refused(run, here, tmp_path, content, more, message):
     path = here / "given.txt" if content is not None else here / "no-such.txt"
     if content is not None:
         path.write_bytes(content)
-    refused(run, said, "train", "llama", "--data", path, *SIZES, "--devices", 1, *more, "--out", tmp_path / "out")
+    refused(run, message, "train", "llama", "--data", path, *SIZES, "--devices", 1, *more, "--out", tmp_path / "out")
     assert not list(tmp_path.rglob("step-*"))
 
 
-def test_a_vocabulary_that_is_too_small(run, here, tmp_path):
+def test_a_small_vocabulary_is_refused(run, here, tmp_path):
     small = json.loads((here / "llama" / "config.json").read_text()) | {"vocab_size": 100}
     (here / "narrow").mkdir(exist_ok=True)
     (here / "narrow" / "config.json").write_text(json.dumps(small))
-    said = ["text by bytes needs a vocabulary of at least 25", "but the model has 100; give a tokenizer"]
-    refused(run, said, "train", "narrow", "--data", "corpus.txt", *SIZES, "--devices", 1, "--out", tmp_path / "out")
+    message = ["text by bytes needs a vocabulary of at least 25", "but the model has 100; give a tokenizer"]
+    refused(run, message, "train", "narrow", "--data", "corpus.txt", *SIZES, "--devices", 1, "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (("--lr", "0.5"), ["has lr=the default, and cannot continue with 0.5", "start another one for that"]),
         (("--data", "work.py"), ["corpus.txt'], and cannot continue with ['/", "/work.py']"]),
@@ -71,16 +71,16 @@ def test_a_vocabulary_that_is_too_small(run, here, tmp_path):
     ],
     ids=["lr", "data", "global batch", "average", "plan", "devices"],
 )
-def test_a_training_does_not_go_on_as_another(run, finished, more, said):
-    refused(run, said, "train", finished, "--resume", *more)
+def test_a_training_does_not_resume_with_other_hyperparameters(run, finished, more, message):
+    refused(run, message, "train", finished, "--resume", *more)
 
 
-def test_a_folder_that_is_taken(run, finished):
-    said = ["'finished' contains a training already; continue it with --resume, or give another --out"]
-    refused(run, said, *trained("train", "llama", finished))
+def test_an_occupied_folder_is_refused(run, finished):
+    message = ["'finished' contains a training already; continue it with --resume, or give another --out"]
+    refused(run, message, *trained("train", "llama", finished))
 
 
-def test_a_folder_that_holds_none(run, here):
+def test_a_folder_without_a_training_is_refused(run, here):
     refused(run, ["'llama' contains no training: train.yaml cannot be read"], "train", "llama", "--resume")
     refused(run, ["'llama' contains no training; give the --out of `redline train`"], "convert", "llama", "out")
 
@@ -123,7 +123,7 @@ def test_betas_and_eps_are_the_optimizer_s(run, here):
     assert not (here / "no").exists()
 
 
-def test_data_that_has_changed(run, here, finished):
+def test_changed_data_is_refused(run, here, finished):
     before = (here / "corpus.txt").read_text()
     try:
         (here / "corpus.txt").write_text(before[1:])
@@ -140,10 +140,10 @@ def test_data_that_has_changed(run, here, finished):
         (here / "corpus.txt").write_text(before)
 
 
-def test_runs_that_name_nothing_to_train(run, here, tmp_path):
+def test_runs_without_a_winner_are_refused(run, here, tmp_path):
     (tmp_path / "best.yaml").write_text("best: null\nwhy: every trial ran out of memory\n")
-    said = ["names no winner: every trial ran out of memory"]
-    refused(run, said, "train", tmp_path / "best.yaml", expected=3)
+    message = ["names no winner: every trial ran out of memory"]
+    refused(run, message, "train", tmp_path / "best.yaml", expected=3)
     (tmp_path / "best.yaml").write_text(
         "best: {configuration: {micro_batch: 1}, throughput: 3.0}\ntrains: {workload: {command: python x.py}}\n"
     )
@@ -157,15 +157,15 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
         "import sys; sys.path.insert(0, '.')\nimport torch\nfrom dataclasses import replace\nfrom work import net\n"
         "own = replace(net, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))\n"
     )
-    said = ["has its own optimizer, whose learning rate --lr does not set"]
-    refused(run, said, "train", "own.py:own", "--lr", "0.1", "--out", tmp_path / "out")
+    message = ["has its own optimizer, whose learning rate --lr does not set"]
+    refused(run, message, "train", "own.py:own", "--lr", "0.1", "--out", tmp_path / "out")
 
 
 # -- convert -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (("--to", "hff"), ["unknown layout 'hff'; did you mean 'hf'?"]),
         (("--dtype", "fp8"), ["unknown dtype 'fp8'"]),
@@ -183,8 +183,8 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
     ],
     ids=str,
 )
-def test_conversions_that_cannot_be(run, here, finished, more, said):
-    refused(run, said, "convert", finished, "nowhere", *more)
+def test_impossible_conversions_are_refused(run, here, finished, more, message):
+    refused(run, message, "convert", finished, "nowhere", *more)
     assert not (here / "nowhere").exists()
 
 

@@ -17,12 +17,12 @@ from train_commands import trained
 pytestmark = pytest.mark.timeout(900)
 
 
-class Told(TrainListener):
+class MessageListener(TrainListener):
     def __init__(self):
-        self.said_so_far = []
+        self.messages = []
 
     def on_message(self, message):
-        self.said_so_far.append(message)
+        self.messages.append(message)
 
 
 def ended(here, *arguments):
@@ -53,21 +53,21 @@ def again(tmp_path):
             shutil.copytree(folder, copy)
         if note is not None:
             (copy / OUT_OF_MEMORY).write_text(json.dumps(note))
-        told = Told()
-        with contextlib.ExitStack() as held:
-            driver = Driver(TrainRequest(source=copy, resume=True, **asked), told, held)
+        listener = MessageListener()
+        with contextlib.ExitStack() as stack:
+            driver = Driver(TrainRequest(source=copy, resume=True, **asked), listener, stack)
             driver.prepare()
-        return driver.strategy, told.said_so_far, yaml.safe_load((copy / "train.yaml").read_text())["strategies"]
+        return driver.strategy, listener.messages, yaml.safe_load((copy / "train.yaml").read_text())["strategies"]
 
     return prepare
 
 
-def test_without_anything_new_it_goes_on_as_before(again, of_llama):
-    strategy, said, strategies = again(of_llama)
-    assert said == [] and strategies == [strategy.to_dict()] and strategy.step == 0
-    _, said, same = again(of_llama, tune_trials=3)
+def test_an_unchanged_training_keeps_its_strategy(again, of_llama):
+    strategy, notes, strategies = again(of_llama)
+    assert notes == [] and strategies == [strategy.to_dict()] and strategy.step == 0
+    _, notes, same = again(of_llama, tune_trials=3)
     assert same == strategies
-    assert said == [
+    assert notes == [
         "--tune-trials has no effect: the configuration is known; only other --devices or another "
         "--memory-limit require a new plan"
     ]
@@ -82,9 +82,9 @@ def test_without_anything_new_it_goes_on_as_before(again, of_llama):
     ],
     ids=str,
 )
-def test_for_other_devices_memory_or_knobs_it_is_planned_anew_and_said(again, of_llama, asked, words):
-    strategy, (said,), (before, after) = again(of_llama, **asked)
-    assert said.startswith(words)
+def test_other_devices_memory_or_knobs_are_replanned_with_a_note(again, of_llama, asked, words):
+    strategy, (reason,), (before, after) = again(of_llama, **asked)
+    assert reason.startswith(words)
     assert after == strategy.to_dict() and after["step"] == 1 and before["step"] == 0
     assert after["devices"] == asked.get("devices", 1)
     assert after["configuration"]["precision"] == before["configuration"]["precision"]
@@ -93,17 +93,17 @@ def test_for_other_devices_memory_or_knobs_it_is_planned_anew_and_said(again, of
     assert again(of_llama) == (strategy, [], [before, after])
 
 
-def test_where_nothing_fits_it_is_said_what_would_and_the_training_is_as_it_was(again, of_llama, tmp_path):
+def test_without_a_fitting_configuration_a_remedy_is_given_and_nothing_changes(again, of_llama, tmp_path):
     before = (of_llama / "train.yaml").read_bytes()
     with pytest.raises(NothingFound, match=r"is predicted to fit 1 rank .*, with 40 MiB each\. .* would"):
         again(of_llama, memory_limit="40MiB")
     assert (tmp_path / "copy" / "train.yaml").read_bytes() == before
 
 
-def test_a_note_that_memory_ran_out_is_heeded_once(again, of_net, tmp_path):
+def test_a_note_of_an_oom_is_applied_once(again, of_net, tmp_path):
     first = yaml.safe_load((of_net / "train.yaml").read_text())["strategies"][0]["configuration"]
-    strategy, said, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
-    assert said[0] == "out of memory: no room" and said[1] == "continuing from step 1 in a safer configuration"
+    strategy, notes, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
+    assert notes[0] == "out of memory: no room" and notes[1] == "continuing from step 1 in a safer configuration"
     assert strategy.why.startswith("the fastest configuration that is predicted to need clearly less memory")
     assert strategy.config["micro_batch"] < first["micro_batch"] and strategies[-1] == strategy.to_dict()
     assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
@@ -124,6 +124,6 @@ def test_a_note_where_nothing_is_safer_ends_the_start_and_not_the_one_after(agai
 
 @pytest.mark.slow
 def test_dry_runs_decide_where_they_are_asked_for(again, of_llama):
-    strategy, (said,), strategies = again(of_llama, devices=2, tune_trials=2)
-    assert said.startswith("replanned for 2 devices, after 1: the fastest of 2 dry runs on 2 ranks on ")
+    strategy, (reason,), strategies = again(of_llama, devices=2, tune_trials=2)
+    assert reason.startswith("replanned for 2 devices, after 1: the fastest of 2 dry runs on 2 ranks on ")
     assert strategies[-1] == strategy.to_dict() and strategy.devices == 2

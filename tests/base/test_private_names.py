@@ -1,0 +1,79 @@
+"""Private names of torch, transformers and Optuna are in one file per library, and exist."""
+
+import ast
+import re
+from importlib import import_module
+
+import pytest
+from house import ROOT, sources
+from redline.base import _optuna, _torch, _transformers
+from redline.base.errors import MissingDependency
+
+FILES = {"_torch.py", "_transformers.py", "_optuna.py", "_private.py"}
+OF_OTHERS = {*_torch.OF_MODULES, *_transformers.OF_MODELS, "_erased", "_schema", "_study_id", "_trial_id"}
+"""Private attributes of other libraries' objects."""
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [(each, name) for each in (_torch, _optuna) for name in each.NAMES],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_name_is_there(names, name):
+    assert getattr(names, name) is not None
+
+
+def test_modules_models_and_samplers_have_what_is_asked_of_them():
+    import transformers
+    from torch import nn
+
+    missing = [name for name in _torch.OF_MODULES if not hasattr(nn.Linear(1, 1), name)]
+    missing += [name for name in _transformers.OF_MODELS if not hasattr(transformers.PreTrainedModel, name)]
+    for path, method in _optuna.OVERRIDDEN.items():
+        module, _, cls = path.rpartition(".")
+        missing += [] if hasattr(getattr(import_module(module), cls), method) else [f"{path}.{method}"]
+    assert missing == []
+
+
+def test_a_name_that_is_gone_is_told_in_words(monkeypatch):
+    monkeypatch.setitem(_torch.NAMES, "gone", ("torch.utils._no_such_module", "gone"))
+    with pytest.raises(
+        MissingDependency, match=r"torch \S+ has no torch.utils._no_such_module.gone, .* install torch 2.11 to"
+    ):
+        _ = _torch.gone
+    with pytest.raises(AttributeError, match="no attribute 'never'"):
+        _ = _torch.never
+
+
+def private(text):
+    """Private names of torch, transformers and Optuna in a file's text."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+            if node.attr in OF_OTHERS and ast.unparse(node.value) != "self":
+                yield ast.unparse(node)
+        else:
+            continue
+        for name in names:
+            if re.fullmatch(r"(torch|nn|dist|transformers|optuna)\.([\w.]+\.)?_[A-Za-z][\w.]*", name):
+                yield name
+
+
+def test_no_other_file_takes_such_a_name():
+    found = {
+        path.relative_to(ROOT).as_posix(): sorted(set(private(path.read_text(encoding="utf-8"))))
+        for path in sources(ROOT).values()
+        if path.name not in FILES
+    }
+    # The random function of `nn.init` is temporarily replaced in place.
+    allowed = {"schedule/deferred.py": ["nn.init._no_grad_trunc_normal_"]}
+    assert {name: names for name, names in found.items() if names and names != allowed.get(name)} == {}
+
+
+def test_the_check_of_private_names_can_fail():
+    planted = "import torch\nfrom torch._dynamo import reset\nmodule._parameters['weight'] = torch._C.nothing()"
+    assert {"torch._dynamo.reset", "module._parameters", "torch._C.nothing"} <= set(private(planted))

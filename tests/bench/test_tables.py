@@ -1,0 +1,267 @@
+"""Published tables are read as runs: bad rows, unknown columns and unknown sources are reported and left out."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from redline.base.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+
+MOSAIC_COLUMNS = (
+    "Model,SeqLen (T),# GPUs,GPU,MFU,MicroBatchSize,GradAccum,GlobalBatchSize,Throughput (T/s),Precision,MP Mode,"
+    "Sharding Strategy,Activation Checkpointing,Activation CPUOffload,Colour"
+)
+MOSAIC = f"""{MOSAIC_COLUMNS}
+1b,2048,8,a100_40gb,45,8,2,128,120000,amp_bf16,PURE,FULL_SHARD,True,False,red
+1b,2048,8,a100_40gb,145,8,2,128,520000,amp_bf16,PURE,FULL_SHARD,True,False,red
+1b,2048,8,a100_40gb,45,0.5,2,8,120000,amp_bf16,PURE,FULL_SHARD,True,False,red
+99b,2048,8,a100_40gb,45,8,2,128,120000,amp_bf16,PURE,FULL_SHARD,True,False,red
+1b,2048,8,z9000,45,8,2,128,120000,amp_bf16,PURE,FULL_SHARD,True,False,red
+1b,2048,8,a100_40gb,45,8,2,100,120000,amp_bf16,PURE,FULL_SHARD,True,False,red
+1b,2048,8,a100_40gb,45,8,2,128,120000,amp_bf16,PURE,FULL_SHARD,True,False,blue
+1b,2048
+"""
+GOLDEN_COLUMNS = (
+    "suite,case,device,iteration_time_s_median,mem_max_allocated_gib,num-layers,hidden-size,ffn-hidden-size,"
+    "num-attention-heads,num-query-groups,seq-length,vocab-size,micro-batch-size,global-batch-size,"
+    "tensor-model-parallel-size,pipeline-model-parallel-size,num-layers-per-virtual-pipeline-stage,context-parallel-size,"
+    "num-experts,sequence-parallel,use-distributed-optimizer,data-parallel-sharding-strategy,use-megatron-fsdp,"
+    "use-torch-fsdp2,recompute-granularity,transformer-impl,untie-embeddings-and-output-weights,swiglu,cpu-offloading,"
+    "optimizer-cpu-offload"
+)
+GOLDEN = f"""{GOLDEN_COLUMNS}
+gpt,gpt_one,h100,0.5,4.0,8,640,,8,,1024,,2,32,2,2,1,,,true,true,,,,full,transformer_engine,true,,,
+moe,moe_one,h100,0.5,4.0,8,640,,8,,1024,,2,32,2,2,,,8,true,true,,,,,transformer_engine,,,,
+gpt,gpt_two,h100,,,8,640,,8,,1024,,2,32,2,2,,,,,,,,,,transformer_engine,,,,
+"""
+BRIDGE = """Model,System,#-GPUs,Precision,GBS,MBS,Sequence Length,FSDP,TP,PP,CP,VP,EP,Tokens / sec / GPU
+LLAMA3_70B,DGX-H100,64,FP8,128,1,8192,0,4,8,1,5,n/a,1500
+LLAMA3_70B,DGX-H100,63,FP8,128,1,8192,0,4,8,1,5,n/a,1500
+Mixtral_8x7B,DGX-H100,64,BF16,128,1,4096,0,1,1,1,n/a,8,1500
+LLAMA3_70B,DGX-H100,64,BF16,256,2,8192,64,1,1,1,n/a,n/a,"1,250"
+"""
+TITAN = """### Results
+**Table 9** FSDP. Llama 3.1 8B model. 16 GPUs. Local batch size 1, global batch size 16. Full activation checkpointing.
+| Techniques | TPS/GPU | Memory(GiB) |
+| ----- | ----: | ----: |
+| FSDP | 5,100 | 41.5 |
+| FSDP + torch.compile + Float8 | - | 40 |
+"""
+IBM_COLUMNS = (
+    "framework_config,mem_nvidia_mem_reserved,mem_peak_torch_mem_alloc_in_bytes,model_name_or_path,num_gpus,peft_method,"
+    "per_device_train_batch_size,torch_dtype,train_samples_per_second,train_tokens_per_second"
+)
+IBM = f"""{IBM_COLUMNS}
+none,60000,42949672960,mistralai/Mistral-7B-v0.1,2,,4,bfloat16,2.0,4096
+none,60000,,mistralai/Mistral-7B-v0.1,1,,16,bfloat16,,
+"""
+
+
+@pytest.fixture(scope="module")
+def tables():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        import tables
+        import tables.judging
+
+        yield tables
+        for name in [each for each in sys.modules if each.partition(".")[0] == "tables"]:
+            del sys.modules[name]
+
+
+def source(tables, folder, **files):
+    folder.mkdir()
+    for name, text in files.items():
+        stem, _, suffix = name.rpartition("_")
+        (folder / f"{stem}.{suffix}").write_text(text)
+    return tables.read_source(folder, folder.name)
+
+
+def test_rows_of_fsdp_are_read_and_errors_of_other_rows_are_reported(tables, tmp_path):
+    found = source(tables, tmp_path / "anything", some_csv=MOSAIC)
+    (run,) = found.runs
+    assert run.config == {
+        "tp": 1,
+        "pp": 1,
+        "dp": 8,
+        "zero": 3,
+        "micro_batch": 8,
+        "grad_accum": 2,
+        "checkpoint_ratio": 1.0,
+    }
+    assert run.step_ms == pytest.approx(8 * 2 * 8 * 2048 / 120000 * 1e3)
+    assert run.model.facts(precision="fp32", attention="sdpa", fusion=False).parameters == pytest.approx(
+        1.316e9, rel=0.001
+    )
+    reasons = dict(each.split(": ", 1) for each in found.left)
+    assert "MFU" in reasons["some.csv:3"]
+    assert "not a whole number" in reasons["some.csv:4"]
+    assert "99b" in reasons["some.csv:5"]
+    assert "z9000" in reasons["some.csv:6"]
+    assert "does not divide the global batch 100" in reasons["some.csv:7"]
+    assert "it repeats another row" in reasons["some.csv:8"]
+    assert "some.csv:9" in reasons
+
+
+def test_megatrons_goldens_have_their_degrees_and_the_last_ranks_memory(tables, tmp_path):
+    found = source(tables, tmp_path / "golden", all_csv=GOLDEN)
+    run, mixture = found.runs
+    want = {"tp": 2, "pp": 2, "cp": 1, "dp": 2, "micro_batch": 2, "grad_accum": 8, "zero": 1, "virtual_stages": 4}
+    assert want.items() <= run.config.items()
+    assert run.setup["reported_rank"] == "last" and run.memory_mib == 4096 and run.step_ms == 500
+    assert run.model.vocabulary == 50432 and not run.model.tied  # 50,257 rounded up to a multiple of 256
+    assert mixture.model.experts == 8 and mixture.config.get("ep", 1) == 1
+    assert len(found.left) == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "knobs"),
+    [((1, 4, 4), {}), ((1, 4, 1), {"etp": 1}), ((2, 4, 4), {"ep": 2}), ((16, 4, 1), {"ep": 16, "etp": 1})],
+)
+def test_experts_are_spread_as_recipes_say(tables, degrees, knobs):
+    assert tables.form.spread_of(*degrees, {"dp": 8}) == knobs
+
+
+@pytest.mark.parametrize("degrees", [(2, 4, 2), (16, 4, 4), (64, 4, 1)])
+def test_experts_that_cannot_be_spread_so_are_left_out(tables, degrees):
+    with pytest.raises(tables.form.Left, match="experts over"):
+        tables.form.spread_of(*degrees, {"dp": 8})
+
+
+def test_recipes_of_nvidia_leave_recomputation_open(tables, tmp_path):
+    found = source(tables, tmp_path / "bridge", performance_csv=BRIDGE)
+    first, mixture, last = found.runs
+    assert mixture.model.experts == 8 and mixture.config["ep"] == 8
+    assert first.config["dp"] == 2 and first.config["virtual_stages"] == 5 and first.config["sequence_parallel"]
+    assert last.config["zero"] == 3 and last.step_ms == pytest.approx(256 * 8192 / (1250 * 64) * 1e3)
+    assert {each["checkpoint_ratio"] for each in first.choices} >= {0.0, 1.0}
+    assert ["divide 63" in each for each in found.left] == [True]
+
+
+def test_pages_in_markdown_are_read_by_what_their_headings_say(tables, tmp_path):
+    found = source(tables, tmp_path / "titan", page_md=TITAN)
+    (run,) = found.runs
+    assert run.config["dp"] == 16 and run.config["checkpoint_ratio"] == 1 and run.memory_mib == 41.5 * 1024
+    assert run.step_ms == pytest.approx(8192 / 5100 * 1e3)
+    assert found.left == ["page.md:6: throughput, batch or sequence is not stated"]
+
+
+def test_rows_without_a_number_failed(tables, tmp_path):
+    found = source(tables, tmp_path / "trainer", a100_csv=IBM)
+    assert found.left == []
+    ran, failed = found.runs
+    assert (ran.failed, failed.failed) == (False, True)
+    assert ran.setup["seq_len"] == 4096 and ran.memory_mib == 40960 and not ran.setup["reserved_memory"]
+    assert failed.setup["seq_len"] == 4096 and failed.step_ms is None
+
+
+def test_a_folder_of_sources_is_read_and_a_name_that_is_not_there_is_refused(tables, tmp_path):
+    source(tables, tmp_path / "one", some_csv=MOSAIC)
+    source(tables, tmp_path / "other", what_csv="colour,taste\nred,sweet\n")
+    (tmp_path / "kernels").mkdir()
+    found = {each.name: each for each in tables.read_tables(tmp_path)}
+    assert set(found) == {"one", "other"}
+    assert found["other"].runs == [] and found["other"].left == ["what.csv: its form is unknown"]
+    with pytest.raises(UsageError, match="no source 'two': there are one, other"):
+        tables.read_tables(tmp_path, ["two"])
+    assert [each.name for each in tables.read_tables(tmp_path / "one")] == ["one"]
+
+
+def test_calibration_by_other_rows_of_the_device_takes_a_common_factor_away(tables, tmp_path):
+    rows = [f"1b,2048,8,a100_40gb,45,8,{accum},{64 * accum},120000,amp_bf16,PURE,FULL_SHARD,True,False,red"
+            for accum in range(1, 13)]  # fmt: skip
+    found = source(tables, tmp_path / "many", some_csv="\n".join([MOSAIC_COLUMNS, *rows]))
+    judged = tables.judging.judge(found)
+    before, after = judged.errors(), judged.calibrated(5, seeds=2)
+    assert before["rows"] == 12 and before["unfit"] == 0 and "auc" not in before
+    assert after["rows"] == 7 and after["time_median"] < max(0.5 * before["time_median"], 0.01)
+
+
+def test_recipes_are_checked_as_files_and_unfit_verdicts_counted(tables, tmp_path):
+    from tables import checking
+
+    rows = [f"125m,2048,8,a100_40gb,45,{micro},1,{8 * micro},120000,amp_bf16,PURE,FULL_SHARD,False,False,red"
+            for micro in (4, 256)]  # fmt: skip
+    found = source(tables, tmp_path / "two", some_csv="\n".join([MOSAIC_COLUMNS, *rows]))
+    fitting, large = checking.verdicts(found, most=10)
+    assert fitting.found.fits and not large.found.fits
+    assert fitting.found.trainer.global_batch == 32 and fitting.found.framework == fitting.run.framework
+    assert fitting.found.parameters == pytest.approx(125e6, rel=0.02)
+    summary = checking.summary([fitting, large])
+    assert (summary["ran"], summary["failed"], summary["unfit"]) == (2, 0, 0.5) and "called fit" not in summary
+    assert summary["time_bias"] == pytest.approx(
+        (fitting.found.estimate.step_ms / fitting.run.step_ms + large.found.estimate.step_ms / large.run.step_ms) / 2
+        - 1
+    )
+    with pytest.raises(tables.Left, match="neither Llama-like nor GPT-2-like"):
+        checking.architecture(tables.models.model_of("bert-base"))
+
+
+def _as_if(tables, scales, name, device):
+    """A source whose step times are predictions with these factors of the constants."""
+    from dataclasses import replace
+
+    from tables import refitting
+
+    rows = [f"{size},2048,8,{device},45,{micro},{accum},{8 * micro * accum},120000,amp_bf16,PURE,FULL_SHARD,True,False,red"
+            for size in ("1b", "3b", "7b") for micro, accum in ((2, 1), (4, 2), (8, 1))]  # fmt: skip
+    cells = [dict(zip(MOSAIC_COLUMNS.split(","), row.split(","), strict=True)) for row in rows]
+    made = tables.Source(name)
+    form = tables.reading.mosaic_fsdp
+    made.runs = [form._run(cell, name, f"{name}:{at}") for at, cell in enumerate(cells)]
+    judged = tables.judging.judge(made, refitting.constants_of(scales))
+    steps = dict(zip((run.where for run in judged.runs), judged.predicted["step"], strict=True))
+    made.runs = [replace(run, step_ms=float(steps[run.where])) for run in made.runs]
+    return made
+
+
+def test_a_source_that_is_left_out_is_predicted_by_what_the_others_say(tables):
+    from tables import refitting
+
+    power = refitting.LIMITED[refitting.HOPPER]
+    alike = [_as_if(tables, {power: 0.9}, name, "h100_80gb") for name in ("one", "two")]
+    other = _as_if(tables, {}, "other", "a100_80gb")
+    found, whole = refitting.leave_out([*alike, other])
+    assert whole[power] == pytest.approx(0.9, abs=0.02)
+    one, _, last = found
+    assert one.plain > 0.05 and one.out < 0.02 and one.together < 0.02
+    assert one.scales[power] == pytest.approx(0.9, abs=0.02)
+    # The other sources do not determine an A100's power, and hardly the constants that it shares with them.
+    assert last.scales[refitting.LIMITED[refitting.OLDER]] == pytest.approx(1.0, abs=1e-6)
+    assert last.plain < 1e-9 and last.out < 0.02
+
+
+def test_the_command_prints_a_line_for_each_source(tmp_path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "a.csv").write_text(MOSAIC)
+    command = [sys.executable, str(ROOT / "bench" / "estimator.py"), "--tables", str(tmp_path), "--seeds", "1"]
+    done = subprocess.run([*command, "--source", "made"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = next(each for each in done.stdout.splitlines() if each.startswith("made"))
+    assert line.split()[1:3] == ["1", "7"]
+    done = subprocess.run([*command, "--source", "none"], capture_output=True, text=True)
+    assert done.returncode == 1 and "there is no source 'none': there are made" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,671", 1671.0),
+        ("[888](http://x/1)", 888.0),
+        ("n/a", None),
+        ("", None),
+        ("~13.5 GiB", 13.5),
+        ("195.8 (↓1.4%)", 195.8),
+    ],
+)
+def test_numbers_of_cells(tables, text, value):
+    assert tables.form.number(text) == value
+
+
+def test_units_of_memory_are_the_cells_or_the_columns(tables):
+    mib = tables.form.memory_mib
+    assert mib("2", "Memory(GiB)") == 2048 and mib("2 GiB", "peak") == 2048 and mib("2048", "gpu mem") == 2048
+    assert math.isclose(mib("1000", "max_alloc_MB"), 1e9 / 2**20) and mib("-", "Memory(GiB)") is None

@@ -1,0 +1,410 @@
+"""`redline estimate`: the best predicted configurations, why the others were ruled out, and what it cannot predict."""
+
+import json
+import re
+import threading
+
+import pytest
+from command_line import run
+from redline.base.errors import UsageError
+from redline.estimator import Shape, document
+from redline.estimator.document import estimate_document
+from redline.estimator.plans import choose, plan_of
+from redline.estimator.request import estimate_request
+from redline.estimator.survey import survey
+
+SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture(scope="module")
+def question():
+    shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
+    return estimate_request(shape, "a100-40gb", devices=8, seq_len=1024, global_batch=64, fix={"precision": "bf16"})
+
+
+def test_the_best_are_different_plans_ranked_by_throughput_times_the_chance_to_fit(question):
+    found = estimate_document(question, top=4)
+    hopes = [each.estimate.throughput * each.estimate.probability_fits for each in found.ranked]
+    assert hopes == sorted(hopes, reverse=True) and len(hopes) == 4
+    assert all(each.estimate.fits for each in found.ranked)
+    assert len({plan_of(each.config) for each in found.ranked}) == 4
+    table = question.estimator.table(list(question.space))
+    assert hopes[0] == pytest.approx((table.throughput * table.probability_fits)[table.fits].max())
+    assert found.baseline.config == question.space.default()
+    safest, small = (
+        next((each.ranked for each in found.plans if each.role == role), None) for role in ("safest", "least memory")
+    )
+    assert safest is None or safest.estimate.throughput >= 0.97 * found.ranked[0].estimate.throughput
+    half = table.fits & (table.throughput >= 0.5 * found.ranked[0].estimate.throughput)
+    assert small.estimate.peak_memory_mib == pytest.approx(table.fullest_memory_mib[half].min())
+    assert found.to_dict()["best"][0]["throughput_per_device"] == pytest.approx(found.ranked[0].estimate.throughput / 8)
+    everything = survey(question.estimator, question.space)
+    assert everything.fitting == table.fits.sum()
+    unfit = sum(count for reason, count in everything.out.items() if reason.startswith("does not fit"))
+    assert unfit == (~table.fits).sum()
+
+
+def test_each_plan_is_shown_with_its_figures_in_lines_that_fit_and_the_next_commands(capsys):
+    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--fix", "tp=2")
+    assert code == 0
+    header = next(line for line in out.splitlines() if "MFU" in line)
+    assert all(word in header for word in ("tokens/s", "per GPU", "80 % range", "step", "memory", "fits", "bound by"))
+    lines = out[out.index(header) :].splitlines()[1:]
+    rows = {
+        line.split("  ")[0]: line
+        for line in lines
+        if re.match(r"(fastest|safest|least memory|\d+ GPUs?|untuned)  ", line)
+    }
+    assert {"fastest", "least memory", "untuned"} <= set(rows)
+    assert all("GiB" in row and "%" in row for row in rows.values())
+    figures = [row.split(maxsplit=len(name.split()))[-1] for name, row in rows.items()]
+    assert len(set(figures)) == len(rows), "no two rows are the same plan"
+    assert all(len(line) <= 100 for line in out.splitlines() if "redline estimate" not in line), "it would be wrapped"
+    first, verdict = out.splitlines()[:2]
+    assert first.startswith("8 x 1024 on 8 x a100-40gb") and "x untuned; fits with a chance of" in verdict
+    assert "configurations" in out and "ruled out" not in out and "does not fit; most" not in out
+    assert out.splitlines()[-1].strip().startswith("redline export plan.yaml --to torchtitan")
+
+
+def test_explained_it_says_why_the_others_are_ruled_out(capsys):
+    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--memory-limit", "3GiB", "--explain"]
+    _, out, _ = run(capsys, *arguments)
+    assert "does not fit; most of its memory is" in out
+
+
+def test_a_narrow_terminal_goes_without_columns_and_wraps_no_word(question):
+    from redline.cli.estimate_text import body
+
+    found = estimate_document(question)
+    for width in (60, 80, 100):
+        lines = body(found, width=width)
+        assert max(map(len, lines)) <= width
+        whole = {word for line in body(found, width=10_000) for word in line.split() if "=" in word}
+        assert whole <= {word for line in lines for word in line.split()}
+
+
+def test_fewer_devices_are_a_plan_where_they_keep_half_the_speed(question):
+    from redline.estimator.document import with_fewer_devices
+
+    shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
+
+    def on(devices):
+        asked = {"devices": devices, "seq_len": 1024, "global_batch": 64, "fix": {"precision": "bf16"}}
+        return estimate_request(shape, "a100-40gb", **asked)
+
+    found = with_fewer_devices(estimate_document(question), on)
+    fewer = found.plans[-1]
+    assert fewer.role == "4 devices" and fewer.devices == 4
+    assert fewer.ranked.estimate.throughput >= 0.5 * found.ranked[0].estimate.throughput
+    assert fewer.ranked.config["tp"] * fewer.ranked.config["pp"] * fewer.ranked.config["dp"] <= 4
+
+
+def test_fewer_devices_are_not_looked_for_where_computing_alone_takes_too_long(question):
+    from dataclasses import replace
+
+    from redline.estimator.plans import fewer_devices
+
+    ranked = estimate_document(question).ranked[0]
+    asked = []
+
+    def find(share):
+        def best(devices):
+            asked.append(devices)
+            breakdown = {
+                **dict.fromkeys(ranked.estimate.breakdown, 0.0),
+                "time.matmul": share,
+                "time.data parallel": 1 - share,
+            }
+            estimate = replace(ranked.estimate, throughput=60.0, step_ms=1.0, breakdown=breakdown)
+            return replace(ranked, estimate=estimate)
+
+        return best
+
+    assert fewer_devices(50.0, 8, find(0.8))[0] == 4 and asked == [4]
+    asked.clear()
+    assert fewer_devices(50.0, 8, find(0.4))[0] == 1 and asked == [4, 2, 1], "without links, 2 may be as fast"
+
+
+def test_no_other_thread_runs_while_variants_are_traced_in_forked_processes(capsys, monkeypatch, tmp_path):
+    before, during, called = set(threading.enumerate()), [], []
+
+    def trace(source, variants, progress):
+        progress(1, 2)
+        called.append(True)
+        during.extend(set(threading.enumerate()) - before)
+
+    monkeypatch.setattr(document, "trace_concurrently", trace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, _, _ = run(
+        capsys, "estimate", "gpt2-tiny", "--hardware", "a100-40gb", "--seq-len", 64, "--fix", "fusion=false"
+    )
+    assert code == 0 and called and during == []
+
+
+def test_a_sampled_space_leads_to_its_best_plan(question, monkeypatch):
+    whole = choose(question.estimator, question.space)
+    monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
+    for seed in range(3):
+        found = choose(question.estimator, question.space, seed=seed)
+        assert found.survey.predicted == 300 < found.survey.valid
+        assert found.best[0].estimate.throughput == pytest.approx(whole.best[0].estimate.throughput, rel=1e-6)
+
+
+def test_a_plan_file_is_what_export_reads(capsys, tmp_path):
+    import yaml
+
+    plan = tmp_path / "plan.yaml"
+    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64, "-o", plan]
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and f"redline export {plan} --to torchtitan" in out and "redline tune" not in out
+    kept = yaml.safe_load(plan.read_text())
+    assert kept["simulated"] is True and kept["trains"]["devices"]["used"] == 8
+    code, out, _ = run(capsys, "export", plan, "--to", "env")
+    assert code == 0 and "predicted, simulated: nothing was run" in out and "the fastest plan" in out
+    assert f"MICRO_BATCH={kept['best']['configuration']['micro_batch']}" in out.replace("'", "").replace('"', "")
+    code, _, err = run(capsys, "export", plan, "--to", "env", "--trial", 3)
+    assert code == 2 and "--trial 3 names a trial of a run" in err
+    code, _, err = run(capsys, "tune", plan)
+    assert code == 2 and "does not name a model to tune" in err
+    plan.write_text("best: 3\n")
+    code, _, err = run(capsys, "export", plan, "--to", "env")
+    assert code != 0 and "has no best with a configuration" in err
+
+
+def test_a_search_begins_with_the_plans(capsys, tmp_path):
+    import yaml
+    from redline.results import View
+
+    plan, out = tmp_path / "plan.yaml", tmp_path / "run"
+    asked = ["gpt2-tiny", "--hardware", "a100-40gb", "--devices", 2, "--global-batch", 16, "-o", plan]
+    code, text, _ = run(capsys, "estimate", *asked)
+    assert code == 0 and f"redline tune {plan}" in text
+    kept = yaml.safe_load(plan.read_text())
+    simulated = ["--runner", "simulate", "--hardware", "a100-40gb", "--trials", 4, "--out", out]
+    code, _, err = run(capsys, "tune", plan, *simulated)
+    assert code == 0, err
+    trials = View(out).trials()
+    assert [each.sampler for each in trials[:2]] == ["default", "user"]
+    assert trials[1].config == kept["best"]["configuration"]
+
+
+@pytest.mark.slow
+def test_a_request_resolved_once_needs_no_torch_again(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\nfrom redline.cli import main\n"
+        "try:\n main(['estimate', 'gpt2-tiny', '--hardware', 'h100', '--devices', '2', '--json'])\n"
+        "except SystemExit: pass\nprint('torch' in sys.modules)"
+    )
+    answers = []
+    for _ in range(2):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        answers.append(done.stdout.splitlines())
+    assert [each[1] for each in answers] == ["True", "False"]
+    assert answers[0][0] == answers[1][0], "what is kept answers as what is resolved"
+
+
+def test_the_cache_serves_only_the_same_request_and_model(tmp_path):
+    from redline.estimator.hardware import find_hardware
+    from redline.estimator.kept import key_of
+    from redline.estimator.survey import device_of
+    from redline.models.request import TrainingRequest
+
+    device = device_of(find_hardware("h100"))
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2"}')
+    keys = {key_of(TrainingRequest("gpt2"), device, 8), key_of(TrainingRequest("gpt2"), device, 16)}
+    keys |= {key_of(TrainingRequest("gpt2", fix={"zero": 1}), device, 8), key_of(TrainingRequest(str(file)), device, 8)}
+    file.write_text('{"model_type": "gpt2", "n_layer": 3}')
+    keys.add(key_of(TrainingRequest(str(file)), device, 8))
+    assert len(keys) == 5 and None not in keys
+    assert key_of(TrainingRequest("train.py:workload"), device, 8) is None, "code may change what it resolves to"
+    assert key_of(TrainingRequest("owner/name"), device, 8) is None
+
+
+def test_a_model_of_experts_says_what_is_assumed_of_them():
+    notes = estimate_request("mixtral-tiny", "h100-80gb", devices=2).notes
+    assert any("mixture of 4 experts, 2 a token" in each for each in notes)
+
+
+def test_json_holds_what_the_text_says(capsys):
+    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64]
+    code, out, err = run(capsys, *arguments, "--json", "--top", 2)
+    data = json.loads(out)
+    assert (code, err, len(data["best"])) == (0, "", 2)
+    best = data["best"][0]
+    assert best["config"]["tp"] * best["config"]["pp"] * best["config"]["dp"] == 8
+    assert best["throughput"] == pytest.approx(64 * 1024 / (best["step_ms"] * 1e-3))
+    assert best["memory_low"] < best["peak_memory_mib"] < best["memory_high"]
+    assert sum(value for name, value in best["breakdown"].items() if name.startswith("memory.")) == pytest.approx(
+        best["peak_memory_mib"]
+    )
+    assert data["valid"] > data["predicted"] >= data["fitting"] > 0
+    assert [each["role"] for each in data["plans"]][:2] == ["fastest", "2nd"] and data["plans"][0]["devices"] == 8
+
+
+def test_plans_by_another_trainer_name_it_and_its_facts(capsys):
+    asked = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--framework", "megatron"]
+    code, out, _ = run(capsys, *asked)
+    assert code == 0 and " by megatron on 8 x a100-40gb" in out.splitlines()[0]
+    assert "assumed of megatron: weights are kept in bf16; master weights in fp32" in " ".join(out.split())
+    code, out, _ = run(capsys, *asked, "--memory-limit", "0.2GiB")
+    assert code == 3 and "assumed of megatron: weights are kept in bf16" in " ".join(out.split())
+    code, out, _ = run(capsys, *asked, "--json")
+    assert json.loads(out)["assumed_of"] == "megatron" and "gradients in fp32" in json.loads(out)["assumed"]
+    code, out, _ = run(capsys, *[each for each in asked if each not in ("--framework", "megatron")])
+    assert "assumed" not in out
+    code, _, err = run(capsys, *asked[:-1], "megatorn")
+    assert code == 2 and "did you mean 'megatron'" in err
+
+
+def test_one_configuration_is_explained_term_by_term(capsys):
+    code, out, _ = run(
+        capsys, "estimate", *SMALL, "--hardware", "h100", "--devices", 8, "--global-batch", 64,
+        "--config", "tp=4,zero=1,micro_batch=2", "--explain",
+    )  # fmt: skip
+    assert code == 0
+    assert "tp=4" in out and "micro_batch=2" in out
+    for term in ("matmul", "tensor parallel", "activations", "optimizer", "80 % within"):
+        assert term in out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("tp=3", "no value 3"),
+        ("tp=2,dp=8", "dp follows from the other knobs and is 4"),
+        ("micro_batch=64,tp=1,sp=1,cp=1,pp=1", "global batch"),
+        ("kernals=true", "unknown knob 'kernals'"),
+    ],
+)
+def test_a_configuration_outside_the_space_is_refused_by_its_rule(capsys, config, message):
+    code, _, err = run(
+        capsys,
+        "estimate",
+        *SMALL,
+        "--hardware",
+        "h100",
+        "--devices",
+        8,
+        "--global-batch",
+        64,
+        "--config",
+        config,
+    )
+    assert code == 2
+    assert message in err
+
+
+def test_the_smallest_configuration_is_named_if_none_fits(capsys):
+    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "t4", "--memory-limit", "200MiB")
+    assert code == 3
+    assert "no configuration is predicted to fit" in out
+    assert "with the least memory," in out
+
+
+UNTRACEABLE = """
+import torch
+import redline as rl
+
+class Reads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return y if y.sum().item() > 0 else y * 2
+
+def batch(size, seed):
+    return torch.zeros(size, 16), torch.zeros(size, 4)
+
+def loss(output, batch):
+    return torch.nn.functional.mse_loss(output, batch[1])
+
+workload = rl.Workload(model=Reads, batch=batch, loss=loss, global_batch=32)
+"""
+
+
+def test_a_model_that_cannot_be_traced_names_the_operator_and_what_is_known(capsys, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(UNTRACEABLE)
+    code, _, err = run(capsys, "estimate", "--workload", f"{file}:workload", "--hardware", "h100")
+    assert code == 2
+    assert "operator aten._local_scalar_dense.default" in err
+    assert "68 parameters" in err
+    assert "Traceback" not in err
+
+
+def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypatch):
+    from redline.estimator import measuring
+
+    monkeypatch.setattr(measuring, "SIZES", {"cpu": (64,), "cuda": (256,)})
+    monkeypatch.setattr(measuring, "SECONDS", 0.01)
+    path = tmp_path / "machine.yaml"
+    code, out, _ = run(capsys, "doctor", "--measure", "--ranks", 1, "--out", path)
+    assert code == 0
+    assert "matrix products in fp32" in out and str(path) in out
+    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", path, "--global-batch", 4, "--json", "--top", 1)
+    assert code == 0
+    assert json.loads(out)["best"][0]["throughput"] > 0
+
+
+def test_blocks_by_name_may_hold_commas_within_a_configuration():
+    from redline.cli.estimate import config_of
+
+    found = config_of("micro_batch=8,strategy=0-3:tp1,ckpt 4-7:zero2,tp=2")
+    assert found == {"micro_batch": 8, "tp": 2, "strategy": "0-3:tp1,ckpt 4-7:zero2"}
+    with pytest.raises(UsageError, match="must look like"):
+        config_of("micro_batch=8,7")
+
+
+def test_a_sampled_space_reports_the_number_of_samples(question, monkeypatch, capsys):
+    whole = survey(question.estimator, question.space)
+    monkeypatch.setattr("redline.estimator.survey.MAX_CONFIGS", 300)
+    drawn = survey(question.estimator, question.space)
+    assert drawn.predicted == 300 < drawn.valid == whole.valid and 0 < drawn.fitting <= 300
+    assert drawn.best[0].estimate.throughput == pytest.approx(whole.best[0].estimate.throughput), "steps lead there"
+    for each in drawn.best:
+        assert each.config in question.space
+        assert each.estimate.throughput == pytest.approx(question.estimator(each.config).throughput)
+    monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
+    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64)
+    assert code == 0 and "of 300 configurations, drawn from " in out
+
+
+def test_trace_memory_shows_the_course_of_a_step_and_names_the_largest_tensors(capsys):
+    asked = ["llama-tiny", "--hardware", "a100-40gb", "--devices", 2, "--global-batch", 16]
+    config = ["--config", "micro_batch=4,zero=3,precision=bf16,fusion=false", "--trace-memory"]
+    code, out, _ = run(capsys, "estimate", *asked, *config)
+    assert code == 0
+    assert re.search(
+        r"traced memory of rank 0: [\d.]+ MiB of tensors at the peak, in backward; [\d.]+ MiB\s+reserved", out
+    )
+    assert re.search(r"^  backward  .*█", out, re.MULTILINE)
+    assert re.search(r"^ +[\d.]+ MiB  optimizer states  .*: exp_avg", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 100
+    code, out, _ = run(capsys, "estimate", *asked, *config, "--json")
+    traced = json.loads(out)["memory_trace"]
+    assert code == 0
+    assert traced["allocator"] == "cuda caching"
+    assert traced["at_peak"]["optimizer states"] > traced["at_peak"]["parameters"]
+    assert len(traced["largest"]) == 10
+    assert {each["phase"] for each in traced["step"]} == {"forward", "backward", "optimizer"}
+
+
+def test_trace_memory_needs_a_model_that_redline_trains(capsys):
+    code, _, error = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--trace-memory")
+    assert code == 2 and "--trace-memory runs a model's code, which shape numbers do not have: name a model" in error
+    asked = ["llama-tiny", "--hardware", "a100-40gb", "--framework", "megatron", "--trace-memory"]
+    code, _, error = run(capsys, "estimate", *asked)
+    assert code == 2 and "--trace-memory traces redline's own training, not that of megatron" in error

@@ -1,0 +1,70 @@
+"""Every command takes the same global batch by default, and names it."""
+
+import json
+
+import pytest
+from redline.cli import main
+from redline.cli.estimate_text import head
+from redline.estimator import Shape
+from redline.estimator.document import estimate_document
+from redline.estimator.hardware import find_hardware
+from redline.estimator.request import estimate_request
+from redline.models.request import TrainingRequest
+from redline.tuner.task import resolve_task
+
+
+def test_the_commands_choose_alike_and_say_so():
+    h100 = find_hardware("h100-80gb")
+    searched = resolve_task(TrainingRequest("gpt2-tiny", devices=64), simulated=h100)
+    asked = estimate_request("gpt2-tiny", h100, devices=64)
+    message = (
+        "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the 64 devices"
+    )
+    assert searched.workload.global_batch == asked.global_batch == 64
+    assert asked.estimator.training.global_batch == 64
+    assert message in searched.notes and message in asked.notes
+    for space in (searched.space, asked.space):
+        assert space.default()["dp"] == 64
+
+
+def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named():
+    found = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=16)
+    assert found.global_batch == 16
+    message = "the global batch of 16 is less than the 64 devices: at most 16 of them can be replicas"
+    assert any(note.startswith(message) for note in found.notes)
+    enough = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=64)
+    assert not [note for note in enough.notes if "batch" in note]
+    shape = Shape(layers=4, hidden=64, heads=4, vocabulary=1000, name="small")
+    assert any(
+        note.startswith(message) for note in estimate_request(shape, "h100-80gb", devices=64, global_batch=16).notes
+    )
+
+
+def test_free_accumulation_has_no_batch_to_choose():
+    h100 = find_hardware("h100-80gb")
+    task = resolve_task(TrainingRequest("gpt2-tiny", devices=64, override={"grad_accum": [1, 2]}), simulated=h100)
+    assert task.workload.global_batch == 32 and not [note for note in task.notes if "batch" in note]
+
+
+def test_space_and_estimate_print_what_was_chosen(capsys):
+    for arguments in (
+        ["space", "gpt2-tiny", "--devices", "3"],
+        ["estimate", "gpt2-tiny", "--hardware", "h100", "--devices", "3", "--config", "pp=1"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out = capsys.readouterr().out
+        assert ended.value.code == 0
+        assert "note: global batch: 48, 16 samples a device" in out
+    with pytest.raises(SystemExit):
+        main(["space", "gpt2-tiny", "--devices", "3", "--json"])
+    assert any("global batch: 48" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_an_estimate_with_free_accumulation_names_no_batch():
+    asked = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2, override={"grad_accum": [1, 2]})
+    assert asked.global_batch is None and asked.space["grad_accum"].values == (1, 2)
+    found = estimate_document(asked)
+    assert found.to_dict()["global_batch"] is None and "global batch" not in head(found)[0]
+    named = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2)
+    assert "global batch 32" in head(estimate_document(named))[0]

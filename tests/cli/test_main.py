@@ -1,0 +1,373 @@
+"""The command line: help, exit codes, and a clear message without a traceback for every bad input."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import click
+import pytest
+import redline as rl
+from command_line import run
+from redline.base.device import Device
+from redline.cli.main import redline
+from redline.estimator import find_hardware, measuring
+from redline.estimator.kernels import products_of
+from redline.estimator.measuring_kernels import Kernels
+
+
+@pytest.mark.parametrize("command", redline.list_commands(None))
+def test_every_command_has_help_with_examples(capsys, command):
+    code, out, _ = run(capsys, command, "-h")
+    assert code == 0
+    assert "Examples:" in out
+    assert f"redline {command}" in out
+
+
+def test_help_names_every_command_and_loads_no_framework():
+    code = "import sys\nfrom redline.cli import main\ntry: main(['-h'])\nexcept SystemExit: pass\n"
+    code += "print(sorted({'torch', 'transformers', 'ray', 'optuna', 'pandas'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(f"\n  {command} " in out for command in redline.list_commands(None))
+    assert out.strip().endswith("[]")
+
+
+def test_no_arguments_show_the_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "Usage: redline" in out
+
+
+BAD = [
+    (["tune", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
+    (["tuen", "gpt2-tiny"], "did you mean 'tune'"),
+    (["tune"], "give either MODEL or --workload"),
+    (["tune", "gpt2-tiny", "--workload", "a.py:b"], "give either MODEL or --workload"),
+    (["tune", "--workload", "train.py"], "must be FILE:NAME"),
+    (["tune", "--workload", "no_such_file.py:workload"], "no_such_file.py"),
+    (["tune", "gpt2-tiny", "--trials", "0"], "trials must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--trials", "-3"], "trials must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--trials", "many"], "many"),
+    (["tune", "gpt2-tiny", "--time", "0s"], "time must be more than 0"),
+    (["tune", "gpt2-tiny", "--time", "soon"], "such as 90s, 30m or 1h30m"),
+    (["tune", "gpt2-tiny", "--memory-limit", "-1GiB"], "memory limit must be more than 0"),
+    (["tune", "gpt2-tiny", "--memory-limit", "big"], "such as 8GiB"),
+    (["tune", "gpt2-tiny", "--set", "micro_bach=1,2"], "did you mean 'micro_batch'"),
+    (["tune", "gpt2-tiny", "--set", "micro_batch"], "must look like"),
+    (["tune", "gpt2-tiny", "--set", "micro_batch=1,,2"], "must look like"),
+    (["tune", "gpt2-tiny", "--fix", "micro_batch=large"], "micro_batch"),
+    (["tune", "gpt2-tiny", "--fix", "micro_batch=1,2"], "takes one value"),
+    (["tune", "gpt2-tiny", "--fix", "precision=fp33"], "precision"),
+    (["tune", "gpt2-tiny", "--sampler", "tpee"], "did you mean 'tpe'"),
+    (["tune", "gpt2-tiny", "--patience", "-1"], "patience"),
+    (["tune", "gpt2-tiny", "--device-hours", "0"], "device_hours must be above 0"),
+    (["tune", "gpt2-tiny", "--headroom", "2"], "headroom must be a share from 0 to 0.5"),
+    (["tune", "gpt2-tiny", "--warm-start", "no/such/run"], "no/such/run"),
+    (["tune", "gpt2-tiny", "--time", "10s", "--trial-timeout", "60s"], "more than the 10 s of the whole search"),
+    (["tune", "gpt2-tiny", "--runner", "rays"], "did you mean 'ray'"),
+    (["tune", "gpt2-tiny", "--devices", "0"], "devices must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--devices", "100000"], "100000 devices were requested"),
+    (["tune", "gpt2-tiny", "--devices", "7", "--global-batch", "31"], "31 is not one of 7; 28 is"),
+    (["tune", "llama-tiny", "--devices", "8", "--fix", "tp=8"], "8 ranks must divide the 4 key-value heads"),
+    (
+        ["tune", "gpt2-tiny", "--devices", "3", "--global-batch", "9", "--fix", "tp=3"],
+        "must divide the 8 attention heads",
+    ),
+    (
+        ["tune", "gpt2-tiny", "--devices", "2", "--fix", "pp=2", "--fix", "tp=2"],
+        "where dp = `2 // (tp * sp * cp * pp)`",
+    ),
+    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "tp=2", "--fix", "zero=3"], "zero=3 would have no effect"),
+    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "zero=4"], "'zero' has no value 4"),
+    (["tune", "gpt2-tiny", "--lora", "rank=16"], "unknown part of lora 'rank'"),
+    (["tune", "gpt2-tiny", "--lora", "r=0"], "r of at least 1"),
+    (["tune", "gpt2-tiny", "--seq-len", "0"], "seq_len must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--global-batch", "-8"], "global_batch must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--space", "no_such.yaml"], "no_such.yaml"),
+    (["tune", "gpt2-tiny", "--data", "no_such.txt"], "no_such.txt"),
+    (["tune", "gpt2-tiny", "--resume"], "--resume needs --out"),
+    (["tune", "gpt2-tiny", "--resume", "--out", "no/such/run"], "'no/such/run' contains no run to resume"),
+    (["tune", "gpt2-tiny", "--log-to", "wandbb"], "did you mean 'wandb'"),
+    (["tune", "gpt2-tiny", "--no-such-option"], "no-such-option"),
+    (["estimate", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
+    (["estimate"], "give either MODEL or --workload"),
+    (["estimate", "gpt2-tiny", "--hardware", "h10"], "did you mean 'h100'"),
+    (["estimate", "gpt2-tiny", "--hardware", "no_such.yaml"], "no_such.yaml cannot be read"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--devices", "0"], "devices must be a whole number of at least 1"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "tp"], "must look like"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "micro_bach=2"], "did you mean 'micro_batch'"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--top", "0"], "0"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--memory-limit", "big"], "such as 8GiB"),
+    (["estimate", "gpt2-tiny", "--layers", "3"], "either a model or shape numbers"),
+    (["estimate", "--layers", "3", "--hidden", "64"], "need --heads, --vocabulary as well"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--trials-from", "no/such/run"], "no/such/run"),
+    (["doctor", "--ranks", "2"], "--ranks needs --measure"),
+    (["doctor", "--measure", "--out", "machine.txt"], "ends in .yaml"),
+    (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
+    (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
+    (["show", "no/such/run"], "no/such/run"),
+    (["report", "no/such/run"], "'no/such/run' does not exist"),
+    (["report", "."], "contains no run"),
+    (["dashboard", "no/such/runs"], "there is no folder 'no/such/runs'"),
+    (["dashboard", "."], "contain no run"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD, ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else ""
+)
+def test_bad_input_is_refused_with_a_clear_word_and_nothing_written(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err + out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sampler", "tpee"], "did you mean 'tpe'"),
+        (["--out", "taken"], "'taken' already contains a run"),
+        (["--out", "new", "--resume"], "contains no run to resume"),
+        (["--log-to", "wandbb"], "did you mean 'wandb'"),
+        (["--runner", "rays"], "did you mean 'ray'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_invalid_input_is_refused_before_predictions(capsys, tmp_path, monkeypatch, arguments, message):
+    def predicted(*given, **how):
+        pytest.fail("predicted first")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("redline.tuner.search_setup.estimate_to_begin_with", predicted)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "trials.csv").write_text("trial,status,throughput\n")
+    code, _, err = run(capsys, "tune", "gpt2-tiny", *arguments)
+    assert code == 2 and message in err
+    assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
+    import shlex
+
+    import yaml
+    from redline.cli.main import redline as group
+
+    asked = {"override": {"micro_batch": [4, 48], "precision": ["fp32"]}, "fix": {"attention": "eager"}}
+    result = rl.tune(
+        "gpt2-tiny", seq_len=16, global_batch=48, runner="simulate", hardware="h100", devices=1, trials=2,
+        out=tmp_path / "run", **asked,
+    )  # fmt: skip
+    words = shlex.split(yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["reproduce"])
+    pairs = list(itertools.pairwise(words))
+    assert ("--set", "micro_batch=4,48") in pairs and ("--fix", "attention=eager") in pairs
+    assert ("--fix", f"micro_batch={result.best.config['micro_batch']}") in pairs
+    parsed = group.get_command(None, "tune").make_context(
+        "tune", words[2:], parent=group.make_context("redline", ["tune"])
+    )
+    assert parsed.params["override"] == ("micro_batch=4,48", "precision=fp32")
+
+
+def test_too_many_gpus_are_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
+    from redline.base.device import Device
+
+    monkeypatch.chdir(tmp_path)
+    there = Device(type="cuda", name="NVIDIA H100", count=2, memory_mib=81_079, capability=(9, 0))
+    monkeypatch.setattr("redline.tuner.task.detect", lambda: there)
+    code, _, err = run(capsys, "tune", "gpt2-tiny", "--devices", "4")
+    assert code == 2
+    assert "4 devices were requested, but there are 2 (NVIDIA H100)" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_id_without_a_network_is_refused(capsys, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, _, err = run(capsys, "tune", "somebody/some-model", "--devices", "2")
+    assert code == 2
+    assert "'somebody/some-model' is not a preset" in err and "HF_HUB_OFFLINE forbids asking the hub" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "redline.cli", "tune", "gpt2-tinny", "--debug"], capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("knobs: [", "line"),
+        ("knobs: 3\n", "knobs"),
+        (
+            "knobs:\n- {name: x, type: choice, values: [1, 2]}\n"
+            "constraints:\n- {require: \"__import__('os').system('true')\"}\n",
+            "line",
+        ),
+    ],
+    ids=["malformed", "wrong shape", "code in a constraint"],
+)
+def test_a_bad_space_file_is_refused_with_its_place(capsys, tmp_path, monkeypatch, text, where):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(text)
+    code, _, err = run(capsys, "tune", "gpt2-tiny", "--space", "space.yaml")
+    assert code == 2
+    assert "space.yaml" in err
+    assert where in err
+
+
+def test_a_workload_file_that_fails_to_import_is_refused_with_its_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import redline\n\nraise ZeroDivisionError('broken set-up')\n")
+    code, _, err = run(capsys, "tune", "--workload", "train.py:workload")
+    assert code == 2
+    assert "broken set-up" in err
+    assert "train.py" in err
+    assert "3" in err
+
+
+def test_models_lists_the_presets_with_their_sizes(capsys):
+    code, out, _ = run(capsys, "models")
+    assert code == 0
+    assert "gpt2-tiny" in out
+    assert "llama3-8b" in out
+    code, out, _ = run(capsys, "models", "--json")
+    assert json.loads(out)["llama2-7b"]["parameters"] == pytest.approx(6.74e9, rel=0.01)
+
+
+def test_space_shows_the_knobs_and_writes_them_as_yaml(capsys, tmp_path):
+    file = tmp_path / "space.yaml"
+    code, out, _ = run(capsys, "space", "gpt2-tiny", "--fix", "precision=fp32", "-o", file)
+    assert code == 0
+    assert "micro_batch" in out
+    assert "default:" in out
+    code, out, _ = run(capsys, "space", "gpt2-tiny", "--space", file, "--json")
+    assert code == 0
+    assert json.loads(out)["valid"] > 1
+
+
+def test_doctor_tells_versions_devices_and_memory(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    for word in ("torch", "transformers", "ray", "devices", "MiB"):
+        assert word in out
+    code, out, _ = run(capsys, "doctor", "--json")
+    facts = json.loads(out)
+    assert facts["versions"]["torch"]
+    assert facts["shared_memory_mib"]["total"] == shutil.disk_usage("/dev/shm").total >> 20
+
+
+@pytest.mark.parametrize("attention", [0.4, None])
+def test_doctor_shows_writes_and_keeps_the_curves_of_a_gpu(capsys, monkeypatch, tmp_path, attention):
+    gpu = Device(
+        type="cuda", name="NVIDIA H100 80GB HBM3", count=1, memory_mib=81_000, capability=(9, 0), features=frozenset()
+    )
+    found = measuring.Measured(
+        device=gpu,
+        tflops={"fp32": {1024: 50.0}, "bf16": {1024: 700.0}},
+        memory_gb_per_s=2900.0,
+        host_gb_per_s=40.0,
+        kernels=Kernels(
+            products=replace(products_of(find_hardware("h100-80gb")), rate=0.9), error=0.04, attention=attention
+        ),
+    )
+    kept = []
+    monkeypatch.setattr(measuring, "measure", lambda ranks: found)
+    monkeypatch.setattr(measuring, "keep", kept.append)
+    path = tmp_path / "gpu.yaml"
+    code, out, err = run(capsys, "doctor", "--measure", "--out", path)
+    assert code == 0, err
+    assert "products of 350 sizes: 90 % of the peak when large, 69 % sustained; median error of the curve 4 %" in out
+    shown = "fused attention, forward and backward: 40 % of the peak for long sequences"
+    assert (shown if attention else "fused attention: no kernel here") in out
+    assert kept == [found]
+    written = find_hardware(path)
+    assert products_of(written).rate == 0.9 and written.attention == attention
+
+
+def test_doctor_tells_the_size_of_what_ranks_share(capsys, monkeypatch):
+    monkeypatch.setattr("redline.base.host_memory.shared_memory", lambda: (3 << 20, 64 << 20))
+    _, out, _ = run(capsys, "doctor")
+    assert "/dev/shm, which ranks and data loaders share: 64 MiB, 3 MiB free" in out
+
+
+def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "hebo" else real(name, *rest))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "--sampler hebo" in out
+    assert "pip install --no-deps HEBO==0.3.6" in out
+    assert "fusion" in out
+
+
+def test_an_interrupt_in_the_midst_of_an_import_still_exits_130(tmp_path):
+    # In code generated from text, as dataclasses do, CPython would turn the exit into a death by SIGINT.
+    code = """
+import sys
+from redline.cli import main
+class Interrupted:
+    def main(self, *given, **options):
+        exec("raise KeyboardInterrupt")
+sys.modules["redline.cli.main"].redline = Interrupted()
+main(["tune", "gpt2-tiny"])
+"""
+    (tmp_path / "cut.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "cut"], cwd=tmp_path, capture_output=True, text=True, timeout=570, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert "interrupted" in done.stderr
+
+
+METAVARS = {
+    "N", "X", "X X", "NAME", "FILE", "DIR", "SIZE", "TIME", "URL", "ADDRESS", "TEXT", "RUN", "MODEL", "COMMAND", "RULE",
+    "ID", "ID N", "ID NAME", "N,...", "A,B,...", "KNOB=V", "KNOB=V,...", "KNOB=A,B,...", "NAME=VALUE", "FILE:NAME",
+    "NAME|FILE", "NAME|RE", "FILE[:PATH=VALUE]",
+}  # fmt: skip
+
+
+def every_option():
+    context = click.Context(redline)
+    for name in redline.list_commands(context):
+        command = redline.get_command(context, name)
+        for each in [command, *(command.commands.values() if isinstance(command, click.Group) else ())]:
+            for option in each.params:
+                if isinstance(option, click.Option):
+                    yield name, each, option
+
+
+def test_options_of_all_commands_have_one_set_of_metavars_one_out_and_one_json():
+    for name, command, option in every_option():
+        if not option.is_flag and not isinstance(option.type, click.Choice):
+            assert option.make_metavar(click.Context(command)) in METAVARS, (name, option.opts)
+        assert "--output" not in option.opts
+        if "--out" in option.opts:
+            assert "-o" in option.opts, name
+        if "--json" in option.opts:
+            assert option.is_flag and option.name == "as_json"
+
+
+def test_the_help_of_tune_has_groups_and_every_option_once():
+    tune = redline.get_command(click.Context(redline), "tune")
+    text = tune.get_help(click.Context(tune, max_content_width=100))
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [*tune.groups, "Advanced"]
+    named = [name for names in tune.groups.values() for name in names]
+    assert len(named) == len(set(named)) and set(named) <= {each.name for each in tune.params}
+    for option in tune.params:
+        if isinstance(option, click.Option):
+            assert len(re.findall(rf"^  (?:-o, )?{option.opts[-1]}\b(?!-)", text, re.MULTILINE)) == 1, option.name

@@ -1,0 +1,153 @@
+"""`redline show`, `compare`, `report` and `models` on the command line."""
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from command_line import run
+from redline.results import Measurement, RankReport, RunFolder, Status
+
+KNOBS = {"micro_batch": (1, 2, 4), "fusion": (False, True)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of three trials."""
+    with RunFolder.open(tmp_path / "a", {"model": "gpt2-tiny", "seed": 0}, knobs=KNOBS) as made:
+        for number, (status, speed) in enumerate(((Status.OK, 100.0), (Status.OOM, None), (Status.OK, 150.0))):
+            made.start({"micro_batch": 2**number, "fusion": False}, sampler="default" if not number else "tpe")
+            made.finish(number, Measurement(status=status, throughput=speed, unit="tokens/s", reason=""))
+    return tmp_path / "a"
+
+
+def test_show_prints_the_run(capsys, folder):
+    code, out, _ = run(capsys, "show", folder)
+    assert code == 0
+    assert "best: trial 2, 150 tokens/s; the default configuration (trial 0): 100 tokens/s; gain 1.50x" in out
+    assert "best so far: ▁▁█  100 to 150" in out
+
+
+def test_show_as_data_is_data_alone(capsys, folder):
+    code, out, _ = run(capsys, "show", folder, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and [row["trial"] for row in rows] == ["2", "0", "1"]
+    assert rows[0]["knob.micro_batch"] == "4"
+    code, out, _ = run(
+        capsys,
+        "show",
+        folder,
+        "--format",
+        "json",
+        "--status",
+        "ok",
+        "--sort=-trial",
+        "--columns",
+        "trial,micro_batch",
+    )
+    assert json.loads(out) == [{"trial": 2, "knob.micro_batch": 4}, {"trial": 0, "knob.micro_batch": 1}]
+    code, out, _ = run(capsys, "show", folder, "--format", "markdown", "--top", "1", "--columns", "trial")
+    assert out == "| trial |\n| --- |\n| 2 |\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "cvs"], "did you mean 'csv'"),
+        (["--columns", "trial,stauts"], "did you mean 'status'"),
+        (["--columns", "trial,,status"], "must look like a,b,c"),
+        (["--status", "okay"], "did you mean 'ok'"),
+        (["--sort", "step"], "unknown column 'step'"),
+        (["--top", "0"], "--top"),
+    ],
+)
+def test_bad_input_of_show_is_named(capsys, folder, arguments, message):
+    code, out, err = run(capsys, "show", folder, *arguments)
+    assert code == 2 and message in err and out == ""
+
+
+def test_compare_prints_both_and_the_verdict(capsys, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    code, out, _ = run(capsys, "compare", "a", "a")
+    assert code == 0
+    assert "a against a: 0.0% faster; no spread was recorded" in out
+    assert "tokens/s" in out and "micro_batch" in out
+    code, out, _ = run(capsys, "compare", "a", "a", "--format", "csv")
+    assert out.splitlines()[:2] == [",a,a", "micro_batch,4,4"]
+    code, out, _ = run(capsys, "compare", "a", "a", "--format", "json")
+    assert json.loads(out)["differences"] == [
+        {"ratio": 1.0, "p": None, "words": "0.0% faster; no spread was recorded, so it may be noise"}
+    ]
+
+
+def test_compare_needs_two_runs_that_are_there(capsys, folder):
+    assert run(capsys, "compare", folder)[0] == 2
+    code, _, err = run(capsys, "compare", folder, folder.parent / "none")
+    assert code == 2 and "there is no folder" in err
+
+
+TRAINED = {
+    "model": "llama-tiny",
+    "workload": {"spec": "llama-tiny"},
+    "devices": {"type": "cuda", "name": "a100-40gb", "used": 2},
+    "seq_len": 64,
+    "global_batch": 16,
+}
+
+
+def write_trained(path, asked, *measurements):
+    """Writes a run of llama-tiny under ZeRO 3, a trial for each measurement."""
+    values = range(1, 1 + len(measurements))
+    with RunFolder.open(path, asked, knobs={"zero": (3,), "micro_batch": tuple(values)}) as made:
+        for number, measured in zip(values, measurements):
+            made.start({"zero": 3, "micro_batch": number}, sampler="default")
+            made.finish(number - 1, measured)
+    return path
+
+
+def test_report_traces_the_fullest_measured_rank_of_the_winner(capsys, tmp_path):
+    ranks = tuple(RankReport(rank=n, status=Status.OK, peak_memory_mib=100.0 + n) for n in range(2))
+    fast = Measurement(status=Status.OK, throughput=2.0, unit="tokens/s", ranks=ranks)
+    folder = write_trained(tmp_path / "a", TRAINED, replace(fast, throughput=1.0, ranks=()), fast)
+    code, out, _ = run(capsys, "report", folder, "--trace-memory")
+    page = re.search(r'id="data">(.*?)</script>', (folder / "report.html").read_text(), re.DOTALL)
+    traced = json.loads(page[1])["memory_trace"]
+    assert code == 0 and out.startswith("wrote ")
+    assert traced["rank"] == 1 and traced["allocator"] == "cuda caching"
+    # A half of the parameters, of 4 bytes each, and two states of the optimizer for each.
+    assert traced["at_peak"]["optimizer states"] == pytest.approx(2 * traced["at_peak"]["parameters"], rel=0.01)
+    code, _, _ = run(capsys, "report", folder)
+    assert code == 0 and '"memory_trace":null' in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code", "message"),
+    [
+        (TRAINED, Status.OOM, 3, "names no winner"),
+        (TRAINED | {"workload": {"command": "train.sh"}}, Status.OK, 2, "is of a command"),
+        (None, Status.OK, 2, "needs run.yaml"),
+    ],
+    ids=["no winner", "a command", "no run.yaml"],
+)
+def test_report_says_why_memory_cannot_be_traced(capsys, tmp_path, asked, status, code, message):
+    folder = write_trained(
+        tmp_path / "a", asked or TRAINED, Measurement(status=status, throughput=1.0, unit="tokens/s")
+    )
+    if asked is None:
+        (folder / "run.yaml").unlink()
+    ended, _, error = run(capsys, "report", folder, "--trace-memory")
+    assert ended == code and message in error and "Traceback" not in error
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("width", ["40", "80", "200"])
+def test_model_names_are_not_truncated_at_any_width(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    code, out, _ = run(capsys, "models")
+    from redline.models.presets import PRESETS
+
+    assert code == 0 and "…" not in out
+    assert {line.split()[0] for line in out.splitlines()[1:]} == set(PRESETS)
+    assert "151,936" in out

@@ -1,0 +1,311 @@
+"""`redline tune --command`: an unmodified program, tuned from the command line and from Python."""
+
+import csv
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redline as rl
+import yaml
+from command_line import run
+from redline.base.errors import UsageError
+from redline.tuner.predicting import described
+from redline.tuner.request import Request
+from redline.tuner.task import resolve_task
+from tiers import tiered
+
+SPACE = """
+knobs:
+- {name: micro_batch, values: [1, 2, 4]}
+- {name: mode, values: [slow, fast]}
+"""
+TRAIN = """
+import sys, time
+from redline import report
+batch, mode = int(sys.argv[1]), sys.argv[2]
+for step in range(400):
+    time.sleep((0.002 if mode == "fast" else 0.005) * (1 + batch))
+    report(step=step, samples=batch)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("knobs.yaml").write_text(SPACE)
+    Path("train.py").write_text(TRAIN)
+    return f"{shlex.quote(sys.executable)} train.py {{micro_batch}} {{mode}}"
+
+
+OPTIONS = ["--space", "knobs.yaml", "--sampler", "grid", "--measure-time", "100ms"]
+
+
+def test_a_command_is_tuned_and_the_winner_s_command_is_printed(checkout, capsys):
+    knobs = ["--set", "micro_batch=1,4", "--fix", "mode=fast"]
+    code, out, err = run(capsys, "tune", "--command", checkout, *OPTIONS, *knobs, "--out", "run")
+    assert code == 0, out + err
+    rows = list(csv.DictReader(open("run/trials.csv")))
+    assert [(row["status"], row["unit"]) for row in rows] == [("ok", "samples/s")] * 2
+    best = yaml.safe_load(Path("run/best.yaml").read_text())
+    assert best["best"]["configuration"] == {"micro_batch": 4, "mode": "fast"}
+    (shown,) = [line for line in out.replace("\n  ", " ").splitlines() if "the winner's command:" in line]
+    assert shlex.split(shown.partition("command: ")[2])[-3:] == ["train.py", "4", "fast"]
+    asked = yaml.safe_load(Path("run/run.yaml").read_text())["asked"]["workload"]["command"]
+    assert shlex.split(asked) == ["--command", checkout]
+    # The entry that measures the winner again is a complete command line.
+    again = best["reproduce"]
+    again = shlex.split(again) if isinstance(again, str) else again
+    assert again[:3] == ["redline", "tune", "--command"]
+    code, out, err = run(capsys, *again[1:], "--out", "again", "--measure-time", "100ms")
+    assert code == 0, out + err
+    (row,) = csv.DictReader(open("again/trials.csv"))
+    assert (row["knob.micro_batch"], row["knob.mode"]) == ("4", "fast")
+    assert sorted(each.name for each in Path().iterdir()) == ["again", "knobs.yaml", "run", "train.py"]
+
+
+@pytest.mark.slow
+def test_only_the_same_command_resumes_a_run(checkout, capsys):
+    options = [
+        "--space",
+        "knobs.yaml",
+        "--sampler",
+        "random",
+        "--measure-time",
+        "200ms",
+        "--patience",
+        "0",
+        "--out",
+        "run",
+    ]
+    assert run(capsys, "tune", "--command", checkout, *options, "--trials", 1)[0] == 0
+    code, _, err = run(capsys, "tune", "--command", checkout + " more", *options, "--trials", 2, "--resume")
+    assert code == 2 and "workload" in err, err
+    code, out, err = run(capsys, "tune", "--command", checkout, *options, "--trials", 2, "--resume")
+    assert code == 0, out + err
+    assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
+
+
+def test_a_command_in_a_file_is_tuned_alike_and_dry_starts_nothing(checkout, capsys):
+    Path("tune.yaml").write_text(yaml.safe_dump({"command": checkout, "env": ["A={micro_batch}"]}))
+    code, out, err = run(capsys, "tune", "--command-file", "tune.yaml", "--space", "knobs.yaml", "--dry")
+    assert code == 0, err
+    first, second, third = out.splitlines()
+    assert first == f"A=1 {sys.executable} train.py 1 slow"
+    assert len({first, second, third}) == 3 and not Path("runs").exists()
+    assert (
+        subprocess.run(
+            ["sh", "-c", f"export {first.partition(' ')[0]}; timeout 1 {first.partition(' ')[2]}"], check=False
+        ).returncode
+        == 124
+    )
+
+
+def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
+    Path("train.py").write_text("import sys\nraise SystemExit(f'no such file: {sys.argv[1]}')\n")
+    code, out, _ = run(capsys, "tune", "--command", checkout, "--space", "knobs.yaml", "--trials", 6, "--out", "run")
+    assert code == 3 and "the first two trials crashed in the same way, so the command is to blame" in out
+    assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["gpt2-tiny", "--command", "true {micro_batch} {mode}"],
+            "give one target to tune, but got 'gpt2-tiny' as well",
+        ),
+        (["gpt2-tiny", "--model", "x"], "--model is an option of a command"),
+        (["--command", "true {micro_batch} {mode}", "--model", "gpt3-tiny"], "did you mean 'gpt2-tiny'"),
+        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise needs a workload"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--data", "x"],
+            "data is for a workload",
+        ),
+        (["--command", "true {micro_batch} {mode} {global_batch}"], "set it with --global-batch"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--global-batch", "8"],
+            "has no placeholder for the global batch, 8",
+        ),
+        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware is for a workload"),
+        (["gpt2-tiny", "--metric", "x"], "--metric is an option of a command"),
+        (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
+        (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
+            "needs the model that a command trains: --model",
+        ),
+        (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
+        (["--command-file", "none.yaml"], "none.yaml cannot be read"),
+        (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
+        (["--command-file", "odd.yaml", "--metric", "x"], "write the value of --metric into it"),
+        (["gpt2-tiny", "--dry"], "--dry prints commands"),
+    ],
+)
+def test_options_that_do_not_apply_to_a_command_are_refused_at_once(checkout, capsys, arguments, says):
+    Path("odd.yaml").write_text("command: a\ncomand: b\n")
+    code, _, err = run(capsys, "tune", *arguments, *(["--space", "knobs.yaml"] if "gpt2-tiny" not in arguments else []))
+    assert code == 2 and says in err
+    assert not Path("runs").exists()
+
+
+def test_a_command_without_a_space_is_refused(checkout, capsys):
+    code, _, err = run(capsys, "tune", "--command", "true")
+    assert code == 2 and "tuning a command needs knobs: --space FILE, --set" in err
+
+
+@pytest.mark.slow
+def test_knobs_are_declared_by_their_values(checkout, capsys):
+    knobs = ["--set", "micro_batch=4,2", "--set", "mode=fast"]
+    code, out, err = run(
+        capsys, "tune", "--command", checkout, *knobs, "--sampler", "grid", "--measure-time", "0.2s", "--out", "r"
+    )
+    assert code == 0, out + err
+    rows = list(csv.DictReader(open("r/trials.csv")))
+    assert [(row["knob.micro_batch"], row["knob.mode"]) for row in rows] == [("4", "fast"), ("2", "fast")]
+
+
+def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
+    Path("train.py").write_text("import sys\nassert sys.argv[1] in ('no', 'off')\nprint('value', len(sys.argv[1]))\n")
+    command = f"{shlex.quote(sys.executable)} train.py {{compile}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "compile=no,off", "--metric", "value (?P<value>.)", "--sampler",
+        "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    assert [row["knob.compile"] for row in csv.DictReader(open("r/trials.csv"))] == ["no", "off"]
+
+
+def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, capsys):
+    text = "import sys\nload = int(sys.argv[1])\nprint(f'{load * 10} requests/s, p99 {load * 60} ms')\n"
+    Path("bench.py").write_text(text)
+    code, out, err = run(
+        capsys, "tune", "--command", f"{shlex.quote(sys.executable)} bench.py {{clients}}", "--set", "clients=1,3,5",
+        "--metric", r"(?P<requests_per_second>\d+) requests/s, p99 (?P<p99_ms>\d+) ms", "--require", "p99_ms < 200",
+        "--sampler", "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    rows = {row["knob.clients"]: row for row in csv.DictReader(open("r/trials.csv"))}
+    assert {clients: row["status"] for clients, row in rows.items()} == {"1": "ok", "3": "ok", "5": "wrong"}
+    assert "p99_ms = 60" in rows["1"]["reason"] and "p99_ms = 180" in rows["3"]["reason"]
+    assert rows["5"]["reason"] == "p99_ms = 300, but `p99_ms < 200` is required; requests_per_second = 50"
+    best = yaml.safe_load(Path("r/best.yaml").read_text())["best"]
+    assert (best["throughput"], best["unit"], best["measurement"]["told"]) == (
+        pytest.approx(30.0),
+        "requests/s",
+        "p99_ms = 180",
+    )
+    assert ": 30 requests/s" in next(line for line in out.splitlines() if line.startswith("winner"))
+    (shown,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
+    assert shown == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
+    assert "redline report r" in out and "redline export" not in out
+
+
+@pytest.mark.parametrize("runner", tiered(["local"], ["ray"]))
+def test_a_global_batch_gives_the_accumulation_and_when_it_is_measured_again(checkout, capsys, runner):
+    Path("train.py").write_text(TRAIN.replace("fast", "2"))
+    command = f"{shlex.quote(sys.executable)} train.py {{micro_batch}} {{grad_accum}}"
+    options = ["--global-batch", "4", "--measure-time", "200ms"]
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "micro_batch=2,4", *options, "--sampler", "grid", "--runner",
+        runner, "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    rows = list(csv.DictReader(open("r/trials.csv")))
+    assert [(row["knob.micro_batch"], row["knob.grad_accum"]) for row in rows] == [("2", "2"), ("4", "1")]
+    again = shlex.split(yaml.safe_load(Path("r/best.yaml").read_text())["reproduce"])
+    assert again[again.index("--global-batch") + 1] == "4"
+    code, out, err = run(capsys, *again[1:], "--out", "again", "--measure-time", "200ms")
+    assert code == 0, out + err
+    (row,) = csv.DictReader(open("again/trials.csv"))
+    assert (row["knob.micro_batch"], row["knob.grad_accum"]) in (("2", "2"), ("4", "1"))
+
+
+MEGATRON = "torchrun pretrain_gpt.py --bf16 --seq-length 1024"
+CLUSTER = ["--devices", 8, "--global-batch", 64, "--runner", "simulate", "--hardware", "h100-80gb", "--trials", 6]
+
+
+def test_a_command_whose_model_is_known_can_be_simulated_exported_and_learned_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    megatron = ["tune", "--launcher", "megatron", "--command", MEGATRON, *CLUSTER]
+    code, out, err = run(capsys, *megatron, "--model", "gpt2", "--out", "r")
+    assert code == 0, out + err
+    assert "the estimate is that of gpt2, 1024 tokens a sample" in out
+    best = yaml.safe_load(Path("r/best.yaml").read_text())
+    size = best["best"]["configuration"]["micro_batch"]
+    assert f"--micro-batch-size {size} " in out and "--global-batch-size 64" in out and "--train-iters" not in out
+    asked = yaml.safe_load(Path("r/run.yaml").read_text())["asked"]
+    assert asked["workload"]["spec"] == "gpt2" and asked["shape"]["layers"] == 12 and asked["seq_len"] == 1024
+    code, out, err = run(capsys, "export", "r", "--to", "megatron")
+    assert code == 0 and "--num-layers 12" in out and f"--micro-batch-size {size}" in out, out + err
+    code, out, err = run(capsys, *megatron, "--model", "gpt2", "--warm-start", "r", "--out", "again")
+    assert code == 0 and "warm start from r: " in out and "weight" not in out, out + err
+    otherwise = ["tune", "--launcher", "megatron", "--command", MEGATRON + " --model gpt2 --use-flash-attn", *CLUSTER]
+    code, out, err = run(capsys, *otherwise, "--warm-start", "r", "--out", "otherwise")
+    assert code == 0 and "at 90 % weight: gpt2 is trained otherwise" in out, out + err
+    assert "the command names it, and --model names another" in out
+
+
+def test_a_model_that_flags_describe_needs_no_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257"
+    code, out, err = run(
+        capsys, "tune", "--launcher", "megatron", "--command", f"{MEGATRON} {sizes}", *CLUSTER, "--out", "r"
+    )
+    assert code == 0, out + err
+    assert "the estimate is that of the model that the command's flags describe, 1024 tokens a sample" in out
+    assert yaml.safe_load(Path("r/run.yaml").read_text())["asked"]["shape"]["layers"] == 12
+    code, out, err = run(capsys, "export", "r", "--to", "megatron")
+    assert code == 0 and "--num-layers 12" in out, out + err
+
+
+def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
+    """Megatron-LM accumulates micro-batches up to the global batch, which fills a pipeline."""
+    text = f"{MEGATRON} --global-batch-size 48"
+    command = rl.Command(command=text, launcher="megatron", model="gpt2")
+    asked = {"devices": 8, "runner": "simulate", "hardware": "h100-80gb"}
+    task = resolve_task(Request(command, **asked), simulated=described("h100-80gb"))
+    assert task.without == {"global_batch": 48, "precision": "bf16"}
+    configs = list(task.space)
+    assert configs and all(48 % (each["micro_batch"] * 8 // (each["tp"] * each["pp"])) == 0 for each in configs)
+    assert {each["micro_batch"] for each in configs} > {1, 2}
+    free = rl.Command(command=MEGATRON, launcher="megatron", model="gpt2")
+    assert resolve_task(Request(free, **asked), simulated=described("h100-80gb")).without["grad_accum"] == 1
+
+
+@pytest.mark.slow
+def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compared_with_it(checkout, capsys):
+    command = [
+        "tune", "--command", checkout, "--set", "micro_batch=65536,2,4", "--set", "mode=fast", "--model", "gpt2-tiny",
+        "--measure-time", "200ms", "--trials", 2, "--patience", 0, "--memory-limit", "2GiB", "--out", "r",
+    ]  # fmt: skip
+    code, out, err = run(capsys, *command)
+    assert code == 0, out + err
+    assert "the estimate is that of gpt2-tiny, 64 tokens a sample" in out
+    rows = list(csv.DictReader(open("r/trials.csv")))
+    # The default would not fit: it need not be tried.
+    assert "trial 0 is micro_batch=4, otherwise the default configuration, because that is predicted to need" in out
+    assert {row["knob.micro_batch"] for row in rows} == {"4", "2"} and {row["unit"] for row in rows} == {"samples/s"}
+    assert {row["predicted_throughput"] for row in rows} == {""}
+
+
+def test_a_model_that_only_the_command_knows_is_no_obstacle(checkout, capsys):
+    code, out, err = run(
+        capsys, "tune", "--command", f"{checkout} --model=resnet-of-ours", *OPTIONS, "--trials", 1, "--out", "r"
+    )
+    assert code == 0 and "without an estimate of the command's model: unknown model 'resnet-of-ours'" in out, out + err
+
+
+@pytest.mark.slow
+def test_python_tunes_commands_too(checkout):
+    result = rl.tune(
+        rl.Command(command=[sys.executable, "train.py", "{micro_batch}", "{mode}"]),
+        rl.Space.from_yaml("knobs.yaml"),
+        sampler="grid",
+        measure_time=0.3,
+        fix={"mode": "fast"},
+    )
+    assert result.best.config == {"micro_batch": 4, "mode": "fast"} and set(result.trials["unit"]) == {"samples/s"}
+    with pytest.raises(UsageError, match="isolate=False is for a callable"):
+        rl.tune(rl.Command(command="true"), rl.Space(), isolate=False)

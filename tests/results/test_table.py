@@ -1,0 +1,353 @@
+"""trials.csv: the header is fixed, values are plain, and any such file can be read."""
+
+import csv
+import io
+import math
+
+import numpy
+import pandas
+import pytest
+from hypothesis import given, settings, strategies as st
+from redline.base.errors import StudyError
+from redline.results import Measurement, Status, Trial, read_table, table_frame
+from redline.results.columns import MAX_TEXT, cell, fold, number, row, speed, unquoted
+from redline.results.table import Table, trials
+
+HEADER = (
+    "trial,status,reason,throughput,unit,samples_per_second,tokens_per_second,step_ms,step_ms_spread,"
+    "peak_memory_mib,memory_limit_mib,tflops_per_device,mfu,predicted_throughput,predicted_memory_mib,devices,"
+    "sampler,loss,expert_load,expert_dropped,started,seconds_total,seconds_overhead,seconds_build,seconds_warmup,seconds_measure,"
+    "emulated_ranks,seconds_modelled,log"
+)
+
+TEXTS = st.text(st.characters(), max_size=60)
+
+
+def trial(number=0, config=None, measurement=None, **more):
+    measurement = measurement or Measurement(status=Status.OK, throughput=1.5)
+    return Trial(number=number, config=config or {}, measurement=measurement, **more)
+
+
+def write(path, knobs, *each):
+    table = Table(path, knobs)
+    for one in each:
+        table.put(one)
+    table.write()
+    return path
+
+
+def test_the_header_is_the_designs_before_the_first_trial(tmp_path):
+    path = write(tmp_path / "trials.csv", ["tp", "micro_batch"])
+    assert path.read_text() == HEADER + ",knob.tp,knob.micro_batch\n"
+    frame, problems = read_table(path)
+    assert (len(frame), problems) == (0, [])
+    assert list(frame.columns) == [*HEADER.split(","), "knob.tp", "knob.micro_batch"]
+
+
+def test_a_row_says_everything_plainly():
+    outcome = Measurement(
+        status=Status.OK,
+        reason="slow, but sure",
+        throughput=numpy.float32(123456.789),
+        unit="tokens/s",
+        samples_per_second=numpy.float64(64.0),
+        step_ms=0.000123456789,
+        peak_memory_mib=81234.5,
+        devices=numpy.int64(8),
+        loss=10.82543278,
+        started=1763692062.123456,
+        log="logs/3.log",
+    )
+    config = {"tp": numpy.int64(4), "ratio": 0.25, "flag": numpy.bool_(True), "off": False, "name": 'a "b"'}
+    text = row(
+        trial(3, config, outcome, sampler="gp", predicted_throughput=1e5, predicted_memory_mib=None),
+        ["tp", "ratio", "flag", "off", "name", "absent"],
+    )
+    assert text == (
+        '3,ok,"slow, but sure",123456.8,tokens/s,64,,0.0001234568,,81234.5,,,,100000,,8,gp,10.8254328,'
+        ',,1763692062.123,,,,,,,,logs/3.log,4,0.25,true,false,"a ""b""",\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("throughput", "unit", "text"),
+    [
+        (12345.6, "tokens/s", "12,346 tokens/s"),
+        (0.123456, "", "0.1235"),
+        (4.0, "1/seconds", "0.25 seconds"),
+        (0.0, "1/seconds", "0 1/seconds"),
+    ],
+)
+def test_people_read_a_throughput_and_of_what_is_to_be_small_the_value_itself(throughput, unit, text):
+    assert speed(throughput, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1 / 3, "0.3333333"),
+        (123456789.0, "123456789"),
+        (1.5e12, "1500000000000"),
+        (1e-9, "1e-09"),
+        (-2.5, "-2.5"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_numbers_have_no_exponent_unless_they_must(value, text):
+    assert number(value) == text
+
+
+def test_knobs_are_written_exactly():
+    for value in (1, 1.0, 0.1 + 0.2, 2**70, 1e-05, "1", "true"):
+        assert cell(value, "knob.x") == (value if isinstance(value, str) else repr(value))
+
+
+@given(TEXTS)
+def test_a_folded_text_is_one_printable_line_and_folding_again_changes_nothing(text):
+    folded = fold(text)
+    assert folded.splitlines() in ([folded], [])
+    folded.encode()
+    assert fold(folded) == folded
+
+
+def test_long_texts_are_cut():
+    assert fold("x" * 100_000) == "x" * (MAX_TEXT - 1) + "…"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            lambda status, reason, value, unit, log, sampler, text, count, ratio, flag: (
+                Measurement(
+                    status=status,
+                    reason=reason,
+                    throughput=value,
+                    unit=unit,
+                    log=log,
+                    devices=count,
+                    loss=value,
+                ),
+                {"text": text, "count": count, "ratio": ratio, "flag": flag},
+                sampler,
+            ),
+            st.sampled_from(Status),
+            TEXTS,
+            st.floats(allow_nan=False),
+            TEXTS,
+            TEXTS,
+            TEXTS,
+            TEXTS.filter(lambda text: fold(text) and not text.lstrip("+-").replace(".", "").isalnum()),
+            st.integers(0, 2**40),
+            st.sampled_from([0.0, 0.25, 0.5, 1e-7, 1.0]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_hostile_values_come_back(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("csv") / "trials.csv"
+    knobs = ["text", "count", "ratio", "flag"]
+    given_trials = [trial(i, config, outcome, sampler=sampler) for i, (outcome, config, sampler) in enumerate(rows)]
+    write(path, knobs, *given_trials)
+    assert path.read_text().count("\n") == len(rows) + 1
+    frame, problems = read_table(path)
+    assert problems == []
+    assert list(frame["trial"]) == list(range(len(rows)))
+    for i, (outcome, config, sampler) in enumerate(rows):
+        seen = frame.iloc[i]
+        assert seen["status"] == outcome.status
+        for name in ("reason", "unit", "log"):
+            assert seen[name] == fold(getattr(outcome, name))
+        assert seen["sampler"] == fold(sampler)
+        assert seen["throughput"] == pytest.approx(outcome.throughput, rel=1e-6, abs=1e-300)
+        assert seen["loss"] == pytest.approx(outcome.loss, rel=1e-8, abs=1e-300)
+        assert seen["devices"] == outcome.devices
+        assert seen["knob.text"] == fold(config["text"])
+        assert (seen["knob.count"], seen["knob.ratio"]) == (config["count"], config["ratio"])
+        assert bool(seen["knob.flag"]) is config["flag"]
+    by_pandas = pandas.read_csv(path, keep_default_na=False, dtype={"reason": str})
+    # A value that starts a formula gets an apostrophe prefix.
+    assert list(map(unquoted, by_pandas["reason"])) == [fold(outcome.reason) for outcome, _, _ in rows]
+
+
+def test_rows_are_ordered_by_trial_and_pending_trials_have_none(tmp_path):
+    path = write(
+        tmp_path / "trials.csv",
+        ["tp"],
+        trial(5, {"tp": 1}),
+        trial(0, {"tp": 2}),
+        Trial(number=1, config={"tp": 4}),
+        trial(3, {"tp": 8}),
+        trial(5, {"tp": 16}),
+    )
+    frame, _ = read_table(path)
+    assert list(zip(frame["trial"], frame["knob.tp"])) == [(0, 2), (3, 8), (5, 16)]
+
+
+def test_a_knob_without_a_column_is_refused(tmp_path):
+    with pytest.raises(StudyError, match="knob 'pp', which has no column"):
+        write(tmp_path / "trials.csv", ["tp"], trial(0, {"tp": 1, "pp": 2}))
+
+
+def test_a_file_cut_off_at_any_byte_still_gives_its_whole_rows(tmp_path):
+    path = tmp_path / "trials.csv"
+    write(path, ["tp", "name"], *(trial(i, {"tp": i, "name": f'"{i}", é'}) for i in range(4)))
+    data = path.read_bytes()
+    whole, _ = read_table(path)
+    header_end = data.index(b"\n")
+    for length in [*range(0, header_end, 9), *range(header_end, len(data))]:
+        path.write_bytes(data[:length])
+        if length < len("trial,status,reason,throughput"):
+            with pytest.raises(StudyError, match="it has no column"):
+                read_table(path)
+            continue
+        frame, problems = read_table(path)
+        assert any("cut off" in each for each in problems) == (data[length - 1] != ord("\n"))
+        if length > header_end:
+            rows = data[:length].count(b"\n") - 1
+            pandas.testing.assert_frame_equal(frame, whole[:rows], check_dtype=rows > 0)
+
+
+def test_damaged_rows_are_left_out_and_named(tmp_path):
+    path = write(tmp_path / "trials.csv", ["tp"], *(trial(i, {"tp": i}) for i in range(3)))
+    header, *rows = path.read_text().splitlines()
+    bad = [
+        '7,ok,"open quote' + "," * 25,
+        "7,ok",
+        rows[0] + ",more",
+        rows[0].replace("0,ok", "seven,ok", 1),
+        rows[0].replace("0,ok", "7,fine", 1),
+        rows[0].replace("1.5", "fast", 1),
+        rows[0].replace("0,ok", ",ok", 1),
+    ]
+    path.write_text("\n".join([header, rows[0], *bad, "", rows[2], rows[1].replace("1.5", "9"), rows[1]]) + "\n")
+    frame, problems = read_table(path)
+    assert list(frame["trial"]) == [0, 1, 2]
+    assert list(frame["throughput"]) == [1.5, 1.5, 1.5]
+    assert [int(each.split("line ")[1].split(":")[0]) for each in problems] == [3, 4, 5, 6, 7, 8, 9, 13]
+    assert "status 'fine' is none of ok, oom" in problems[4]
+    assert "trial 1 is repeated" in problems[-1]
+
+
+def test_columns_may_be_missing_or_foreign_or_moved(tmp_path):
+    path = tmp_path / "trials.csv"
+    path.write_text(
+        "\ufeffnote,throughput,status,knob.tp,trial\r\nhello,2.5,ok,4,0\r\n,,oom,,1\r\n",
+        encoding="utf-8",
+        newline="",
+    )
+    frame, problems = read_table(path)
+    assert list(frame.columns) == [*HEADER.split(","), "note", "knob.tp"]
+    assert list(frame["status"]) == ["ok", "oom"]
+    assert list(frame["note"]) == ["hello", None]
+    assert list(frame["knob.tp"]) == [4, None]
+    assert frame["throughput"][0] == 2.5 and math.isnan(frame["throughput"][1])
+    assert frame["mfu"].isna().all()
+    assert len(problems) == 1 and "no column reason, unit" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "trial, status, throughput; the file is empty"),
+        ("trial,status\n0,ok\n", "no column throughput"),
+        ("a;b;c\n", "starts with 'a;b;c'"),
+        ("\x00\x01\x02", "trial, status, throughput"),
+    ],
+)
+def test_other_csv_files_are_refused_with_the_missing_columns(tmp_path, text, words):
+    path = tmp_path / "trials.csv"
+    path.write_text(text)
+    with pytest.raises(StudyError, match=words):
+        read_table(path)
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(StudyError, match="No such file"):
+        read_table(tmp_path / "trials.csv")
+
+
+def test_bytes_that_are_no_text_are_reported(tmp_path):
+    path = write(tmp_path / "trials.csv", ["name"], trial(0, {"name": "caf"}), trial(1, {"name": "x"}))
+    path.write_bytes(path.read_bytes().replace(b"caf", b"caf\xe9"))
+    frame, problems = read_table(path)
+    assert list(frame["knob.name"]) == ["caf\ufffd", "x"]
+    assert "not UTF-8" in problems[0]
+
+
+def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
+    knobs = ["tp", "ratio", "flag", "name", "sometimes"]
+    config = {"tp": 2, "ratio": 0, "flag": True, "name": "sdpa", "sometimes": 3}
+    given_trials = [
+        trial(0, config, sampler="default"),
+        trial(
+            1,
+            {"tp": 4, "ratio": 0.5, "flag": False, "name": "eager"},
+            Measurement(status=Status.OOM, reason="full", devices=2),
+        ),
+        Trial(number=2, config=config),
+    ]
+    frame = table_frame(given_trials, knobs)
+    read, problems = read_table(write(tmp_path / "trials.csv", knobs, *given_trials))
+    assert problems == []
+    pandas.testing.assert_frame_equal(frame, read)
+    assert str(frame["knob.tp"].dtype) == "int64" and str(frame["knob.flag"].dtype) == "bool"
+    assert trials(read) == [
+        trial(0, config, Measurement(status=Status.OK, throughput=1.5), sampler="default"),
+        trial(1, dict(given_trials[1].config), given_trials[1].measurement),
+    ]
+
+
+def test_a_trial_more_beside_5000_formats_one_row(tmp_path, monkeypatch):
+    table = Table(tmp_path / "trials.csv", ["tp", "name"])
+    outcome = Measurement(status=Status.OK, throughput=1234.5, unit="tokens/s", step_ms=12.5, log="logs/1.log")
+    for i in range(5000):
+        table.put(trial(i, {"tp": i, "name": "sdpa"}, outcome, sampler="tpe"))
+    formatted = []
+    monkeypatch.setattr("redline.results.table.row", lambda *given: formatted.append(given) or row(*given))
+    table.put(trial(5000, {"tp": 1, "name": "sdpa"}, outcome))
+    table.write()
+    assert len(formatted) == 1 and len((tmp_path / "trials.csv").read_text().splitlines()) == 5002
+
+
+def test_every_line_is_csv_that_others_read(tmp_path):
+    path = write(tmp_path / "trials.csv", ["n"], trial(0, {"n": 'a,"b"\nc'}))
+    rows = list(csv.reader(io.StringIO(path.read_text())))
+    assert rows[1][-1] == 'a,"b" c'
+
+
+def test_a_long_table_grows_by_its_last_row_and_is_whole_at_every_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr("redline.results.table.REWRITTEN", 1)
+    path = tmp_path / "trials.csv"
+    table, whole = Table(path, ["x"]), Table(tmp_path / "whole.csv", ["x"])
+    appended = 0
+
+    def both(number, throughput):
+        measured = Measurement(status=Status.OK, throughput=throughput)
+        for each in (table, whole):
+            each.put(Trial(number=number, config={"x": number}, measurement=measured))
+            monkeypatch.setattr("redline.results.table.REWRITTEN", 1 if each is table else 1 << 40)
+            each.write()
+        assert path.read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+    for trial in range(4):
+        before = path.stat().st_ino if trial else None
+        both(trial, 1.0)
+        appended += path.stat().st_ino == before
+    assert appended == 3
+    both(1, 2.0)  # a row in the middle: replaced
+    both(6, 1.0)
+    both(5, 1.0)  # a row before another
+    path.write_bytes(path.read_bytes() + b"somebody else's\n")
+    both(7, 1.0)
+    (tmp_path / "elsewhere").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    both(8, 1.0)
+    assert not path.is_symlink() and b"8," not in (tmp_path / "elsewhere").read_bytes()
+    path.unlink()
+    both(9, 1.0)

@@ -1,0 +1,283 @@
+"""Output of a command: lines of known frameworks, user-defined patterns, growing files, and reports."""
+
+import json
+import math
+import os
+
+import pytest
+from redline.base.errors import UsageError
+from redline.runners.command.objective import Objective, Requirement, objective_of
+from redline.runners.command.reading import Appended, StepNumbers, lines_for, near_misses, number
+
+MEGATRON = (
+    " [2025-03-04 10:11:12] iteration       12/     100 | consumed samples:          768 | "
+    "elapsed time per iteration (ms): 1243.7 | throughput per GPU (TFLOP/s/GPU): 312.4 | learning rate: 1.200000E-05 | "
+    "global batch size:    64 | lm loss: 1.064E+01 | "
+    "loss scale: 1.0 | grad norm: 12.345 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+NANOTRON = (
+    "10/02/2024 12:00:00 [INFO|DP=0|PP=1|TP=0]: iteration: 5 / 20 | consumed_tokens: 5.24M | elapsed_time_per_iteration_ms: "
+    "1.21K | tokens_per_sec: 866K | tokens_per_sec_per_gpu: 13.5K | global_batch_size: 1.05M | lm_loss: 10.9 | lr: 0.0003"
+)
+NEMO = (
+    "Training epoch 0, iteration 7/99 | lr: 2.4e-06 | global_batch_size: 32 | global_step: 7 | peak_memory(GB): 61.2 | "
+    "reduced_train_loss: 9.871 | train_step_timing in s: 1.234 | consumed_samples: 256"
+)
+OLD_NANOTRON = NANOTRON.replace("866K", "8.66E+05")
+TORCHTITAN = (
+    "[rank0]:[titan] 2025-02-01 12:00:00,123 - root - INFO - step: 10  loss:  7.1234  grad_norm:  2.1  memory: 46.22GiB(48.55%)  "
+    "tps: 7,230  tflops: 418.70  mfu: 42.34%"
+)
+DEEPSPEED = (
+    "[2024-05-01 10:00:00,000] [INFO] [timer.py:258:stop] epoch=0/micro_step=10/global_step=10, RunningAvgSamplesPerSec=31.2, "
+    "CurrSamplesPerSec=33.5, MemAllocated=1.2GB, MaxMemAllocated=2.3GB"
+)
+LITGPT = "Epoch 1 | iter 12 step 12 | loss train: 9.871, val: n/a | iter time: 345.24 ms (step) remaining time: 0:01:02"
+LITGPT_INSIDE = LITGPT.replace(" (step)", "")
+COLOURED = (
+    "[titan] 2025-02-01 12:00:00,123 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.1234  \x1b[33mmemory: 46.22GiB(48.55%)  "
+    "\x1b[34mtps: 7,230  \x1b[36mtflops: 418.70  \x1b[35mmfu: 42.34%\x1b[39m"
+)
+TQDM = " 30%|███       | 3/10 [00:01<00:03,  2.10it/s]"
+SLOW_TQDM = " 30%|███       | 3/10 [00:14<00:33,  4.81s/it]"
+LIGHTNING = "Epoch 0:  30%|███       | 3/10 [00:01<00:02, 2.91it/s, v_num=0, loss=5.1]"
+TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (MEGATRON, {"step_ms": 1243.7, "loss": 10.64}),
+        (NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
+        (TORCHTITAN, {"step": 10.0, "loss": 7.1234}),
+        (DEEPSPEED, {"samples_per_second": 33.5}),
+        (NEMO, {"loss": 9.871, "step_s": 1.234}),
+        (OLD_NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
+        # LitGPT prints a micro-batch's time; lines within a step show the previous step.
+        (LITGPT, {"loss": 9.871, "step": 12.0}),
+        (LITGPT_INSIDE, {"loss": 9.871, "step": 12.0}),
+        (TQDM, {"step": 3.0}),
+        (SLOW_TQDM, {"step": 3.0}),
+        (LIGHTNING, {"step": 3.0}),
+        (TRAINER, {"loss": 5.1234}),
+        ("100%|██████████| 1000/1000 [00:00<?, ?it/s]", {}),
+        ("Loading weights:  30%|███       | 3/10 [00:00<00:00, 900.10it/s]", {}),
+        ("Map:  30%|███       | 300/1000 [00:00<00:00, 900.10 examples/s]", {}),
+        ("Training:  30%|███       | 3/10 [00:01<00:03,  2.10it/s]", {"step": 3.0}),
+        ('{"step": 4, "tokens_per_second": 1234.5, "lr": 0.1}', {"step": 4.0, "tokens_per_second": 1234.5}),
+        ("step 4 of the installation: 3 of 7 done", {}),
+    ],
+)
+def test_output_of_known_frameworks_is_read(line, expected):
+    assert lines_for(()).read(line) == pytest.approx(expected)
+
+
+def test_colours_are_no_part_of_a_line():
+    lines = lines_for(())
+    (line,) = lines.feed(f"{COLOURED}\n".encode())
+    assert lines.read(line) == pytest.approx({"step": 10.0, "loss": 7.1234})
+
+
+def test_the_first_metric_that_is_asked_for_is_the_objective():
+    lines = lines_for([r"loss (?P<loss>\S+) at (?P<p99_ms>[\d.]+) ms", "rps"])
+    assert lines.first == "p99_ms"
+    assert lines.read("loss nan at 12.5 ms") == pytest.approx({"loss": math.nan, "p99_ms": 12.5}, nan_ok=True)
+    assert lines.read('{"rps": 3, "other": 4}') == {"rps": 3.0}
+    assert lines_for(["rps", r"at (?P<p99_ms>[\d.]+) ms"]).first == "rps"
+    assert lines_for(()).first is None and lines_for(["step_ms"]).first == "step_ms"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("(?P<speed>", "is not a valid regular expression"),
+        (r"speed: (\d+)", "has no named group; write one for the number"),
+        ("speed: ([0-9.]+)", "has no named group; write one for the number"),
+    ],
+)
+def test_a_metric_that_cannot_be_read_is_refused(text, says):
+    with pytest.raises(UsageError, match=says):
+        lines_for([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "name"),
+    [
+        ("rps", "rps", "rps"),
+        ("perf/throughput(tok/s)", "perf/throughput(tok/s)", "perf/throughput(tok/s)"),
+        ("iteration-time", "iteration-time", "iteration-time"),
+        ("train/steps_per_second", "steps_per_second", "train/steps_per_second"),
+        ("train/loss", "loss", "train/loss"),
+        ("tokens_per_second=throughput(tps)", "tokens_per_second", "throughput(tps)"),
+        ("train_loss=train/loss", "train_loss", "train/loss"),
+        ("a/b=c", "a/b=c", "a/b=c"),
+    ],
+)
+def test_a_metric_that_is_no_regular_expression_is_a_name(text, metric, name):
+    lines = lines_for([text])
+    assert lines.requested == [metric]
+    assert lines.read(json.dumps({name: 2.5, "x": 1})) == {metric: 2.5}
+
+
+def test_two_metrics_of_one_name_are_refused():
+    with pytest.raises(
+        UsageError, match="'train/loss' and 'eval/loss' are both called loss; write one as OTHER=eval/loss"
+    ):
+        lines_for(["train/loss", "eval/loss"])
+    assert lines_for(["train/loss", "eval_loss=eval/loss"]).read('{"train/loss": 1, "eval/loss": 2}') == {
+        "loss": 1.0,
+        "eval_loss": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("12", 12.0),
+        ("1,234.5", 1234.5),
+        ("26.5K", 26500.0),
+        ("1.2e-3", 1.2e-3),
+        ("-inf", -math.inf),
+        ("x", None),
+        ("1.2.3", None),
+    ],
+)
+def test_numbers_are_read_as_programs_print_them(text, expected):
+    assert number(text) == expected
+
+
+def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
+    lines = lines_for(())
+    assert list(lines.feed(b"a\rb\nc")) == ["a", "b"] and list(lines.last()) == ["c"]
+    for _ in range(100):
+        assert list(lines.feed(b"x" * 65536)) == []
+    (whole,) = lines.feed(b"\n")
+    assert len(whole) == 65536
+    assert list(lines.feed("ä\n".encode()[:1])) == [] and list(lines.feed("ä\n".encode()[1:])) == ["ä"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([(0, 0.0), (1, 0.02), (2, 0.04)], [20, 20]),
+        ([(0, 0.0), (0, 0.01), (1, 0.02), (1, 0.03), (2, 0.04)], [20, 20]),  # printed twice a step
+        ([(0, 0.0), (5, 0.1), (10, 0.2)], [20, 20]),  # printed every five steps
+        ([(0, 0.0), (1, 0.02), *((step, 0.12) for step in range(2, 7)), (7, 0.14)], [20, 20, 20]),  # a burst
+        ([(0, 0.0), (1, 0.0199), (2, 0.02), (3, 0.06)], [19.9, 20.05]),  # a late line; the next one is on time
+        ([(step, step / 1000) for step in range(1, 20)], [1.0] * 3),  # faster than lines can be distinguished
+        ([(0, 0.0), (8, 0.08), (0, 0.3), (1, 0.32)], [10, 20]),  # a progress bar that restarts
+        ([(0, 0.0), (8, 0.08), (6, 0.09), (9, 0.1), (7, 0.11)], [10, 20]),  # a rank that is behind
+    ],
+)
+def test_steps_are_timed_by_the_arrival_of_their_lines(lines, expected):
+    steps, times = StepNumbers(), []
+    moments = sorted({at for _, at in lines})
+    for moment in moments:
+        times += [steps.add(step, at) for step, at in lines if at == moment]
+        times.append(steps.step_ms())
+    assert [each for each in times if each] == pytest.approx(expected)
+    # Several moments read at once, such as from a file.
+    steps = StepNumbers()
+    times = [*(steps.add(step, at) for step, at in lines), steps.step_ms()]
+    assert [each for each in times if each] == pytest.approx(expected)
+
+
+def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
+    rows, objects = Appended(tmp_path / "log.csv", {"speed (it/s)": "speed"}), Appended(tmp_path / "log.jsonl")
+    assert rows.read(1.0) == [] == objects.read(1.0)
+    (tmp_path / "log.csv").write_text("step,speed (it/s)\n1,10.5\n2,")
+    (reported,) = rows.read(2.0)
+    assert (reported.values, reported.at) == ({"step": 1.0, "speed": 10.5}, 2.0)
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("11\nx,x\n4,12\n")
+    assert [each.values.get("speed") for each in rows.read(3.0)] == [11.0, 12.0]
+    (tmp_path / "log.jsonl").write_text('{"a": 1, "b": true, "c": "x"}\nnot json\n[1]\n{"time_s": 7.5, "a": 2}\n')
+    assert [(each.values, each.at) for each in objects.read(4.0)] == [({"a": 1.0}, 4.0), ({"a": 2.0}, 7.5)]
+
+
+def test_a_last_line_without_an_end_counts_once_nothing_is_appended_any_more(tmp_path):
+    objects = Appended(tmp_path / "result.json")
+    (tmp_path / "result.json").write_text('{"a": 1}')
+    assert objects.read(1.0) == []
+    assert [each.values for each in objects.read(2.0, ended=True)] == [{"a": 1.0}] and objects.read(
+        3.0, ended=True
+    ) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "mode", "more", "expected"),
+    [
+        ("a,b\n1,2\n", "a", "3,4\n", [3.0]),
+        ("a,b\n1,2\n", "w", "a,b\n1,2\n", [1.0]),
+        ("a,b\n1,2\n", "w", "b,a\n5,6\n7,8\n", [6.0, 8.0]),
+        ("a,b\n1,2\n", "w", "a\n5\n", [5.0]),
+    ],
+)
+def test_an_earlier_run_s_lines_are_ignored(tmp_path, before, mode, more, expected):
+    path = tmp_path / "log.csv"
+    path.write_text(before)
+    os.utime(path, ns=(0, 0))
+    rows = Appended(path)
+    assert rows.read(1.0) == []
+    with path.open(mode) as file:
+        file.write(more)
+    assert [each.values["a"] for each in rows.read(2.0)] == expected
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "cost", "throughput", "unit"),
+    [
+        (Objective(name="tokens_per_second"), 2000.0, 0.5, 2000.0, "tokens/s"),
+        (Objective(name="step_ms"), 20.0, 20.0, 50.0, "steps/s"),
+        (Objective(name="step_s", work=8.0), 0.5, 500.0, 16.0, "samples/s"),
+        (Objective(name="speed"), 2.5, 400.0, 2.5, "speed"),
+        (Objective(name="requests_per_second"), 50.0, 20.0, 50.0, "requests/s"),
+        (Objective(name="p99_ms", smaller=True), 4.0, 4.0, 0.25, "1/p99_ms"),
+    ],
+)
+def test_reported_metrics_become_a_cost_and_a_throughput(objective, value, cost, throughput, unit):
+    assert objective.cost(value) == cost and objective.throughput(cost) == throughput and objective.unit == unit
+    assert objective.cost_of(throughput) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "says"),
+    [
+        ("tokens_per_second", "min", "leave --direction out"),
+        ("step_ms", "max", "leave --direction out"),
+        ("x", "up", "unknown direction"),
+    ],
+)
+def test_a_direction_that_turns_a_known_metric_around_is_refused(name, direction, says):
+    with pytest.raises(UsageError, match=says):
+        objective_of(name, direction)
+
+
+def test_a_requirement_says_what_breaks_it():
+    bound = Requirement.read("p99_ms < 200 and errors == 0")
+    assert bound.broken({"p99_ms": 150.0, "errors": 0.0}) == ""
+    assert "p99_ms = 250" in bound.broken({"p99_ms": 250.0, "errors": 0.0})
+    assert bound.broken({"p99_ms": 150.0}).startswith("the command did not report errors")
+    for text in ("p99_ms +", "p99_ms * 2", "p99_ms < 'x'"):
+        with pytest.raises(UsageError, match="--require"):
+            Requirement.read(text)
+
+
+def test_lines_that_nearly_matched_are_found():
+    lines = ["loading 3 files", "Throughput: 12.3 tok/s", "done"]
+    assert near_misses(lines, []) == ["Throughput: 12.3 tok/s"]
+    assert near_misses(lines, ["loading_time"]) == ["loading 3 files"]
+
+
+def test_a_report_is_written_where_the_search_listens_and_by_the_first_rank_alone(tmp_path, monkeypatch):
+    from redline import report
+
+    report(step=1, tokens=5)  # a knob that is not tuned
+    path = tmp_path / "report.jsonl"
+    monkeypatch.setenv("REDLINE_REPORT", str(path))
+    report(step=2, tokens=10)
+    monkeypatch.setenv("RANK", "1")
+    report(step=3, tokens=10)
+    (line,) = path.read_text().splitlines()
+    record = json.loads(line)
+    assert record.pop("time_s") > 0 and record == {"step": 2.0, "tokens": 10.0}

@@ -1,0 +1,177 @@
+"""Templates of commands and of files: knobs and expressions are inserted, typed and quoted; wrong ones are refused."""
+
+import configparser
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from redline.base.errors import UsageError
+from redline.runners.command.files import read_files
+from redline.runners.command.template import Template, read_command
+from redline.space import Space
+
+
+@pytest.fixture
+def space():
+    made = Space()
+    made.choice("micro_batch", [1, 2, 8])
+    made.choice("precision", ["fp32", "bf16"])
+    made.choice("name", ["plain", "two words", "it's"])
+    made.choice("rate", [1e-4, 0.5])
+    made.flag("fusion")
+    return made
+
+
+VALUES = {"micro_batch": 8, "precision": "bf16", "name": "two words", "rate": 1e-4, "fusion": True}
+GIVEN = {"trial": 3, "trial_dir": "/runs/a b/3", "devices": 2, "hosts": 1, "master_port": 4000}
+
+
+def words(text, space, **changed):
+    line = read_command(text, space.by_name, shell=False)
+    return [each.text({**VALUES, **GIVEN, **changed}) for each in line.words]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train --batch {micro_batch}", ["train", "--batch", "8"]),
+        ("train --batch={micro_batch * 2} {micro_batch}x", ["train", "--batch=16", "8x"]),
+        ("train --bf16 {precision == 'bf16'}", ["train", "--bf16", "true"]),
+        ('train --bf16 {precision == "fp32"}', ["train", "--bf16", "false"]),
+        ("train '--name={name}' {name}", ["train", "--name=two words", "two words"]),
+        ("train --lr {rate} --half {micro_batch / 2}", ["train", "--lr", "0.0001", "--half", "4"]),
+        ("train {fusion} -o {trial_dir}/out", ["train", "true", "-o", "/runs/a b/3/out"]),
+        ("train '{{\"a\": {micro_batch}}}'", ["train", '{"a": 8}']),
+        ("train ${HOME} {min(micro_batch, 4)}", ["train", "${HOME}", "4"]),
+        (
+            "train {'inductor' if fusion else 'no'} {'a if b' if not fusion else micro_batch}",
+            ["train", "inductor", "8"],
+        ),
+        ("train {1 if fusion and micro_batch > 8 else 2 if micro_batch == 8 else name}", ["train", "2"]),
+        ("train -o {trial_dir if fusion else 'out'}", ["train", "-o", "/runs/a b/3"]),
+        ("train a\\ b \"c 'd'\"", ["train", "a b", "c 'd'"]),
+        ("train {fusion!s} {name!s} {rate!s} {micro_batch > 8!s}", ["train", "True", "two words", "0.0001", "False"]),
+        ("train \"o={{'n': {name!r}, 'f': {fusion!r}}}\"", ["train", "o={'n': 'two words', 'f': True}"]),
+    ],
+)
+def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expected):
+    assert words(text, space) == expected
+
+
+def test_variables_in_front_of_a_command_are_its_environment(space):
+    line = read_command("A=1 OMP_NUM_THREADS={micro_batch} train --x=1", space.by_name, shell=False)
+    assert [each.text(VALUES) for each in line.words] == ["train", "--x=1"]
+    assert [(name, each.text(VALUES)) for name, each in line.environment] == [("A", "1"), ("OMP_NUM_THREADS", "8")]
+    assert line.names == {"micro_batch"}
+
+
+@pytest.mark.parametrize("name", ["plain", "two words", "it's", "$(rm -rf /)", "; exit 1"])
+def test_shown_commands_are_quoted_for_a_shell(space, name):
+    import subprocess
+
+    shell = read_command("printf '%s|' {name} end", space.by_name, shell=True)
+    output = subprocess.run(["/bin/sh", "-c", shell.text({**VALUES, "name": name})], capture_output=True, text=True)
+    assert output.stdout == f"{name}|end|"
+    shown = read_command("printf '%s|' {name} end", space.by_name, shell=False).shown({**VALUES, "name": name}, [])
+    assert subprocess.run(["/bin/sh", "-c", shown], capture_output=True, text=True).stdout == f"{name}|end|"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train {micro_bach}", r"unknown placeholder '\{micro_bach\}'; did you mean '\{micro_batch\}'\?"),
+        ("train {1 if micro_batch else 2}", "`micro_batch` is not a condition"),
+        ("train {1 if fusion else}", r"\{1 if fusion else\}: .*line 1"),
+        ("train {1 if trial else 2}", "`trial` is not a condition"),
+        ("train {micro_batch +}", r"\{micro_batch \+\}: .*line 1"),
+        ("train {micro_batch", r"the brace '\{' has no counterpart in '\{micro_batch'"),
+        ("train }", r"the brace '\}' has no counterpart"),
+        ('train {"a": 1}', "Write literal braces as"),
+        ("train 'a", "cannot be split into words: no closing quotation"),
+        ("", "the command is empty"),
+        ("A=1", "the command is empty"),
+    ],
+)
+def test_invalid_templates_are_refused_with_the_position(space, text, says):
+    with pytest.raises(UsageError, match=says):
+        read_command(text, space.by_name, shell=False)
+
+
+def test_a_template_that_is_one_expression_keeps_its_kind(space):
+    def value(text):
+        return Template.read(text, space.by_name, "here").value(VALUES)
+
+    assert value("{micro_batch}") == 8 and value("{fusion}") is True and value("{rate}") == 1e-4
+    assert value("{precision}") == "bf16" and value("x{micro_batch}") == "x8" and value("none") == "none"
+
+
+def rendered(tmp_path, space, *asked):
+    (file,) = read_files(asked, space.by_name)
+    out = tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    path = file.write(out, {**VALUES, **GIVEN})
+    return path, file
+
+
+def test_a_yaml_file_gets_numbers_and_truth_values(tmp_path, space):
+    source = tmp_path / "train.yaml.in"
+    source.write_text(
+        "# a comment\nbatch: {micro_batch}\nquoted: '{micro_batch}'\nbf16: \"{precision == 'bf16'}\"\n"
+        "list: [1, '{rate}', {fusion}]\nnested:\n  text: run-{micro_batch}\n  left:\n  as: {is: null}\n"
+    )
+    path, file = rendered(tmp_path, space, str(source))
+    assert path.name == "train.yaml" and file.names == {"micro_batch", "precision", "rate", "fusion"}
+    assert yaml.safe_load(path.read_text()) == {
+        "batch": 8, "quoted": 8, "bf16": True, "list": [1, 1e-4, True],
+        "nested": {"text": "run-8", "left": None, "as": {"is": None}},
+    }  # fmt: skip
+    assert source.read_text().startswith("# a comment")
+
+
+def test_values_are_put_at_paths(tmp_path, space):
+    source = tmp_path / "ds.json"
+    source.write_text('{"zero_optimization": {"stage": 0}, "steps": [1, 2], "a.b": 1, "text": "{{kept}}"}')
+    path, _ = rendered(
+        tmp_path, space,
+        f"{source}:zero_optimization.stage={{micro_batch}}", f"{source}:steps.1={{fusion}}",
+        f"{source}:train.batch={{micro_batch * 2}}", f"{source}:a\\.b={{rate}}",
+    )  # fmt: skip
+    assert json.loads(path.read_text()) == {
+        "zero_optimization": {"stage": 8}, "steps": [1, True], "a.b": 1e-4, "text": "{kept}", "train": {"batch": 16},
+    }  # fmt: skip
+
+
+def test_toml_and_ini_files_stay_what_they_are(tmp_path, space):
+    toml, ini = tmp_path / "job.toml", tmp_path / "job.ini.tmpl"
+    toml.write_text('[training]\nbatch = "{micro_batch}"\nname = "{name}"\nsteps = 3\n')
+    ini.write_text("[Run]\nBatch = {micro_batch}\nname = x\n")
+    path, _ = rendered(tmp_path, space, str(toml))
+    assert tomllib.loads(path.read_text()) == {"training": {"batch": 8, "name": "two words", "steps": 3}}
+    path, _ = rendered(tmp_path, space, str(ini))
+    parser = configparser.RawConfigParser()
+    parser.optionxform = str
+    parser.read(path)
+    assert path.name == "job.ini" and dict(parser["Run"]) == {"Batch": "8", "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("missing.yaml", "missing.yaml, cannot be read: No such file"),
+        ("train.sh", "must be FILE or FILE:PATH=VALUE with a YAML, JSON, TOML or INI file"),
+        ("broken.json", "broken.json, is not valid JSON"),
+        ("good.json:a.b={micro_batch}", "a.b leads into a int, which has no keys"),
+        ("good.json:list.7={micro_batch}", "list.7 leads into a list of 2, where '7' is not a position"),
+        ("good.json:a={macro}", "good.json: a: unknown placeholder"),
+        ("placeholder.json", r"placeholder.json: deep: list\[0\]: unknown placeholder"),
+    ],
+)
+def test_a_file_that_cannot_be_rendered_is_refused(tmp_path, space, monkeypatch, asked, says):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text("{")
+    Path("good.json").write_text('{"a": 1, "list": [1, 2]}')
+    Path("placeholder.json").write_text('{"deep": {"list": ["{macro}"]}}')
+    with pytest.raises(UsageError, match=says):
+        read_files([asked], space.by_name)

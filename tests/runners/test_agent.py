@@ -1,0 +1,214 @@
+"""A host agent starts whatever its imports print, read or break, and names the cause when it does not."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+from redline.base.errors import RunnerError
+from redline.results import Status
+from redline.runners.host import STARTS, HostAgent
+from redline.runners.job import Job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    """Makes an agent that imports only a module with this source, so that it starts quickly."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def make(source):
+        name = f"imported_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(f"starts = {str(tmp_path / 'starts')!r}\n" + textwrap.dedent(source))
+        made.append(HostAgent([name]))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+COUNT = """
+import os, sys
+with open(starts, "a") as file:
+    file.write("x")
+count = os.path.getsize(starts)
+"""
+
+
+NOISES = {
+    "prints": "print('hello from an import', 'x' * 100_000)",
+    "writes": "import sys; sys.stdout.write('no line end'); sys.stdout.flush()",
+    "writes to the descriptor": "import os; os.write(1, b'\\x80\\x04written to the descriptor')",
+    "prints from C": "import ctypes; libc = ctypes.CDLL(None); libc.puts(b'from C'); libc.fflush(None)",
+    "starts what prints": "import subprocess; subprocess.run(['echo', 'from a child'])",
+    "reads": "import sys; assert sys.stdin.read() == ''",
+}
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_imports_that_change_standard_streams_are_harmless(agent, noise):
+    agent(noise).wait_ready()
+
+
+def test_output_of_imports_is_not_in_trial_logs(agent, tmp_path):
+    noisy = "\n".join(NOISES.values())
+    made = agent(f"import torch\n{noisy}\nprint('never flushed')")
+    for _ in range(2):
+        log = tmp_path / "0.log"
+        outcome = made.run(Job(program=cloudpickle.dumps(lambda context: print("mine")), timeout_s=60, log=str(log)))
+        assert outcome.status is Status.OK, outcome.reason
+        assert log.read_text() == "mine\n"
+    assert Path(made._process.folder, "log").read_bytes().count(b"never flushed") == 1
+
+
+def test_an_agent_that_dies_while_it_starts_is_started_again(agent, tmp_path):
+    agent(COUNT + f"if count < {STARTS}: os.abort()").wait_ready()
+    assert (tmp_path / "starts").read_text() == "x" * STARTS
+
+
+@pytest.mark.parametrize(
+    ("death", "how"),
+    [("os.abort()", "killed by signal 6 (SIGABRT)"), ("os._exit(7)", "the process exited with code 7")],
+)
+def test_an_agent_that_keeps_dying_fails_with_its_last_output(agent, tmp_path, death, how):
+    made = agent(COUNT + f"os.write(2, b'no licence for this library ' + str(count).encode())\n{death}")
+    with pytest.raises(RunnerError) as caught:
+        made.wait_ready()
+    assert str(caught.value) == (
+        f"the host agent died {STARTS} times before it was ready ({how})\nno licence for this library {STARTS}"
+    )
+    assert (tmp_path / "starts").read_text() == "x" * STARTS
+
+
+def test_an_import_that_raises_would_raise_again_and_is_told_with_its_traceback(agent, tmp_path):
+    made = agent(COUNT + "raise KeyError('no such device')")
+    with pytest.raises(RunnerError, match="did not start: KeyError: 'no such device'\nTraceback"):
+        made.wait_ready()
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_later_imports_are_loaded_when_ready_and_after_a_restart(agent, tmp_path):
+    made = agent("")
+    (tmp_path / "later.py").write_text("import time; time.sleep(0.5)")
+    made.also_import(["later"])
+    loaded = Job(program=cloudpickle.dumps(lambda context: "later" in sys.modules), timeout_s=60)
+
+    def run():
+        (rank,) = made.run(loaded).ranks
+        return rank.report
+
+    assert run() is True
+    psutil.Process(made.pid).kill()
+    psutil.Process(made.pid).wait()
+    assert run() is True
+
+
+def test_late_import_errors_are_reported_like_early_ones(agent, tmp_path):
+    made = agent("")
+    made.wait_ready()
+    (tmp_path / "later.py").write_text("raise KeyError('no such device')")
+    made.also_import(["later"])
+    for _ in range(2):
+        with pytest.raises(RunnerError, match="did not start: KeyError: 'no such device'\nTraceback"):
+            made.wait_ready()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_closing_does_not_wait_for_an_import(agent, tmp_path, later):
+    slow = "import time; open(starts, 'w').close(); time.sleep(600)"
+    made = agent("" if later else slow)
+    if later:
+        made.wait_ready()
+        (tmp_path / "later.py").write_text(f"starts = {str(tmp_path / 'starts')!r}; {slow}")
+        made.also_import(["later"])
+    while not (tmp_path / "starts").exists():
+        time.sleep(0.01)
+    made.close()
+    assert made._process.process.returncode == -signal.SIGTERM
+
+
+def test_a_child_that_outlives_its_agent_does_not_hide_the_death(agent, tmp_path):
+    leaves_a_child = """
+pid = os.fork()
+if pid == 0:
+    import time
+    time.sleep(600)
+with open(starts + ".pids", "a") as file:
+    file.write(f"{pid} ")
+os._exit(5)
+"""
+    made = agent(COUNT + leaves_a_child)
+    try:
+        with pytest.raises(RunnerError, match="exited with code 5"):
+            made.wait_ready()
+    finally:
+        for pid in (tmp_path / "starts.pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_an_agent_that_is_lost_later_fails_its_trial_and_is_replaced(agent):
+    made = agent("")
+    made.wait_ready()
+    lost = psutil.Process(made.pid)
+
+    def kill():
+        while not lost.children():  # the trial's supervisor
+            time.sleep(0.01)
+        lost.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(RunnerError, match="the host agent was lost"):
+        made.run(Job(program=cloudpickle.dumps(lambda context: time.sleep(600)), timeout_s=60))
+    thread.join()
+    made.wait_ready()
+    assert made.pid != lost.pid
+
+
+def test_an_agent_ends_with_whoever_started_it(tmp_path):
+    (tmp_path / "quick.py").write_text("")
+    code = """
+    import sys
+    from redline.runners.host import HostAgent
+    made = HostAgent(["quick"])
+    made.wait_ready()
+    print(made.pid, flush=True)
+    sys.stdin.read()
+    """
+    starter = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    agent = psutil.Process(int(starter.stdout.readline()))
+    starter.kill()
+    starter.communicate()
+    _, alive = psutil.wait_procs([agent], timeout=30)
+    assert alive == []
+
+
+def test_a_module_that_initialises_cuda_is_named(agent, tmp_path):
+    source = "int cuCtxGetCurrent(void **context) { *context = 0; return initialised; }"
+    library = tmp_path / "libcuda.so.1"
+    made = {}
+    for initialised in (3, 0):  # CUDA_ERROR_NOT_INITIALIZED, and CUDA_SUCCESS
+        (tmp_path / "driver.c").write_text(source.replace("initialised", str(initialised)))
+        command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"]
+        subprocess.run(command, check=True)
+        made[initialised] = agent(f"import ctypes\nctypes.CDLL({str(library)!r})")
+        if initialised:
+            made[initialised].wait_ready()  # a driver that is loaded but not initialised
+    with pytest.raises(
+        RunnerError, match=f"importing {made[0]._imports[0]} initialises CUDA, so that no process forked"
+    ):
+        made[0].wait_ready()

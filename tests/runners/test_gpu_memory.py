@@ -1,0 +1,256 @@
+"""A trial starts when its GPUs are free, and memory of other processes is always subtracted; on a faked NVML."""
+
+import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+import cloudpickle
+import pynvml
+import pytest
+import redline
+import torch
+from redline.base import gpus
+from redline.base.device import Device
+from redline.base.gpus import GpuUse, gpu_use
+from redline.estimator import Estimator, TrainingSetup
+from redline.results import Measurement, RankReport, Status, Trial
+from redline.runners import memory, supervisor
+from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
+from redline.runners.job import Job
+from redline.runners.load import GpuWatch
+from redline.runners.log import LogFile
+from redline.runners.memory import MIB, CudaMemoryMeter, wait_for_room
+from redline.runners.protocol import Channel, Received
+from redline.runners.rank import RankContext
+from redline.runners.runner import TrialRequest
+from redline.runners.work import TrialTerms
+from redline.space import Config
+from redline.tuner import search_setup
+
+LLAMA = {"layers": 16, "hidden": 2048, "heads": 32, "vocabulary": 128_000}
+
+
+def used(*mib, name="0"):
+    """Readings of one GPU; the last one repeats."""
+    left = list(mib)
+
+    def read(names):
+        return [GpuUse(name=name, total_mib=80_000, used_mib=left.pop(0) if len(left) > 1 else left[0])]
+
+    return read
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that moves only by sleeping."""
+    now = [0.0]
+    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(memory.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
+def test_a_trial_waits_until_the_memory_of_the_one_before_is_back(tmp_path, clock):
+    messages = []
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(600)) == 600
+    assert clock == [0] and not messages
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(70_000, 40_000, 9_000, 630)) == 630
+    assert clock[0] == pytest.approx(3 * memory.POLL_S)
+    assert messages == ["waited 0.3 s until the memory of GPU 0 was free again"]
+
+
+def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_path, clock):
+    messages = []
+    wait_for_room(("0",), tmp_path, messages.append, use=used(600))
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(20_600)) == 20_600
+    assert clock[0] == pytest.approx(memory.WAIT_S, abs=0.2)
+    assert messages == [
+        "GPU 0: after 30 s 20,600 of 80,000 MiB are still used, 20,000 more than before; other processes use them now"
+    ]
+    before = clock[0]
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(20_600)) == 20_600
+    assert clock[0] == before and len(messages) == 1
+    wait_for_room(("0",), tmp_path, messages.append, use=used(600))  # the other process has ended
+    assert wait_for_room(("0",), tmp_path, messages.append, use=used(20_600, 610)) == 610
+    assert clock[0] == pytest.approx(before + memory.POLL_S)
+
+
+def test_a_cancelled_trial_is_not_waited_for(tmp_path, clock):
+    wait_for_room(("0",), tmp_path, lambda what: None, use=used(600))
+    wait_for_room(("0",), tmp_path, lambda what: None, use=used(70_000), given_up=lambda: True)
+    assert clock == [0]
+
+
+def test_a_supervisor_waits_before_it_starts_ranks_and_counts_the_trial_s_time_from_then(monkeypatch, tmp_path):
+    here, there = Pipe()
+    call = Received(Channel(here), 1, "job", ())
+
+    def waits(names, folder, say, given_up):
+        assert names == ("3",) and folder == "agents-folder" and not given_up()
+        there.close()
+        assert given_up()
+        say("waited")
+        time.sleep(0.2)
+        return 1234.0
+
+    monkeypatch.setattr(supervisor, "wait_for_room", waits)
+    job = Job(program=b"", device_type="cuda", device_ids=("3",), timeout_s=10.0)
+    one = supervisor.Supervisor(job, call, "agents-folder")
+    first = one._deadline.at
+    with LogFile(tmp_path / "log") as log:
+        one._wait_for_gpus(log)
+    assert one.job.used_mib == 1234 and one._deadline.at >= first + 0.2
+    assert (tmp_path / "log").read_text() == "redline: waited\n"
+    cpu = supervisor.Supervisor(Job(program=b""), call)
+    with LogFile(None) as log:
+        cpu._wait_for_gpus(log)
+    assert cpu.job.used_mib == 0
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Two GPUs of 80,000 MiB with this much memory in use; the driver reserves 500 MiB."""
+
+    def made(first, second, versioned=True):
+        held = {"first": first, "second": second}
+
+        def memory(handle, version=None):
+            if version is not None and not versioned:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+            return SimpleNamespace(total=80_000 * MIB, used=(held[handle] + (0 if version else 500)) * MIB)
+
+        def no_mig(handle):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda at: ("first", "second")[at])
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", no_mig)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory)
+        monkeypatch.delenv(gpus.VARIABLE, raising=False)
+
+    return made
+
+
+def test_nvml_tells_what_is_used_of_the_gpus_that_are_named(nvml, monkeypatch):
+    nvml(100, 9000)
+    assert [(each.name, each.used_mib, each.total_mib) for each in gpu_use()] == [
+        ("0", 100, 80_000),
+        ("1", 9000, 80_000),
+    ]
+    assert [each.used_mib for each in gpu_use(("GPU-second",))] == [9000]
+    monkeypatch.setenv(gpus.VARIABLE, "1")
+    assert [each.name for each in gpu_use()] == ["1"]
+    nvml(100, 9000, versioned=False)  # a driver that includes its own memory
+    assert [each.used_mib for each in gpu_use(("1",))] == [9500]
+
+
+def test_without_nvml_nothing_is_known_and_nothing_waited_for(monkeypatch, tmp_path):
+    def missing():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert gpu_use() == [] and wait_for_room((), tmp_path, lambda what: None) == 0
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "expected"),
+    [
+        ((100, 200), None, None),
+        ((100, 20_000), None, 58_800),
+        ((0, 20_000), 70_000, 58_800),
+        ((0, 20_000), 40_000, 40_000),
+    ],
+)
+def test_limit_and_estimate_leave_other_processes_what_they_hold(nvml, held, asked, expected):
+    nvml(*held)
+    messages = []
+    request = SimpleNamespace(limit_mib=asked, runner="local", runs_on="local", concurrency=None)
+    task = SimpleNamespace(
+        own=object(), simulated=False, emulated=False, device=SimpleNamespace(type="cuda"), devices=2
+    )
+    limit_mib = search_setup.memory_of_rank(request, task, messages.append)
+    assert limit_mib == expected
+    assert bool(messages) == (expected == 58_800) and (
+        "20,000 of the 80,000 MiB of GPU 1" in "".join(messages)
+    ) == bool(messages)
+    if limit_mib is not None:
+        setup = TrainingSetup(seq_len=512, global_batch=8, memory_limit_mib=limit_mib)
+        assert Estimator(LLAMA, "h100", setup).memory_limit_mib == limit_mib
+    elsewhere = SimpleNamespace(limit_mib=asked, runner="ray", runs_on="ray", concurrency=None)
+    assert search_setup.memory_of_rank(elsewhere, task) == asked
+
+
+def test_a_rank_reports_what_it_takes_beside_the_allocator_s_memory(monkeypatch):
+    free = {0: 30_000, 1: 50_000}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index] * MIB, 80_000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 29_000 * MIB)
+    meter = CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)])
+    assert meter.outside_mib() == 21_000
+    context = RankContext(
+        rank=0, local_rank=0, world_size=1, device_type="cuda", init_method="", memory_limit_mib=None, memory=meter,
+        used_mib=20_000.0,
+    )  # fmt: skip
+    assert context.outside_mib() == 1000
+
+
+def test_measured_contexts_take_the_place_of_the_assumed_one():
+    made = Estimator(LLAMA, "h100", TrainingSetup(seq_len=512, global_batch=8))
+    assert made.memory_limit_mib == made.hardware.memory_mib - made.constants.context_mib
+
+    def trial(number, *outside):
+        ranks = tuple(RankReport(rank=at, status=Status.OK, outside_mib=each) for at, each in enumerate(outside))
+        measured = Measurement(status=Status.OK, throughput=1e4, unit="tokens/s", step_ms=400.0, ranks=ranks)
+        return Trial(number=number, config=Config({"micro_batch": 8}), measurement=measured)
+
+    found = made.calibrate([trial(0, 640.0, 655.0), trial(1, 610.0)])
+    assert found.memory_limit_mib == made.hardware.memory_mib - 655
+    assert made.calibrate([trial(0, None)]).memory_limit_mib == made.memory_limit_mib
+
+
+def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch):
+    nvml(100, 200)
+    readings = iter([(1980, 300_000), (1755, 690_000), (1740, 700_000), (1755, 695_000)])
+    now = [0.0, 0.0]
+
+    def clock(handle, kind):
+        assert (handle, kind) == ("second", pynvml.NVML_CLOCK_SM)
+        now[:] = next(readings)
+        return now[0]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", clock)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: now[1])
+    watch = GpuWatch(1, every_s=0.0)
+    steps = []
+    step = watch.beside(lambda: steps.append(1))
+    step()
+    assert (watch.clock_mhz, watch.power_w) == (1980, 300)
+    watch.restart()
+    for _ in range(3):
+        step()
+    assert (watch.clock_mhz, watch.power_w) == (1755, 695) and len(steps) == 4
+
+    def no_power(handle):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", no_power)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: 1500)
+    watch.restart()
+    step()
+    assert (watch.clock_mhz, watch.power_w) == (1500, None)
+
+
+def test_likely_winners_are_measured_at_settled_clocks():
+    workload = redline.workload("gpt2-tiny")
+    plans = {}
+    for device in (Device(type=each, name="", count=1, memory_mib=80_000) for each in ("cuda", "cpu")):
+        for sustained in (False, True):
+            asked = TrialRequest(config=Config({"micro_batch": 8}), number=1, sustained=sustained)
+            job = DryRuns(workload).job(asked, TrialTerms(device=device))
+            plans[device.type, sustained] = cloudpickle.loads(job.program).plan.settle_seconds
+            assert TrialRequest.from_dict(asked.to_dict()).sustained is sustained
+    assert plans == {("cuda", True): SETTLE_S, ("cuda", False): 0, ("cpu", True): 0, ("cpu", False): 0}
+    report = SimpleNamespace(clock_mhz=1755.0, power_w=690.0, seconds_settle=11.6)
+    assert _at_settled_clocks(report) == "measured at 1,755 MHz and 690 W after 12 s for clocks to settle"

@@ -1,0 +1,40 @@
+"""Memory of a process with several GPUs, such as a callable's: each GPU has the limit, and the fullest counts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from redline.runners.memory import MIB, CudaMemoryMeter
+
+
+def test_a_process_of_several_gpus_is_limited_on_each_and_measured_by_the_fullest(monkeypatch):
+    limited, held = {}, {0: 100 * MIB, 1: 700 * MIB}
+
+    def limit(share, device):
+        limited[device.index] = share
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: SimpleNamespace(total_memory=1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    for name in ("max_memory_reserved", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: held[device.index])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 1 + device.index})
+    meter = CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)])
+    meter.limit(800)
+    assert limited == {0: 0.8, 1: 0.8}
+    assert (meter.peak_mib(), meter.held_mib(), meter.peak_allocated_mib()) == (700, 700, 700)
+    assert meter.allocation_retries() == 3
+
+
+@pytest.mark.parametrize(
+    ("free", "message"), [([9000, 100], "100 of 80,000 MiB of cuda:1 are free"), ([9000, 9000], ""), ([None, None], "")]
+)
+def test_a_device_without_room_for_a_library_s_handle_is_short(monkeypatch, free, message):
+    def info(device):
+        if free[device.index] is None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return free[device.index] * MIB, 80_000 * MIB
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", info)
+    assert CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)]).shortage() == message

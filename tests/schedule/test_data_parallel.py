@@ -1,0 +1,175 @@
+"""Data parallelism at every ZeRO stage, and offloading."""
+
+import numeric
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import device as rank_device, mesh
+from redline.base.errors import ScheduleError
+from redline.models.families import schedule_of
+from redline.schedule import build, create_schedule, verify
+from redline.schedule.rounding import allowance
+from redline.testing import numerics
+from torch import nn
+
+
+def check_stage(make, name, zero, axes, seed, hsdp=1):
+    device = rank_device()
+    tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1 + seed)).to(device)
+    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    sch = create_schedule(make(name), mesh(**axes))
+    with verify(sch, batch, device=device, seed=seed):
+        if "tp" in axes:
+            schedule_of(name)(sch, {"tp": 2})
+        sch.shard_data(zero=zero, hsdp=hsdp)
+        schedule_of(name).blocks(sch)[0].checkpoint()
+    model, optimizer = build(sch, optimizer=numerics.adamw, device=device, seed=seed)
+    plain, reference = build(create_schedule(make(name)), optimizer=numerics.adamw, device=device, seed=seed)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    share = tokens.chunk(axes["dp"])[sch.mesh.get_local_rank("dp")]
+
+    def passes(each, ids):
+        loss = each(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if ids is share:
+            loss = loss.detach().clone()
+            dist.all_reduce(loss, group=sch.mesh.get_group("dp"))
+            loss /= axes["dp"]
+        return loss
+
+    expected = numeric.trained(plain, reference, lambda: passes(plain, tokens))
+    found = numeric.trained(model, optimizer, lambda: passes(model, share))
+    numeric.hold(numerics.compare(expected, found, allowance(plain, tokens.numel()), tokens.numel()))
+    state = optimizer.state
+    local = [v.to_local() if hasattr(v, "to_local") else v for s in state.values() for v in s.values()]
+    return sum(v.numel() for v in local), sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_train_as_one_process_on_the_whole_batch(two, make_transformer, seed, zero):
+    results = two.run(check_stage, make_transformer, "gpt2", zero, {"dp": 2}, seed)
+    states, whole = [each[0] for each in results], results[0][1]
+    if zero == 0:
+        assert all(state >= 2 * whole for state in states)
+    else:
+        # AdamW has two numbers per weight, and a step counter per tensor.
+        assert sum(states) == pytest.approx(2 * whole, rel=0.01)
+        assert max(states) < 1.3 * whole
+
+
+def test_data_and_tensor_parallel_together(four, make_transformer, seed):
+    four.run(check_stage, make_transformer, "llama", 3, {"dp": 2, "tp": 2}, seed)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_replicas_train_as_one_process(four, make_transformer, seed, zero):
+    results = four.run(check_stage, make_transformer, "llama", zero, {"dp": 4}, seed, 2)
+    # Each of the two groups has all of AdamW's state.
+    assert sum(state for state, _ in results) == pytest.approx(2 * 2 * results[0][1], rel=0.02)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_stage_with_tensor_parallel(four, make_transformer, seed, name, zero):
+    four.run(check_stage, make_transformer, name, zero, {"dp": 2, "tp": 2}, seed)
+
+
+def check_blocks(make):
+    from torch.distributed.fsdp import FSDPModule
+
+    sch = create_schedule(make("gpt2"), mesh(dp=2))
+    sch.shard_data(zero=3, blocks="transformer.h.*.mlp")
+    model, _ = build(sch)
+    assert isinstance(model.transformer.h[0].mlp, FSDPModule)
+    assert not isinstance(model.transformer.h[0], FSDPModule)
+    for call, reason in [
+        (lambda s: s["transformer"].shard_data(), "on the root"),
+        (lambda s: s.shard_data(zero=4), "from 0 to 3, but got 4"),
+        (lambda s: s.shard_data(zero=True), "but got True"),
+        (lambda s: s.shard_data(blocks="transformer.x.*"), "nearest path"),
+        (lambda s: s.shard_data().shard_data(), "replicated already"),
+        (lambda s: s.shard_data(zero=1, hsdp=2), "needs stage 2 or 3"),
+        (lambda s: s.shard_data(zero=3, hsdp=2), "divide the 2 ranks into groups of two or more, but is 2"),
+        (lambda s: s.shard_data(cut=["weights"]), "the first of optimizer, gradients, weights, but is weights"),
+        (lambda s: s.shard_data(zero=3, gather="once"), "must be step or pass, but got 'once'"),
+    ]:
+        with pytest.raises(ScheduleError, match=reason):
+            call(create_schedule(make("gpt2"), mesh(dp=2)))
+    with pytest.raises(ScheduleError, match="axis named dp"):
+        create_schedule(make("gpt2")).shard_data()
+
+
+def test_blocks_can_be_chosen_and_misuse_is_refused(two, make_transformer):
+    two.run(check_blocks, make_transformer)
+
+
+def check_departure(make):
+    sch = create_schedule(make("gpt2"), mesh(dp=2))
+    tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1))
+    with (
+        pytest.raises(ScheduleError, match=r"the gradient of .* departs"),
+        verify(sch, {"input_ids": tokens, "labels": tokens}),
+    ):
+        sch["transformer.h.0"].checkpoint()
+    with (
+        pytest.raises(ScheduleError, match="must divide the batch, but it has 3"),
+        verify(sch, {"input_ids": tokens[:3], "labels": tokens[:3]}),
+    ):
+        sch["transformer.h.1"].checkpoint()
+
+
+def test_verify_notices_that_gradients_are_not_averaged(two, make_transformer):
+    two.run(check_departure, make_transformer)
+
+
+# offload
+
+
+def test_offloaded_activations_change_nothing(make_transformer, tokens):
+    plain, _ = build(create_schedule(make_transformer("gpt2")))
+    sch = create_schedule(make_transformer("gpt2"))
+    for each in sch.select("transformer.h.*"):
+        each.offload()
+    built, _ = build(sch)
+    for model in (plain, built):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for ours, theirs in zip(built.parameters(), plain.parameters()):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_an_offloaded_optimizer_steps_as_the_plain_one(mlp):
+    import copy
+
+    sch = create_schedule(copy.deepcopy(mlp)).offload("optimizer")
+    model, optimizer = build(sch, optimizer=numerics.adamw)
+    plain, reference = mlp, numerics.adamw(mlp.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, reference)]
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        for each, opt, scheduler in ((model, optimizer, schedulers[0]), (plain, reference, schedulers[1])):
+            opt.zero_grad()
+            each(x).pow(2).mean().backward()
+            opt.step()
+            scheduler.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
+    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] == 1e-3 / 8
+    held = {id(p) for p in model.parameters()}
+    assert not held & {id(p) for p in optimizer.state}
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert optimizer.state_dict()["state"][0]["step"] == 3
+
+
+def test_offload_refuses_what_it_cannot(mlp):
+    sch = create_schedule(mlp)
+    with pytest.raises(ScheduleError, match="did you mean 'activations'"):
+        sch.offload("activation")
+    with pytest.raises(ScheduleError, match="on the root"):
+        sch["fc1"].offload("optimizer")
+    with pytest.raises(ScheduleError, match="activations are offloaded module by module"):
+        sch.offload(blocks=["fc1"])
+    with pytest.raises(ScheduleError, match="fc9"):
+        sch.offload("optimizer", blocks=["fc9"])
+    with pytest.raises(ScheduleError, match="offloaded already"):
+        sch["fc1"].offload().offload()
+    assert isinstance(sch.module, nn.Module) and len(sch.tree.steps) == 1

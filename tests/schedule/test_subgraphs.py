@@ -1,0 +1,387 @@
+"""Replacement of a subgraph: the settings it inherits from the modules inside, and the modules that leave the model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from ranks import mesh
+from redline.base.errors import ScheduleError, TraceError
+from redline.schedule import apply_recipe, build, call_module, create_schedule, verify
+from redline.schedule.forward import layers_of
+from redline.schedule.primitives.checkpoint import Checkpointed
+from torch import nn
+from torch.nn import functional as F
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2, self.drop = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.25)
+
+    def forward(self, x):
+        return self.drop(self.fc2(self.act(self.fc1(x)))) + x
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def gelu_linear(x, w, b):
+    return F.linear(F.gelu(x), w, b)
+
+
+def linear_gelu(x, w, b):
+    return F.gelu(F.linear(x, w, b))
+
+
+def whole_mlp(x, w1, b1, w2, b2):
+    return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+
+def glu(x, w1, b1, w2, b2):
+    return F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2)
+
+
+def seeded(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+# Exchanges between ranks
+
+
+def cut_mlp(sch):
+    sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def check_handed_over(pattern):
+    sch = create_schedule(seeded(MLP), mesh(tp=2))
+    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)):
+        cut_mlp(sch)
+        sch.trace()
+        sch.replace(pattern, sch.find(pattern))
+    again = sch.copy()
+    assert [each.op for each in again.graph.nodes] == [each.op for each in sch.graph.nodes]
+
+
+@pytest.mark.parametrize("pattern", [gelu_linear, linear_gelu, whole_mlp])
+def test_a_replacement_exchanges_what_the_modules_inside_did(two, pattern):
+    two.run(check_handed_over, pattern)
+
+
+def check_gated():
+    x = torch.randn(4, 8, requires_grad=True, generator=torch.Generator().manual_seed(1))
+    sch = create_schedule(nn.Sequential(nn.Linear(8, 8), seeded(Gated)), mesh(tp=2))
+    with torch.no_grad():
+        sch["0"].module.weight.copy_(torch.eye(8))
+    with verify(sch, x):
+        for name in ("1.gate", "1.up"):
+            sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch["1.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        sch["1"].trace()
+        # The gradient of their common input is summed once.
+        sch.replace(glu, sch.find(glu))
+    one = create_schedule(seeded(Gated), mesh(tp=2))
+    one["gate"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    one["up"].shard(["weight", "bias"], axis=0)
+    one.trace()
+    with pytest.raises(ScheduleError, match="'gate' concerns what up inside of it takes too"):
+        one.replace(glu, one.find(glu))
+    assert len(one.find(glu)) == 1
+
+
+def test_shared_inputs_are_exchanged_once(two):
+    two.run(check_gated)
+
+
+def residual_inside(x, w, b, y, p):
+    return F.dropout(F.linear(x, w, b), p) + y
+
+
+def check_inside():
+    sch = create_schedule(seeded(MLP), mesh(tp=2))
+    cut_mlp(sch)
+    sch.trace()
+    with pytest.raises(ScheduleError, match=r"sync\('fwd_post', 'all_reduce'\) of 'fc2' is inside"):
+        sch.replace(residual_inside, sch.find(residual_inside))
+
+
+def test_an_exchange_in_the_middle_of_what_is_replaced_is_refused(two):
+    two.run(check_inside)
+
+
+def check_dead_sync():
+    sch = create_schedule(seeded(MLP), mesh(tp=2))
+    sch["fc1"].shard(["weight", "bias"], axis=0)
+    sch["fc2"].shard("weight", axis=1)
+    sch.trace()
+    sch.replace(gelu_linear, sch.find(gelu_linear))
+    with pytest.raises(ScheduleError, match="sync on .fc2.: the graph of .the root. does not call it"):
+        sch["fc2"].sync("fwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match="'fc2' gives partial sums on each rank, and nothing adds them up"):
+        build(sch)
+
+
+def test_the_sync_of_a_module_that_nothing_calls_does_not_count(two):
+    two.run(check_dead_sync)
+
+
+# Other settings on the modules
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda sch: sch["fc2"].hook("fwd_post", lambda m, args, out: out * 2), "'fc2' has a hook"),
+        (lambda sch: sch["fc2"].hook("bwd_pre", lambda m, grad: None), "'fc2' has a hook"),
+        (lambda sch: sch["fc2"].checkpoint(), "'fc2' has checkpoint, which would be lost; replace first"),
+    ],
+)
+def test_settings_that_the_replacement_cannot_take_are_refused(given, message):
+    sch = create_schedule(MLP())
+    given(sch)
+    sch.trace()
+    code = str(sch.graph)
+    with pytest.raises(ScheduleError, match=message):
+        sch.replace(gelu_linear, sch.find(gelu_linear))
+    assert str(sch.graph) == code
+
+
+def test_a_module_in_the_place_of_one_call_takes_its_hooks_and_what_is_deferred():
+    calls = []
+    sch = create_schedule(MLP())
+    sch["fc2"].hook("fwd_post", lambda m, args, out: calls.append(type(m).__name__)).checkpoint()
+    sch.trace()
+    new = nn.Linear(16, 8)
+    with verify(sch, torch.randn(2, 8)):
+        new.load_state_dict(sch["fc2"].module.state_dict())
+        sch.replace(new, sch.find("fc2"), name="dense")
+    assert "fc2" not in sch and [each.path for each in sch.tree.deferred] == ["dense"]
+    built, _ = build(sch)
+    calls.clear()
+    built(torch.randn(2, 8)).sum().backward()
+    assert calls == ["Linear"] and layers_of(built.dense, Checkpointed)
+
+
+# Modules that leave the model
+
+
+class Dense(nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.weight = nn.Parameter(old.weight.detach().clone())
+        self.bias = nn.Parameter(old.bias.detach().clone())
+
+    def forward(self, x):
+        return F.gelu(F.linear(x, self.weight, self.bias))
+
+
+def test_parameters_that_nothing_uses_leave_the_model():
+    sch = create_schedule(seeded(MLP))
+    sch["fc1"].annotate("bias", "kind", "old")
+    with verify(sch, torch.randn(2, 8)):
+        sch.trace()
+        with pytest.warns(UserWarning, match=r"not kept.*: fc1.weight \(16, 8\), fc1.bias \(16,\)"):
+            sch.replace(Dense(sch["fc1"].module), sch.find(lambda x: F.gelu(call_module("fc1", x))), name="dense")
+    built, optimizer = build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    assert list(built.state_dict()) == ["fc2.weight", "fc2.bias", "dense.weight", "dense.bias"]
+    built(torch.randn(2, 8)).sum().backward()
+    assert all(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def test_parameters_that_the_replacement_is_given_stay_where_they_are():
+    sch = create_schedule(seeded(MLP))
+    sch.trace()
+    names = list(sch.module.state_dict())
+    sch.replace(linear_gelu, sch.find(linear_gelu))
+    assert list(sch.module.state_dict()) == names
+
+
+def test_tied_parameters_stay_at_their_other_places(recwarn):
+    model = nn.Sequential(nn.Linear(8, 8), seeded(MLP))
+    model[1].fc1 = nn.Linear(8, 8)
+    model[1].fc2 = nn.Linear(8, 8)
+    model[1].fc1.weight = model[0].weight
+    sch = create_schedule(model)
+    sch["1"].trace()
+    sch.replace(Dense(model[1].fc1), sch.find(lambda x: F.gelu(call_module("fc1", x))))
+    assert "0.weight" in model.state_dict() and "1.fc1.weight" not in model.state_dict()
+    warned = [str(each.message) for each in recwarn if "not kept" in str(each.message)]
+    assert len(warned) == 1 and "1.fc1.bias (8,)" in warned[0] and "weight" not in warned[0]
+
+
+def check_replicas():
+    sch = create_schedule(seeded(MLP), mesh(dp=2))
+    sch.trace()
+    sch.replace(Dense(sch["fc1"].module), sch.find(lambda x: F.gelu(call_module("fc1", x))))
+    sch.shard_data(zero=0)
+    model, optimizer = build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    for step in range(3):
+        model(torch.randn(2, 8, generator=torch.Generator().manual_seed(step * 2 + dist.get_rank()))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_replicas_train_behind_a_replacement(two):
+    one, other = two.run(check_replicas)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# One module for several
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        q = self.q(x).view(-1, 2, 4)
+        k = self.k(x).view(-1, 2, 4)
+        return q + k * self.v(x).view(-1, 2, 4)
+
+
+class Fused(nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([old.q.weight, old.k.weight, old.v.weight]).detach())
+        self.bias = nn.Parameter(torch.cat([old.q.bias, old.k.bias, old.v.bias]).detach())
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias).chunk(3, -1)
+
+
+def test_one_module_replaces_several_subgraphs():
+    model = seeded(Projections)
+    sch = create_schedule(model)
+    with verify(sch, torch.randn(2, 8)):
+        sch.trace()
+        with pytest.raises(ScheduleError, match="cannot replace 3 subgraphs.*together=True"):
+            sch.replace(Fused(model), sch.find("[qkv]"))
+        sch.replace(Fused(model), sch.find("[qkv]"), name="qkv", together=True)
+    assert list(model.state_dict()) == ["qkv.weight", "qkv.bias"]
+
+
+def add_all(a, b):
+    return a + b
+
+
+def test_subgraphs_that_cannot_be_replaced_together_are_refused():
+    sch = create_schedule(nn.Sequential(seeded(MLP), seeded(MLP)))
+    for each in sch:
+        each.trace()
+    with pytest.raises(ScheduleError, match="must be in one graph, but are in 0, 1"):
+        sch.replace(add_all, sch.find(add_all), together=True)
+    with pytest.raises(ScheduleError, match="name must be an identifier, but got 'a b'"):
+        sch.replace(add_all, sch["0"].find(add_all), name="a b")
+    with pytest.raises(ScheduleError, match="name and together go with a subgraph"):
+        sch["0.act"].replace(nn.ReLU(), name="act")
+
+
+def three(x, w1, b1, w2, b2, w3, b3):
+    return F.linear(x, w1, b1), F.linear(x, w2, b2), F.linear(x, w3, b3)
+
+
+def linear(x, w, b):
+    return F.linear(x, w, b)
+
+
+def test_names_and_joint_replacements_replay():
+    sch = create_schedule(seeded(Projections))
+    sch.trace()
+    sch.replace(three, sch.find(linear), name="qkv", together=True)
+    assert sch.find("qkv") and not sch.find("[qkv]")
+    text = yaml.safe_dump(sch.recipe())
+    again = apply_recipe(create_schedule(seeded(Projections)), yaml.safe_load(text))
+    assert str(again.graph) == str(sch.graph) and again.recipe() == sch.recipe()
+    x = torch.randn(2, 8)
+    assert torch.equal(build(again)[0](x), build(sch)[0](x))
+
+
+# Requests for subgraphs
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        lambda x, p: F.dropout(x, p),
+        lambda x, rate: F.dropout(x, p=rate),
+        lambda x, kind: F.gelu(x, approximate=kind),
+        lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),
+        lambda x, d: F.softmax(x, dim=d),
+    ],
+)
+def test_a_parameter_of_a_pattern_stands_for_an_option_too(pattern):
+    class Options(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8, eps=1e-6)
+
+        def forward(self, x):
+            return F.softmax(F.gelu(F.dropout(self.norm(x), 0.3), approximate="tanh"), dim=-1)
+
+    sch = create_schedule(Options())
+    sch.trace()
+    (found,) = sch.find(pattern)
+    assert found.inputs[-1] in (0.3, "tanh", 1e-6, -1)
+
+
+def test_an_option_goes_to_the_replacement():
+    sch = create_schedule(seeded(MLP))
+    sch.trace()
+    seen = []
+
+    def drop(x, p):
+        seen.append(p)
+        return x
+
+    sch.replace(drop, sch.find(lambda x, p: F.dropout(x, p)))
+    build(sch)[0](torch.randn(2, 8))
+    assert seen == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (lambda x, w, b: F.relu(F.linear(x, w, b)), "relu is expected, but there is linear .fc1."),
+        (lambda x, w, b: F.gelu(F.relu(x)), "relu is expected with act matched, but there is linear .fc1."),
+        (lambda x: F.dropout(x, 0.5), r"constant 0.5 is expected with drop matched, but there is the constant 0.25"),
+        (lambda x: call_module(nn.LayerNorm, x), "a call of LayerNorm is expected, but there is"),
+        ("norm", "there are the operations fc1, act, fc2, drop, add"),
+    ],
+)
+def test_an_empty_result_says_what_came_nearest(pattern, message):
+    sch = create_schedule(MLP())
+    sch.trace()
+    assert sch.find(pattern) == []
+    with pytest.raises(ScheduleError, match=f"there is no match; .*{message}"):
+        sch.find(pattern, explain=True)
+
+
+def test_nodes_are_found_by_a_predicate():
+    sch = create_schedule(MLP())
+    sch.trace()
+    assert [each.names for each in sch.find(where=lambda node: "fc" in node.name)] == [["fc1"], ["fc2"]]
+    assert [each.names for each in sch.find("fc.", where=lambda node: node.name.endswith("2"))] == [["fc2"]]
+    assert [each.names for each in sch.find(linear, where=lambda node: node.name == "fc1")] == [["fc1"]]
+    with pytest.raises(ScheduleError, match="pass a pattern, or where="):
+        sch.find()
+
+
+def test_call_module_is_known_under_any_name():
+    import redline.schedule as language
+
+    sch = create_schedule(MLP())
+    sch.trace()
+    mine = call_module
+    assert len(sch.find(lambda x: language.call_module("fc1", x))) == 1
+    assert len(sch.find(lambda x: mine(nn.GELU, x))) == 1
+    with pytest.raises(TraceError, match="represents the call of a module in a pattern for find"):
+        call_module("fc1", torch.ones(1))

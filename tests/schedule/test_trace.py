@@ -1,0 +1,500 @@
+"""Tracing, finding, fusing, replacing and decomposing."""
+
+import copy
+import operator
+import pickle
+
+import pytest
+import torch
+import yaml
+from redline.base.errors import ScheduleError, TraceError
+from redline.schedule import apply_recipe, build, call_module, create_schedule, verify
+from redline.schedule.forward import layers_of
+from redline.schedule.graph.trace import Traced
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """An MLP with a residual, written with modules, functions and methods."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x, scale=1.0, *, shift=None):
+        y = self.fc2(self.act(self.fc1(x)))
+        out = self.norm(F.dropout(y, p=0.1, training=self.training) + x) * scale
+        return out if shift is None else out + shift
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def seed_of(request):
+    return request.getfixturevalue("seed") if "seed" in request.fixturenames else 0
+
+
+@pytest.fixture
+def net(request):
+    torch.manual_seed(seed_of(request))
+    return Net()
+
+
+@pytest.fixture
+def x(request):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed_of(request)))
+
+
+def linear_gelu(x, w, b):
+    return F.gelu(F.linear(x, w, b))
+
+
+def residual(y, x):
+    return F.dropout(y, p=0.1) + x
+
+
+# trace
+
+
+def test_a_traced_module_stays_what_it_is_and_computes_the_same(net, x, seed):
+    names, types = list(net.state_dict()), [type(m) for m in net.modules()]
+    sch = create_schedule(net)
+    with verify(sch, x):
+        for each in sch.select("blocks.*"):
+            each.trace()
+    assert list(net.state_dict()) == names and [type(m) for m in net.modules()] == types
+    assert [n.op for n in layers_of(net.blocks[0], Traced)[0].graph.nodes].count("call_module") == 4
+
+
+def test_flattening_goes_through_children_but_not_through_leaves(net, x, seed):
+    def modules(**kwargs):
+        sch = create_schedule(copy.deepcopy(net))
+        with verify(sch, x):
+            sch.trace(**kwargs)
+        graph = layers_of(sch.module, Traced)[0].graph
+        return [node.target for node in graph.nodes if node.op == "call_module"]
+
+    assert modules() == ["blocks.0", "blocks.1"]
+    assert len(modules(flatten=True)) == 8
+    assert modules(flatten=True, leaves=[Block]) == modules()
+    assert modules(flatten=True, leaves=[r"blocks\.1"])[-1] == "blocks.1"
+
+
+def test_flattening_stops_at_what_is_scheduled_itself(net, x):
+    sch = create_schedule(net)
+    sch["blocks.0"].trace()
+    sch["blocks.1.fc1"].hook("fwd_post", lambda m, args, out: out * 2)
+    sch.trace(flatten=True)
+    targets = [n.target for n in layers_of(net, Traced)[0].graph.nodes if n.op == "call_module"]
+    assert targets[:2] == ["blocks.0", "blocks.1.fc1"]
+
+
+def test_training_mode_is_read_when_the_graph_runs(net, x):
+    sch = create_schedule(net)
+    sch.trace(flatten=True)
+    built, _ = build(sch)
+    assert not torch.equal(built(x), built(x))
+    built.eval()
+    assert torch.equal(built(x), built(x))
+    assert built.blocks[0].training is False and "training" in built.blocks[0].__dict__
+
+
+def test_arguments_with_defaults_are_fixed_unless_they_are_inputs(net, x):
+    sch = create_schedule(net.blocks[0])
+    sch.trace()
+    built, _ = build(sch)
+    built.eval()
+    built(x, scale=1.0)
+    with pytest.raises(ScheduleError, match=r"traced with scale=1.0.*inputs=\['scale'\]"):
+        built(x, 2.0)
+    sch = create_schedule(net.blocks[1])
+    sch.trace(inputs=["scale"])
+    built, _ = build(sch)
+    built.eval()
+    assert torch.equal(built(x, scale=2.0), built(x) * 2)
+    with pytest.raises(TraceError, match="parameters of its forward"):
+        create_schedule(Block()).trace(inputs=["scael"])
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        if y.sum() > 0:
+            return y
+        return x
+
+
+def test_trace_errors_name_the_line_and_change_nothing():
+    model = nn.Sequential(Branching())
+    sch = create_schedule(model)
+    drawn = str(sch)
+    with pytest.raises(TraceError, match=r"trace of '0': 'if y.sum\(\) > 0:' at .*test_trace.py:\d+ in forward"):
+        sch["0"].trace()
+    assert str(sch) == drawn and "forward" not in model[0].__dict__ and model[0].training is True
+    with pytest.raises(ScheduleError, match="traced already"):
+        create_schedule(Block()).trace().trace()
+
+
+def test_transformers_modules_trace_or_say_why(make_transformer, tokens, seed):
+    sch = create_schedule(make_transformer("llama"))
+    with verify(sch, {"input_ids": tokens, "labels": tokens, "use_cache": False}, seed=seed):
+        sch["model.layers.0.mlp"].trace()
+        silu = sch["model.layers.0.mlp"].find(lambda a, b: F.silu(a) * b)
+        assert len(silu) == 1 and silu[0].names == ["act_fn", "mul"]
+        sch.fuse(silu, compiler="none")
+    sch["model.layers.0.self_attn"].trace()  # by the example of the enclosing `verify`
+    fresh = create_schedule(make_transformer("llama"))
+    with pytest.raises(TraceError, match=r"modeling_llama.py:\d+ in forward.*examples= of a call"):
+        fresh["model.layers.0.self_attn"].trace()
+
+
+# find
+
+
+def test_patterns_match_modules_functions_and_methods(net):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x, y):
+            return self.act(x) + torch.relu(y) * F.relu(x).relu()
+
+    sch = create_schedule(Mixed())
+    sch.trace()
+    assert len(sch.find(lambda x: torch.relu(x))) == 4
+    assert len(sch.find(lambda x: x.relu())) == 4
+    # The product is the second operand; the order in the pattern does not matter.
+    assert len(sch.find(lambda a, b, c: a * b + c)) == 1
+    assert len(sch.find(lambda a, b, c: c + b * a)) == 1
+    assert not sch.find(lambda a, b: a - b)
+
+
+def test_the_same_parameter_of_a_pattern_means_the_same_value():
+    class Twice(nn.Module):
+        def forward(self, x, y):
+            return (x + y) * (x + x)
+
+    sch = create_schedule(Twice())
+    sch.trace()
+    assert len(sch.find(lambda a: a + a)) == 1
+    assert len(sch.find(lambda a, b: a + b)) == 2
+
+
+def test_constants_must_agree_and_defaults_count_as_given(net):
+    sch = create_schedule(net)
+    sch["blocks.0"].trace()
+    assert len(sch.find(lambda x: F.gelu(x))) == 1
+    assert len(sch.find(lambda x: F.gelu(x, approximate="none"))) == 1
+    assert not sch.find(lambda x: F.gelu(x, approximate="tanh"))
+    assert len(sch.find(residual)) == 1
+    assert not sch.find(lambda y, x: F.dropout(y, p=0.2) + x)
+
+    def with_constant(x, p=0.1):
+        return F.dropout(x, p=p)
+
+    assert len(sch.find(with_constant)) == 1
+
+
+def test_names_and_module_calls_can_be_asked_for(net):
+    sch = create_schedule(net)
+    for each in sch.select("blocks.*"):
+        each.trace()
+    assert [s.path for s in sch.find("fc.")] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]
+    assert [s.names for s in sch["blocks.1"].find("dropout|norm")] == [["dropout"], ["norm"]]
+    assert len(sch.find(lambda x: call_module(nn.LayerNorm, call_module("nothing", x)))) == 0
+    assert len(sch["blocks.0"].find(lambda x: call_module("fc2", call_module(nn.GELU, x)))) == 1
+
+
+def test_a_handle_prints_as_code(net):
+    sch = create_schedule(net)
+    sch["blocks.0"].trace()
+    (found,) = sch.find(linear_gelu)
+    text = str(found)
+    assert text.startswith("def forward(self, x)") and "self.fc1(x)" in text and "self.act(fc1)" in text
+
+
+def test_find_needs_a_trace_and_a_pattern(net):
+    sch = create_schedule(net)
+    with pytest.raises(ScheduleError, match="trace it first"):
+        sch.find("fc1")
+    sch["blocks.0"].trace()
+    with pytest.raises(ScheduleError, match="regular expression or a function, but got 3"):
+        sch.find(3)
+    with pytest.raises(TraceError, match="is not a graph"):
+        sch.find(lambda x: x if x > 0 else -x)
+
+
+# fuse
+
+
+def test_fused_subgraphs_compute_the_same_and_move_no_parameter(net, x, seed):
+    seen = []
+
+    def compiler(function):
+        seen.append(function)
+        return function
+
+    names = list(net.state_dict())
+    sch = create_schedule(net)
+    with verify(sch, x):
+        for each in sch.select("blocks.*"):
+            each.trace()
+        sch.fuse(sch.find(linear_gelu), compiler=compiler)
+        sch.fuse(sch.find(residual), compiler="none")
+    assert list(net.state_dict()) == names
+    built, _ = build(sch)
+    seen.clear()
+    built(x)
+    assert len(seen) == 2
+    assert [s.names[0] for s in sch.find("fused.*")] == ["fused_fc_act", "fused_dropout_add"] * 2
+
+
+@pytest.mark.slow
+def test_fusing_with_inductor_is_exact_within_rounding(net, x, seed):
+    sch = create_schedule(net.blocks[0])
+    with verify(sch, x):
+        sch.trace()
+        sch.fuse(sch.find(lambda y, x: y + x), compiler="inductor")
+
+
+def test_several_outputs_can_be_fused():
+    class Split(nn.Module):
+        def forward(self, x):
+            a = x * 2
+            b = a + 1
+            return a.relu() - b.sigmoid()
+
+    def both(x):
+        a = x * 2
+        return a, a + 1
+
+    sch = create_schedule(Split())
+    with verify(sch, torch.randn(3, requires_grad=True), loss=lambda out: out.sum()):
+        sch.trace()
+        (found,) = sch.find(both)
+        sch.fuse(found, compiler="none")
+
+
+def test_a_value_used_elsewhere_cannot_be_fused_away():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            return torch.relu(y) + y
+
+    sch = create_schedule(Shared())
+    sch.trace()
+    found = sch.find(lambda x: torch.relu(call_module("fc", x)))
+    drawn, code = str(sch), str(layers_of(sch.module, Traced)[0].graph)
+    for call in (
+        lambda: sch.fuse(found),
+        lambda: sch.replace(torch.relu, found),
+        lambda: sch.checkpoint(found),
+    ):
+        with pytest.raises(ScheduleError, match="'fc' is used by add"):
+            call()
+    assert str(sch) == drawn and str(layers_of(sch.module, Traced)[0].graph) == code
+    with pytest.raises(ScheduleError, match="what find returned"):
+        sch.fuse("fc")
+    with pytest.raises(ScheduleError, match="unknown compiler"):
+        sch.fuse(found, compiler="xla")
+
+
+def test_a_stale_handle_is_refused(net):
+    sch = create_schedule(net)
+    sch["blocks.0"].trace()
+    found = sch.find(linear_gelu)
+    sch.fuse(found, compiler="none")
+    with pytest.raises(ScheduleError, match="find it again"):
+        sch.fuse(found, compiler="none")
+    other = create_schedule(Block())
+    other.trace()
+    with pytest.raises(ScheduleError, match="must be a subgraph of"):
+        sch.fuse(other.find(linear_gelu))
+
+
+# replace
+
+
+def add_norm(y, x, p=0.1, extra=None):
+    """Takes two inputs; the other parameters keep their defaults."""
+    assert p == 0.1 and extra is None
+    return y + x
+
+
+def test_one_or_all_matches_are_replaced_by_a_function_with_defaults(net, x, seed):
+    def plain(y, x):
+        return y + x
+
+    sch = create_schedule(net)
+    with verify(sch, x):
+        for each in sch.select("blocks.*"):
+            each.trace()
+        found = sch.find(plain)
+        sch.replace(add_norm, found[1])
+        assert [s.path for s in sch.find("add_norm")] == ["blocks.1"]
+        sch["blocks.0"].replace(add_norm, found[:1])
+    assert len(sch.find("add_norm")) == 2
+
+
+def test_a_replacement_gets_the_weights_that_the_pattern_names(net, x, seed):
+    def fused(x, w, b):
+        return F.gelu(F.linear(x, w) + b)
+
+    sch = create_schedule(net)
+    with verify(sch, x):
+        for each in sch.select("blocks.*"):
+            each.trace()
+        sch.replace(fused, sch.find(linear_gelu))
+    assert not sch.find("fc1")
+
+
+def test_a_module_may_stand_for_a_subgraph(net, x, seed):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, y, x):
+            return (y + x) * self.gain
+
+    sch = create_schedule(net)
+    with verify(sch, x):
+        for each in sch.select("blocks.*"):
+            each.trace()
+        both = sch.find(lambda y, x: y + x)
+        with pytest.raises(ScheduleError, match="cannot replace 2 subgraphs"):
+            sch.replace(Scaled(), both)
+        sch.replace(Scaled(), both[0])
+    assert "blocks.0.replaced_0.gain" in net.state_dict()
+
+
+def test_a_replacement_with_other_arguments_is_refused(net):
+    sch = create_schedule(net)
+    sch["blocks.0"].trace()
+    with pytest.raises(ScheduleError, match="2 inputs of the pattern, but missing a required argument: 'c'"):
+        sch.replace(lambda a, b, c: a, sch.find(lambda y, x: y + x))
+    assert len(sch.find("add")) == 1
+
+
+# checkpoint
+
+
+def test_a_subgraph_is_recomputed(net, x, seed):
+    calls = []
+    net.blocks[0].act.register_forward_hook(lambda *a: calls.append(1))
+    sch = create_schedule(net)
+    with verify(sch, x):
+        sch["blocks.0"].trace()
+        sch.checkpoint(sch.find(lambda x: call_module("fc2", F.gelu(call_module("fc1", x)))))
+    built, _ = build(sch)
+    calls.clear()
+    built(x).sum().backward()
+    assert len(calls) == 2
+
+
+# decompose
+
+
+def test_linear_layers_and_norms_are_decomposed(net, x, seed):
+    sch = create_schedule(net)
+    with verify(sch, x):
+        sch["blocks.0"].trace().decompose()
+        # The bias is now found together with the following operation.
+        bias_gelu = sch.find(lambda y, b: F.gelu(y + b))
+        assert len(bias_gelu) == 1
+        sch.fuse(bias_gelu, compiler="none")
+        sch["blocks.1"].trace().decompose(["linear", "layer_norm"])
+    assert not sch["blocks.1"].find("norm") and len(sch["blocks.1"].find("rsqrt")) == 1
+    with pytest.raises(ScheduleError, match="no linear in its graph"):
+        sch["blocks.0"].decompose("linear")
+    with pytest.raises(ScheduleError, match="did you mean 'layer_norm'"):
+        sch["blocks.0"].decompose("layernorm")
+    with pytest.raises(ScheduleError, match="trace it first"):
+        create_schedule(Block()).decompose()
+
+
+class Attention(nn.Module):
+    def __init__(self, causal, groups=1):
+        super().__init__()
+        self.causal, self.groups = causal, groups
+        self.q = nn.Linear(8, 8)
+        self.kv = nn.Linear(8, 16 // groups)
+
+    def forward(self, x, mask=None):
+        q = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, 4 // self.groups, 2)).transpose(1, 3).unbind(2)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.groups > 1, scale=0.3
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("causal", "groups", "mask"), [(False, 1, False), (True, 1, False), (False, 2, True)])
+def test_attention_is_decomposed(seed, causal, groups, mask):
+    torch.manual_seed(seed)
+    sch = create_schedule(Attention(causal, groups))
+    x = torch.randn(2, 5, 8)
+    hidden = torch.ones(5, 5, dtype=torch.bool).tril()
+    with verify(sch, {"x": x, "mask": hidden} if mask else x):
+        sch.trace(inputs=["mask"] if mask else [])
+        sch.decompose("attention")
+    assert len(sch.find("softmax")) == 1 and not sch.find("scaled_dot_product_attention")
+
+
+# copies and recipes
+
+
+def test_traced_models_are_copied_and_pickled(net, x):
+    net.eval()
+    sch = create_schedule(net)
+    for each in sch.select("blocks.*"):
+        each.trace()
+    sch.fuse(sch.find(linear_gelu), compiler="none")
+    sch.replace(operator.add, sch.find(lambda y, x: y + x))
+    built, _ = build(sch)
+    for other in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+        assert torch.equal(other(x), built(x))
+        nn.init.zeros_(other.blocks[1].norm.weight)
+        nn.init.zeros_(other.blocks[1].norm.bias)
+        assert not other(x).any() and built(x).any()
+
+
+def test_a_recipe_with_subgraphs_replays(x):
+    torch.manual_seed(0)
+    sch = create_schedule(Net())
+    for each in sch.select("blocks.*"):
+        each.trace()
+    found = sch.find(linear_gelu)
+    sch.fuse(found[1], compiler="none")
+    sch.replace(add_norm, sch["blocks.0"].find(plain_add))
+    sch["blocks.0"].checkpoint(found[0])
+    text = yaml.safe_dump(sch.recipe())
+    torch.manual_seed(0)
+    again = apply_recipe(create_schedule(Net()), yaml.safe_load(text))
+    assert again.recipe() == sch.recipe()
+    one, two = build(sch)[0].eval(), build(again)[0].eval()
+    assert torch.equal(one(x), two(x))
+    assert [str(n) for n in layers_of(two.blocks[0], Traced)[0].graph.nodes] == [
+        str(n) for n in layers_of(one.blocks[0], Traced)[0].graph.nodes
+    ]
+
+
+def plain_add(y, x):
+    return y + x

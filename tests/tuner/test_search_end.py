@@ -1,0 +1,191 @@
+"""A search ends when its budget is spent or further trials are useless, and states the reason."""
+
+from functools import partial
+
+import pytest
+import redline as rl
+from redline.results import Measurement, Status, Trial, summary
+from redline.results.again import judged
+from redline.space import Config, Space
+from redline.tuner.budget import Budget, device_hours_of
+
+tune = partial(rl.tune, isolate=False)
+
+
+def make_space(sizes=(1, 2, 4, 8, 16, 32, 64)):
+    space = Space()
+    space.choice("micro_batch", list(sizes), monotone_memory=1)
+    space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1], monotone_memory=-1)
+    space.choice("attention", ["eager", "sdpa", "flash_attention_2"])
+    space.flag("fusion")
+    return space
+
+
+def speed(config):
+    gains = {"eager": 1.0, "sdpa": 1.5, "flash_attention_2": 1.6}
+    gain = gains[config["attention"]] * (1.2 if config["fusion"] else 1.0)
+    return config["micro_batch"] ** 0.4 * gain * (1 - 0.25 * config["checkpoint_ratio"])
+
+
+def measured(config, limit=1000.0):
+    need = 100.0 + 40.0 * config["micro_batch"] * (1.2 - config["checkpoint_ratio"])
+    known = {"peak_memory_mib": need, "memory_limit_mib": limit}
+    if need > limit:
+        return Measurement(status=Status.OOM, reason="does not fit", **known)
+    return Measurement(status=Status.OK, throughput=speed(config), unit="tokens/s", **known)
+
+
+def test_a_search_ends_early_when_a_further_gain_is_unlikely_and_says_so():
+    result = tune(measured, make_space(), trials=200, patience=5)
+    assert "further trials bring another 1 % is" in result.ended and "patience" in result.ended
+    assert 6 <= len(result.all_trials) <= 60
+    best = max(each.throughput or 0 for each in map(measured, make_space()))
+    assert result.best.throughput >= 0.98 * best
+
+
+def test_a_grid_is_tried_to_its_end_unless_patience_is_asked_for():
+    space = make_space()
+    result = tune(lambda config: 7.0, space, trials=len(space), sampler="grid")
+    assert len(result.all_trials) == len(space)
+
+
+def test_without_patience_the_search_runs_to_the_end():
+    space = make_space(sizes=(1, 2))
+    result = tune(measured, space, trials=200, patience=0, sampler="random")
+    assert len(result.all_trials) == len(space)
+    assert result.ended == "every valid configuration was tried"
+
+
+@pytest.mark.parametrize("sampler", ["random", "bayes"])
+def test_the_rule_holds_whoever_proposes(sampler):
+    result = tune(lambda config: 7.0, make_space(), trials=200, sampler=sampler, patience=3)
+    assert "patience" in result.ended
+    assert len(result.all_trials) < 100
+
+
+def test_gains_that_keep_coming_are_waited_for():
+    space = Space()
+    space.choice("x", list(range(40)))
+    order = iter(range(1000))
+    result = tune(lambda config: 1.2 ** next(order), space, trials=40, patience=5, sampler="random")
+    assert len(result.all_trials) == 40
+
+
+def test_a_search_without_a_fitting_trial_reports_the_shortfall():
+    def fn(config):
+        need = 3000.0 * config["micro_batch"] ** 0.5 * (1.2 - 0.5 * config["checkpoint_ratio"])
+        return Measurement(status=Status.OOM, reason="does not fit", peak_memory_mib=need, memory_limit_mib=1000.0)
+
+    result = tune(fn, make_space(), trials=100)
+    assert result.best is None
+    assert "nothing feasible" in result.ended
+    assert "the smallest predicted shortfall is" in result.ended
+    run = [each for each in result.all_trials if each.measurement.status is not Status.SKIPPED]
+    assert len(run) <= 8
+    shortfall = float(result.ended.split("shortfall is ")[1].split(" MiB")[0].replace(",", ""))
+    assert 500 < shortfall < 3000  # the true value is 1,100
+
+
+def test_with_an_estimate_that_says_so_it_takes_fewer_trials():
+    class Estimate:
+        throughput, fits = 10.0, False
+
+        def __init__(self, config):
+            self.peak_memory_mib = 3000.0 * config["micro_batch"] ** 0.5
+
+    def fn(config):
+        return Measurement(status=Status.OOM, reason="does not fit", memory_limit_mib=1000.0)
+
+    result = tune(fn, make_space(), trials=100, prior=Estimate)
+    assert "nothing feasible" in result.ended
+    assert len(result.all_trials) <= 4
+
+
+def test_one_oom_that_excludes_the_rest_is_nothing_feasible():
+    space = Space()
+    space.choice("micro_batch", [1, 2, 4, 8], monotone_memory=1)
+    result = tune(
+        lambda config: Measurement(status=Status.OOM, reason="does not fit", memory_limit_mib=10.0),
+        space,
+        trials=9,
+    )
+    assert [each.measurement.status for each in result.all_trials] == [Status.OOM, *[Status.SKIPPED] * 3]
+    assert "nothing feasible: 1 trial ran out" in result.ended
+    assert "every other configuration needs at least as much" in result.ended
+
+
+def test_crashes_do_not_count_as_not_feasible():
+    def fn(config):
+        raise KeyError("a bug, which can be mended")
+
+    result = tune(fn, make_space(), trials=20)
+    assert len(result.all_trials) == 20
+    assert "nothing feasible" not in result.ended
+
+
+def test_device_hours_end_the_search():
+    def fn(config):
+        return Measurement(status=Status.OK, throughput=1.0, seconds_total=0.5)
+
+    result = tune(fn, make_space(), device_hours=4.6 / 3600, devices=2, patience=0)
+    assert "device-hours are used up" in result.ended
+    assert len(result.all_trials) == 5  # of 1 s of device time each
+
+
+def test_device_hours_are_those_of_the_trials_devices():
+    def trial(number, seconds, devices):
+        made = Measurement(status=Status.OK, throughput=1.0, seconds_total=seconds, devices=devices)
+        return Trial(number=number, config=Config({"x": number}), measurement=made)
+
+    pending = Trial(number=2, config=Config({"x": 2}))
+    assert device_hours_of([trial(0, 1800.0, 4), trial(1, 900.0, None), pending], 8) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": -1}, "patience must be a whole number of at least 0"),
+        ({"patience": 1.5}, "patience must be a whole number"),
+        ({"device_hours": 0}, "device_hours must be above 0"),
+        ({"device_hours": float("nan")}, "device_hours must be above 0"),
+        ({"headroom": -0.1}, "headroom must be a share from 0 to 0.5"),
+        ({"headroom": 5}, "headroom must be a share from 0 to 0.5"),
+        ({"time": "10s", "trial_timeout": "1m"}, "more than the 10 s of the whole search"),
+        (
+            {"time": "1h", "device_hours": 3, "devices": 2},
+            "3 device-hours cannot be spent in 3600 s on 2 devices",
+        ),
+        ({"warm_start": ["no/such/run"]}, "no/such/run"),
+        ({"prior": 3.0}, "a prior must be callable"),
+    ],
+)
+def test_contradictory_requests_are_refused_before_files_are_written(options, message, tmp_path):
+    with pytest.raises(rl.UsageError, match=message):
+        rl.tune(measured, make_space(), out=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_limits_that_agree_are_taken():
+    Budget(seconds=60.0, device_hours=0.1).check_against(30.0, 2, 4)
+
+
+def again(number, throughputs, peak):
+    made = Measurement(status=Status.OK, throughput=throughputs[0], peak_memory_mib=peak, memory_limit_mib=1000.0)
+    return judged(Trial(number=number, config=Config({"x": number}), measurement=made), throughputs)
+
+
+def test_a_tie_within_noise_goes_to_more_free_memory():
+    tight, roomy = again(0, [100.0, 102.0], 990.0), again(1, [99.5, 100.5], 600.0)
+    assert summary.best([tight, roomy]).number == 1
+
+
+@pytest.mark.parametrize(
+    "roomy",
+    [
+        again(1, [96.0, 97.0], 600.0),  # slower by more than noise
+        again(1, [90.0, 100.5], 600.0),  # overlaps, but its median is far lower
+        again(1, [99.5, 100.5], 985.0),  # no significant room left
+    ],
+)
+def test_the_faster_wins_without_a_tie_or_more_free_memory(roomy):
+    assert summary.best([again(0, [100.0, 102.0], 990.0), roomy]).number == 0

@@ -1,0 +1,453 @@
+"""The report of a run, and of any table."""
+
+import csv
+import json
+import math
+import os
+import re
+
+import pytest
+import yaml
+from redline.base.errors import StudyError
+from redline.base.reading import Outside, open_inside, read_inside, tail_inside
+from redline.results import Measurement, Status, Trial
+from redline.views.report import Source, document, page, write_report
+from redline.views.report.analysis import cost, frontier, lanes, predictions
+from redline.views.report.effects import effects
+from redline.views.report.failures import failures
+
+
+def trial(number, status=Status.OK, throughput=None, config=None, sampler="gp", predicted=(None, None), **more):
+    return Trial(
+        number=number, config=config or {"micro_batch": number}, sampler=sampler,
+        predicted_throughput=predicted[0], predicted_memory_mib=predicted[1],
+        measurement=Measurement(status=status, throughput=throughput, **more),
+    )  # fmt: skip
+
+
+def embedded(text):
+    """The data embedded in a page."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+
+
+def write_csv(path, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture
+def run(tmp_path, open_run, point, ok, oom):
+    """A finished run of four trials: the default at 1000, the winner at 2000 and re-measured, an OOM, a crash."""
+    with open_run(tmp_path / "run") as folder:
+
+        def one(number, measurement, **more):
+            folder.start(point(number), sampler="default" if number == 0 else "tpe", **more)
+            folder.finish(number, measurement)
+
+        fields = {"started": 1e9, "memory_limit_mib": 1024.0, "devices": 2}
+        one(0, ok(1000.0, step_ms=8.0, step_ms_spread=0.4, peak_memory_mib=300.0, seconds_total=10.0, **fields))
+        one(
+            1,
+            ok(
+                1900.0,
+                step_ms=4.0,
+                step_ms_spread=0.1,
+                peak_memory_mib=512.0,
+                seconds_total=10.0,
+                **fields | {"started": 1e9 + 10},
+            ),
+            predicted_throughput=1000.0,
+            predicted_memory_mib=256.0,
+        )
+        folder.log_path(3).write_text("loading\n" + "step\n" * 40 + "ValueError: no such kernel\n")
+        one(2, oom(2048.0, seconds_total=2.0, **fields | {"started": 1e9 + 20}))
+        one(
+            3,
+            Measurement(
+                status=Status.CRASH,
+                reason="ValueError: no such kernel",
+                seconds_total=3.0,
+                log="logs/3.log",
+                **fields | {"started": 1e9 + 22},
+            ),
+        )
+        folder.remeasure(0, [1000.0, 1000.0])
+        folder.remeasure(1, [1980.0, 2020.0])
+        folder.write_best(["redline", "tune", "gpt2-tiny"])
+    return tmp_path / "run"
+
+
+def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(run):
+    found = document(Source.read(run))
+    head = found["headline"]
+    assert (head["winner"]["trial"], head["winner"]["throughput"], head["gain"]) == (1, 2000.0, 2.0)
+    # Each was measured again twice: standard deviations of 1.41 % and 0, moderated by 2.5 % and 5 % within a measurement.
+    deviations = zip((0.01 * math.sqrt(2), 0.0), (0.1 / 4, 0.4 / 8))
+    variances = [(among**2 + 4 * (within / 1.959963984540054) ** 2) / 5 for among, within in deviations]
+    winner, base = (2.5706 * math.sqrt(variance / 2) for variance in variances)
+    assert head["winner"]["spread"] == pytest.approx(winner, rel=0.02)
+    assert head["gain_half_width"] == pytest.approx(2.0 * math.hypot(winner, base), rel=0.02)
+    assert head["gain_shown"]
+    assert head["winner"]["first"] == 1900.0 and head["winner"]["step_ms"] == pytest.approx(4.0 * 1900 / 2000)
+    assert found["again"] == {
+        "0": {"first": 1000.0, "again": [1000.0, 1000.0]},
+        "1": {"first": 1900.0, "again": [1980.0, 2020.0]},
+    }
+    assert (head["winner"]["peak_memory_mib"], head["limit_mib"]) == (512.0, 1024.0)
+    assert head["counts"] == {"ok": 2, "oom": 1, "timeout": 0, "crash": 1, "wrong": 0, "skipped": 0}
+    assert head["cost"]["device_seconds"] == 50.0
+    assert head["cost"]["lost"] == 10.0
+    assert head["cost"]["wall_seconds"] == 25.0
+    assert found["state"] == "finished" and found["problems"] == []
+    assert found["reproduce"] == "redline tune gpt2-tiny"
+
+
+def test_a_simulated_run_says_so_and_that_is_no_problem(tmp_path, open_run, point, ok, asked):
+    devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
+    with open_run(tmp_path / "sim", asked=asked | {"simulated": True, "devices": devices}) as folder:
+        folder.start(point(0), sampler="default")
+        folder.finish(0, ok(1000.0))
+        folder.write_best(["redline"])
+    found = document(Source.read(tmp_path / "sim"))
+    assert found["simulated"] is True and found["problems"] == []
+    assert (found["folder"], found["devices"]) == ("sim", "64 × h100-80gb")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ?\S+", found["began"])
+
+
+def test_a_run_that_was_not_simulated_does_not_say_so(run):
+    found = document(Source.read(run))
+    assert found["simulated"] is False and found["devices"] == "1 × Some CPU"
+
+
+def test_a_search_that_ended_without_a_winner_is_not_called_finished(tmp_path, open_run, point, oom):
+    with open_run(tmp_path / "run") as folder:
+        folder.start(point(0), sampler="default")
+        folder.finish(0, oom(2048.0))
+        folder.write_best(["redline"])
+    assert Source.read(tmp_path / "run").state == "nothing"
+
+
+def test_the_report_needs_only_the_table_and_its_sidecars(run):
+    with_ledger = document(Source.read(run))
+    (run / "study.log").unlink()
+    without = document(Source.read(run))
+    assert {**without, "made": 0} == {**with_ledger, "made": 0}
+
+
+def test_the_space_and_the_environment_are_told_in_words(run):
+    found = document(Source.read(run))
+    knobs = {each["name"]: each for each in found["space"]["knobs"]}
+    assert found["space"]["declared"]
+    assert knobs["micro_batch"]["values"] == [1, 2, 4, 8]
+    assert ["Model", "gpt2-tiny"] in found["asked"]
+    assert ["Devices", "1 × Some CPU"] in found["asked"]
+    assert {"Machine", "Versions"} <= {title for title, _ in found["environment"]}
+
+
+def test_failures_are_grouped_by_reason_with_the_end_of_their_log(run):
+    oom, crash = sorted(document(Source.read(run))["failures"], key=lambda each: each["trials"])
+    assert (oom["status"], oom["trials"]) == ("oom", [2])
+    assert oom["log_why"] == "the table names no log"
+    assert (crash["status"], crash["trials"], crash["log_trial"]) == ("crash", [3], 3)
+    assert crash["log"].splitlines() == ["step"] * 11 + ["ValueError: no such kernel"]
+
+
+def test_the_lines_shown_are_of_the_rank_that_failed_first(tmp_path):
+    (tmp_path / "0.log").write_text(
+        "[rank 1] loading\n[rank 1] KeyError: 'x'\n" + "[rank 0] Connection closed by peer\n" * 30
+    )
+    fields = {"log": "0.log"}
+    (one,) = failures([trial(0, Status.CRASH, reason="rank 1: KeyError: 'x'", **fields)], tmp_path)
+    assert one["log"] == "[rank 1] loading\n[rank 1] KeyError: 'x'"
+    (other,) = failures([trial(0, Status.CRASH, reason="rank 3: SIGKILL", **fields)], tmp_path)
+    assert other["log"] == "\n".join(["[rank 0] Connection closed by peer"] * 12)
+
+
+def test_reasons_that_differ_in_numbers_only_are_one_group(tmp_path):
+    many = [
+        trial(0, Status.OOM, reason="tried to allocate 12.5 MiB at 0x7f00"),
+        trial(1, Status.OOM, reason="tried to allocate 900 MiB at 0x1234"),
+        trial(2, Status.SKIPPED, reason="needs 5 MiB"), trial(3, Status.SKIPPED, reason="needs 6 MiB"),
+        trial(4, Status.SKIPPED, reason="needs 7 MiB"),
+    ]  # fmt: skip
+    groups = failures(many, None)
+    assert [(each["status"], each["trials"], each["alike"]) for each in groups] == [
+        ("oom", [0, 1], True), ("skipped", [2, 3, 4], True),
+    ]  # fmt: skip
+
+
+def test_the_frontier_holds_what_nothing_cheaper_beats():
+    given = [(0, 100.0, 10.0), (1, 200.0, 9.0), (2, 200.0, 20.0), (3, 300.0, 20.0), (4, 400.0, 21.0)]
+    trials = [trial(n, throughput=speed, peak_memory_mib=memory) for n, memory, speed in given]
+    trials.append(trial(5, Status.OOM, peak_memory_mib=1.0))
+    assert frontier(trials) == [0, 2, 4]
+
+
+def test_predictions_are_judged_by_ratio_error_and_rank():
+    trials = [trial(n, throughput=100.0 * 2**n, predicted=(50.0 * 2**n, None)) for n in range(4)]
+    found = predictions(trials)
+    assert found["memory"] is None
+    assert found["throughput"] == {"count": 4, "ratio": 2.0, "error": 0.5, "rank_correlation": pytest.approx(1.0)}
+    backwards = [trial(n, throughput=1.0 + n, predicted=(9.0 - n, None)) for n in range(4)]
+    assert predictions(backwards)["throughput"]["rank_correlation"] == pytest.approx(-1.0)
+
+
+def test_effects_separate_confounded_knobs():
+    """micro_batch doubles the speed; fusion has no effect, but the sampler tried fast values mostly with fusion."""
+    trials = []
+    for number in range(48):
+        micro = (1, 2, 4)[number % 3]
+        fusion = (number // 3) % 4 < (3 if micro == 4 else 1)
+        trials.append(trial(number, throughput=100.0 * micro, config={"micro_batch": micro, "fusion": fusion}))
+    found = effects(trials, {"micro_batch": [1, 2, 4], "fusion": [False, True]})
+    first, second = found["knobs"]
+    assert (first["name"], second["name"]) == ("micro_batch", "fusion")
+    assert found["explained"] > 0.95 and first["importance"] > 0.9 and second["importance"] < 0.02
+    by_label = {each["label"]: each for each in first["values"]}
+    assert by_label["4"]["effect"] / by_label["1"]["effect"] == pytest.approx(4.0, rel=0.15)
+    assert (by_label["2"]["median"], by_label["2"]["counts"]) == (200.0, {"ok": 16})
+    on, off = (next(v["effect"] for v in second["values"] if v["label"] == label) for label in ("true", "false"))
+    assert on / off == pytest.approx(1.0, abs=0.1)
+
+
+def test_effects_of_noise_explain_nothing():
+    speeds = [math.exp(math.sin(37 * n * n)) for n in range(40)]
+    trials = [trial(n, throughput=speeds[n], config={"a": n % 5, "b": n % 3}) for n in range(40)]
+    assert effects(trials, {"a": None, "b": None})["explained"] < 0.2
+
+
+def test_values_of_a_fine_knob_are_taken_together():
+    trials = [trial(n, throughput=1.0 + n, config={"x": n / 10}) for n in range(100)]
+    (knob,) = effects(trials, {"x": None})["knobs"]
+    assert [each["label"] for each in knob["values"]][:2] == ["0 to 1.2", "1.3 to 2.4"]
+    assert sum(each["counts"]["ok"] for each in knob["values"]) == 100
+
+
+def test_trials_are_laid_on_devices_that_were_free():
+    def at(number, started, seconds, devices):
+        return trial(number, throughput=1.0, started=started, seconds_total=seconds, devices=devices)
+
+    found = lanes(
+        [
+            at(0, 100.0, 10.0, 2),
+            at(1, 100.0, 5.0, 2),
+            at(2, 105.0, 5.0, 1),
+            at(3, 110.0, 1.0, 4),
+            trial(4, Status.SKIPPED),
+        ]
+    )
+    assert found["lanes"] == 4 and found["origin"] == 100.0
+    assert found["items"] == [[0, 0, 2, 0.0, 10.0], [1, 2, 2, 0.0, 5.0], [2, 2, 1, 5.0, 10.0], [3, 0, 4, 10.0, 11.0]]
+
+
+def test_lanes_are_trials_where_devices_are_many_or_all_trials_take_as_many():
+    def at(number, started, devices):
+        return trial(number, throughput=1.0, started=started, seconds_total=150.0, devices=devices)
+
+    # An older version's simulated run: start times by this machine's clock, durations by the cluster's.
+    found = lanes([at(number, 100.0 + number, 64) for number in range(20)])
+    assert (found["of"], found["lanes"]) == ("trials", 20)
+    assert [item[:3] for item in found["items"]] == [[number, number, 1] for number in range(20)]
+    found = lanes([at(number, 100.0 + 150 * number, 64) for number in range(20)])
+    assert (found["of"], found["lanes"]) == ("trials", 1)
+    mixed = lanes([at(0, 100.0, 60), at(1, 110.0, 4)])
+    assert (mixed["of"], mixed["lanes"]) == ("devices", 64)
+    more = lanes([at(0, 100.0, 60), at(1, 110.0, 5)])
+    assert (more["of"], more["lanes"]) == ("trials", 2)
+
+
+def test_unreported_values_are_none_not_zero():
+    assert cost([trial(0, throughput=1.0)]) is None
+    assert trial(0, throughput=1.0).measurement.spread is None
+    assert lanes([trial(0, throughput=1.0)]) is None
+
+
+# -- any table ---------------------------------------------------------------------------------------------
+
+
+def test_a_table_from_elsewhere_needs_three_columns_only(tmp_path):
+    path = tmp_path / "theirs.csv"
+    write_csv(path, [{"trial": n, "status": "ok", "throughput": 10 * n + 5, "knob.lr": n / 10} for n in range(5)])
+    written = write_report(path)
+    assert written == tmp_path / "theirs.html"
+    found = embedded(written.read_text())
+    assert found["name"] == "theirs" and found["headline"]["winner"]["trial"] == 4
+    assert found["state"] == "table" and not found["space"]["declared"]
+    assert any("no column" in each and "peak_memory_mib" in each for each in found["problems"])
+
+
+@pytest.mark.parametrize("missing", ["trial", "status", "throughput"])
+def test_a_needed_column_that_is_missing_is_named(tmp_path, missing):
+    row = {"trial": 0, "status": "ok", "throughput": 1}
+    del row[missing]
+    write_csv(tmp_path / "trials.csv", [row])
+    with pytest.raises(StudyError, match=f"no column {missing};"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_success_without_a_throughput_is_left_out_with_a_note(tmp_path):
+    rows = [
+        {"trial": 0, "status": "ok", "throughput": ""},
+        {"trial": 1, "status": "ok", "throughput": "nan"},
+        {"trial": 2, "status": "ok", "throughput": 3},
+    ]
+    write_csv(tmp_path / "a.csv", rows)
+    source = Source.read(tmp_path / "a.csv")
+    assert [each.number for each in source.trials] == [2]
+    assert any("trials 0, 1: ok, but without a throughput" in each for each in source.problems)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], ""),
+        ([{"trial": 0, "status": "ok", "throughput": 5}], ""),
+        ([{"trial": 0, "status": "oom", "throughput": ""}, {"trial": 1, "status": "crash", "throughput": ""}],
+         "none of 2 trials succeeded: 1 oom, 1 crash."),
+    ],
+    ids=["none", "one", "no success"],
+)  # fmt: skip
+def test_a_report_is_made_of_few_trials_and_of_no_success(tmp_path, rows, reason):
+    (tmp_path / "run.csv").write_text("trial,status,throughput\n")
+    if rows:
+        write_csv(tmp_path / "run.csv", rows)
+    found = embedded(write_report(tmp_path / "run.csv").read_text())
+    assert found["headline"]["trials"] == len(rows)
+    assert bool(found["headline"]["winner"]) == (len(rows) == 1)
+    if reason:
+        assert found["headline"]["why"].startswith(reason)
+
+
+def test_another_format_is_refused_by_name_but_its_table_can_be_shown(run):
+    asked = yaml.safe_load((run / "run.yaml").read_text())
+    for version, words in ((0, "format is 0"), (None, "format is None"), (99, "newer redline .format 99")):
+        (run / "run.yaml").write_text(yaml.safe_dump(asked | {"format": version}))
+        with pytest.raises(StudyError, match=words) as refused:
+            write_report(run)
+        assert f"redline report {run / 'trials.csv'}" in str(refused.value)
+    found = embedded(write_report(run / "trials.csv").read_text())
+    assert found["headline"]["winner"]["trial"] == 1
+    assert any("format 99" in each for each in found["problems"])
+
+
+def test_damage_is_reported_and_the_rest_shown(run):
+    (run / "run.yaml").write_text("format: [1\n")
+    text = (run / "trials.csv").read_text()
+    (run / "trials.csv").write_text(text[:-20])
+    source = Source.read(run)
+    assert [each.number for each in source.trials] == [0, 1, 2]
+    assert any("run.yaml is damaged" in each for each in source.problems)
+    assert any("cut off" in each for each in source.problems)
+
+
+def test_no_run_is_an_error_that_says_where_one_is(tmp_path, run):
+    with pytest.raises(StudyError, match="does not exist"):
+        write_report(tmp_path / "nothing")
+    with pytest.raises(StudyError, match="there is one in '.*run'"):
+        write_report(tmp_path)
+
+
+def test_a_run_is_running_as_long_as_its_lock_is_held(tmp_path, open_run, point, ok):
+    with open_run(tmp_path) as folder:
+        folder.start(point(0), sampler="default")
+        assert Source.read(tmp_path).state == "running"
+        folder.finish(0, ok(1.0))
+        source = Source.read(tmp_path)
+        assert (source.state, len(source.trials)) == ("running", 1)
+    assert Source.read(tmp_path).state == "stopped"
+
+
+def test_a_best_of_other_trials_is_not_believed(run):
+    rows = (run / "trials.csv").read_text().splitlines(keepends=True)
+    (run / "trials.csv").write_text("".join(rows[:2]))
+    source = Source.read(run)
+    assert source.best is None and any("does not agree" in each for each in source.problems)
+    assert document(source)["headline"]["winner"]["trial"] == 0
+
+
+def test_without_a_confirmed_success_there_is_no_winner(tmp_path, open_run, point, ok, oom):
+    with open_run(tmp_path / "run") as folder:
+        folder.start(point(0), sampler="default")
+        folder.finish(0, ok(1000.0, step_ms=8.0))
+        folder.remeasure(0, [990.0], oom(2048.0))
+        folder.write_best(["redline"])
+    found = document(Source.read(tmp_path / "run"))
+    assert found["headline"]["winner"] is None and "measured again" in found["headline"]["why"]
+    assert found["rows"]["status"] == ["oom"] and found["rows"]["throughput"] == [None]
+    assert found["rows"]["reason"] == ["when measured again: out of memory; the first time 1,000 tokens/s"]
+
+
+# -- the page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file_that_fetches_nothing(run):
+    text = write_report(run).read_text()
+    assert not re.search(
+        r"""(src|href)\s*=|@import|url\(""",
+        re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S),
+    )
+    assert "default-src &#x27;none&#x27;" in text
+    assert len(text) < 300_000
+
+
+def test_every_export_can_be_copied(run):
+    from redline.frameworks import export_targets
+
+    found = {each["target"]: each for each in document(Source.read(run))["exports"]}
+    assert set(found) == set(export_targets())
+    assert json.loads(found["json"]["text"])
+    assert "micro_batch" in found["yaml"]["text"]
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--"
+
+
+def test_hostile_text_cannot_leave_the_data(tmp_path):
+    write_csv(tmp_path / "h.csv", [
+        {"trial": 0, "status": "ok", "throughput": 1, "unit": HOSTILE, "reason": HOSTILE, "knob.a": HOSTILE,
+         f"knob.{HOSTILE}": 1},
+        {"trial": 1, "status": "crash", "throughput": "", "unit": "", "reason": HOSTILE, "knob.a": "b", f"knob.{HOSTILE}": 2},
+    ])  # fmt: skip
+    text = page(document(Source.read(tmp_path / "h.csv")))
+    assert text.count("<script") == 2 and text.count("</script") == 2 and "<img" not in text
+    assert embedded(text)["rows"]["knob.a"][0] == HOSTILE
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "../secret.txt",
+        "/etc/passwd",
+        "logs/../../secret.txt",
+        "link.log",
+        "folder/secret.txt",
+        "logs",
+        "fifo",
+        "",
+        "logs/\0",
+    ],
+)
+def test_a_log_is_read_from_the_runs_folder_only(tmp_path, named):
+    (tmp_path / "secret.txt").write_text("secret")
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "link.log").symlink_to(tmp_path / "secret.txt")
+    (folder / "folder").symlink_to(tmp_path)
+    os.mkfifo(folder / "fifo")
+    with pytest.raises(Outside), open_inside(folder, named):
+        pass
+    (failure,) = failures([trial(0, Status.CRASH, reason="x", log=named)], folder) if named else [{"log_why": ""}]
+    assert "log" not in failure and "log_why" in failure
+
+
+def test_files_are_read_through_a_link_to_the_folder(tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "0.log").write_text("one\ntwo\nthree\n")
+    (tmp_path / "alias").symlink_to(tmp_path / "run")
+    assert read_inside(tmp_path / "alias", "logs/0.log", at_most=100) == b"one\ntwo\nthree\n"
+    assert tail_inside(tmp_path / "alias", "logs/0.log", at_most=8) == ("three\n", 14)
+    with pytest.raises(OSError, match="larger"):
+        read_inside(tmp_path / "alias", "logs/0.log", at_most=3)
