@@ -22,6 +22,13 @@ TWO = [
     ("gpt2", {"tp": 2, "micro_batch": 2}, "0-1:tp1,zero1 2-3:ckpt"),
     ("gpt2", {"tp": 2, "micro_batch": 8, "kernels": True}, "0:- 1-3:tp1,zero2"),
     ("mixtral", {"tp": 2, "micro_batch": 2}, "0-1:tp1 2-3:-"),
+    ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,sp2,ckpt 1:tp1,sp2 2:- 3:tp1,sp2"),
+    ("llama", {"tp": 2, "micro_batch": 2, "attention": "eager"}, "0:tp1,sp2,zero3 1-2:tp1 3:-"),
+    ("gpt2", {"tp": 2, "micro_batch": 1, "fusion": True}, "0:- 1-3:tp1,sp2"),
+    ("mixtral", {"tp": 2, "micro_batch": 1}, "0-1:tp1,sp2 2-3:-"),
+    ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,cp2 1:tp1,cp2,ckpt 2:- 3:tp1,sp2"),
+    ("gpt2", {"tp": 2, "micro_batch": 2, "attention": "eager"}, "0:tp1,cp2,zero2 1:tp1 2-3:-"),
+    ("mixtral", {"tp": 2, "micro_batch": 1}, "0-1:tp1,cp2 2-3:-"),
     ("llama", {"pp": 2, "grad_accum": 4, "stage_blocks": "1,3"}, "0:- 1:ckpt 2:- 3:ckpt"),
     ("gpt2", {"dp": 2, "zero": 1, "micro_batch": 2}, "0-1:offload,ckpt 2-3:-"),
     ("llama", {"dp": 2, "zero": 3, "micro_batch": 2}, "0:- 1-2:offload 3:-"),
@@ -46,6 +53,12 @@ FOUR = [
     ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,zero2 2:zero1 3:-"),
     ("mixtral", {"dp": 4, "micro_batch": 2}, "0:ep4,zero2 1:ep2,ckpt 2:ep2,zero3 3:-"),
     ("mixtral", {"tp": 2, "cp": 2, "ep": 2, "micro_batch": 4}, "0-1:tp1 2-3:-"),
+    ("llama", {"tp": 2, "sp": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,sp4 2-3:-"),
+    ("llama", {"tp": 2, "cp": 2, "micro_batch": 2}, "0:tp1,cp4,zero1 1:tp1,sp2 2:tp1 3:-"),
+    ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-1:tp1,sp2 2:- 3:tp1,cp2,ckpt"),
+    ("llama", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 1}, "0-1:tp1,sp2 2:tp1,cp2,zero3 3:-"),
+    ("gpt2", {"tp": 4, "micro_batch": 2}, "0:tp1,sp4 1:tp2,sp2,zero2 2:tp1,sp2,cp2 3:tp1,sp2"),
+    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "micro_batch": 1}, "0:tp1,sp2 1:tp1,sp2,ep1 2-3:tp1,cp2"),
 ]
 
 
