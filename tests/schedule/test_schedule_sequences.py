@@ -466,7 +466,7 @@ def test_a_planted_fault_is_seen(two, axis, fault, batch):
 # Blocks whose ranks share sequences, in a model whose ranks do not
 
 
-def departure_of_blocks(make, batch, degrees, fault=None, axes=None, **everywhere):
+def departure_of_blocks(make, batch, degrees, fault=None, axes=None, everywhere=None):
     """Largest departure from one process, as above, of a model whose blocks share sequences by these degrees."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -516,7 +516,7 @@ def test_blocks_that_share_sequences_come_to_the_loss_and_gradients_of_whole_one
     ids=str,
 )
 def test_they_do_so_beside_each_other_and_where_all_ranks_share_sequences(four, degrees, axes, everywhere, batch):
-    for found in four.run(departure_of_blocks, lambda: llama("sdpa"), batch(), degrees, None, axes, **everywhere):
+    for found in four.run(departure_of_blocks, lambda: llama("sdpa"), batch(), degrees, None, axes, everywhere):
         assert found < ROUNDING
 
 
