@@ -302,7 +302,8 @@ def _shares(run: Run) -> bool:
 def _uneven_ranks(k: Any, context: RuleContext) -> Any:
     def uneven(run: Run) -> Any:
         tp, sp, cp = _ranks(k, run)
-        return (sp % k.sp != 0) | (cp % k.cp != 0) | ((k.tp * k.sp * k.cp) % (tp * sp * cp) != 0)
+        multiples = [own % knob != 0 for own, knob in ((run.sp, k.sp), (run.cp, k.cp)) if own is not None]
+        return _any(multiples) | ((k.tp * k.sp * k.cp) % (tp * sp * cp) != 0)
 
     return _where(k, lambda runs: _any(uneven(run) for run in runs if _shares(run)))
 

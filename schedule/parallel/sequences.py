@@ -185,7 +185,7 @@ def _registered(name: str, model: nn.Module) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name, place, shards = name.partition(_OVER)[0], type(model).__module__, shards_of_model(model)
-    rings = sorted({_axes_of(each).cp for each in model.modules()}, key=lambda axis: axis.group_name if axis else "")
+    rings = sorted({axes_of(each).cp for each in model.modules()}, key=lambda axis: axis.group_name if axis else "")
     ranks = 1 if shards is None else shards.ranks
     made = f"{name}{_OVER}{place}, {ranks}, {', '.join(axis.group_name if axis else '' for axis in rings)}"
     # A family's own is in its module.
@@ -201,7 +201,8 @@ def _registered(name: str, model: nn.Module) -> str:
     return made
 
 
-def _axes_of(module: nn.Module) -> SequenceAxes:
+def axes_of(module: nn.Module) -> SequenceAxes:
+    """Returns the ranks that share sequences in an attention module."""
     return getattr(module, "_sequence_axes", None) or SequenceAxes(sp=None, cp=None)
 
 
@@ -230,7 +231,7 @@ def attend(
     Returns:
         The output, (B, tokens of this rank, heads, D), and attention weights or None.
     """
-    axes = _axes_of(module)
+    axes = axes_of(module)
     if isinstance(attention_mask, ring_mask.Masks):
         attention_mask = attention_mask.of(axes.cp)
     if axes.cp is not None:

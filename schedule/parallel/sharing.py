@@ -54,7 +54,8 @@ class Sharing:
     shards: SequenceShards
     """This rank's piece among them."""
     sp: Axis | None
-    """The ranks that exchange heads in its attention: some of `sequence`, with those of the whole model."""
+    """The ranks that exchange heads in its attention: some of `sequence`, with those of the whole model. None where only the
+    latter do."""
     cp: Axis | None
     """Those of its ring, likewise."""
     tp: Axis | None
@@ -133,7 +134,7 @@ class SharedSamples(Layer):
     def _own(self, name: str, leaf: Any, samples: int, tokens: int) -> Any:
         """This rank's part of an argument. A mask is one of whole sequences, as attention needs it."""
         sharing = self.sharing
-        if isinstance(leaf, Masks | RingMask):
+        if isinstance(leaf, (Masks, RingMask)):
             return leaf if sharing.samples is None else leaf.part(sharing.samples.rank, sharing.samples.size)
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -250,20 +251,25 @@ def sharing_axes(mesh: Any, tp: int, sp: int = 1, cp: int = 1, everywhere: Seque
     }
     sizes = {name: size for each in splits.values() for name, size in each.items()}
 
-    def along(*names: str) -> Axis | None:
-        several = [name for name in names if sizes[name] > 1]
-        return collectives.joined(mesh, splits, several) if several else None
+    made: dict[tuple[str, ...], Axis] = {}
 
-    parts = collectives.joined(mesh, splits, ("samples", "ring", "heads"))
+    def along(*names: str) -> Axis | None:
+        several = tuple(name for name in names if sizes[name] > 1)
+        if several and several not in made:
+            made[several] = collectives.joined(mesh, splits, several)
+        return made[several] if several else None
+
+    parts = along("samples", "ring", "heads")
+    assert parts is not None, "blocks are sharded over fewer ranks"
     return Sharing(
         parts=parts,
         samples=along("samples"),
         sequence=along("ring", "heads"),
         shards=SequenceShards(sp=sp, cp=cp, rank=parts.rank % (sp * cp)),
-        sp=along("sp", "heads"),
-        cp=along("cp", "ring"),
+        sp=along("sp", "heads") if sp > 1 else None,
+        cp=along("cp", "ring") if cp > 1 else None,
         tp=along("tp"),
-        replicas=collectives.joined(mesh, splits, ("replicas", "cp", "sp", "samples", "ring", "heads")),
+        replicas=along("replicas", "cp", "sp", "samples", "ring", "heads") or parts,
     )
 
 

@@ -19,7 +19,7 @@ from ..parallel import collectives
 from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
-from ..parallel.sequences import SequenceAxes, attend_together, obstacle, shards_of_model
+from ..parallel.sequences import SequenceAxes, attend_together, axes_of, obstacle, shards_of_model
 from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
 from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
 from ..parallel.streams import ForkedRandom
@@ -165,7 +165,8 @@ def share_samples(
     sch.tree.shared[sch.path] = sharing
     add_layer(sch.module, SharedSamples(sch.module, sharing, enters, leaves, draws))
     if sp * cp > 1 or everywhere is not None:
-        axes = SequenceAxes(sp=sharing.sp, cp=sharing.cp, documents=everywhere is None)
+        whole = axes_of(sch.tree.module)
+        axes = SequenceAxes(sp=sharing.sp or whole.sp, cp=sharing.cp or whole.cp, documents=everywhere is None)
         attend_together(sch.tree.module, sch.module, axes, tp)
 
 
