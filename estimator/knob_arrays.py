@@ -136,13 +136,17 @@ class KnobArrays:
         named: dict[Split, list[int]] = {}
         for index in np.flatnonzero(~plain).tolist():
             pp, many, turned = int(self.pp[index]), int(self.virtual_stages[index]), v_shaped[index]
-            own = {name: int(getattr(self, name)[index]) for name in (*RANKS, "zero")}
+            own = self.followed(index)
             text, stages = self.strategy[index], self.stage_blocks[index]
             layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
             sizes = None if stages is None else blocks_of_stages(stages)
             named.setdefault(Split(pp, many, bool(turned), layers, sizes), []).append(index)
         for key, found in named.items():
             yield key, np.array(found)
+
+    def followed(self, index: int) -> dict[str, Any]:
+        """The knobs of one configuration that its blocks follow where a run lacks the item, as `layers.own_knobs`."""
+        return {name: int(getattr(self, name)[index]) for name in (*RANKS, "zero")}
 
     def of_group(self, layer: BlockStrategy, recomputed: float) -> "KnobArrays":
         """The configurations for a group of blocks with the strategy `layer`, a share `recomputed` of which is recomputed. Ranks

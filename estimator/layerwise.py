@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import SpaceError, UsageError
-from ..knobs.layers import RANKS, BlockStrategy, text_of
+from ..knobs.layers import BlockStrategy, own_knobs, text_of
 from ..knobs.rules import RULES, SPLITTING, RuleContext, refusal
 from ..knobs.strategy import BLOCK_KNOBS, Strategy
 from ..models import Workload
@@ -405,7 +405,7 @@ def _options(
 ) -> list[BlockStrategy]:
     """Options of a block of a uniform configuration that break no rule: the degrees and ZeRO stages of its relatives. Groups of
     replicas (HSDP) hold all blocks alike."""
-    own = BlockStrategy(zero=_number(base, "zero", 0), ckpt=False, **{name: _number(base, name) for name in RANKS})
+    own = BlockStrategy(ckpt=False, **own_knobs(base))
     pp, replicas = _number(base, "pp"), _number(base, "dp") * own.sp * own.cp
     degrees, stages_of_zero, spreads = {own.tp}, {own.zero}, {own.ep}
     if _number(base, "hsdp") == 1:
@@ -428,7 +428,7 @@ def _options(
     return found
 
 
-def _shares(base: Config, own: BlockStrategy, degree: int, sequences: Sequence[str]) -> list[dict[str, int]]:
+def _shares(base: Config, own: BlockStrategy, degree: int, sequences: Sequence[str]) -> list[dict[str, Any]]:
     """The ways in which the ranks that a smaller `tp` frees share a block's tokens: samples as far as a micro-batch has
     them, which needs no exchange in attention, and sequences for the rest."""
     freed = own.tp // degree
@@ -439,9 +439,8 @@ def _shares(base: Config, own: BlockStrategy, degree: int, sequences: Sequence[s
 def _named(base: Config, plan: _Plan) -> dict[str, Any]:
     """A uniform configuration with a strategy for each block, and the blocks of each stage."""
     knobs = {name: value for name, value in base.items() if name != "checkpoint_ratio"}
-    own = {**{name: _number(base, name) for name in RANKS}, "zero": _number(base, "zero", 0)}
     sizes = {} if plan.sizes is None else {"stage_blocks": ",".join(map(str, plan.sizes))}
-    return {**knobs, **sizes, "strategy": text_of(plan.layers, **own)}
+    return {**knobs, **sizes, "strategy": text_of(plan.layers, **own_knobs(base))}
 
 
 def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
@@ -486,8 +485,7 @@ def _priced(
     kept = (kept + np.where(columns.zero == 2, terms["buffers"], 0.0)) * (1 + constants.slack)
     # The rest: parameters outside blocks, and temporaries.
     uniform = float(sum(memory(stage, base).values(), np.zeros(1))[0])
-    own = {name: int(getattr(base, name)[0]) for name in (*RANKS, "zero")}
-    like = options.index(BlockStrategy(ckpt=False, **own))
+    like = options.index(BlockStrategy(ckpt=False, **base.followed(0)))
     count = max(stage.count, 1)
     choices = [
         _Choice(float(second) / count, float(mib) / count, option)

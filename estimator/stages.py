@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import UsageError
-from ..knobs.layers import RANKS, BlockStrategy
+from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import recomputed, stage_sizes
 from ..knobs.pipeline import Placement
 from .facts.model_facts import ModelFacts, Part
@@ -248,7 +248,7 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
     held: dict[BlockStrategy, list[int]] = {}
     for layer, indices in alike.items():  # recomputation is a share of a group
         held.setdefault(replace(layer, ckpt=False), []).extend(indices)
-    plain = BlockStrategy(zero=int(cols.zero[0]), ckpt=False, **{name: int(getattr(cols, name)[0]) for name in RANKS})
+    plain = BlockStrategy(ckpt=False, **cols.followed(0))
     made: list[Group] = []
     for key, indices in {plain: held.pop(plain, []), **held}.items():
         own = key == plain

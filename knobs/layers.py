@@ -19,7 +19,7 @@ Source: Miao et al., Galvatron (arXiv:2211.13878), whose plans name the strategy
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -143,6 +143,11 @@ def printed(runs: Iterable[Run]) -> str:
         else:
             joined.append(run)
     return " ".join(map(str, joined))
+
+
+def own_knobs(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a configuration's knobs that blocks follow where a run lacks the item."""
+    return {**{name: int(config.get(name, 1)) for name in RANKS}, "zero": int(config.get("zero", 0))}
 
 
 def of_blocks(

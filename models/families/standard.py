@@ -7,10 +7,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.errors import ScheduleError, UsageError
-from ...knobs.layers import RANKS, BlockStrategy, of_blocks
+from ...knobs.layers import BlockStrategy, of_blocks, own_knobs
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement, blocks_of_stages
-from ...knobs.strategy import STANDARD
 from ..skeleton import shorten
 
 if TYPE_CHECKING:
@@ -474,9 +473,8 @@ def strategies_of(config: Mapping[str, Any], blocks: int) -> list[BlockStrategy]
     text = config.get("strategy")
     if text is None:
         return None
-    own = {name: config.get(name, STANDARD[name].neutral) for name in (*RANKS, "zero")}
     try:
-        return of_blocks(text, blocks, **own)
+        return of_blocks(text, blocks, **own_knobs(config))
     except UsageError as error:
         raise ScheduleError(str(error)) from error
 
