@@ -88,7 +88,7 @@ class StandardSchedule:
     | `virtual_stages` | number of stages on each of its ranks |
     | `stage_blocks` | number of blocks of each stage, in place of even shares |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; `ckpt` recomputes, `offload` offloads |
+    | `strategy` | runs of blocks are cut over fewer ranks, which share samples or sequences; `ckpt` recomputes, `offload` moves |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
     | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
@@ -126,9 +126,9 @@ class StandardSchedule:
         whole_experts = tp > 1 and config.get("etp", 0) == 1
         if sp * cp > 1:
             sch.cut_sequence(sp=sp, cp=cp)
+        degrees = [(layer.tp, layer.sp // sp, layer.cp // cp) for layer in layers or ()]
+        self._share_samples(sch, _between(blocks, ends), degrees, tp)
         if tp > 1:
-            degrees = [(layer.tp, layer.sp // sp, layer.cp // cp) for layer in layers or ()]
-            self._share_samples(sch, _between(blocks, ends), degrees, tp)
             whole = [block for block, degree in zip(blocks, degrees) if degree[0] == 1]
             cut = [block for block in blocks if all(block.path != each.path for each in whole)]
             sequence_parallel = bool(config.get("sequence_parallel", False))
@@ -238,7 +238,7 @@ class StandardSchedule:
             mine = [*degrees[at : at + len(stage)]]
             at += len(stage)
             for block, degree, before, after in zip(stage, mine, [None, *mine], [*mine[1:], None]):
-                if degree[0] < tp:
+                if degree != (tp, 1, 1):
                     block.share_samples(*degree, enters=degree != before, leaves=degree != after, draws=drawing)
 
     def _stage_ends(

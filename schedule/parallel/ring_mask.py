@@ -6,7 +6,7 @@ has an arbitrary mask; pairs of one kind are computed as one block.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -154,34 +154,21 @@ class RingMask:
         return torch.stack([found[:, 0].any(), found[:, 1].all(), found[:, 2].all()])
 
 
-class Masks:
-    """The attention masks of a forward pass whose blocks share sequences in unlike rings, or some in none.
+Masks = dict[str, Any]
+"""The attention masks of a forward pass whose blocks share sequences in unlike rings, or some in none: a `RingMask` for each
+ring, by the name of its group, and for `""` the mask of blocks without one. A dictionary, so that tensors in it are cut,
+moved and counted like other arguments of a block."""
 
-    Args:
-        by_ring: a `RingMask` for each ring, by the name of its group, and for `""` the mask of blocks without one.
-    """
 
-    def __init__(self, by_ring: Mapping[str, Any]) -> None:
-        self.by_ring = by_ring
-
-    def of(self, ring: Axis | None) -> Any:
-        """Returns the mask of blocks with a ring, or without one."""
-        return self.by_ring["" if ring is None else ring.group_name]
-
-    def part(self, rank: int, ranks: int) -> "Masks":
-        """Returns the masks of one of `ranks` equal parts of the samples."""
-
-        def own(mask: Any) -> Any:
-            if isinstance(mask, RingMask):
-                return mask.part(rank, ranks)
-            whole = isinstance(mask, torch.Tensor) and mask.shape[0] > 1
-            return mask.chunk(ranks)[rank] if whole else mask
-
-        return Masks({ring: own(mask) for ring, mask in self.by_ring.items()})
+def mask_of(masks: Any, ring: Axis | None) -> Any:
+    """Returns the mask of blocks with a ring, or without one, from one mask for all or from several."""
+    if not isinstance(masks, dict):
+        return masks
+    return masks["" if ring is None else ring.group_name]
 
 
 def make_masks(*, rings: Sequence[Axis | None], plain: Callable[..., Any] | None, **kwargs: Any) -> Any:
-    """Returns the masks of whole sequences for some rings; replaces a mask function of transformers.
+    """Returns the masks of whole sequences for some rings, one or several (`Masks`); replaces a mask function of transformers.
 
     Args:
         rings: the rings; None for blocks without one.
@@ -194,7 +181,7 @@ def make_masks(*, rings: Sequence[Axis | None], plain: Callable[..., Any] | None
 
     if len(rings) == 1:
         return made(rings[0])
-    return Masks({"" if ring is None else ring.group_name: made(ring) for ring in rings})
+    return {"" if ring is None else ring.group_name: made(ring) for ring in rings}
 
 
 def stretches_of(rank: int, ranks: int) -> tuple[int, int]:

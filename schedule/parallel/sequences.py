@@ -232,8 +232,7 @@ def attend(
         The output, (B, tokens of this rank, heads, D), and attention weights or None.
     """
     axes = axes_of(module)
-    if isinstance(attention_mask, ring_mask.Masks):
-        attention_mask = attention_mask.of(axes.cp)
+    attention_mask = ring_mask.mask_of(attention_mask, axes.cp)
     if axes.cp is not None:
         attention = partial(around, axis=axes.cp, kernels=name != "eager")
     if axes.sp is None:

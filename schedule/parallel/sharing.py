@@ -37,7 +37,7 @@ from ..forward import Layer, layers_of
 from ..outputs import without_cache
 from . import collectives
 from .collectives import Axis, through
-from .ring_mask import Masks, RingMask
+from .ring_mask import RingMask
 from .streams import apart
 
 
@@ -134,7 +134,7 @@ class SharedSamples(Layer):
     def _own(self, name: str, leaf: Any, samples: int, tokens: int) -> Any:
         """This rank's part of an argument. A mask is one of whole sequences, as attention needs it."""
         sharing = self.sharing
-        if isinstance(leaf, (Masks, RingMask)):
+        if isinstance(leaf, RingMask):
             return leaf if sharing.samples is None else leaf.part(sharing.samples.rank, sharing.samples.size)
         if not isinstance(leaf, torch.Tensor):
             return leaf
