@@ -1,49 +1,106 @@
 """Counts the architectures that can be sharded over two ranks among those with a tensor-parallel plan in transformers.
 
-    python bench/tp_plans.py                 # all, some minutes
+    python bench/tp_plans.py --write docs/parallel.md     # all, some minutes
     python bench/tp_plans.py phi3 olmo2
 
-Each is built without memory at its configuration's default sizes. Prints a line with the reason for each architecture
-that is refused, and the counts.
+Each is built without memory at its configuration's default sizes, in a process of its own that is ended after
+`LIMIT_S`. Prints a line with the reason for each architecture that is refused or not made, and the counts; `--write`
+puts them into a page, between its marks.
 """
 
+import argparse
 import importlib
 import inspect
+import multiprocessing
 import sys
 import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
 
 import torch
+import transformers
 from redline.models.families import schedule_of
 from redline.schedule import create_schedule
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+LIMIT_S = 120
+"""Longest time of one architecture."""
+BEGIN, END = "<!-- tp_plans: begin -->", "<!-- tp_plans: end -->"
+CUT = ""
+"""The outcome of an architecture that can be sharded."""
 
-def main() -> None:
+
+def main() -> int:
     """Tries every architecture, or the named ones."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", type=Path, help="a Markdown file with the marks of the table")
+    options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    cut, refused, unmade = [], [], []
-    for name in sys.argv[1:] or sorted(CONFIG_MAPPING.keys()):
-        config = configuration(name)
-        if config is None:
-            continue
-        try:
-            model = made(config)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            unmade.append(name)
-            print(f"{name}: its default sizes make no model ({type(error).__name__})")
-            continue
-        reason = schedule_of(name).support(create_schedule(model)).tp(2)
-        (refused if reason else cut).append(name)
-        if reason:
-            print(f"{name}: {reason}")
-    print(f"{len(cut)} are cut, {len(refused)} refused, {len(unmade)} not made")
+    names = options.names or [name for name in sorted(CONFIG_MAPPING.keys()) if planned(name)]
+    outcomes = {name: tried(name) for name in names}
+    if options.write:
+        page = options.write.read_text(encoding="utf-8")
+        before, rest = page.split(BEGIN)
+        options.write.write_text(before + BEGIN + table(outcomes) + END + rest.split(END)[1], encoding="utf-8")
+    print(summary(outcomes))
+    return 0
 
 
-def configuration(name: str) -> type | None:
-    """The configuration class of an architecture that has a plan; None for others."""
-    kind: type = CONFIG_MAPPING[name]
-    return kind if getattr(kind, "base_model_tp_plan", None) else None
+def tried(name: str) -> str:
+    """Returns why an architecture cannot be sharded; empty if it can."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_try, args=(name, theirs), daemon=True)
+    began = monotonic()
+    child.start()
+    theirs.close()
+    try:
+        found = str(ours.recv()) if ours.poll(LIMIT_S) else f"not made: it takes more than {LIMIT_S} s"
+    except EOFError:
+        child.join()
+        found = f"not made: its process ended with exit code {child.exitcode}"
+    child.kill()
+    child.join()
+    print(f"{name} ({monotonic() - began:.1f} s): {found or 'sharded'}", flush=True)
+    return found
+
+
+def _try(name: str, answers: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        model = made(CONFIG_MAPPING[name])
+    except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        answers.send(f"not made: its default sizes make no model ({type(error).__name__}: {first})")
+        return
+    answers.send(schedule_of(name).support(create_schedule(model)).tp(2))
+
+
+def summary(outcomes: dict[str, str]) -> str:
+    """The counts in a sentence."""
+    unmade = sum(each.startswith("not made") for each in outcomes.values())
+    cut = sum(each == CUT for each in outcomes.values())
+    refused = len(outcomes) - cut - unmade
+    return f"{cut} of {len(outcomes)} are sharded, {refused} refused, {unmade} not made"
+
+
+def table(outcomes: dict[str, str]) -> str:
+    """The counts, and a row for each architecture that is not sharded."""
+    rows = "".join(
+        f"| `{name}` | {why.replace('|', '/').replace('<', '&lt;')} |\n" for name, why in outcomes.items() if why != CUT
+    )
+    return (
+        f"\ntransformers {transformers.__version__}, two ranks, default sizes: {summary(outcomes)}.\n\n"
+        f"| architecture | reason |\n|---|---|\n{rows}"
+    )
+
+
+def planned(name: str) -> bool:
+    """True for an architecture that has a plan."""
+    return bool(getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None))
 
 
 def made(kind: type) -> torch.nn.Module:
@@ -62,4 +119,4 @@ def made(kind: type) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

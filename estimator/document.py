@@ -16,7 +16,7 @@ from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts
 from .fullest import FullestRank, fullest_rank
 from .knob_arrays import knob_arrays
-from .layerwise import Layerwise, followed, refine, relatives
+from .layerwise import Layerwise, followed, refine, relatives, sequence_knobs
 from .plans import HALF, Plan, choose, fewer_devices, rows
 from .request import EstimateRequest
 from .survey import Ranked, Survey, checked_config, device_of
@@ -224,7 +224,8 @@ def estimate_document(
     refined = None
     if ranked and config is None and _plans_layers(request):
         context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
-        refined = refine(estimator, first, facts, relatives(request.space, first.config), context=context)
+        others, shared = relatives(request.space, first.config), sequence_knobs(request.space)
+        refined = refine(estimator, first, facts, others, context=context, sequences=shared)
     return EstimateDocument(
         request=request,
         ranked=ranked,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import UsageError, unknown
-from ..knobs.layers import BlockStrategy, of_blocks, parse
+from ..knobs.layers import RANKS, BlockStrategy, of_blocks, parse
 from ..knobs.meaning import REDUCED
 from ..knobs.pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 from ..knobs.rules import CHUNKED, GENERAL, RULES, RuleContext
@@ -136,7 +136,7 @@ class KnobArrays:
         named: dict[Split, list[int]] = {}
         for index in np.flatnonzero(~plain).tolist():
             pp, many, turned = int(self.pp[index]), int(self.virtual_stages[index]), v_shaped[index]
-            own = {name: int(getattr(self, name)[index]) for name in ("tp", "ep", "zero")}
+            own = self.followed(index)
             text, stages = self.strategy[index], self.stage_blocks[index]
             layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
             sizes = None if stages is None else blocks_of_stages(stages)
@@ -144,13 +144,19 @@ class KnobArrays:
         for key, found in named.items():
             yield key, np.array(found)
 
+    def followed(self, index: int) -> dict[str, Any]:
+        """The knobs of one configuration that its blocks follow where a run lacks the item, as `layers.own_knobs`."""
+        return {name: int(getattr(self, name)[index]) for name in (*RANKS, "zero")}
+
     def of_group(self, layer: BlockStrategy, recomputed: float) -> "KnobArrays":
         """The configurations for a group of blocks with the strategy `layer`, a share `recomputed` of which is recomputed. Ranks
-        that do not share a block's layers share its samples."""
-        parts = self.tp // layer.tp
+        that share neither a block's layers nor its sequences share its samples."""
+        parts = self.tp * self.sharers // layer.ranks
         return replace(
             self,
-            tp=self.tp // parts,
+            tp=np.full(len(self), layer.tp),
+            sp=np.full(len(self), layer.sp),
+            cp=np.full(len(self), layer.cp),
             dp=self.dp * parts,
             micro_batch=self.micro_batch // parts,
             ep=np.full(len(self), layer.ep),

@@ -2,24 +2,27 @@
 
 Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a stage are a knapsack
 problem, solved by dynamic programming over layers and memory. A block can be divided over fewer ranks than the mesh has (these
-then share samples), have any stage of ZeRO, and keep or recompute its activations. The program's objective is linear in blocks;
-its result is predicted as a whole, and only plans that are predicted faster than the uniform winner are returned.
+then share samples, and sequences where there are too few samples), have any stage of ZeRO, and keep or recompute its
+activations. The program's objective is linear in blocks; its result is predicted as a whole, and only plans that are predicted
+faster than the uniform winner are returned.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base.errors import SpaceError, UsageError
-from ..knobs.layers import BlockStrategy, text_of
+from ..knobs.layers import BlockStrategy, own_knobs, text_of
 from ..knobs.rules import RULES, SPLITTING, RuleContext, refusal
 from ..knobs.strategy import BLOCK_KNOBS, Strategy
 from ..models import Workload
 from ..models.families.standard import StandardSchedule
+from ..models.parallel import divisors
 from ..space import Config, Space, Value
 from .calibration import MEMORY_GROUPS, TIME_GROUPS
 from .estimator import Estimator
@@ -133,6 +136,7 @@ def refine(
     others: Iterable[Config] = (),
     margin: float = MARGIN,
     context: RuleContext | None = None,
+    sequences: Sequence[str] = (),
 ) -> Layerwise:
     """The fastest plan that is predicted to fit, derived from a uniform winner and related configurations; the winner itself if
     none is predicted to be faster.
@@ -145,6 +149,7 @@ def refine(
             everything recomputed.
         margin: share of the memory limit that may be filled.
         context: values that rules read besides knobs; None for those of the estimator.
+        sequences: `sp` and `cp`, where ranks may share the sequences of some blocks.
     """
     context = replace(
         context or RuleContext(), seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts
@@ -163,7 +168,8 @@ def refine(
     found: dict[tuple[int, _Plan], dict[str, Any]] = {}
     for number in _promising(estimator, bases):
         base = bases[number]
-        for plan in _plans(estimator, base, bases, facts, limit):
+        options = _options(base, bases, facts.blocks, context, sequences)
+        for plan in _plans(estimator, base, options, facts, limit):
             config = _named(base, plan)
             if not _refused(config, context):
                 found[number, plan] = config
@@ -232,6 +238,11 @@ def _values(space: Space, name: str) -> list[Any]:
     return list(space[name].values) if name in space.by_name and not space[name].derived else []
 
 
+def sequence_knobs(space: Space) -> list[str]:
+    """Returns `sp` and `cp`, if a space lets ranks share sequences by them."""
+    return [name for name in ("sp", "cp") if len(_values(space, name)) > 1]
+
+
 def followed(workload: Workload) -> bool:
     """True if a workload's schedule applies a strategy for each block; a user's own schedule may not."""
     return workload.schedule is None or isinstance(workload.schedule, StandardSchedule)
@@ -262,14 +273,15 @@ def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
     return kept if 0 in kept else [0, *kept[:-1]]
 
 
-def _plans(estimator: Estimator, base: Config, bases: Sequence[Config], facts: ModelFacts, limit: float) -> list[_Plan]:
+def _plans(
+    estimator: Estimator, base: Config, options: Sequence[BlockStrategy], facts: ModelFacts, limit: float
+) -> list[_Plan]:
     """Plans derived from a uniform configuration: for several shares of the memory limit, with all options, with only those that
     do not move samples, and with only those whose experts are spread alike; each with even shares of the blocks, and with shares
     that take about as long on every stage."""
     if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and computes gradients of weights separately
         return []
     tp = _number(base, "tp")
-    options = _options(base, bases)
     setup = estimator.training
     whole = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
     cols = knob_arrays([{name: value for name, value in whole.items() if name != "strategy"}], setup)
@@ -297,13 +309,14 @@ def _plans(estimator: Estimator, base: Config, bases: Sequence[Config], facts: M
             )
             for outside, choices in priced
         ]
-        divisions: dict[tuple[int, ...] | None, None] = {split.sizes: None}
-        if uneven:
-            divisions |= dict.fromkeys(_balanced(cut, ways, ends, at, facts.blocks) for at in range(len(SHARES)))
-        for sizes in divisions:
+        # Shares of the blocks are balanced for one budget each.
+        divisions = {split.sizes: set(range(len(SHARES)))}
+        for at in range(len(SHARES)) if uneven else ():
+            divisions.setdefault(_balanced(cut, ways, ends, at, facts.blocks), set()).add(at)
+        for sizes, places in divisions.items():
             divided = cut if sizes == split.sizes else cut_by(sizes)
             solved = [
-                knapsack([choices] * stage.count, budgets)
+                knapsack([choices] * stage.count, [budgets[at] for at in sorted(places)])
                 for stage, (choices, budgets) in zip(divided, ways, strict=True)
             ]
             for some in zip(*solved):
@@ -382,43 +395,52 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
     that keep the most come last, since these activations are needed and freed first."""
     placed: dict[int, BlockStrategy] = {}
     for stage, stage_layers in zip(cut, layers, strict=True):
-        ordered = sorted(stage_layers, key=lambda each: (each.tp, each.ep, not each.ckpt, -each.zero))
+        ordered = sorted(stage_layers, key=lambda each: (each.tp, each.sp, each.cp, each.ep, not each.ckpt, -each.zero))
         placed |= dict(zip(stage.indices, ordered, strict=True))
     return tuple(placed[index] for index in sorted(placed))
 
 
-def _options(base: Config, bases: Sequence[Config]) -> list[BlockStrategy]:
-    """Options of a block of a uniform configuration: the degrees and ZeRO stages of its relatives. Groups of replicas (HSDP) hold
-    all blocks alike."""
-    tp, ep, zero = _number(base, "tp"), _number(base, "ep"), _number(base, "zero", 0)
-    micro, pp = _number(base, "micro_batch"), _number(base, "pp")
-    replicas = _number(base, "dp") * _number(base, "sp") * _number(base, "cp")
-    degrees, stages_of_zero, spreads = {tp}, {zero}, {ep}
+def _options(
+    base: Config, bases: Sequence[Config], blocks: int, context: RuleContext, sequences: Sequence[str]
+) -> list[BlockStrategy]:
+    """Options of a block of a uniform configuration that break no rule: the degrees and ZeRO stages of its relatives. Groups of
+    replicas (HSDP) hold all blocks alike."""
+    own = BlockStrategy(ckpt=False, **own_knobs(base))
+    pp, replicas = _number(base, "pp"), _number(base, "dp") * own.sp * own.cp
+    degrees, stages_of_zero, spreads = {own.tp}, {own.zero}, {own.ep}
     if _number(base, "hsdp") == 1:
-        degrees |= {_number(each, "tp") for each in bases}
+        degrees |= set(divisors(own.tp))
         stages_of_zero |= {_number(each, "zero", 0) for each in bases}
         # Blocks of ZeRO 3 may stay whole from forward to backward, as in ZeRO 2.
-        stages_of_zero |= {2} if zero == 3 else set[int]()
+        stages_of_zero |= {2} if own.zero == 3 else set[int]()
         spreads |= {each for each in (_number(other, "ep") for other in bases) if replicas % each == 0}
     found = []
-    for degree in sorted(each for each in degrees if tp % each == 0 and (micro * each) % tp == 0):
-        if degree != tp and base.get("sequence_parallel"):
-            continue
-        joint = replicas * tp // degree
-        for stage in sorted(stages_of_zero if pp == 1 else {zero}):
-            if joint == 1 and stage != zero:
+    for degree in sorted(degrees):
+        shares = [replace(own, tp=degree, **each) for each in _shares(base, own, degree, sequences)]
+        if degree != own.tp:
+            shares = [each for each in shares if not _refused(_named(base, _Plan((each,) * blocks, None)), context)]
+        joint = replicas * own.tp // degree
+        for share, stage in product(shares, sorted(stages_of_zero if pp == 1 else {own.zero})):
+            if joint == 1 and stage != own.zero:
                 continue
             again = (False, True) if "checkpoint_ratio" in base else (False,)
-            found += [BlockStrategy(degree, *each) for each in product(sorted(spreads), (stage,), again)]
+            found += [replace(share, ep=ep, zero=stage, ckpt=ckpt) for ep, ckpt in product(sorted(spreads), again)]
     return found
+
+
+def _shares(base: Config, own: BlockStrategy, degree: int, sequences: Sequence[str]) -> list[dict[str, Any]]:
+    """The ways in which the ranks that a smaller `tp` frees share a block's tokens: samples as far as a micro-batch has
+    them, which needs no exchange in attention, and sequences for the rest."""
+    freed = own.tp // degree
+    rest = freed // gcd(freed, _number(base, "micro_batch"))
+    return [{}] if rest == 1 else [{name: getattr(own, name) * rest} for name in sequences]
 
 
 def _named(base: Config, plan: _Plan) -> dict[str, Any]:
     """A uniform configuration with a strategy for each block, and the blocks of each stage."""
     knobs = {name: value for name, value in base.items() if name != "checkpoint_ratio"}
-    own = {"tp": _number(base, "tp"), "ep": _number(base, "ep"), "zero": _number(base, "zero", 0)}
     sizes = {} if plan.sizes is None else {"stage_blocks": ",".join(map(str, plan.sizes))}
-    return {**knobs, **sizes, "strategy": text_of(plan.layers, **own)}
+    return {**knobs, **sizes, "strategy": text_of(plan.layers, **own_knobs(base))}
 
 
 def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
@@ -463,7 +485,7 @@ def _priced(
     kept = (kept + np.where(columns.zero == 2, terms["buffers"], 0.0)) * (1 + constants.slack)
     # The rest: parameters outside blocks, and temporaries.
     uniform = float(sum(memory(stage, base).values(), np.zeros(1))[0])
-    like = options.index(BlockStrategy(int(base.tp[0]), int(base.ep[0]), int(base.zero[0]), False))
+    like = options.index(BlockStrategy(ckpt=False, **base.followed(0)))
     count = max(stage.count, 1)
     choices = [
         _Choice(float(second) / count, float(mib) / count, option)

@@ -242,11 +242,13 @@ def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]],
 
 def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) -> list[Group]:
     """A stage in groups of blocks with the same strategy; parts outside blocks are in the group with the knobs' values."""
-    held: dict[tuple[int, int, int, bool], list[int]] = {}
+    alike: dict[BlockStrategy, list[int]] = {}
     for index in stage.indices:
-        layer = layers[index]
-        held.setdefault((layer.tp, layer.ep, layer.zero, layer.offload), []).append(index)
-    plain = (int(cols.tp[0]), int(cols.ep[0]), int(cols.zero[0]), False)
+        alike.setdefault(layers[index], []).append(index)
+    held: dict[BlockStrategy, list[int]] = {}
+    for layer, indices in alike.items():  # recomputation is a share of a group
+        held.setdefault(replace(layer, ckpt=False), []).extend(indices)
+    plain = BlockStrategy(ckpt=False, **cols.followed(0))
     made: list[Group] = []
     for key, indices in {plain: held.pop(plain, []), **held}.items():
         own = key == plain
@@ -260,26 +262,26 @@ def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) ->
             first=stage.first and own,
             last=stage.last and own,
             ends=stage.ends if own else (),
-            indices=tuple(indices),
+            indices=tuple(sorted(indices)),
             sizes=(len(indices),),
         )
-        tp, ep, zero, offload = key
-        made.append((group, cols.of_group(BlockStrategy(tp, ep, zero, False, offload), again)))
+        made.append((group, cols.of_group(key, again)))
     return made
 
 
 def handovers(stage: Stage, layers: Sequence[BlockStrategy], tp: int) -> dict[int, int]:
-    """Number of runs of blocks in a stage that are divided over fewer than `tp` ranks, by that number of ranks: samples are
-    distributed before each run and gathered after it."""
+    """Number of runs of blocks in a stage that are divided over fewer than `tp` ranks, by that number of ranks: samples and
+    sequences are distributed before each run and gathered after it."""
     out: dict[int, int] = {}
-    before = tp
+    before = None
     for at, index in enumerate(stage.indices):
-        degree = layers[index].tp
+        layer = layers[index]
         if at and index != stage.indices[at - 1] + 1:  # of another chunk
-            before = tp
-        if degree != before and degree < tp:
-            out[degree] = out.get(degree, 0) + 1
-        before = degree
+            before = None
+        mine = (layer.tp, layer.sp, layer.cp)
+        if mine != before and layer.tp < tp:
+            out[layer.tp] = out.get(layer.tp, 0) + 1
+        before = mine
     return out
 
 

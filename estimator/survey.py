@@ -95,7 +95,10 @@ def shape_space(
     together = micro * space["dp"] if devices > 1 else micro
     space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
     parallel.compose(space, device, devices, support)
-    require_rules(space, RuleContext(devices=devices, global_batch=global_batch, seq_len=seq_len, blocks=shape.layers))
+    context = RuleContext(
+        devices=devices, global_batch=global_batch, seq_len=seq_len, blocks=shape.layers, heads=shape.heads
+    )
+    require_rules(space, context)
     return space
 
 

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from ..base.errors import UsageError
-from ..knobs.layers import uniform
+from ..knobs.layers import own_knobs, uniform
 from ..knobs.lossy import LOSSY, lossy_values
 from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
 from ..knobs.strategy import MAX_DEVICES, STANDARD, is_even, is_whole
@@ -181,7 +181,7 @@ class Setup:
         text = config.get("strategy")
         if text is None or not STANDARD["strategy"].can_be(text):
             return config
-        own = {"tp": config.get("tp", 1), "ep": config.get("ep", 1), "zero": config.get("zero", 0)}
+        own = own_knobs(config)
         knobs = uniform(text, **own)
         if knobs is None:
             raise UsageError(

@@ -3,20 +3,23 @@
     strategy : run (' ' run)*
     run      : range ':' item (',' item)*
     range    : block | block '-' block                   both ends belong to it; blocks count from 0
-    item     : 'tp' number | 'ep' number | 'zero' stage | 'ckpt' | 'offload'   '-' for none
+    item     : name number | 'zero' stage | 'ckpt' | 'offload'                '-' for none
+    name     : 'tp' | 'sp' | 'cp' | 'ep'
 
 Runs cover all blocks once, in order. An item that a run lacks has the value of the configuration's own knob; `ckpt`
 recomputes the blocks of the run, and without it they keep their activations; `offload` keeps and updates their
 optimizer state in host memory. Modules outside of blocks (embeddings, head) follow the knobs.
 
 `tp` of a run divides the knob `tp`, which is that of the mesh: with `tp=4` the blocks of a `tp2` run are each cut over two
-ranks, and two such pairs compute half of the samples of a micro-batch each (docs/parallel.md).
+ranks, and two such pairs compute half of the samples of a micro-batch each (docs/parallel.md). With `tp2,sp2` or `tp2,cp2`
+they compute half of each sequence instead. `sp` and `cp` of a run are those of all ranks that share a sequence there, so they
+are multiples of the knobs.
 
 Source: Miao et al., Galvatron (arXiv:2211.13878), whose plans name the strategy of each layer.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -27,7 +30,9 @@ MOST_BLOCKS = 10_000
 """Blocks of the deepest model that a text can name."""
 FLAGS = ("ckpt", "offload")
 """Items without a number."""
-ITEMS = ("tp", "ep", "zero", *FLAGS)
+RANKS = ("tp", "sp", "cp", "ep")
+"""Items that are a number of ranks."""
+ITEMS = (*RANKS, "zero", *FLAGS)
 """Items of a run, in the order in which they are printed."""
 _ITEM = re.compile(r"(?P<name>[A-Za-z_]+)(?P<number>[0-9]*)\Z")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
@@ -50,6 +55,8 @@ class Run:
     first: int
     last: int
     tp: int | None = None
+    sp: int | None = None
+    cp: int | None = None
     ep: int | None = None
     zero: int | None = None
     ckpt: bool = False
@@ -62,8 +69,8 @@ class Run:
 
     def __str__(self) -> str:
         blocks = f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
-        given = {"tp": self.tp, "ep": self.ep, "zero": self.zero}
-        items = [f"{name}{value}" for name, value in given.items() if value is not None]
+        given = ((name, getattr(self, name)) for name in (*RANKS, "zero"))
+        items = [f"{name}{value}" for name, value in given if value is not None]
         items += [name for name in FLAGS if getattr(self, name)]
         return f"{blocks}:{','.join(items) or '-'}"
 
@@ -82,6 +89,15 @@ class BlockStrategy:
     """True if its activations are recomputed."""
     offload: bool = False
     """True if its optimizer state is in host memory, which the knob `offload` says of all blocks."""
+    sp: int = 1
+    """Ranks that share its sequences and exchange heads."""
+    cp: int = 1
+    """Ranks that share its sequences in a ring."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that compute one sample together."""
+        return self.tp * self.sp * self.cp
 
 
 @lru_cache(maxsize=4096)
@@ -129,13 +145,20 @@ def printed(runs: Iterable[Run]) -> str:
     return " ".join(map(str, joined))
 
 
-def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0) -> list[BlockStrategy]:
+def own_knobs(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a configuration's knobs that blocks follow where a run lacks the item."""
+    return {**{name: int(config.get(name, 1)) for name in RANKS}, "zero": int(config.get("zero", 0))}
+
+
+def of_blocks(
+    text: str, blocks: int, *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0
+) -> list[BlockStrategy]:
     """Returns the strategy of each of a model's blocks.
 
     Args:
         text: the strategy.
         blocks: repeated blocks of the model.
-        tp, ep, zero: the configuration's own knobs.
+        tp, sp, cp, ep, zero: the configuration's own knobs.
 
     Raises:
         UsageError: the text is for another number of blocks, or not a strategy.
@@ -146,48 +169,49 @@ def of_blocks(text: str, blocks: int, *, tp: int = 1, ep: int = 1, zero: int = 0
             f"strategy: its runs are for {runs[-1].last + 1} blocks, but the model has {blocks}: the last run must end "
             f"at block {blocks - 1}"
         )
+    own = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
     return [
         BlockStrategy(
-            tp if run.tp is None else run.tp,
-            ep if run.ep is None else run.ep,
-            zero if run.zero is None else run.zero,
-            run.ckpt,
-            run.offload,
+            ckpt=run.ckpt,
+            offload=run.offload,
+            **{name: value if getattr(run, name) is None else getattr(run, name) for name, value in own.items()},
         )
         for run in runs
         for _ in range(run.count)
     ]
 
 
-def uniform(text: str, *, tp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
-    """Returns the strategy of every block, if all have the same, with the `tp` and `ep` of the knobs; else None.
+def uniform(text: str, *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
+    """Returns the strategy of every block, if all have the same, with the degrees of the knobs; else None.
 
     An optimizer state of blocks alone in host memory is not that of a model.
 
     >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
-    (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True, offload=False), None)
+    (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True, offload=False, sp=1, cp=1), None)
     """
     runs = parse(text)
-    found = set(of_blocks(text, runs[-1].last + 1, tp=tp, ep=ep, zero=zero))
+    found = set(of_blocks(text, runs[-1].last + 1, tp=tp, sp=sp, cp=cp, ep=ep, zero=zero))
     first = next(iter(found))
-    return first if len(found) == 1 and (first.tp, first.ep, first.offload) == (tp, ep, False) else None
+    own = BlockStrategy(tp=tp, sp=sp, cp=cp, ep=ep, zero=first.zero, ckpt=first.ckpt)
+    return first if found == {own} else None
 
 
-def text_of(strategies: Sequence[BlockStrategy], *, tp: int = 1, ep: int = 1, zero: int = 0) -> str:
+def text_of(
+    strategies: Sequence[BlockStrategy], *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0
+) -> str:
     """The text of a strategy for each block, without what the configuration's own knobs say: the inverse of `of_blocks`.
 
     >>> text_of([BlockStrategy(2, 1, 0, True)] * 2 + [BlockStrategy(1, 1, 3, False)], tp=2)
     '0-1:ckpt 2:tp1,zero3'
     """
+    own = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
     return printed(
         Run(
             at,
             at,
-            tp=None if each.tp == tp else each.tp,
-            ep=None if each.ep == ep else each.ep,
-            zero=None if each.zero == zero else each.zero,
             ckpt=each.ckpt,
             offload=each.offload,
+            **{name: None if getattr(each, name) == value else getattr(each, name) for name, value in own.items()},
         )
         for at, each in enumerate(strategies)
     )
@@ -238,6 +262,6 @@ def _item(text: str, item: str, place: int) -> tuple[str, int | bool]:
     value = int(number)
     if name == "zero" and value > 3:
         raise LayersError(f"zero is a stage from 0 to 3, but here is {value}", text, place + len(name))
-    if name in ("tp", "ep") and not 1 <= value <= 1 << 20:
+    if name in RANKS and not 1 <= value <= 1 << 20:
         raise LayersError(f"{name} is a whole number of at least 1, but here is {value}", text, place + len(name))
     return name, value

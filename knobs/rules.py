@@ -41,6 +41,12 @@ class RuleContext:
     """Repeated blocks of the model."""
     no_runs: str = ""
     """Why blocks of the model cannot be cut unlike each other."""
+    no_sequences: str = ""
+    """Why ranks cannot share sequences in the model's blocks."""
+    no_ring: str = ""
+    """Why they cannot share them in a ring."""
+    heads: int | None = None
+    """Attention heads of a block."""
     no_stage_blocks: str = ""
     """Why stages of the model cannot have numbers of blocks that are given."""
     experts: tuple[int, ...] | None = None
@@ -177,10 +183,14 @@ def _uneven_experts(k: Any, context: RuleContext) -> Any:
 def _experts(context: RuleContext) -> str:
     """Requirement on degrees that divide the experts."""
     numbers = context.experts or ()
-    common = gcd(*numbers)
-    can = [str(each) for each in range(1, common + 1) if common % each == 0]
     known = f"the {' and '.join(map(str, numbers))} experts of a layer" if numbers else "the experts of each layer"
-    return f"ep must divide {known}" + (f": {', '.join(can[:-1])} or {can[-1]}" if len(can) > 1 else "")
+    return f"ep must divide {known}{_divisors(gcd(*numbers))}"
+
+
+def _divisors(number: int) -> str:
+    """Divisors of a number to end a sentence with: `: 1, 2 or 4`; empty for 0 and 1."""
+    *less, last = [""] + [str(each) for each in range(1, number + 1) if number % each == 0]
+    return f": {', '.join(less[1:])} or {last}" if len(less) > 1 else ""
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------
@@ -278,8 +288,62 @@ def _uneven_tp(k: Any, context: RuleContext) -> Any:
     return _where(k, lambda runs: _any(k.tp % run.tp != 0 for run in runs if run.tp is not None and run.tp > 1))
 
 
+def _ranks(k: Any, run: Run) -> tuple[Any, Any, Any]:
+    """`tp`, `sp` and `cp` of a run."""
+    tp, sp, cp = ((k.tp, run.tp), (k.sp, run.sp), (k.cp, run.cp))
+    return tuple(knob if own is None else own for knob, own in (tp, sp, cp))  # type: ignore[return-value]
+
+
+def _shares(run: Run) -> bool:
+    """True for a run that states how many ranks share its sequences."""
+    return run.sp is not None or run.cp is not None
+
+
+def _uneven_ranks(k: Any, context: RuleContext) -> Any:
+    def uneven(run: Run) -> Any:
+        tp, sp, cp = _ranks(k, run)
+        multiples = [own % knob != 0 for own, knob in ((run.sp, k.sp), (run.cp, k.cp)) if own is not None]
+        return _any(multiples) | ((k.tp * k.sp * k.cp) % (tp * sp * cp) != 0)
+
+    return _where(k, lambda runs: _any(uneven(run) for run in runs if _shares(run)))
+
+
+def _ring_among_heads(k: Any, context: RuleContext) -> Any:
+    return (k.sp > 1) & _where(k, lambda runs: _any(run.cp > k.cp for run in runs if run.cp is not None))
+
+
 def _uneven_samples(k: Any, context: RuleContext) -> Any:
-    return _where(k, lambda runs: _any((k.micro_batch * run.tp) % k.tp != 0 for run in runs if run.tp is not None))
+    def uneven(run: Run) -> Any:
+        tp, sp, cp = _ranks(k, run)
+        return (k.micro_batch * tp * sp * cp) % (k.tp * k.sp * k.cp) != 0
+
+    return _where(k, lambda runs: _any(uneven(run) for run in runs if run.tp is not None))
+
+
+def _shared_sequences(degree: str) -> Callable[[Any], Any]:
+    """The condition that ranks share sequences of some run by `sp` or `cp`."""
+    return lambda k: _where(k, lambda runs: any((getattr(run, degree) or 1) > 1 for run in runs))
+
+
+_heads_of_runs, _ring_of_runs = _shared_sequences("sp"), _shared_sequences("cp")
+
+
+def _uneven_tokens_of_runs(k: Any, context: RuleContext) -> Any:
+    length = context.seq_len
+
+    def uneven(run: Run) -> Any:
+        _, sp, cp = _ranks(k, run)
+        return (length % (sp * cp) != 0) | ((cp > 1) & (length % (2 * cp) != 0))
+
+    return length is not None and _where(k, lambda runs: _any(uneven(run) for run in runs if _shares(run)))
+
+
+def _uneven_heads_of_runs(k: Any, context: RuleContext) -> Any:
+    def uneven(run: Run) -> Any:
+        tp, sp, _ = _ranks(k, run)
+        return context.heads % (tp * sp) != 0
+
+    return context.heads is not None and _where(k, lambda runs: _any(uneven(run) for run in runs if (run.sp or 1) > 1))
 
 
 def _uneven_ep(k: Any, context: RuleContext) -> Any:
@@ -472,10 +536,50 @@ RULES: Sequence[Rule] = (
         "tp of each run of the strategy must divide tp, the ranks that share what is in no block",
     ),
     _rule(
+        "sequences of a run's model",
+        "strategy",
+        lambda k, context: bool(context.no_sequences) and (_heads_of_runs(k) | _ring_of_runs(k)),
+        lambda context: f"ranks cannot share the sequences of a run in this model: {context.no_sequences}",
+    ),
+    _rule(
+        "ring of a run's model",
+        "strategy",
+        lambda k, context: bool(context.no_ring) and _ring_of_runs(k),
+        lambda context: f"ranks cannot share the sequences of a run in a ring in this model: {context.no_ring}",
+    ),
+    _rule(
+        "ring of a run beside heads",
+        "strategy sp cp",
+        _ring_among_heads,
+        "where all ranks exchange heads (sp), those that a run frees do so too: leave cp out of the run and use its sp",
+    ),
+    _rule(
+        "tokens of a run",
+        "strategy sp cp",
+        _uneven_tokens_of_runs,
+        lambda context: f"sp * cp of a run, and 2 * cp in a ring, must divide the {context.seq_len} tokens of a sample",
+    ),
+    _rule(
+        "heads of a run",
+        "strategy tp sp",
+        _uneven_heads_of_runs,
+        lambda context: (
+            f"tp * sp of a run must divide the {context.heads} attention heads{_divisors(context.heads or 0)}"
+        ),
+    ),
+    _rule(
+        "ranks of a run",
+        "strategy tp sp cp",
+        _uneven_ranks,
+        "the ranks that a smaller tp of a run frees share its sequences or samples: sp and cp of the run must be multiples "
+        "of the knobs sp and cp, and tp * sp * cp of the run must divide tp * sp * cp of the knobs",
+    ),
+    _rule(
         "samples of a run",
-        "strategy tp micro_batch",
+        "strategy tp sp cp micro_batch",
         _uneven_samples,
-        "ranks that do not share a run's layers share its samples, so tp / (tp of the run) must divide micro_batch",
+        "ranks that share neither a run's layers nor its sequences share its samples, so tp * sp * cp of the knobs over "
+        "that of the run must divide micro_batch; sp or cp of the run leaves fewer of them",
     ),
     _rule(
         "experts of a run",
@@ -641,8 +745,8 @@ RULES: Sequence[Rule] = (
     ),
     _rule(
         "attention of a ring",
-        "cp attention",
-        lambda k, context: (k.cp > 1) & one_of(k.attention, _OTHER_ATTENTION),
+        "cp attention strategy",
+        lambda k, context: ((k.cp > 1) | _ring_of_runs(k)) & one_of(k.attention, _OTHER_ATTENTION),
         "a ring attends by its own code, which computes blocks by torch's flash attention where attention is sdpa",
     ),
 )

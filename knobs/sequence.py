@@ -38,3 +38,12 @@ class SequenceShards:
             at, stretches = self.rank // self.sp, value.chunk(2 * self.cp, dim)
             value = torch.cat((stretches[at], stretches[-1 - at]), dim)
         return value.chunk(self.sp, dim)[self.rank % self.sp].contiguous()
+
+    def whole(self, pieces: "torch.Tensor", dim: int) -> "torch.Tensor":
+        """The sequence, given the pieces of all ranks in the order of ranks: the inverse of `piece`."""
+        import torch
+
+        if self.cp == 1:
+            return pieces
+        stretches = pieces.chunk(2 * self.cp, dim)
+        return torch.cat((*stretches[::2], *reversed(stretches[1::2])), dim)

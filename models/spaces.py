@@ -16,7 +16,7 @@ from ..space.expression import negation
 from . import parallel
 from .architecture import Architecture
 from .families import generic_schedule
-from .families.standard import KNOBS, StandardSchedule, Support, unconvertible
+from .families.standard import KNOBS, Runs, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
 from .skeleton import experts_in, skeleton
 from .user_code import user_code_errors
@@ -99,8 +99,8 @@ def default_space(
         experts=bool(facts.experts),
     )
     _micro_batch(space, workload, spread, any_batch=grad_accum is not None)
-    if "checkpoint_ratio" in facts.followed and facts.blocks:
-        _checkpointing(space, facts.blocks)
+    if "checkpoint_ratio" in facts.followed and facts.runs.blocks:
+        _checkpointing(space, facts.runs.blocks)
     float8 = not (float8_obstacle(device) or facts.parallel.float8(1))
     _precision(space, device, *precisions(device, lossy="lossy" in allow, float8=float8))
     if isinstance(workload.model, Architecture):
@@ -130,10 +130,9 @@ def default_space(
             seq_len=workload.seq_len,
             tokens=workload.seq_len is not None,
             own_loss=own_loss,
-            blocks=facts.blocks,
-            no_runs=facts.no_runs,
             no_stage_blocks=facts.no_stage_blocks,
             experts=facts.experts,
+            **facts.runs._asdict(),
         ),
     )
     return space
@@ -363,30 +362,30 @@ def without_strategy(workload: Workload, space: Space) -> str:
     """How to get the knob `strategy`, which no default space has; empty if the model has no runs of blocks."""
     if workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule):
         return ""
-    blocks, no_runs = runs_of(workload)
-    items = [name for name in ITEMS if name == "ckpt" or name in space.by_name]
+    runs = runs_of(workload)
+    blocks, missing = runs.blocks, {"sp": runs.no_sequences or runs.no_runs, "cp": runs.no_ring or runs.no_runs}
+    items = [name for name in ITEMS if name == "ckpt" or (name in space.by_name and not missing.get(name))]
     if blocks < 2:
         return ""
     middle = blocks // 2
     example = printed([Run(0, middle - 1, ckpt=True), Run(middle, blocks - 1)])
-    differing = f"; {no_runs}, so that runs cannot differ in tp" if no_runs and "tp" in items else ""
+    differing = f"; {runs.no_runs}, so that runs cannot differ in tp" if runs.no_runs and "tp" in items else ""
     return (
         f'its values are texts without end. --fix "strategy={example}" treats runs of the {blocks} blocks unlike each '
         f"other ({', '.join(items)}), and tune --layerwise finds one{differing}"
     )
 
 
-def runs_of(workload: Workload) -> tuple[int, str]:
-    """Number of repeated blocks of a workload's model, and the obstacle to cutting them unlike each other."""
+def runs_of(workload: Workload) -> Runs:
+    """The repeated blocks of a workload's model, and how runs of them can differ."""
     return workload.once(_find_runs)
 
 
-def _find_runs(workload: Workload) -> tuple[int, str]:
+def _find_runs(workload: Workload) -> Runs:
     from ..schedule import create_schedule
 
     schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
-    blocks = schedule.blocks(create_schedule(skeleton(workload)))
-    return len(blocks), schedule.runs_obstacle(blocks)
+    return schedule.runs(create_schedule(skeleton(workload)))
 
 
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:
@@ -440,14 +439,12 @@ class _Facts:
 
     followed: set[str]
     """Supported knobs that rewrite the model on one device."""
-    blocks: int
-    """Number of repeated blocks of the model."""
+    runs: Runs
+    """The repeated blocks of the model."""
     parallel: Support
     """Supported parallel knobs."""
     experts: tuple[int, ...]
     """Numbers of experts of the model's mixtures, unique."""
-    no_runs: str
-    """Obstacle to cutting blocks unlike each other."""
     no_stage_blocks: str
     """Obstacle to stages with given numbers of blocks."""
 
@@ -462,10 +459,9 @@ def _schedule_facts(workload: Workload) -> _Facts:
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
         return _Facts(
             followed=followed,
-            blocks=len(schedule.blocks(sch)),
+            runs=schedule.runs(sch),
             parallel=schedule.support(sch),
             experts=experts,
-            no_runs=schedule.runs_obstacle(schedule.blocks(sch)),
             no_stage_blocks=schedule.no_stage_blocks,
         )
     blocks = generic_schedule.blocks(sch)
@@ -478,7 +474,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
 
     return _Facts(
         followed=recorder.read & set(KNOBS),
-        blocks=len(blocks),
+        runs=Runs(blocks=len(blocks), no_runs=ignored("strategy")),
         parallel=Support(
             tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
             sequences=lambda sp, cp, tp: (sp > 1 and ignored("sp")) or (cp > 1 and ignored("cp")) or "",
@@ -490,6 +486,5 @@ def _schedule_facts(workload: Workload) -> _Facts:
             offload="",
         ),
         experts=experts,
-        no_runs=ignored("strategy"),
         no_stage_blocks=ignored("stage_blocks"),
     )

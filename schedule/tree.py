@@ -58,7 +58,7 @@ class Tree:
         self.cuts: list[str] = []
         self.late: list[str] = []
         self.shared: dict[str, Any] = {}
-        """How the samples of some blocks are shared (`parallel/sharing.py`), by path."""
+        """How the tokens of some blocks are shared (`parallel/sharing.py`), by path."""
         self.pipeline: tuple[str, int | None] | None = None
         self.examples: dict[str, Any] = {}
         """Example inputs, as (args, kwargs), of modules by path: tracing derives those of other modules from them."""

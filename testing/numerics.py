@@ -100,6 +100,10 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "runs tp1+zero3/tp2": {"tp": 2, "dp": 2, "micro_batch": 2, "strategy": "0:tp1,zero3 1:ckpt"},
     "runs tp2/tp1 zero3": {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2, "strategy": "0:zero2 1:tp1"},
     "runs tp2/tp1·sp2": {"tp": 2, "sp": 2, "zero": 1, "micro_batch": 4, "strategy": "0:- 1:tp1,zero0"},
+    "runs tp1+sp2/tp2": {"tp": 2, "strategy": "0:tp1,sp2,ckpt 1:-"},
+    "runs tp2/tp1+cp2": {"tp": 2, "strategy": "0:- 1:tp1,cp2,zero1"},
+    "runs tp1+sp2/tp1+cp2": {"tp": 2, "dp": 2, "zero": 2, "strategy": "0:tp1,sp2 1:tp1,cp2,zero3"},
+    "runs tp2/tp1+sp4·sp2": {"tp": 2, "sp": 2, "zero": 3, "strategy": "0:- 1:tp1,sp4"},
     "kernels": {"kernels": True, "grad_accum": 2},
     "tp2+kernels": {"tp": 2, "kernels": True},
     "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
@@ -245,8 +249,7 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     if config.get("zero"):
         reasons.append(support.zero)
     if config.get("strategy") is not None or config.get("stage_blocks") is not None:
-        blocks, no_runs = runs_of(workload)
-        known = RuleContext(blocks=blocks, no_runs=no_runs, no_stage_blocks=workload.schedule.no_stage_blocks)
+        known = RuleContext(no_stage_blocks=workload.schedule.no_stage_blocks, **runs_of(workload)._asdict())
         reasons.append(broken_rule(Strategy.of(config), known).partition(": ")[2])
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)

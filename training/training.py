@@ -377,16 +377,15 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
     except UsageError as error:
         raise WorkloadError(str(error)) from None
     named = strategy.strategy is not None or strategy.stage_blocks is not None
-    blocks, no_runs = runs_of(workload) if named else (None, "")
+    runs = runs_of(workload)._asdict() if named else {}
     context = RuleContext(
         devices=ranks,
         seq_len=workload.seq_len,
         tokens=workload.seq_len is not None,
         own_loss=workload.loss is not None,
-        blocks=blocks,
-        no_runs=no_runs,
         no_stage_blocks=getattr(workload.schedule, "no_stage_blocks", ""),
         experts=experts_of(workload) if strategy.needs_experts else None,
+        **runs,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
     if own_schedule and named:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.errors import ScheduleError, UsageError
-from ...knobs.layers import BlockStrategy, of_blocks
+from ...knobs.layers import BlockStrategy, of_blocks, own_knobs
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement, blocks_of_stages
 from ..skeleton import shorten
@@ -57,6 +57,21 @@ class Support:
     """Tensors that are padded with zeros if this number of tensor-parallel ranks does not divide them; empty for none."""
 
 
+class Runs(NamedTuple):
+    """The repeated blocks of a model, and how runs of them can differ, as in a `RuleContext`."""
+
+    blocks: int
+    """Number of blocks."""
+    no_runs: str = ""
+    """Obstacle to cutting them unlike each other."""
+    no_sequences: str = ""
+    """Obstacle to sharing sequences among ranks."""
+    no_ring: str = ""
+    """Obstacle to sharing them in a ring."""
+    heads: int | None = None
+    """Attention heads of a block."""
+
+
 @dataclass(frozen=True)
 class StandardSchedule:
     """`schedule(sch, config)`: applies the standard knobs to the repeated blocks of a model.
@@ -73,7 +88,7 @@ class StandardSchedule:
     | `virtual_stages` | number of stages on each of its ranks |
     | `stage_blocks` | number of blocks of each stage, in place of even shares |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
-    | `strategy` | runs of blocks are cut over fewer ranks, which share samples instead; `ckpt` recomputes, `offload` offloads |
+    | `strategy` | runs of blocks are cut over fewer ranks, which share samples or sequences; `ckpt` recomputes, `offload` moves |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
     | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
@@ -107,11 +122,14 @@ class StandardSchedule:
         stages = ranks * config.get("virtual_stages", 1) if ranks > 1 else 1
         ends = self._stage_ends(sch, blocks, stages, config.get("stage_blocks"))
         tp, ep = config.get("tp", 1), config.get("ep", 1)
+        sp, cp = config.get("sp", 1), config.get("cp", 1)
         whole_experts = tp > 1 and config.get("etp", 0) == 1
+        if sp * cp > 1:
+            sch.cut_sequence(sp=sp, cp=cp)
+        degrees = [(layer.tp, layer.sp // sp, layer.cp // cp) for layer in layers or ()]
+        self._share_samples(sch, _between(blocks, ends), degrees, tp)
         if tp > 1:
-            degrees = [layer.tp for layer in layers or ()]
-            self._share_samples(sch, _between(blocks, ends), degrees, tp)
-            whole = [block for block, degree in zip(blocks, degrees) if degree == 1]
+            whole = [block for block, degree in zip(blocks, degrees) if degree[0] == 1]
             cut = [block for block in blocks if all(block.path != each.path for each in whole)]
             sequence_parallel = bool(config.get("sequence_parallel", False))
             if whole_experts:
@@ -124,8 +142,6 @@ class StandardSchedule:
             sch.shard_experts(ep)
         if config.get("capacity_factor", 0):
             sch.limit_experts(config["capacity_factor"])
-        if config.get("sp", 1) * config.get("cp", 1) > 1:
-            sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
         for each in ends:
             each.cut_pipeline_stage(late=[path for path in self.late if path in sch])
         for block, layer in zip(blocks, layers or ()):
@@ -184,6 +200,19 @@ class StandardSchedule:
         lists = {block.path.rpartition(".")[0] for block in blocks}
         return self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else "")
 
+    def runs(self, sch: "Schedule") -> Runs:
+        """The repeated blocks of a model, given its schedule or that of its skeleton."""
+        from ...schedule.parallel.sequences import heads_of, obstacle
+
+        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1)
+        return Runs(
+            blocks=len(blocks),
+            no_runs=self.runs_obstacle(blocks),
+            no_sequences=no_sequences,
+            no_ring=no_sequences or obstacle(sch.module, 1, 2),
+            heads=heads_of(sch.module),
+        )
+
     def _spread_experts(self, sch: "Schedule", blocks: "Sequence[Schedule]", degrees: Sequence[int]) -> None:
         """Spreads the experts of blocks over as many ranks as each has; blocks without experts have none to spread."""
         from ...schedule.parallel.experts import mixtures_of
@@ -196,11 +225,11 @@ class StandardSchedule:
                 sch.shard_experts(ep, blocks=inside)
 
     def _share_samples(
-        self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[int], tp: int
+        self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[tuple[int, int, int]], tp: int
     ) -> None:
-        """Has ranks share the samples of blocks that are cut over fewer than `tp` of them; between neighbours of the same
-        degree, within a stage, samples stay where they are."""
-        if all(degree == tp for degree in degrees):
+        """Has ranks share the tokens of blocks that are cut over fewer than `tp` of them; between neighbours of the same
+        degrees (`tp`, and of the others `sp` and `cp`), within a stage, tokens stay where they are."""
+        if all(degree == (tp, 1, 1) for degree in degrees):
             return
         if reason := self.runs_obstacle([block for stage in stages for block in stage]):
             raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {reason}")
@@ -211,8 +240,8 @@ class StandardSchedule:
             for block, degree, before, after in zip(
                 stage, stage_degrees, [None, *stage_degrees], [*stage_degrees[1:], None]
             ):
-                if degree < tp:
-                    block.share_samples(tp=degree, enters=degree != before, leaves=degree != after, draws=drawing)
+                if degree != (tp, 1, 1):
+                    block.share_samples(*degree, enters=degree != before, leaves=degree != after, draws=drawing)
 
     def _stage_ends(
         self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int, given: str | None
@@ -447,7 +476,7 @@ def strategies_of(config: Mapping[str, Any], blocks: int) -> list[BlockStrategy]
     if text is None:
         return None
     try:
-        return of_blocks(text, blocks, tp=config.get("tp", 1), ep=config.get("ep", 1), zero=config.get("zero", 0))
+        return of_blocks(text, blocks, **own_knobs(config))
     except UsageError as error:
         raise ScheduleError(str(error)) from error
 

@@ -5,6 +5,7 @@ keys and values of two stretches from each rank in turn. Each of these four pair
 has an arbitrary mask; pairs of one kind are computed as one block.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -89,6 +90,8 @@ class RingMask:
         device: torch.device,
     ) -> None:
         self.allowed, self.kind, self.batch = allowed, kind, batch
+        self.first = 0
+        """Number of the first of its samples."""
         self.length, self.ranks, self.rank, self.device = length, ranks, rank, device
         self.stretch = length // (2 * ranks)
         own = stretches_of(rank, ranks)
@@ -99,6 +102,13 @@ class RingMask:
 
     def __repr__(self) -> str:
         return f"RingMask(batch={self.batch}, length={self.length}, ranks={self.ranks})"
+
+    def part(self, rank: int, ranks: int) -> "RingMask":
+        """Returns the mask of one of `ranks` equal parts of the samples."""
+        own = copy.copy(self)
+        own.batch = self.batch // ranks
+        own.first = self.first + rank * own.batch
+        return own
 
     def blocks(self, source: int) -> list[Block]:
         """Returns the blocks that this rank computes with the keys of a rank."""
@@ -116,7 +126,7 @@ class RingMask:
 
     def _pairs(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         assert self.allowed is not None, "blocks with a mask are of a mask"
-        samples = torch.arange(self.batch, device=self.device).view(-1, 1, 1, 1)
+        samples = torch.arange(self.first, self.first + self.batch, device=self.device).view(-1, 1, 1, 1)
         head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
         found = self.allowed(samples, head, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
         return found.expand(*found.shape[:2], len(queries), len(keys))
@@ -142,6 +152,36 @@ class RingMask:
             parts.append(torch.stack([pairs.any(), pairs.all(), same]))
         found = torch.stack(parts)
         return torch.stack([found[:, 0].any(), found[:, 1].all(), found[:, 2].all()])
+
+
+Masks = dict[str, Any]
+"""The attention masks of a forward pass whose blocks share sequences in unlike rings, or some in none: a `RingMask` for each
+ring, by the name of its group, and for `""` the mask of blocks without one. A dictionary, so that tensors in it are cut,
+moved and counted like other arguments of a block."""
+
+
+def mask_of(masks: Any, ring: Axis | None) -> Any:
+    """Returns the mask of blocks with a ring, or without one, from one mask for all or from several."""
+    if not isinstance(masks, dict):
+        return masks
+    return masks["" if ring is None else ring.group_name]
+
+
+def make_masks(*, rings: Sequence[Axis | None], plain: Callable[..., Any] | None, **kwargs: Any) -> Any:
+    """Returns the masks of whole sequences for some rings, one or several (`Masks`); replaces a mask function of transformers.
+
+    Args:
+        rings: the rings; None for blocks without one.
+        plain: the mask function of such blocks.
+        kwargs: the arguments of transformers.
+    """
+
+    def made(ring: Axis | None) -> Any:
+        return make_mask(axis=ring, **kwargs) if ring is not None else plain(**kwargs) if plain is not None else None
+
+    if len(rings) == 1:
+        return made(rings[0])
+    return {"" if ring is None else ring.group_name: made(ring) for ring in rings}
 
 
 def stretches_of(rank: int, ranks: int) -> tuple[int, int]:

@@ -30,10 +30,9 @@ from ...base._transformers import attends_by_name, change_attention
 from ...base.errors import ScheduleError
 from ...knobs.rules import sequence_refusal
 from ...knobs.sequence import SequenceShards
-from ..forward import Layer, add_layer
-from . import ring, ulysses
-from .collectives import Axis
-from .sharing import sharing_of
+from ..forward import Layer, add_layer, layers_of
+from . import ring, ring_mask, ulysses
+from .collectives import Axis, all_gather
 
 IGNORED = -100
 """The label of tokens that the loss ignores."""
@@ -56,6 +55,19 @@ class _Whole:
 _whole: ContextVar[_Whole] = ContextVar("whole")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceAxes:
+    """The ranks that share sequences in an attention module; None for none."""
+
+    sp: Axis | None
+    """Those with which this one exchanges heads."""
+    cp: Axis | None
+    """Those of its ring."""
+    documents: bool = False
+    """True if samples may have several documents that attention knows by positions alone: in a run of blocks, outside of
+    which ranks have whole samples."""
+
+
 def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, tp: int) -> None:
     """Makes a transformers model, sharded over `tp` ranks, compute on this rank's piece of every sequence.
 
@@ -63,22 +75,45 @@ def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis 
         model: the model.
         sharing: the assignment of pieces to ranks.
         sp, cp: the ranks with which this one exchanges heads, and those of its ring; None for none.
-        tp: ranks that share its layers, except for blocks whose samples are shared.
+        tp: ranks that share its layers.
     """
-    degrees = {
-        module: 1 if samples.tp is None else samples.tp.size
-        for block in model.modules()
-        if (samples := sharing_of(block)) is not None
-        for module in block.modules()
-    }
-    for module in model.modules() if sp is not None else ():
-        if hasattr(module, "num_key_value_groups"):
-            # This is the number of query heads per key head; it is smaller where keys are repeated.
-            heads = module.config.num_attention_heads // degrees.get(module, tp)
-            module.num_key_value_groups //= ulysses.repeats(heads // module.num_key_value_groups, sharing.sp)
-    change_attention(model, partial(_registered, sharing=sharing, sp=sp, cp=cp, model=model))
     axes = tuple(each for each in (sp, cp) if each is not None)
     add_layer(model, CutSequence(sharing, _shifts(model), _first_position(model), axes))
+    attend_together(model, model, SequenceAxes(sp=sp, cp=cp), tp)
+
+
+def attend_together(model: Any, within: nn.Module, axes: SequenceAxes, tp: int) -> None:
+    """Makes attention in a module of a transformers model exchange heads, or keys and values, among ranks.
+
+    Args:
+        model: the model.
+        within: the module, sharded over `tp` ranks; the axes replace those that it had.
+        axes: the ranks.
+        tp: ranks that share its layers.
+    """
+    for module in within.modules():
+        module.__dict__["_sequence_axes"] = axes
+        if hasattr(module, "num_key_value_groups"):
+            # This is the number of query heads per key head; it is smaller where keys are repeated.
+            groups = module.__dict__.setdefault("_key_value_groups", module.num_key_value_groups)
+            heads = module.config.num_attention_heads // tp
+            ranks = 1 if axes.sp is None else axes.sp.size
+            module.num_key_value_groups = groups // ulysses.repeats(heads // groups, ranks)
+    change_attention(model, partial(_registered, model=model))
+
+
+def shards_of_model(model: nn.Module) -> SequenceShards | None:
+    """Returns how ranks share all sequences of a model; None if they do not."""
+    return next((each.sharing for each in layers_of(model, CutSequence)), None)
+
+
+def heads_of(model: nn.Module) -> int | None:
+    """Returns the number of attention heads of a transformers model's blocks; None if it is not one number."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return None
+    found = getattr(config.get_text_config(), "num_attention_heads", None)
+    return found if isinstance(found, int) else None
 
 
 def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
@@ -94,8 +129,8 @@ def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
         return f"{config.model_type} attends by code of its own, not by the attention functions of transformers"
     if reason := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else ""):
         return f"{config.model_type} {reason}"
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if sp > 1 and (not isinstance(heads, int) or heads % (sp * tp)):
+    heads = heads_of(model)
+    if sp > 1 and (heads is None or heads % (sp * tp)):
         given = f"tp * sp, {tp} * {sp}," if tp > 1 else f"{sp} ranks"
         return f"{given} must divide the {heads} attention heads"
     return ""
@@ -139,28 +174,72 @@ def _first_position(model: nn.Module) -> int | None:
     return 0
 
 
-def _registered(name: str, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, model: nn.Module) -> str:
-    """Registers an attention function and its mask function with communication in transformers; returns their new name."""
+_OVER = " over ranks of "
+"""Follows the original name in the name of a registered attention function."""
+
+
+def _registered(name: str, model: nn.Module) -> str:
+    """Registers an attention function and its mask function with communication in transformers; returns their new name.
+
+    They are registered again when further modules of a model share sequences."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    groups = " and ".join(each.group_name for each in (sp, cp) if each is not None)
-    made = f"{name} of {type(model).__module__} over {groups}"
-    masks = AttentionMaskInterface()
-    make = masks.get(name)
-    if cp is not None:
-        # The ring's communication is kept out of compiled graphs.
-        attention = torch.compiler.disable(partial(ring.attend, axis=cp, kernels=name != "eager"))
-        make = partial(ring.make_mask, axis=cp)
-    elif name == "eager":  # each family's own
-        attention = sys.modules[type(model).__module__].eager_attention_forward
-    else:
-        attention = AttentionInterface()[name]
-    if sp is not None:
-        attention = partial(ulysses.attend, attention=attention, axis=sp)
-    AttentionInterface.register(made, attention)
+    name, place, shards = name.partition(_OVER)[0], type(model).__module__, shards_of_model(model)
+    rings = sorted({axes_of(each).cp for each in model.modules()}, key=lambda axis: axis.group_name if axis else "")
+    ranks = 1 if shards is None else shards.ranks
+    made = f"{name}{_OVER}{place}, {ranks}, {', '.join(axis.group_name if axis else '' for axis in rings)}"
+    # A family's own is in its module.
+    attention = sys.modules[place].eager_attention_forward if name == "eager" else AttentionInterface()[name]
+    around = torch.compiler.disable(ring.attend)  # the ring's communication is kept out of compiled graphs
+    AttentionInterface.register(made, partial(attend, attention=attention, around=around, name=name))
+    make = AttentionMaskInterface().get(name)
+    if rings != [None]:
+        make = partial(ring_mask.make_masks, rings=rings, plain=make)
     if make is not None:
-        AttentionMaskInterface.register(made, partial(whole_mask, make=make, ranks=sharing.ranks))
+        whole = make if shards is None else partial(whole_mask, make=make, ranks=ranks)
+        AttentionMaskInterface.register(made, whole)
     return made
+
+
+def axes_of(module: nn.Module) -> SequenceAxes:
+    """Returns the ranks that share sequences in an attention module."""
+    return getattr(module, "_sequence_axes", None) or SequenceAxes(sp=None, cp=None)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    attention: Callable[..., Any],
+    around: Callable[..., Any],
+    name: str,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Computes attention of this rank's tokens to whole sequences, with the ranks that share them in this module.
+
+    Args:
+        module: the attention module.
+        query, key, value: (B, heads, tokens of this rank, D).
+        attention_mask: a mask of whole sequences, or several (`ring_mask.Masks`).
+        attention: an attention function of transformers.
+        around: `ring.attend`.
+        name: transformers' name of `attention`.
+
+    Returns:
+        The output, (B, tokens of this rank, heads, D), and attention weights or None.
+    """
+    axes = axes_of(module)
+    attention_mask = ring_mask.mask_of(attention_mask, axes.cp)
+    if axes.cp is not None:
+        attention = partial(around, axis=axes.cp, kernels=name != "eager")
+    if axes.sp is None:
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    if axes.documents and name.startswith("flash") and kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = all_gather(kwargs["position_ids"], -1, axes.sp)
+    return ulysses.attend(module, query, key, value, attention_mask, attention=attention, axis=axes.sp, **kwargs)
 
 
 def whole_mask(

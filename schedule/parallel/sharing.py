@@ -1,21 +1,28 @@
-"""Blocks that are sharded over fewer ranks than the mesh's `tp` axis has: the other ranks share their samples instead.
+"""Blocks that are sharded over fewer ranks than the mesh's `tp` axis has: the other ranks share their tokens instead.
 
 | symbol | meaning |
 |---|---|
 | T, t | ranks of the `tp` axis; ranks among them that share a block's layers |
-| P | T / t: parts of the samples of a micro-batch, each computed by t neighbours |
+| P | T / t: parts of the tokens of a micro-batch, each computed by t neighbours |
+| s | ranks that share a sequence there: each part has a piece of every sequence of P / s parts of the samples |
 
-Between blocks sharded over all T ranks every rank has all samples of a micro-batch. Before a run of blocks of a smaller
-degree each rank keeps its part of the samples (the gradient is gathered); after the run the parts are gathered (the
-gradient is cut). The gradients of the run's weights are those of a part of the samples, so they are summed over the P
-parts too, together with the averaging over replicas.
+Between blocks sharded over all T ranks every rank has all tokens of a micro-batch (or, where the whole model shares
+sequences, of its piece of them). Before a run of blocks of a smaller degree each rank keeps its part of the samples and its
+piece of their sequences (the gradient is gathered); after the run the parts are gathered (the gradient is cut). The
+gradients of the run's weights are those of a part of the tokens, so they are summed over the P parts too, together with the
+averaging over replicas.
+
+A piece of a sequence is that of `SequenceShards`, also where it is cut from a piece that the rank has anyway: cutting the
+piece of a ring of C ranks for a ring of c gives the piece of a ring of C c, and so do chunks.
 
 Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.2, on the layouts between layers of different strategies.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,93 +30,193 @@ from torch import nn
 
 from ...base._torch import tree_flatten, tree_unflatten
 from ...base.errors import ScheduleError
+from ...knobs.rules import sequence_refusal
+from ...knobs.sequence import SequenceShards
 from .. import collectives as differentiable
 from ..forward import Layer, layers_of
 from ..outputs import without_cache
 from . import collectives
-from .collectives import Axis
+from .collectives import Axis, through
+from .ring_mask import RingMask
 from .streams import forked_streams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """The axes of a block that is sharded over t of T ranks."""
+    """The axes of a block that is sharded over t of T ranks; None for one rank."""
 
     parts: Axis
-    """The P ranks that have the same piece of the block's weights and one part of the samples each."""
+    """The P ranks that have the same piece of the block's weights and one part of the tokens each."""
+    samples: Axis | None
+    """Those of them with the same piece of unlike samples."""
+    sequence: Axis | None
+    """Those with the pieces of the same samples."""
+    shards: SequenceShards
+    """This rank's piece among them."""
+    sp: Axis | None
+    """The ranks that exchange heads in its attention: some of `sequence`, with those of the whole model. None where only the
+    latter do."""
+    cp: Axis | None
+    """Those of its ring, likewise."""
     tp: Axis | None
-    """The t ranks that share the weights; None for one."""
+    """The t ranks that share the weights."""
     replicas: Axis
     """All ranks that have the same piece of the weights: the P parts in every replica."""
 
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Ranks of the `tp` axis that share its layers, that exchange heads, and of a ring."""
+        return 1 if self.tp is None else self.tp.size, self.shards.sp, self.shards.cp
+
 
 class SharedSamples(Layer):
-    """Wraps a block: cuts the samples to this rank's part, and gathers the outputs of all parts."""
+    """Wraps a block: cuts its input to this rank's part of the tokens, and gathers the outputs of all parts."""
 
     order = 70
 
-    def __init__(self, sharing: Sharing, enters: bool, leaves: bool, draws: bool) -> None:
+    def __init__(self, module: nn.Module, sharing: Sharing, enters: bool, leaves: bool, draws: bool) -> None:
         self.sharing = sharing
         self.enters, self.leaves = enters, leaves
-        """True if the block's input (`enters`) or output (`leaves`) has all samples; False if a neighbouring block shares
+        """True if the block's input (`enters`) or output (`leaves`) has all tokens; False if a neighbouring block shares
         the same parts."""
         self.draws = draws
         """True if the block draws random numbers, which differ between parts."""
+        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        """Names of the block's arguments."""
 
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        parts = self.sharing.parts
         args, kwargs = without_cache(args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        first = next(
-            at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        names = [*self.names[: len(args)], *[""] * (len(args) - len(self.names)), *kwargs]
+        given = [tree_flatten(each) for each in (*args, *kwargs.values())]
+        hidden = next(
+            leaf
+            for leaves, _ in given
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         )
-        samples = leaves[first].shape[0] * (1 if self.enters else parts.size)
-        if samples % parts.size:
-            raise ScheduleError(
-                f"{parts.size} ranks share the samples of a block, so they must divide a micro-batch, which has {samples}"
+        samples, tokens = self._sizes(hidden)
+        own = [
+            tree_unflatten(
+                [
+                    leaf if leaf is hidden and not self.enters else self._own(name, leaf, samples, tokens)
+                    for leaf in leaves
+                ],
+                spec,
             )
-        for at, leaf in enumerate(leaves):
-            if at == first and not self.enters:
-                continue
-            if at == first or _of_samples(leaf, samples):
-                leaves[at] = differentiable.scatter(leaf, 0, parts)
-            elif isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaves[at] = differentiable.copy(leaf, parts)
-        args, kwargs = tree_unflatten(leaves, spec)
-        with forked_streams(parts) if self.draws and module.training else nullcontext():
-            output = inner(*args, **kwargs)
-        return self._joined(output, samples // parts.size)
+            for name, (leaves, spec) in zip(names, given, strict=True)
+        ]
+        kwargs = dict(zip(kwargs, own[len(args) :], strict=True))
+        with forked_streams(self.sharing.parts) if self.draws and module.training else nullcontext():
+            output = inner(*own[: len(args)], **kwargs)
+        return self._joined(output, samples // _size(self.sharing.samples), tokens // self.sharing.shards.ranks)
 
-    def _joined(self, output: Any, samples: int) -> Any:
+    def _sizes(self, hidden: torch.Tensor) -> tuple[int, int]:
+        """The samples of all parts, and the tokens of a sample; 1 where ranks do not share sequences."""
+        among, shards = _size(self.sharing.samples), self.sharing.shards
+        samples = hidden.shape[0] * (1 if self.enters else among)
+        if samples % among:
+            raise ScheduleError(
+                f"{among} ranks share the samples of a block, so they must divide a micro-batch, which has {samples}"
+            )
+        if shards.ranks == 1:
+            return samples, 1
+        if hidden.dim() < 3:
+            raise ScheduleError(
+                f"ranks share the sequences of a block ({shards}), but its input of shape {tuple(hidden.shape)} has none"
+            )
+        tokens = hidden.shape[1] * (1 if self.enters else shards.ranks)
+        if why := sequence_refusal(tokens, shards.sp, shards.cp):
+            raise ScheduleError(f"ranks share the sequences of a block: {why}")
+        return samples, tokens
+
+    def _own(self, name: str, leaf: Any, samples: int, tokens: int) -> Any:
+        """This rank's part of an argument. A mask is one of whole sequences, as attention needs it."""
+        sharing = self.sharing
+        if isinstance(leaf, RingMask):
+            return leaf if sharing.samples is None else leaf.part(sharing.samples.rank, sharing.samples.size)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if sharing.samples is not None:
+            if _of_samples(leaf, samples):
+                leaf = differentiable.scatter(leaf, 0, sharing.samples)
+            elif leaf.requires_grad:
+                leaf = differentiable.copy(leaf, sharing.samples)
+        if sharing.sequence is not None:
+            dim = None if "mask" in name else _tokens_of(name, leaf, tokens)
+            if dim is not None:
+                leaf = self._piece(leaf, dim, sharing.sequence)
+            elif leaf.requires_grad:
+                leaf = differentiable.copy(leaf, sharing.sequence)
+        return leaf
+
+    def _piece(self, tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+        cut, join = (partial(each, dim=dim, shards=self.sharing.shards) for each in (_cut, _join))
+        return through(tensor, forward=cut, backward=partial(join, axis=axis))
+
+    def _joined(self, output: Any, samples: int, tokens: int) -> Any:
         leaves, spec = tree_flatten(output)
-        waiting = True
+        waiting, sharing = True, self.sharing
         for at, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue
             first, waiting = waiting, False
-            if leaf.dim() and leaf.shape[0] == samples and (self.leaves or not first):
-                leaves[at] = differentiable.all_gather(leaf, 0, self.sharing.parts)
+            if first and not self.leaves:
+                continue
+            if sharing.sequence is not None and leaf.shape[:2] == (samples, tokens):
+                cut, join = (partial(each, dim=1, shards=sharing.shards) for each in (_cut, _join))
+                leaf = through(leaf, forward=partial(join, axis=sharing.sequence), backward=cut)
+            if sharing.samples is not None and leaf.dim() and leaf.shape[0] == samples:
+                leaf = differentiable.all_gather(leaf, 0, sharing.samples)
+            leaves[at] = leaf
         return tree_unflatten(leaves, spec)
 
 
-def _of_samples(leaf: Any, samples: int) -> bool:
+def _cut(tensor: torch.Tensor, dim: int, shards: SequenceShards) -> torch.Tensor:
+    """This rank's piece of sequences, without gradient."""
+    return shards.piece(tensor, dim)
+
+
+def _join(tensor: torch.Tensor, dim: int, shards: SequenceShards, axis: Axis) -> torch.Tensor:
+    """Sequences of which each rank has a piece, without gradient."""
+    return shards.whole(collectives.all_gather(tensor, dim, axis), dim)
+
+
+def _of_samples(leaf: torch.Tensor, samples: int) -> bool:
     """Returns True if an argument has an entry for each sample, such as a mask, positions or features.
 
     A two-dimensional table of floating-point numbers is shared by all samples."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[0] != samples or samples == 1:
+    if leaf.dim() < 2 or leaf.shape[0] != samples or samples == 1:
         return False
     return leaf.dim() > 2 or not leaf.is_floating_point()
 
 
+def _tokens_of(name: str, leaf: torch.Tensor, tokens: int) -> int | None:
+    """Returns the dimension of an argument that has an entry for each token, such as positions; None if none has.
+
+    Raises:
+        ScheduleError: it has one, but not where positions and features have it.
+    """
+    if leaf.dim() > 1 and leaf.shape[1] == tokens:
+        return 1
+    if leaf.dim() == 1 and leaf.shape[0] == tokens:
+        return 0
+    if leaf.dim() > 1 and tokens in leaf.shape:
+        raise ScheduleError(
+            f"ranks share the sequences of a block, but its argument '{name}' of shape {tuple(leaf.shape)} has the "
+            f"{tokens} tokens of a sample elsewhere than in the second dimension; share samples instead"
+        )
+    return None
+
+
 def sharing_of(module: nn.Module) -> Sharing | None:
-    """Returns how ranks share the samples of a block; None if all ranks share its layers."""
+    """Returns how ranks share the tokens of a block; None if all ranks share its layers."""
     return next((each.sharing for each in layers_of(module, SharedSamples)), None)
 
 
 def shared_parameters(root: nn.Module) -> dict[nn.Parameter, Sharing]:
-    """Returns the parameters below blocks whose samples are shared, each with the sharing of its block."""
+    """Returns the parameters below blocks whose tokens are shared, each with the sharing of its block."""
     return {
         param: sharing
         for module in root.modules()
@@ -119,25 +226,56 @@ def shared_parameters(root: nn.Module) -> dict[nn.Parameter, Sharing]:
 
 
 def copies_with_parts(mesh: Any, ep: int, sharing: Sharing) -> Axis:
-    """Returns the axis of the ranks that have the same experts of a block whose samples are shared.
+    """Returns the axis of the ranks that have the same experts of a block whose tokens are shared.
 
     They are the ranks of the `dp` axis that do not share the experts, times the parts."""
-    parts, copies = sharing.parts.size, _size(mesh, "dp") // ep
-    splits = {"dp": {"copies": copies, "ep": ep}, "tp": {"parts": parts, "tp": _size(mesh, "tp") // parts}}
+    parts, copies = sharing.parts.size, _size_along(mesh, "dp") // ep
+    splits = {"dp": {"copies": copies, "ep": ep}, "tp": {"parts": parts, "tp": _size_along(mesh, "tp") // parts}}
     return collectives.joined(mesh, splits, ("copies", "parts"))
 
 
-def sharing_axes(mesh: Any, tp: int) -> Sharing:
-    """Returns the axes of blocks that are sharded over `tp` neighbours of the mesh's `tp` axis; all ranks call it."""
-    parts = _size(mesh, "tp") // tp
-    splits = {"tp": {"parts": parts, "tp": tp}}
+def sharing_axes(mesh: Any, tp: int, sp: int = 1, cp: int = 1, everywhere: SequenceShards | None = None) -> Sharing:
+    """Returns the axes of blocks that are sharded over `tp` neighbours of the mesh's `tp` axis; all ranks call it.
+
+    Args:
+        mesh: the schedule's mesh.
+        tp: neighbours that share layers.
+        sp, cp: groups of these that share sequences, by exchanging heads and in a ring.
+        everywhere: how neighbours of the `dp` axis share all sequences of the model; None if they do not.
+    """
+    samples = _size_along(mesh, "tp") // (tp * sp * cp)
+    outside = everywhere or SequenceShards()
+    splits = {
+        "dp": {"replicas": _size_along(mesh, "dp") // outside.ranks, "cp": outside.cp, "sp": outside.sp},
+        "tp": {"samples": samples, "ring": cp, "heads": sp, "tp": tp},
+    }
+    sizes = {name: size for each in splits.values() for name, size in each.items()}
+
+    made: dict[tuple[str, ...], Axis] = {}
+
+    def along(*names: str) -> Axis | None:
+        several = tuple(name for name in names if sizes[name] > 1)
+        if several and several not in made:
+            made[several] = collectives.joined(mesh, splits, several)
+        return made[several] if several else None
+
+    parts = along("samples", "ring", "heads")
+    assert parts is not None, "blocks are sharded over fewer ranks"
     return Sharing(
-        parts=collectives.joined(mesh, splits, ("parts",)),
-        tp=collectives.joined(mesh, splits, ("tp",)) if tp > 1 else None,
-        replicas=collectives.joined(mesh, splits, ("dp", "parts")),
+        parts=parts,
+        samples=along("samples"),
+        sequence=along("ring", "heads"),
+        shards=SequenceShards(sp=sp, cp=cp, rank=parts.rank % (sp * cp)),
+        sp=along("sp", "heads") if sp > 1 else None,
+        cp=along("cp", "ring") if cp > 1 else None,
+        tp=along("tp"),
+        replicas=along("replicas", "cp", "sp", "samples", "ring", "heads") or parts,
     )
 
 
-def _size(mesh: Any, name: str) -> int:
-    found = collectives.axis_of(mesh, name)
-    return 1 if found is None else found.size
+def _size(axis: Axis | None) -> int:
+    return 1 if axis is None else axis.size
+
+
+def _size_along(mesh: Any, name: str) -> int:
+    return _size(collectives.axis_of(mesh, name))

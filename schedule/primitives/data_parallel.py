@@ -411,6 +411,8 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
         )
     if layers_of(sch.module, CutSequence):
         raise ScheduleError(f"{label}: sequences are cut already")
+    if sch.tree.shared:
+        raise ScheduleError(f"{label}: it must come before share_samples, whose blocks may cut sequences further")
     tensor = axis_of(sch.mesh, "tp")
     tp = 1 if tensor is None else tensor.size
     if reason := obstacle(sch.module, sp, cp, tp):

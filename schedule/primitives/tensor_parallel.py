@@ -9,6 +9,7 @@ from torch import nn
 
 from ...base._torch import buffers_of, parameters_of
 from ...base.errors import ScheduleError, unknown
+from ...knobs.sequence import SequenceShards
 from .. import collectives as differentiable
 from ..forward import Layer, add_layer, layers_of
 from ..fused_logits import FusedLogits
@@ -18,6 +19,7 @@ from ..parallel import collectives
 from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
+from ..parallel.sequences import SequenceAxes, attend_together, axes_of, obstacle, shards_of_model
 from ..parallel.sharding import Shard, cut_tensor, holders, replace_tensor, shards_of
 from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
 from ..parallel.streams import ForkedRandom
@@ -108,23 +110,33 @@ def shard(
 
 @primitive
 def share_samples(
-    sch: ScheduledModule, tp: int = 1, enters: bool = True, leaves: bool = True, draws: bool = True
+    sch: ScheduledModule,
+    tp: int = 1,
+    sp: int = 1,
+    cp: int = 1,
+    enters: bool = True,
+    leaves: bool = True,
+    draws: bool = True,
 ) -> None:
-    """Cuts what is done next to this module over `tp` neighbours of the mesh's `tp` axis alone; groups of so many ranks
-    compute a part each of the samples of a micro-batch.
+    """Cuts what is done next to this module over `tp` neighbours of the mesh's `tp` axis alone; groups of `tp * sp * cp`
+    ranks compute a part each of the samples of a micro-batch.
 
     Call it before `shard` and `sync` of what lies within; with `tp=1` nothing in it can be cut. The module's first
-    floating-point input has a sample for each entry of its first dimension. `shard_data` must follow on the root, as the
-    gradients of its weights are each of a part of the samples.
+    floating-point input has a sample for each entry of its first dimension, and with `sp` or `cp` a token for each of the
+    second. `shard_data` must follow on the root, as the gradients of its weights are each of a part of the tokens.
 
     Args:
         tp: ranks that share the module's layers; it divides those of the axis, and is smaller.
-        enters: all samples arrive; False where they come from another such module of the same degree.
-        leaves: all samples leave; False where they go to another one.
+        sp: neighbours among the others that share each sequence and exchange heads in attention (Ulysses), in addition to
+            those of `cut_sequence`.
+        cp: of those, ranks of a ring that share each sequence.
+        enters: all tokens arrive; False where they come from another such module of the same degrees.
+        leaves: all tokens leave; False where they go to another one.
         draws: the module may draw random numbers, which differ between the parts then.
 
     Raises:
-        ScheduleError: the root; no `tp` axis; such a degree; called before, or after `shard` or `sync` within.
+        ScheduleError: the root; no `tp` axis; such degrees; called before, or after `shard` or `sync` within; with `sp` or
+            `cp`, a model whose sequences cannot be cut.
 
     Source: Miao et al., Galvatron (arXiv:2211.13878).
     """
@@ -134,15 +146,38 @@ def share_samples(
     ranks = tensor_parallel(sch, "share_samples").size
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or ranks % tp or tp == ranks:
         raise ScheduleError(f"{label}: tp must divide the {ranks} ranks of the tp axis and be smaller, but is {tp!r}")
+    for name, degree in (("sp", sp), ("cp", cp)):
+        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+            raise ScheduleError(f"{label}: {name} must be a whole number of at least 1, but is {degree!r}")
+    if ranks // tp % (sp * cp):
+        raise ScheduleError(f"{label}: sp * cp must divide the {ranks // tp} groups of {tp} ranks, but is {sp} * {cp}")
     if sharing_around(sch) is not None:
         raise ScheduleError(f"{label}: samples are shared once, and they already are")
     if any(shards_of(each) or syncs_of(each) for each in sch.module.modules()):
         raise ScheduleError(f"{label}: its weights are cut over all ranks already; call it before shard and sync")
+    everywhere = shards_of_model(sch.tree.module)
+    if sp * cp > 1:
+        _check_sequences(sch, label, tp, sp, cp, everywhere or SequenceShards())
     check_called(sch, "share_samples")
-    known = {each.tp.size if each.tp is not None else 1: each for each in sch.tree.shared.values()}
-    sharing = known[tp] if tp in known else sharing_axes(sch.mesh, tp)
+    known = {each.degrees: each for each in sch.tree.shared.values()}
+    found = known.get((tp, sp, cp))
+    sharing = found if found is not None else sharing_axes(sch.mesh, tp, sp, cp, everywhere)
     sch.tree.shared[sch.path] = sharing
-    add_layer(sch.module, SharedSamples(sharing, enters, leaves, draws))
+    add_layer(sch.module, SharedSamples(sch.module, sharing, enters, leaves, draws))
+    if sp * cp > 1 or everywhere is not None:
+        whole = axes_of(sch.tree.module)
+        axes = SequenceAxes(sp=sharing.sp or whole.sp, cp=sharing.cp or whole.cp, documents=everywhere is None)
+        attend_together(sch.tree.module, sch.module, axes, tp)
+
+
+def _check_sequences(sch: ScheduledModule, label: str, tp: int, sp: int, cp: int, everywhere: SequenceShards) -> None:
+    """Refuses to cut sequences of a block further than those of the model."""
+    if cp > 1 and everywhere.sp > 1:
+        raise ScheduleError(
+            f"{label}: the model's ranks exchange heads (sp={everywhere.sp}), so cp must be 1, but is {cp}; use sp"
+        )
+    if why := obstacle(sch.tree.module, everywhere.sp * sp, everywhere.cp * cp, tp):
+        raise ScheduleError(f"{label}: {why}")
 
 
 def sharing_around(sch: ScheduledModule) -> Sharing | None:

@@ -149,6 +149,8 @@ def test_the_same_for_all_blocks_is_the_uniform_configuration(pp):
             assert named.step_ms == pytest.approx(uniform.step_ms, rel=1e-9)
             assert named.peak_memory_mib == pytest.approx(uniform.peak_memory_mib, rel=1e-9)
             assert named.breakdown == pytest.approx(uniform.breakdown)
+    shared = predict(sp=2, strategy="0-23:-")
+    assert shared.breakdown == predict(sp=2, strategy="0-23:sp2").breakdown == pytest.approx(predict(sp=2).breakdown)
 
 
 def test_more_recomputed_blocks_take_less_memory_and_longer():
@@ -193,6 +195,57 @@ def test_blocks_cut_over_fewer_ranks_lie_between_both_uniform_degrees_and_pay_fo
     often = " ".join(f"{at}:{'tp1' if at % 2 else '-'}" for at in range(24))
     exchanges = [each.breakdown["time.tensor parallel"] for each in (mixed, predict(strategy=often))]
     assert exchanges[1] > exchanges[0] > 0
+
+
+def test_blocks_that_share_sequences_exchange_what_a_model_does_and_hand_them_over():
+    base = estimator(global_batch=64)
+    everywhere, ring = base(sp=2, micro_batch=1), base(cp=2, micro_batch=1)
+    plain = base(tp=2, micro_batch=1)
+    # The wait for a ring is that beyond attention, whose clocks differ a little with the rest of the step.
+    for text, uniform, near in (("tp1,sp2", everywhere, 1e-9), ("tp1,cp2", ring, 1e-2)):
+        mixed, half = (base(tp=2, micro_batch=1, strategy=each) for each in (f"0-23:{text}", f"0-11:{text} 12-23:-"))
+        exchange = [each.breakdown["time.sequence exchange"] for each in (uniform, mixed, half, plain)]
+        assert exchange[1] == pytest.approx(exchange[0], rel=near) and exchange[0] > 0 == exchange[3]
+        assert exchange[2] == pytest.approx(exchange[0] / 2, rel=near)
+        # Embedding and head are cut over two ranks, and the run is handed over once in each direction.
+        assert 0 < mixed.breakdown["time.tensor parallel"] < half.breakdown["time.tensor parallel"]
+        kept = [each.breakdown["memory.activations"] for each in (plain, half, mixed)]
+        assert kept == sorted(kept, reverse=True)
+    often = " ".join(f"{at}:{('tp1,sp2', 'tp1,cp2')[at % 2]}" for at in range(24))
+    once = base(tp=2, micro_batch=1, strategy="0-11:tp1,sp2 12-23:tp1,cp2")
+    again = base(tp=2, micro_batch=1, strategy=often)
+    assert again.breakdown["time.tensor parallel"] > once.breakdown["time.tensor parallel"]
+    assert again.breakdown["time.sequence exchange"] == pytest.approx(
+        once.breakdown["time.sequence exchange"], rel=1e-9
+    )
+
+
+def test_a_plan_shares_sequences_where_a_micro_batch_has_too_few_samples():
+    def plan(**more):
+        fix = {"precision": "bf16", "fusion": False, "offload": "none", "tp": 4, "pp": 1, "micro_batch": 1, **more}
+        request = estimate_request(SHAPE, "h100-80gb", devices=8, seq_len=8192, global_batch=8, fix=fix)
+        return request, estimate_document(request, layerwise=True, top=1).layerwise
+
+    request, found = plan()
+    assert found.gain > 0.05 and {(each.tp, each.sp * each.cp) for each in found.layers} == {(1, 4)}
+    assert request.estimator(found.config).throughput == pytest.approx(found.throughput, rel=1e-9)
+    # Samples are enough, or sequences are to stay whole.
+    assert all(each.sp * each.cp == 1 for each in plan(micro_batch=4)[1].layers)
+    assert all(each.sp * each.cp == 1 for each in plan(sp=1, cp=1)[1].layers)
+    assert {each.sp for each in plan(cp=1)[1].layers} == {4}
+
+
+def test_heads_and_samples_bound_what_a_run_shares():
+    predict = estimator(global_batch=64)
+    for text, rule in (
+        ("0-23:tp1", "must divide micro_batch; sp or cp of the run leaves fewer"),
+        ("0-23:tp1,sp4", r"tp \* sp \* cp of the run must divide"),
+        ("0-23:sp2", r"tp \* sp \* cp of the run must divide"),
+    ):
+        with pytest.raises(UsageError, match=rule):
+            predict(tp=2, micro_batch=1, strategy=text)
+    with pytest.raises(UsageError, match=r"sp \* cp of a run, and 2 \* cp in a ring, must divide the 2046 tokens"):
+        estimator(global_batch=64, seq_len=2046)(tp=2, micro_batch=2, strategy="0-23:tp1,cp2")
 
 
 @pytest.mark.parametrize(

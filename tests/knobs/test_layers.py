@@ -28,6 +28,10 @@ from redline.knobs.strategy import Strategy
         ("0:ckpt1", 7, "ckpt takes no number"),
         ("0:offload2", 10, "offload takes no number"),
         ("0:ep2,ckpt,ep4", 12, "ep is given twice"),
+        ("0-3:tp1,sp 4-7:-", 11, "sp takes a number, such as sp2"),
+        ("0-3:tp1,cp0 4-7:-", 11, "cp is a whole number of at least 1, but here is 0"),
+        ("0-3:tp1,cp2 4-7:sp2,sp4", 21, "sp is given twice for the blocks 4-7"),
+        ("0:sq2", 3, "unknown item 'sq'"),
         ("0:chkpt", 3, "unknown item 'chkpt'; did you mean 'ckpt'?"),
         ("0-10000:-", 1, "at most 10000 blocks"),
         ("  ", 1, "is empty"),
@@ -46,18 +50,27 @@ def test_a_wrong_text_is_refused_at_its_character(text, column, problem):
 layer = st.builds(
     BlockStrategy,
     tp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2]), zero=st.integers(0, 3), ckpt=st.booleans(),
-    offload=st.booleans(),
+    offload=st.booleans(), sp=st.sampled_from([1, 2]), cp=st.sampled_from([1, 2, 4]),
 )  # fmt: skip
 
 
 @settings(deadline=None)
-@given(layers=st.lists(layer, min_size=1, max_size=40), tp=st.sampled_from([1, 2, 4]), zero=st.integers(0, 3))
-def test_a_printed_strategy_is_read_back(layers, tp, zero):
-    text = text_of(layers, tp=tp, zero=zero)
-    assert of_blocks(text, len(layers), tp=tp, zero=zero) == layers
+@given(
+    layers=st.lists(layer, min_size=1, max_size=40),
+    tp=st.sampled_from([1, 2, 4]),
+    sp=st.sampled_from([1, 2]),
+    cp=st.sampled_from([1, 2]),
+    zero=st.integers(0, 3),
+)
+def test_a_printed_strategy_is_read_back(layers, tp, sp, cp, zero):
+    own = {"tp": tp, "sp": sp, "cp": cp, "zero": zero}
+    text = text_of(layers, **own)
+    assert of_blocks(text, len(layers), **own) == layers
     assert canonical(text) == text == Strategy.of({"strategy": f"  {text} "}).strategy
-    alike = uniform(text, tp=tp, zero=zero)
-    same = len(set(layers)) == 1 and (layers[0].tp, layers[0].ep, layers[0].offload) == (tp, 1, False)
+    alike = uniform(text, **own)
+    first = layers[0]
+    knobs = (first.tp, first.sp, first.cp, first.ep, first.offload) == (tp, sp, cp, 1, False)
+    same = len(set(layers)) == 1 and knobs
     assert alike == (layers[0] if same else None)
 
 
@@ -71,4 +84,5 @@ def test_a_text_for_another_depth_is_refused_with_both_numbers():
 def test_equal_strategies_have_one_canonical_text():
     assert canonical(" 0:ckpt,tp2   1-3:tp2,ckpt 4:- ") == "0-3:tp2,ckpt 4:-"
     assert canonical("0-1:zero3,ep2,tp1") == "0-1:tp1,ep2,zero3"
+    assert canonical("0-1:ckpt,cp2,zero3,sp4,tp1 2:tp1,sp4,cp2,zero3,ckpt") == "0-2:tp1,sp4,cp2,zero3,ckpt"
     assert canonical("0:offload,ckpt 1:ckpt,offload") == "0-1:ckpt,offload"

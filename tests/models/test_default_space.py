@@ -16,6 +16,7 @@ from redline.models.spaces import (
     nothing_allowed,
     ratios,
     set_values,
+    without_strategy,
 )
 from redline.space import Space
 
@@ -431,3 +432,35 @@ def test_expert_rows_are_dropped_only_on_request(cpu, compiler):
     dense = default_space(workload("llama-tiny"), cpu)
     with pytest.raises(SpaceError, match="the model has no experts, so capacity_factor must be 0"):
         set_values(dense, "capacity_factor", [1.25])
+
+
+@pytest.mark.parametrize(
+    ("model", "items"),
+    [
+        ("llama-tiny", "(tp, sp, cp, zero, ckpt)"),
+        ("mixtral-tiny", "(tp, sp, cp, ep, zero, ckpt)"),
+        ("t5-tiny", "(tp, zero, ckpt)"),
+    ],
+)
+def test_the_items_of_a_strategy_are_those_that_the_model_supports(cpu, compiler, model, items):
+    task = workload(model)
+    assert items in without_strategy(task, default_space(task, cpu, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0-3:tp1 4-7:-", "must divide micro_batch; sp or cp of the run leaves fewer of them"),
+        ("0-3:tp1,sp4 4-7:-", r"tp \* sp \* cp of the run must divide tp \* sp \* cp of the knobs"),
+        ("0-3:tp1,cp32 4-7:-", r"sp \* cp of a run, and 2 \* cp in a ring, must divide the 16 tokens"),
+        ("0-3:tp1,sp16 4-7:-", r"tp \* sp of a run must divide the 8 attention heads: 1, 2, 4 or 8"),
+    ],
+)
+def test_a_run_that_shares_sequences_where_it_cannot_is_refused_with_the_numbers(cpu, compiler, text, reason):
+    space = default_space(workload("llama-tiny", seq_len=16, global_batch=16), cpu, 2)
+    fix_knob(space, "tp", 2)
+    fix_knob(space, "micro_batch", 1)
+    with pytest.raises(SpaceError, match=reason):
+        fix_knob(space, "strategy", text)
+    fix_knob(space, "strategy", "0-3:tp1,sp2 4-7:-")
+    assert len(space) > 0

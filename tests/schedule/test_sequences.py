@@ -11,7 +11,7 @@ from redline.base._torch import FakeTensorMode
 from redline.base.errors import ScheduleError
 from redline.knobs.sequence import SequenceShards
 from redline.schedule import build, create_schedule
-from redline.schedule.parallel import block_attention, ring, ring_mask, sequences, ulysses
+from redline.schedule.parallel import block_attention, ring, ring_mask, sequences, sharing, ulysses
 from redline.schedule.parallel.collectives import PlannedMesh
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, GPTNeoConfig, LlamaConfig
@@ -457,7 +457,180 @@ def test_a_planted_fault_is_seen(two, axis, fault, batch):
         assert found > 100 * ROUNDING
 
 
+# Blocks whose ranks share sequences, in a model whose ranks do not
+
+
+def departure_of_blocks(make, batch, degrees, fault=None, axes=None, everywhere=None):
+    """Largest departure from one process, as above, of a model whose blocks share sequences by these degrees."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole = make()
+    expected = whole(**batch).loss
+    expected.backward()
+    axes = axes or {"tp": dist.get_world_size()}
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            fault(patch)
+        sch = create_schedule(make(), mesh)
+        if everywhere:
+            sch.cut_sequence(**everywhere)
+        before = [None, *degrees]
+        for layer, mine in enumerate(degrees):
+            after = degrees[layer + 1] if layer + 1 < len(degrees) else None
+            sch[f"model.layers.{layer}"].share_samples(**mine, enters=mine != before[layer], leaves=mine != after)
+        model, _ = build(sch.shard_data())
+        output = model(**batch)
+        output.loss.backward()
+    found = mean(output.loss.detach())
+    worst = float((found - expected.detach()).abs())
+    for name, param in whole.named_parameters():
+        grad = model.get_parameter(name).grad
+        worst = max(worst, float((grad - param.grad).abs().max()) / float(param.grad.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_blocks_that_share_sequences_come_to_the_loss_and_gradients_of_whole_ones(two, axis, attention, batch):
+    for found in two.run(departure_of_blocks, lambda: llama(attention), batch(), [{axis: 2}, {axis: 2}]):
+        assert found < ROUNDING
+
+
+@pytest.mark.parametrize("batch", [padded, packed], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("degrees", "axes", "everywhere"),
+    [
+        ([{"sp": 2}, {"cp": 2}], {"tp": 4}, {}),  # and two groups share samples
+        ([{"sp": 2, "cp": 2}, {"cp": 4}], {"tp": 4}, {}),
+        ([{}, {"sp": 2}], {"dp": 2, "tp": 2}, {"sp": 2}),
+        ([{"cp": 2}, {"sp": 2}], {"dp": 2, "tp": 2}, {"cp": 2}),
+    ],
+    ids=str,
+)
+def test_they_do_so_beside_each_other_and_where_all_ranks_share_sequences(four, degrees, axes, everywhere, batch):
+    for found in four.run(departure_of_blocks, lambda: llama("sdpa"), batch(), degrees, None, axes, everywhere):
+        assert found < ROUNDING
+
+
+def positions_that_stay_whole(patch):
+    right = sharing.SharedSamples._own
+
+    def own(self, name, leaf, samples, tokens):
+        whole = right(self, name, leaf, samples, tokens)
+        return whole.flip(1) if name == "position_embeddings" else whole
+
+    patch.setattr(sharing.SharedSamples, "_own", own)
+
+
+def pieces_in_a_row_where_a_ring_has_two_stretches(patch):
+    patch.setattr(SequenceShards, "whole", lambda self, pieces, dim: pieces)
+
+
+def a_gradient_of_one_piece_alone(patch):
+    from redline.schedule.primitives import data_parallel
+
+    patch.setattr(data_parallel, "shared_parameters", lambda root: {})
+
+
+@pytest.mark.parametrize(
+    ("axis", "fault"),
+    [
+        ("sp", positions_that_stay_whole),
+        ("sp", heads_in_another_order),
+        ("sp", a_gradient_of_one_piece_alone),
+        ("cp", pieces_in_a_row_where_a_ring_has_two_stretches),
+        ("cp", a_gradient_of_one_piece_alone),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_a_fault_planted_in_blocks_is_seen(two, axis, fault):
+    for found in two.run(departure_of_blocks, llama, plain(), [{axis: 2}, {axis: 2}], fault):
+        assert found > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("sp", [1, 2, 3])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_pieces_make_a_whole_and_a_piece_of_a_piece_is_one_of_more_ranks(sp, cp):
+    tokens = torch.arange(144).view(2, 72)
+    among = [SequenceShards(sp=sp, cp=cp, rank=rank) for rank in range(sp * cp)]
+    pieces = [each.piece(tokens, 1) for each in among]
+    assert among[0].whole(torch.cat(pieces, 1), 1).equal(tokens)
+    for outer, more in ((SequenceShards(cp=2, rank=1), {"cp": 2 * cp}), (SequenceShards(cp=3, rank=2), {"cp": 3 * cp})):
+        # Those of a ring that is divided further, then among ranks that exchange heads.
+        for each in among:
+            rank = outer.rank * cp * sp + each.rank
+            assert each.piece(outer.piece(tokens, 1), 1).equal(
+                SequenceShards(sp=sp, rank=rank, **more).piece(tokens, 1)
+            )
+    for rank in range(sp):
+        outer, inner = SequenceShards(sp=2, rank=1), SequenceShards(sp=sp, rank=rank)
+        assert inner.piece(outer.piece(tokens, 1), 1).equal(SequenceShards(sp=2 * sp, rank=sp + rank).piece(tokens, 1))
+
+
 # Refusals
+
+
+def shared(model, axes=None, **degrees):
+    return create_schedule(model, PlannedMesh(**(axes or {"tp": 4})))["model.layers.0"].share_samples(**degrees)
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        (lambda: shared(llama(), sp=3), r"sp \* cp must divide the 4 groups of 1 ranks, but is 3 \* 1"),
+        (lambda: shared(llama(), tp=2, cp=4), r"sp \* cp must divide the 2 groups of 2 ranks, but is 1 \* 4"),
+        (lambda: shared(llama(), sp=0), "sp must be a whole number of at least 1, but is 0"),
+        (lambda: shared(llama(heads=2, keys=2), sp=4), "4 ranks must divide the 2 attention heads"),
+        (lambda: shared(gemma2(), cp=2), r"gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
+        (
+            lambda: cut(llama(), 2, dp=2, tp=2)["model.layers.0"].share_samples(cp=2),
+            r"the model's ranks exchange heads \(sp=2\), so cp must be 1, but is 2; use sp",
+        ),
+    ],
+)  # fmt: skip
+def test_blocks_whose_sequences_cannot_be_shared_are_refused(refused, said):
+    with pytest.raises(ScheduleError, match=said):
+        refused()
+
+
+def test_sequences_of_the_model_are_cut_before_those_of_blocks():
+    sch = create_schedule(llama(), PlannedMesh(dp=2, tp=2))
+    sch["model.layers.0"].share_samples(sp=2)
+    with pytest.raises(ScheduleError, match="it must come before share_samples"):
+        sch.cut_sequence(sp=2)
+
+
+class Odd(nn.Module):
+    """Takes a table with an entry for each token where ranks do not look for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, hidden, table):
+        return self.inner(hidden) + table.sum()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "table", "said"),
+    [
+        (
+            torch.zeros(2, 6, 4),
+            torch.zeros(1, 2, 6),
+            r"'table' of shape \(1, 2, 6\) has the 6 tokens of a sample elsewhere",
+        ),
+        (torch.zeros(2, 5, 4), torch.zeros(1), r"sp \* cp must divide the 5 tokens of a sample \(sp=2\)"),
+        (torch.zeros(6, 4), torch.zeros(1), r"its input of shape \(6, 4\) has none"),
+    ],
+)
+def test_an_input_that_cannot_be_cut_is_refused_with_its_shape(hidden, table, said):
+    mine = sharing.sharing_axes(PlannedMesh(tp=2), 1, sp=2)
+    module = Odd()
+    layer = sharing.SharedSamples(module, mine, True, True, False)
+    with pytest.raises(ScheduleError, match=said):
+        layer(module, module.forward, (hidden, table), {})
 
 
 def cut(model, sp=1, cp=1, **axes):

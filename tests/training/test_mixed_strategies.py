@@ -28,7 +28,15 @@ TWO = [
     ("llama", {"tp": 2, "pp": 1, "micro_batch": 4}, "0-1:offload 2:- 3:tp1"),
     ("mixtral", {"dp": 2, "micro_batch": 2}, "0:ep2 1:ep2,zero3 2:zero2 3:ckpt"),
     ("mixtral", {"dp": 2, "ep": 2, "zero": 2, "micro_batch": 2}, "0:ep1 1:zero3,ckpt 2-3:-"),
+    ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,sp2,ckpt 1:tp1,sp2 2:- 3:tp1,sp2"),
+    ("llama", {"tp": 2, "micro_batch": 2, "attention": "eager"}, "0:tp1,sp2,zero3 1-2:tp1 3:-"),
+    ("gpt2", {"tp": 2, "micro_batch": 1, "fusion": True}, "0:- 1-3:tp1,sp2"),
+    ("mixtral", {"tp": 2, "micro_batch": 1}, "0-1:tp1,sp2 2-3:-"),
+    ("llama", {"tp": 2, "micro_batch": 1}, "0:tp1,cp2 1:tp1,cp2,ckpt 2:- 3:tp1,sp2"),
+    ("gpt2", {"tp": 2, "micro_batch": 2, "attention": "eager"}, "0:tp1,cp2,zero2 1:tp1 2-3:-"),
+    ("mixtral", {"tp": 2, "micro_batch": 1}, "0-1:tp1,cp2 2-3:-"),
 ]
+AT_ONCE = [TWO[0], TWO[4], TWO[8], TWO[9], TWO[14]]
 FOUR = [
     ("llama", {"tp": 2, "dp": 2, "micro_batch": 2}, "0-1:tp1,zero3 2-3:zero2"),
     ("llama", {"tp": 2, "dp": 2, "zero": 3, "micro_batch": 2}, "0:tp1 1:zero1 2:tp1,zero0 3:ckpt"),
@@ -46,6 +54,12 @@ FOUR = [
     ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,zero2 2:zero1 3:-"),
     ("mixtral", {"dp": 4, "micro_batch": 2}, "0:ep4,zero2 1:ep2,ckpt 2:ep2,zero3 3:-"),
     ("mixtral", {"tp": 2, "cp": 2, "ep": 2, "micro_batch": 4}, "0-1:tp1 2-3:-"),
+    ("llama", {"tp": 2, "sp": 2, "zero": 3, "micro_batch": 2}, "0-1:tp1,sp4 2-3:-"),
+    ("llama", {"tp": 2, "cp": 2, "micro_batch": 2}, "0:tp1,cp4,zero1 1:tp1,sp2 2:tp1 3:-"),
+    ("llama", {"tp": 2, "pp": 2, "grad_accum": 2}, "0-1:tp1,sp2 2:- 3:tp1,cp2,ckpt"),
+    ("llama", {"tp": 2, "dp": 2, "zero": 2, "micro_batch": 1}, "0-1:tp1,sp2 2:tp1,cp2,zero3 3:-"),
+    ("gpt2", {"tp": 4, "micro_batch": 2}, "0:tp1,sp4 1:tp2,sp2,zero2 2:tp1,sp2,cp2 3:tp1,sp2"),
+    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "zero": 1, "micro_batch": 1}, "0:tp1,sp2 1:tp1,sp2,ep1 2-3:tp1,cp2"),
 ]
 
 
@@ -71,15 +85,13 @@ def hold(pool, family, config, text, seed):
         numeric.hold(found)
 
 
-@pytest.mark.parametrize(("family", "config", "text"), [TWO[0], TWO[4], TWO[8], TWO[9]])
+@pytest.mark.parametrize(("family", "config", "text"), AT_ONCE)
 def test_runs_compute_what_one_process_computes(two, seed, family, config, text):
     hold(two, family, config, text, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "config", "text"), [each for each in TWO if each not in (TWO[0], TWO[4], TWO[8], TWO[9])]
-)
+@pytest.mark.parametrize(("family", "config", "text"), [each for each in TWO if each not in AT_ONCE])
 def test_more_strategies_compute_the_same_as_one_process(two, seed, family, config, text):
     hold(two, family, config, text, seed)
 
@@ -171,9 +183,11 @@ def drawn(config):
     return masks[0].clone()
 
 
-def test_dropout_differs_between_replicas_and_agrees_within_a_layer(two):
+def test_dropout_differs_between_ranks_that_share_samples_or_sequences_and_agrees_within_a_layer(two):
     config = {"tp": 2, "micro_batch": 4, "strategy": "0:tp1 1:-"}
     first, second = two.run(drawn, config)
     assert first.shape[0] == 2 and first.any() and not torch.equal(first, second)
+    first, second = two.run(drawn, {**config, "strategy": "0:tp1,sp2 1:-"})
+    assert first.shape[:2] == (4, 4) and first.any() and not torch.equal(first, second)
     first, second = two.run(drawn, {**config, "strategy": "0:- 1:tp1"})
     assert first.shape[0] == 4 and first.any() and torch.equal(first, second)
