@@ -54,7 +54,7 @@ def _traced(run: str) -> "MemoryTimeline":
     source = read_source(view.path)
     trial = summary.best(view.trials())
     assert trial is not None and source.config is not None  # otherwise read_source has raised
-    ranks = [each for each in trial.measurement.ranks if each.peak_memory_mib is not None]
+    ranks = [each for each in trial.measured.ranks if each.peak_memory_mib is not None]
     return memory_timeline(
         workload(source.spec, seq_len=source.seq_len, global_batch=source.global_batch, lora=source.lora),
         source.config,
