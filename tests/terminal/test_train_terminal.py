@@ -29,11 +29,8 @@ def test_a_training_to_its_end(here, columns):  # noqa: F811
     shown = Terminal([*REDLINE, *trained("train", "llama", name, steps=30)], cwd=here, columns=columns)
     assert shown.wait() == 0, shown.text
     live = whole(shown, columns)
-    assert (
-        "training llama on " in shown.text
-        and "configuration: " in shown.text
-        and "corpus.txt: 1 documents" in shown.text
-    )
+    text = " ".join(shown.text.split())  # lines break where the paths are long
+    assert "training llama on " in text and "configuration: " in text and "corpus.txt: 1 documents" in text
     seen = {int(found[1]) for line in live if (found := re.search(r" (\d+)/30", line))}
     assert {0, 30} <= seen
     # Only the line with the final state remains of the live view.
