@@ -14,15 +14,17 @@ import inspect
 import multiprocessing
 import sys
 import warnings
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 import transformers
 from redline.models.families import schedule_of
 from redline.schedule import create_schedule
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LIMIT_S = 120
@@ -108,14 +110,32 @@ def made(kind: type) -> torch.nn.Module:
     config = kind()
     with torch.device("meta"):
         for automatic in (AutoModelForCausalLM, AutoModel):
-            if type(config) in automatic._model_mapping:
-                return automatic.from_config(config)
-        module = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
-        for name, each in vars(module).items():
-            if inspect.isclass(each) and getattr(each, "config_class", None) is kind and name.endswith("Model"):
-                if not name.endswith("PreTrainedModel"):
-                    return each(config)
-    raise ValueError(f"no model of {kind.__name__} is known")
+            with suppress(ValueError):  # for a class that transformers lists and does not have
+                if type(config) in automatic._model_mapping:
+                    return automatic.from_config(config)
+        return _class_of(kind)(config)
+
+
+def _class_of(kind: type) -> type:
+    """The model class of a configuration: of those of its module that take it, one named as a model, or any."""
+    module = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
+    takers = [
+        each
+        for each in vars(module).values()
+        if inspect.isclass(each) and issubclass(each, PreTrainedModel) and not each.__name__.endswith("PreTrainedModel")
+        if each.__module__ == module.__name__ and _takes(each) in (kind, kind.__name__)
+    ]
+    named = [each for each in takers if each.__name__.endswith("Model")]
+    if not takers:
+        raise ValueError(f"no model of {kind.__name__} is known")
+    return (named or takers)[0]
+
+
+def _takes(model: type) -> Any:
+    """The type, or its name, of the configuration that a model's constructor names; else that of the class."""
+    found = inspect.signature(model).parameters.get("config")
+    named = found is not None and found.annotation is not inspect.Parameter.empty
+    return found.annotation if found is not None and named else getattr(model, "config_class", None)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ MORE_BLOCKS = 4
 """Blocks by which a stage may have more than its even share."""
 NEAR = 4
 """Maximum ratio of the micro-batches of two related plans, in both directions."""
+NEAR_LEAST = 1.15
+"""Maximum ratio of a plan's seconds by the program to the least with the same share of the memory; others are not predicted."""
 MOST_BASES = 8
 """Maximum number of uniform configurations, the most promising ones, from which plans are made."""
 
@@ -165,14 +167,18 @@ def refine(
     limit = margin * estimator.memory_limit_mib
     if not np.isfinite(limit) or not facts.blocks:
         return nothing
-    found: dict[tuple[int, _Plan], dict[str, Any]] = {}
+    planned: dict[tuple[int, _Plan], dict[int, float]] = {}
     for number in _promising(estimator, bases):
-        base = bases[number]
-        options = _options(base, bases, facts.blocks, context, sequences)
-        for plan in _plans(estimator, base, options, facts, limit):
-            config = _named(base, plan)
-            if not _refused(config, context):
-                found[number, plan] = config
+        options = _options(bases[number], bases, facts.blocks, context, sequences)
+        for plan, seconds in _plans(estimator, bases[number], options, facts, limit).items():
+            planned[number, plan] = seconds
+    least = [min((each[at] for each in planned.values() if at in each), default=0.0) for at in range(len(SHARES))]
+    found: dict[tuple[int, _Plan], dict[str, Any]] = {}
+    for (number, plan), seconds in planned.items():
+        config = _named(bases[number], plan)
+        near = any(each <= NEAR_LEAST * least[at] for at, each in seconds.items())
+        if near and not _refused(config, context):
+            found[number, plan] = config
     if not found:
         return nothing
     table = estimator.table(list(found.values()))
@@ -275,12 +281,13 @@ def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
 
 def _plans(
     estimator: Estimator, base: Config, options: Sequence[BlockStrategy], facts: ModelFacts, limit: float
-) -> list[_Plan]:
+) -> dict[_Plan, dict[int, float]]:
     """Plans derived from a uniform configuration: for several shares of the memory limit, with all options, with only those that
     do not move samples, and with only those whose experts are spread alike; each with even shares of the blocks, and with shares
-    that take about as long on every stage."""
+    that take about as long on every stage. Each has the seconds of a step by the program, with the bubble of a pipeline, for the
+    numbers of the shares of the memory that lead to it."""
     if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and computes gradients of weights separately
-        return []
+        return {}
     tp = _number(base, "tp")
     setup = estimator.training
     whole = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
@@ -296,11 +303,12 @@ def _plans(
     by_count = {stage.count: stage for stage in cut}
     seconds = {count: _seconds(estimator, stage, facts, columns) for count, stage in by_count.items()}
     priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
-    found: dict[_Plan, None] = {}
+    found: dict[_Plan, dict[int, float]] = {}
     same_tp = [each for each in options if each.tp == tp]
     same_ep = [each for each in same_tp if each.ep == _number(base, "ep")]
     uneven = split.pp > 1 and split.chunks == 1 and split.sizes is None
-    ends = _ends(estimator, cut, facts, cols) if uneven else []
+    ends = _ends(estimator, cut, facts, cols)
+    filling = 1 + (split.pp - 1) / (split.chunks * float(cols.grad_accum[0]))
     for kept in {len(each): each for each in (options, same_tp, same_ep)}.values():
         ways = [
             (
@@ -309,21 +317,22 @@ def _plans(
             )
             for outside, choices in priced
         ]
-        # Shares of the blocks are balanced for one budget each.
-        divisions = {split.sizes: set(range(len(SHARES)))}
-        for at in range(len(SHARES)) if uneven else ():
-            divisions.setdefault(_balanced(cut, ways, ends, at, facts.blocks), set()).add(at)
-        for sizes, places in divisions.items():
+        divisions: dict[tuple[int, ...] | None, None] = {split.sizes: None}
+        if uneven:
+            divisions |= dict.fromkeys(_balanced(cut, ways, ends, at, facts.blocks) for at in range(len(SHARES)))
+        for sizes in divisions:
             divided = cut if sizes == split.sizes else cut_by(sizes)
             solved = [
-                knapsack([choices] * stage.count, [budgets[at] for at in sorted(places)])
+                knapsack([choices] * stage.count, budgets)
                 for stage, (choices, budgets) in zip(divided, ways, strict=True)
             ]
-            for some in zip(*solved):
-                if all(way is not None for way in some):
-                    layers = _in_order(divided, [[each.layer for each in way[2]] for way in some if way is not None])
-                    found[_Plan(layers, sizes)] = None
-    return list(found) if cut else []
+            for at, some in enumerate(zip(*solved)):
+                ways_of_stages = [way for way in some if way is not None]
+                if len(ways_of_stages) == len(some):
+                    plan = _Plan(_in_order(divided, [[each.layer for each in way[2]] for way in ways_of_stages]), sizes)
+                    slowest = max(way[0] + end for way, end in zip(ways_of_stages, ends, strict=True))
+                    found.setdefault(plan, {})[at] = slowest * filling
+    return found if cut else {}
 
 
 def _ends(estimator: Estimator, cut: Sequence[Stage], facts: ModelFacts, cols: KnobArrays) -> list[float]:
