@@ -37,7 +37,7 @@ FLASH_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """AttentionOptions a block is computed."""
+    """Options of the attention of a block."""
 
     scale: float
     causal: bool = False
