@@ -8,7 +8,7 @@ from typing import Any
 from ..results import Status
 from .protocol import Received
 
-TEARDOWN_S = 10.0
+TEARDOWN_S = 15.0
 """Time for killed processes to end on a CPU, s."""
 CUDA_TEARDOWN_S = 60.0
 """The same on GPUs, where the driver first unmaps their memory and NCCL's buffers, s."""

@@ -236,7 +236,7 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, message):
         ({"loss": None, "batch": lambda size, seed: (torch.ones(size, 8),)}, r"the model's own loss must be"),
         (
             {"model": lambda: 1 // 0},
-            r"building the model failed: .*test_own_workloads\.py:\d+: ZeroDivisionError",
+            r"building the model failed: .*test_workload\.py:\d+: ZeroDivisionError",
         ),
         ({"model": lambda: 3}, "model must return a torch.nn.Module, but returned int 3"),
         ({"batch": lambda size, seed: {"z": torch.ones(size, 8)}}, "forward takes x, but the batch has z"),

@@ -55,7 +55,7 @@ def test_both_backends_use_the_interface_by_which_the_host_is_reached(monkeypatc
     assert rank.report == ("eth7", "=eth7")
 
 
-@pytest.mark.parametrize(("device", "seconds"), [("cpu", 10.0), ("cuda", 60.0)])
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 15.0), ("cuda", 60.0)])
 def test_ranks_on_gpus_have_longer_to_end(monkeypatch, device, seconds):
     given = []
     monkeypatch.setattr(supervisor, "kill_descendants", given.append)

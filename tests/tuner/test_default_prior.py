@@ -52,7 +52,7 @@ def cluster(limit_mib=78_000.0):
     """Measurements of a simulated cluster of 16 H100 with a model of 13 B parameters, a size that the prior does not assume."""
     shape = Shape(layers=40, hidden=5120, heads=40, intermediate=13824, vocabulary=32000)
     setup = TrainingSetup(devices=16, seq_len=2048, global_batch=TOTAL, memory_limit_mib=limit_mib)
-    made = Estimator(shape, H100, setup).drawn(np.random.default_rng(3)).table(list(SPACE))
+    made = Estimator(shape, H100, setup).sampled(np.random.default_rng(3)).table(list(SPACE))
     return {
         config: Measurement(status=Status.OK, throughput=speed, unit="tokens/s")
         if need <= limit_mib
