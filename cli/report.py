@@ -42,21 +42,20 @@ def _traced(run: str) -> "MemoryTimeline":
         StudyError: `run` is not the folder of a run with its run.yaml, or the run is of a command or a callable.
         NothingFound: the run has no winner.
     """
-    from ..models.resolve import workload
     from ..results import View, summary
     from ..runners.memory_timeline import memory_timeline
     from ..space import Config
-    from ..tuner.train.strategy import read_source
+    from ..tuner.train.strategy import source_of
 
     view = View(run, Config)
     if view.document is None:
         raise StudyError(f"--trace-memory needs run.yaml, which says what was trained, but '{run}' does not contain it")
-    source = read_source(view.path)
+    source = source_of(view)
     trial = summary.best(view.trials())
-    assert trial is not None and source.config is not None  # otherwise read_source has raised
+    assert trial is not None and source.config is not None  # otherwise source_of has raised
     ranks = [each for each in trial.measured.ranks if each.peak_memory_mib is not None]
     return memory_timeline(
-        workload(source.spec, seq_len=source.seq_len, global_batch=source.global_batch, lora=source.lora),
+        source.workload(),
         source.config,
         rank=max(ranks, key=lambda each: each.peak_memory_mib or 0.0).rank if ranks else 0,
         devices=source.devices or 1,

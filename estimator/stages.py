@@ -278,10 +278,10 @@ def handovers(stage: Stage, layers: Sequence[BlockStrategy], tp: int) -> dict[in
         layer = layers[index]
         if at and index != stage.indices[at - 1] + 1:  # of another chunk
             before = None
-        mine = (layer.tp, layer.sp, layer.cp)
-        if mine != before and layer.tp < tp:
+        degrees = (layer.tp, layer.sp, layer.cp)
+        if degrees != before and layer.tp < tp:
             out[layer.tp] = out.get(layer.tp, 0) + 1
-        before = mine
+        before = degrees
     return out
 
 

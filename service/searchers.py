@@ -282,9 +282,7 @@ class Searchers:
             child.call = self.agent.begin(task)
         except RunnerError as error:
             if not self._stopping.is_set():  # not the search's fault, so not counted as a death
-                # An agent that has just been killed is replaced at the next look.
-                pause = FIRST_PAUSE_S if self.agent.ended(ALSO_DEAD_S) else LONGEST_PAUSE_S
-                child.again_at = time.monotonic() + pause
+                child.again_at = time.monotonic() + LONGEST_PAUSE_S
                 _log.warning("the searcher of %s did not start: %s", search, error)
 
     def _give_up(self, search: str, how: str) -> None:

@@ -127,8 +127,8 @@ class SharedSamples(Layer):
                 f"ranks share the sequences of a block ({shards}), but its input of shape {tuple(hidden.shape)} has none"
             )
         tokens = hidden.shape[1] * (1 if self.enters else shards.ranks)
-        if why := sequence_refusal(tokens, shards.sp, shards.cp):
-            raise ScheduleError(f"ranks share the sequences of a block: {why}")
+        if reason := sequence_refusal(tokens, shards.sp, shards.cp):
+            raise ScheduleError(f"ranks share the sequences of a block: {reason}")
         return samples, tokens
 
     def _own(self, name: str, leaf: Any, samples: int, tokens: int) -> Any:
@@ -146,14 +146,16 @@ class SharedSamples(Layer):
         if sharing.sequence is not None:
             dim = None if "mask" in name else _tokens_of(name, leaf, tokens)
             if dim is not None:
-                leaf = self._piece(leaf, dim, sharing.sequence)
+                cut, join = self._exchange(dim, sharing.sequence)
+                leaf = through(leaf, forward=cut, backward=join)
             elif leaf.requires_grad:
                 leaf = differentiable.copy(leaf, sharing.sequence)
         return leaf
 
-    def _piece(self, tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-        cut, join = (partial(each, dim=dim, shards=self.sharing.shards) for each in (_cut, _join))
-        return through(tensor, forward=cut, backward=partial(join, axis=axis))
+    def _exchange(self, dim: int, axis: Axis) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+        """Functions that cut a tensor to this rank's piece of the sequences, and that gather the pieces."""
+        cut = partial(self.sharing.shards.piece, dim=dim)
+        return cut, partial(_join, dim=dim, shards=self.sharing.shards, axis=axis)
 
     def _joined(self, output: Any, samples: int, tokens: int) -> Any:
         leaves, spec = tree_flatten(output)
@@ -165,17 +167,12 @@ class SharedSamples(Layer):
             if first and not self.leaves:
                 continue
             if sharing.sequence is not None and leaf.shape[:2] == (samples, tokens):
-                cut, join = (partial(each, dim=1, shards=sharing.shards) for each in (_cut, _join))
-                leaf = through(leaf, forward=partial(join, axis=sharing.sequence), backward=cut)
+                cut, join = self._exchange(1, sharing.sequence)
+                leaf = through(leaf, forward=join, backward=cut)
             if sharing.samples is not None and leaf.dim() and leaf.shape[0] == samples:
                 leaf = differentiable.all_gather(leaf, 0, sharing.samples)
             leaves[at] = leaf
         return tree_unflatten(leaves, spec)
-
-
-def _cut(tensor: torch.Tensor, dim: int, shards: SequenceShards) -> torch.Tensor:
-    """This rank's piece of sequences, without gradient."""
-    return shards.piece(tensor, dim)
 
 
 def _join(tensor: torch.Tensor, dim: int, shards: SequenceShards, axis: Axis) -> torch.Tensor:

@@ -176,8 +176,8 @@ def _check_sequences(sch: ScheduledModule, label: str, tp: int, sp: int, cp: int
         raise ScheduleError(
             f"{label}: the model's ranks exchange heads (sp={everywhere.sp}), so cp must be 1, but is {cp}; use sp"
         )
-    if why := obstacle(sch.tree.module, everywhere.sp * sp, everywhere.cp * cp, tp):
-        raise ScheduleError(f"{label}: {why}")
+    if reason := obstacle(sch.tree.module, everywhere.sp * sp, everywhere.cp * cp, tp):
+        raise ScheduleError(f"{label}: {reason}")
 
 
 def sharing_around(sch: ScheduledModule) -> Sharing | None:

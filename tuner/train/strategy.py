@@ -50,18 +50,16 @@ class Source:
         config = document.get("config")
         return Source(**{**document, "config": None if config is None else Config(config)})
 
-    def workload(self, request: TrainRequest) -> Workload:
-        """Returns the workload of the request.
+    def workload(self, request: TrainRequest | None = None) -> Workload:
+        """Returns the workload of the source, with the sizes and adapters of a request if there is one.
 
         Raises:
             WorkloadError: the model does not exist.
         """
-        return resolve_workload(
-            self.spec,
-            seq_len=request.seq_len or self.seq_len,
-            global_batch=request.global_batch or self.global_batch,
-            lora=request.lora or self.lora,
-        )
+        sizes = {
+            name: getattr(request, name, None) or getattr(self, name) for name in ("seq_len", "global_batch", "lora")
+        }
+        return resolve_workload(self.spec, **sizes)
 
 
 def read_source(given: str | Path, *, of_model: bool = True) -> Source:
@@ -83,17 +81,17 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     if path.name == BEST and path.is_file():
         path = path.parent
     if path.is_dir() and holds_run(path):
-        return _of_run(path, of_model)
+        return source_of(View(path, Config), of_model=of_model)
     return Source(spec=str(given), name=Path(str(given)).name.partition(".")[0] or str(given))
 
 
-def _of_run(path: Path, of_model: bool) -> Source:
-    view = View(path, Config)
+def source_of(view: View, *, of_model: bool = True) -> Source:
+    """Returns the source of a training in the winner of a run; as `read_source`."""
     trials = view.trials()
     winner = summary.best(trials)
     if winner is None:
-        raise NothingFound(f"'{path}' names no winner: {summary.why_nothing(trials)}")
-    return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(path), of_model)
+        raise NothingFound(f"'{view.path}' names no winner: {summary.why_nothing(trials)}")
+    return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(view.path), of_model)
 
 
 def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str, of_model: bool) -> Source:

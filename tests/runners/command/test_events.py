@@ -14,7 +14,6 @@ from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.command.command import Command
 from redline.runners.command.reading import Events
 from redline.runners.command.work import Commands
-from redline.space import Space
 
 pytest.importorskip("tensorboard")
 TORCH = """
@@ -134,13 +133,6 @@ def test_events_of_several_files_are_ordered_by_time_without_earlier_runs(tmp_pa
     until_it_says(process, "done")
     values = [each.values for each in events.read(time.monotonic())]
     assert values == [{"step": float(step), name: float(step)} for step in range(3) for name in ("a", "b")]
-
-
-@pytest.fixture
-def space():
-    made = Space()
-    made.choice("micro_batch", [1, 2, 4])
-    return made
 
 
 @pytest.fixture

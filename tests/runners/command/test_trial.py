@@ -19,14 +19,6 @@ from redline.runners.command.command import Command
 from redline.runners.command.trial import outcome
 from redline.runners.command.work import Commands
 from redline.runners.host import HostAgent
-from redline.space import Space
-
-
-@pytest.fixture
-def space():
-    made = Space()
-    made.choice("micro_batch", [1, 2, 4])
-    return made
 
 
 @pytest.fixture
