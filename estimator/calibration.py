@@ -6,6 +6,10 @@ T_g) with heavy-tailed noise (Student's t with 4 degrees of freedom, by reweight
 optimum gives the covariance of theta (Laplace), and with the noise the spread of a prediction. Without trials
 the same formula gives the spread of the uncalibrated prediction, so uncertainty shrinks continuously as
 trials come in.
+
+Most of the noise is no chance: a configuration that is slower than predicted is so again, and so are similar ones. A
+Gaussian process over the knobs interpolates what the factors leave (universal kriging with a fixed trend; Rasmussen and
+Williams 2006, sections 2.2 and 2.7). Far from all trials, only the factors count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +29,57 @@ ALIKE = 0.9
 """Expected correlation between the factors of two trainings on the same devices."""
 LEAST_SCALE = 0.2
 """Lower bound of the noise, as a share of the expected noise, however well a few trials agree."""
+SYSTEMATIC = 0.8
+"""Share of the noise's variance that is the same each time a configuration runs, and similar for similar ones."""
+REACH = 1.5
+"""Distance of `KnobArrays.features` at which these shares have a correlation of exp(-1/2): 1.5 doublings of a degree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """What factors leave of the logarithms of m measured values, interpolated between configurations."""
+
+    features: np.ndarray
+    """Of the measured configurations; shape (m, f)."""
+    amplitude: np.ndarray
+    """Prior standard deviation of each, shape (m,)."""
+    inverse: np.ndarray
+    """Inverse of their covariance with the noise, shape (m, m)."""
+    values: np.ndarray
+    """Shape (m,)."""
+
+    @classmethod
+    def of(cls, features: np.ndarray, values: np.ndarray, noise: np.ndarray, weight: np.ndarray) -> "Residual":
+        """Interpolates these values.
+
+        Args:
+            features: shape (m, f).
+            values: logarithms of measured over corrected values, shape (m,).
+            noise: their standard deviations, shape (m,).
+            weight: shape (m,); less than 1 for outliers.
+        """
+        amplitude = np.sqrt(SYSTEMATIC) * noise
+        chance = (1 - SYSTEMATIC) * noise**2 / weight
+        covariance = amplitude[:, None] * amplitude * _correlation(features, features) + np.diag(chance)
+        return cls(features, amplitude, np.linalg.inv(covariance), values)
+
+    def at(self, features: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Expected residuals of n configurations, and the variances that the measured ones explain; shape (n,) each.
+
+        Args:
+            features: shape (n, f).
+            noise: standard deviations of measurements without this, shape (n,).
+        """
+        amplitude = np.sqrt(SYSTEMATIC) * noise
+        covariance = amplitude[:, None] * self.amplitude * _correlation(features, self.features)
+        weights = covariance @ self.inverse
+        return weights @ self.values, (weights * covariance).sum(1)
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Correlation of the residuals of each pair, shape (n, m), from features of shapes (n, f) and (m, f)."""
+    squares = (one**2).sum(1)[:, None] + (other**2).sum(1) - 2 * one @ other.T
+    return np.exp(-np.maximum(squares, 0.0) / (2 * REACH**2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +94,40 @@ class Correction:
     """Ratio of the scatter of single measurements about the corrected prediction to the expected scatter."""
     trials: int = 0
     """Number of measurements that it is fitted to."""
+    residual: Residual | None = None
+    """What the factors leave; None for nothing."""
 
     @classmethod
     def none(cls, prior: np.ndarray) -> "Correction":
         """No correction, with the prior's uncertainty."""
         return cls(np.zeros(len(prior)), np.diag(np.asarray(prior, float) ** 2))
 
-    def apply(self, groups: np.ndarray, noise: "np.ndarray | float") -> tuple[np.ndarray, np.ndarray]:
+    def apply(
+        self, groups: np.ndarray, noise: "np.ndarray | float", features: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Corrected sums and the standard deviations of their logarithms.
 
         Args:
             groups: predicted parts, shape (n, k).
             noise: prior standard deviation of a measurement's logarithm; shape (n,) or a scalar.
+            features: `KnobArrays.features`, shape (n, f); None to leave out the residual.
         """
         share = self._shares(groups)
         variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
-        return (groups * np.exp(self.theta)).sum(1), np.sqrt(
-            np.maximum(variance, 0.0) + (self.scale * np.asarray(noise)) ** 2
-        )
+        left, explained = self._left(features, noise, len(groups))
+        single = (self.scale * np.asarray(noise)) ** 2 - explained
+        return (groups * np.exp(self.theta)).sum(1) * np.exp(left), np.sqrt(np.maximum(variance, 0.0) + single)
+
+    def left(self, features: np.ndarray | None, noise: "np.ndarray | float", count: int) -> np.ndarray:
+        """Factor of each of `count` sums besides those of its groups; shape (count,)."""
+        return np.exp(self._left(features, noise, count)[0])
+
+    def _left(
+        self, features: np.ndarray | None, noise: "np.ndarray | float", count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if self.residual is None or features is None:
+            return np.zeros(count), np.zeros(count)
+        return self.residual.at(features, self.scale * np.broadcast_to(np.asarray(noise, float), (count,)))
 
     def effects(self, groups: np.ndarray) -> np.ndarray:
         """Change of the logarithms of the sums per standard deviation of each of k independent factors; shape (n, k), 0 where a
@@ -80,6 +151,7 @@ def fit(
     prior: np.ndarray,
     noise: "np.ndarray | float",
     at_least: np.ndarray | None = None,
+    features: np.ndarray | None = None,
 ) -> Correction:
     """Fits the correction to measurements.
 
@@ -89,11 +161,12 @@ def fit(
         prior: prior standard deviations of theta, shape (k,).
         noise: prior standard deviation of a measurement's logarithm; shape (n,) or a scalar.
         at_least: booleans, shape (n,): the measured value is only a lower bound (out of memory at a limit).
+        features: `KnobArrays.features`, shape (n, f); None for no residual.
     """
     groups, measured = np.asarray(groups, float), np.asarray(measured, float)
     bound = np.zeros(len(measured), bool) if at_least is None else np.asarray(at_least, bool)
     usable = np.isfinite(groups).all(1) & np.isfinite(measured) & (measured > 0) & (groups.sum(1) > 0)
-    noise = np.broadcast_to(np.asarray(noise, float), measured.shape)[usable]
+    single = np.broadcast_to(np.asarray(noise, float), measured.shape)[usable]
     groups, measured, bound = groups[usable], measured[usable], bound[usable]
     if not len(measured):
         return Correction.none(prior)
@@ -108,7 +181,7 @@ def fit(
         residual = target - np.log(total)
         # A lower bound that the prediction satisfies carries no information.
         active = ~bound | (residual > 0)
-        spread = scale * noise
+        spread = scale * single
         weight = np.where(active, (DEGREES + 1) / (DEGREES + (residual / spread) ** 2), 0.0) / spread**2
         hessian = jacobian.T @ (weight[:, None] * jacobian) + precision
         step = np.linalg.solve(hessian, jacobian.T @ (weight * residual) - precision @ theta)
@@ -119,13 +192,19 @@ def fit(
             # Robust scale of the residuals (Student's t), shrunk to the expected one; a fitted theta
             # accounts for some of them.
             used = np.trace(np.linalg.solve(hessian, jacobian.T @ (weight[:, None] * jacobian)))
-            robust = (weight * spread**2 * (residual / noise) ** 2)[exact].sum()
+            robust = (weight * spread**2 * (residual / single) ** 2)[exact].sum()
             freedom = max(exact.sum() - used, 0.0)
             scale = max(float(np.sqrt((PRIOR_WEIGHT + robust) / (PRIOR_WEIGHT + freedom))), LEAST_SCALE)
         if size < 1e-6:
             break
     covariance = np.linalg.inv(hessian)
-    return Correction(theta, covariance, scale, int((~bound).sum()))
+    left = None
+    if features is not None and exact.any():
+        values = (target - np.log((groups * np.exp(theta)).sum(1)))[exact]
+        spread = scale * single[exact]
+        weight = (DEGREES + 1) / (DEGREES + (values / spread) ** 2)
+        left = Residual.of(features[usable][exact], values, spread, weight)
+    return Correction(theta, covariance, scale, int((~bound).sum()), left)
 
 
 def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
@@ -226,10 +305,14 @@ def memory_groups(memory: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def corrected_time(
-    time: Mapping[str, np.ndarray], far: Mapping[str, np.ndarray], total: np.ndarray, correction: Correction
+    time: Mapping[str, np.ndarray],
+    far: Mapping[str, np.ndarray],
+    total: np.ndarray,
+    correction: Correction,
+    left: "np.ndarray | float",
 ) -> dict[str, np.ndarray]:
-    """The corrected terms of the step, `time.NAME` each; the rest of `total` is the bubble."""
-    factors = dict(zip(time_names(), np.exp(correction.theta), strict=True))
+    """The corrected terms of the step, `time.NAME` each; the rest of `total` is the bubble. `left` is `Correction.left`."""
+    factors = dict(zip(time_names(), (left * each for each in np.exp(correction.theta)), strict=True))
     out = {}
     for group, names in TIME_GROUPS.items():
         for name in names:
@@ -242,10 +325,12 @@ def corrected_time(
     return {f"time.{name}": out[f"time.{name}"] for name in TIME_TERMS}
 
 
-def corrected_memory(memory: Mapping[str, np.ndarray], correction: Correction) -> dict[str, np.ndarray]:
-    """The corrected terms of the peak, `memory.NAME` each."""
+def corrected_memory(
+    memory: Mapping[str, np.ndarray], correction: Correction, left: "np.ndarray | float"
+) -> dict[str, np.ndarray]:
+    """The corrected terms of the peak, `memory.NAME` each. `left` is `Correction.left`."""
     out = {}
     for factor, names in zip(np.exp(correction.theta), MEMORY_GROUPS.values(), strict=True):
         for name in names:
-            out[f"memory.{name}"] = memory[name] * factor
+            out[f"memory.{name}"] = memory[name] * factor * left
     return {f"memory.{name}": out[f"memory.{name}"] for name in MEMORY_TERMS}

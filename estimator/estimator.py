@@ -114,14 +114,16 @@ class Estimator:
     def _tabled(self, cols: KnobArrays, raw: "_Raw") -> EstimateTable:
         """Estimates from uncorrected terms."""
         (time, memory, fullest, flops), noise = raw, self.constants.memory_noise
-        time = dict(time)
-        peak, memory_std = self._memory.apply(memory_groups(memory), noise)
-        full, full_std = self._memory.apply(memory_groups(fullest), noise)
+        time, features = dict(time), self._features(cols)
+        peak, memory_std = self._memory.apply(memory_groups(memory), noise, features)
+        full, full_std = self._memory.apply(memory_groups(fullest), noise, features)
         pressed = self._add_retries(time, fullest, full, full_std)
         far = leaves_node(cols, self.hardware.devices_per_node)
         groups = time_groups(time, far)
-        step, time_std = self._time.apply(groups, self._time_noise(cols))
-        corrected = corrected_time(time, far, step, self._time) | corrected_memory(memory, self._memory)
+        time_noise = self._time_noise(cols)
+        step, time_std = self._time.apply(groups, time_noise, features)
+        corrected = corrected_time(time, far, step, self._time, self._time.left(features, time_noise, len(cols)))
+        corrected |= corrected_memory(memory, self._memory, self._memory.left(features, noise, len(cols)))
         stalls = stall_chance(cols, self.hardware, self.constants)
         time_std = np.hypot(time_std, _stall_spread(stalls, corrected["time.stalls"], step))
         time_std = np.hypot(time_std, pressed)
@@ -159,11 +161,15 @@ class Estimator:
             memory_limit_mib=limit,
         )
 
-    def calibrate(self, trials: "Iterable[Trial]") -> "Estimator":
+    def calibrate(self, trials: "Iterable[Trial]", *, interpolate: bool = True) -> "Estimator":
         """Returns an estimator that is corrected by these trials; this one does not change.
 
         Successes correct time and memory. Out-of-memory failures are lower bounds of the peak: the limit, or the requested amount
         if known. Other trials are ignored. Pass all trials of a run each time: calibrations do not add up.
+
+        Args:
+            trials: of this model on these devices.
+            interpolate: True to also correct configurations near the trials by what factors of all configurations leave.
         """
         found = [trial for trial in trials if not trial.pending]
         made = self._copy()
@@ -187,17 +193,21 @@ class Estimator:
             _, memory, fullest, _ = self._raw(cols)
             bound = np.array([each for _, _, each in sized])
             groups = np.where(bound[:, None], memory_groups(fullest), memory_groups(memory))
-            made._memory = fit(groups, np.array([value for _, value, _ in sized], float), prior, noise, bound)
+            peaks = np.array([value for _, value, _ in sized], float)
+            made._memory = fit(groups, peaks, prior, noise, bound, cols.features if interpolate else None)
         prior = self._time_prior()
         made._time = Correction.none(prior)
         if timed:
             cols = knob_arrays([config for config, _ in timed], self.training)
             time, _, fullest, _ = self._raw(cols)
-            full = made._memory.apply(memory_groups(fullest), self.constants.memory_noise)
+            features = cols.features
+            full = made._memory.apply(memory_groups(fullest), self.constants.memory_noise, features)
             made._add_retries(time, fullest, *full)
             groups = time_groups(time, leaves_node(cols, self.hardware.devices_per_node))
             made._measured_nodes = float(self._nodes(cols).max())
-            made._time = fit(groups, np.array([value for _, value in timed]), prior, self._time_noise(cols))
+            steps = np.array([value for _, value in timed])
+            known = features if interpolate else None
+            made._time = fit(groups, steps, prior, self._time_noise(cols), features=known)
         return made
 
     def on(self, training: TrainingSetup, hardware: Hardware) -> "Estimator":
@@ -320,6 +330,10 @@ class Estimator:
                 memory[name][at] = value
             flops[at] = facts.model_flops(self.training.seq_len or 1)
         return time, memory, fullest, flops
+
+    def _features(self, cols: KnobArrays) -> np.ndarray | None:
+        """Features of configurations; None if no correction interpolates."""
+        return None if self._time.residual is None and self._memory.residual is None else cols.features
 
     def _add_retries(
         self,

@@ -116,6 +116,25 @@ class KnobArrays:
         """Ranks with the same experts."""
         return np.maximum(self.replicas * self.beside // self.ep, 1)
 
+    @property
+    def features(self) -> np.ndarray:
+        """Numbers that are close for similar configurations, shape (n, f): 1 for a doubling of a degree or size, 2 for a switch
+        and for another name."""
+        numbers = [getattr(self, name) for name in (*_NUMBERS, "dp", "grad_accum")]
+        counts = [each for each in numbers if each.dtype.kind in "iu"]
+        columns = [np.log2(np.maximum(each, 1)) + (each > 0) for each in counts]
+        columns += [2.0 * each for each in numbers if each.dtype.kind not in "iu"]
+        switches = (
+            self.fusion,
+            self.kernels,
+            self.attention == "eager",
+            *(getattr(self, name) for name in BLOCK_KNOBS),
+        )
+        columns += [2.0 * np.array([each not in (None, False) for each in column.tolist()]) for column in switches]
+        for name, known in _KNOWN.items():
+            columns += [np.sqrt(2) * (getattr(self, name) == each) for each in known]
+        return np.stack(columns, axis=1).astype(float)
+
     def order_that(self, fact: str) -> np.ndarray:
         """True where the pipeline schedule has `fact` of `redline.knobs.pipeline.PipelineSchedule`; booleans."""
         return _orders_that(fact)[self.order]

@@ -10,7 +10,7 @@ faster than the uniform winner are returned.
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -45,8 +45,8 @@ MORE_BLOCKS = 4
 """Blocks by which a stage may have more than its even share."""
 NEAR = 4
 """Maximum ratio of the micro-batches of two related plans, in both directions."""
-NEAR_LEAST = 1.15
-"""Maximum ratio of a plan's seconds by the program to the least with the same share of the memory; others are not predicted."""
+PREDICTED = 24
+"""Plans that are predicted together, those that are nearest to the least seconds by the program first."""
 MOST_BASES = 8
 """Maximum number of uniform configurations, the most promising ones, from which plans are made."""
 
@@ -173,23 +173,20 @@ def refine(
         for plan, seconds in _plans(estimator, bases[number], options, facts, limit).items():
             planned[number, plan] = seconds
     least = [min((each[at] for each in planned.values() if at in each), default=0.0) for at in range(len(SHARES))]
-    found: dict[tuple[int, _Plan], dict[str, Any]] = {}
-    for (number, plan), seconds in planned.items():
-        config = _named(bases[number], plan)
-        near = any(each <= NEAR_LEAST * least[at] for at, each in seconds.items())
-        if near and not _refused(config, context):
-            found[number, plan] = config
-    if not found:
-        return nothing
-    table = estimator.table(list(found.values()))
-    fits = table.fullest_memory_mib <= limit
-    if not fits.any():
+    order = sorted(planned, key=lambda each: min(s / least[at] for at, s in planned[each].items()))
+    named = ((number, plan, _named(bases[number], plan)) for number, plan in order)
+    allowed = (each for each in named if not _refused(each[2], context))
+    while some := list(islice(allowed, PREDICTED)):
+        table = estimator.table([config for _, _, config in some])
+        if (fits := table.fullest_memory_mib <= limit).any():
+            break
+    else:
         return nothing
     at = int(np.argmax(np.where(fits, table.throughput, -np.inf)))
     if table.throughput[at] <= winner.estimate.throughput:
         return nothing
     row = table.row(at)
-    (_, plan), config = list(found.items())[at]
+    _, plan, config = some[at]
     return Layerwise(
         uniform=winner,
         config=config,

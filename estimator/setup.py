@@ -128,6 +128,9 @@ class TrainingSetup:
     rows_once_a_node: bool = False
     """True if a token is sent once to each node with some of its experts and distributed there, as by DeepEP's kernels, rather
     than once to each of its experts."""
+    separate_experts: bool = False
+    """True if the host launches each expert's product by itself, as in Transformer Engine's GroupedLinear, rather than one
+    grouped product of all."""
     overlap_tensor: bool = False
     """True if tensor parallelism's collectives overlap with products (asynchronous TP)."""
     overlap_transfers: bool = False

@@ -60,7 +60,7 @@ def shape_space(
     from ..base.device import float8_obstacle
     from ..models import parallel
     from ..models.families.standard import Support
-    from ..models.spaces import micro_batches, precisions, ratios
+    from ..models.spaces import declare_precision, micro_batches, ratios
 
     device = device_of(hardware)
     space = Space()
@@ -89,8 +89,9 @@ def shape_space(
         help="share of the blocks that are recomputed",
         monotone_memory=-1,
     )
-    tried = precisions(device, lossy="lossy" in allow, float8=not float8_obstacle(device))[0]
-    space.choice("precision", tried, help="number format of the arithmetic")
+    float8 = not float8_obstacle(device)
+    parameters = shape.facts(precision="bf16", attention="sdpa", fusion=False).parameters
+    declare_precision(space, device, parameters, lossy="lossy" in allow, float8=float8)
     space.flag("fusion", help="compile each repeated block")
     together = micro * space["dp"] if devices > 1 else micro
     space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")

@@ -215,7 +215,10 @@ def _part_work(
         cast = CAST.get(str(setup.products), 4.0) * tokens / bandwidth
         memory, memory_back = memory + cast * inputs, memory_back + cast * outputs
     chunks = np.maximum(np.ceil(tokens / part.chunk), 2.0) if part.chunk else 1.0
-    host = zero + part.kernels * constants.launch_us * 1e-6 * chunks
+    launched = zero + part.kernels * chunks
+    if setup.separate_experts:
+        launched = launched + sum(item.experts for item in part.matmuls if item.experts > 1) / cols.ep
+    host = launched * constants.launch_us * 1e-6
     return matmul, zero + attention, memory, back, zero + 2.5 * attention, memory_back, host, experts, experts_back
 
 

@@ -68,7 +68,7 @@ def declare(
         return Spread(replicas=(1,), default_dp=1)
     degrees = divisors(devices)
     refused = {
-        "tp": {degree: support.tp(degree) or _beyond_host(degree, devices, device) for degree in degrees[1:]},
+        "tp": {degree: _beyond_host(degree, devices, device) or support.tp(degree) for degree in degrees[1:]},
         "sp": {
             degree: _no_sequences(degree, 1, support, seq_len, own_loss)
             or _beyond_host(degree, devices, device, "heads")

@@ -171,6 +171,8 @@ class SpaceRequest:
         own = self.given_space if foreign is None else foreign.space
         allow = checked_allowance(self.allow, own_space=own is not None)
         space = default(allow) if own is None else own.copy()
+        if own is None and self.baseline in ("fp32", "tf32"):
+            _try_exact(space, self.baseline)
         notes = nothing_allowed(space, allow)
         for knob, values in (self.override or {}).items():
             if foreign is not None and knob not in space.by_name:
@@ -185,6 +187,17 @@ class SpaceRequest:
         if self.baseline is not None:
             _begin_with(space, self.baseline)
         return space, notes if foreign is None else notes + foreign.notes
+
+
+def _try_exact(space: Space, baseline: str) -> None:
+    """Adds this format of 32 bits and faster ones to the number formats of a default space."""
+    knob = space.by_name.get("precision")
+    if knob is None:
+        return
+    exact = [each for each in ("fp32", "tf32") if each == baseline or baseline == "fp32"]
+    added = [each for each in exact if each not in knob.values and each in (knob.others or ())]
+    if added:
+        space.override("precision", [*added, *knob.values])
 
 
 def _begin_with(space: Space, baseline: str) -> None:

@@ -28,6 +28,8 @@ ALLOWABLE = ("lossy",)
 """Extensions of a default space that have to be allowed explicitly."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
+SMALL_MODEL = 100_000_000
+"""Parameters of a model for which `tf32` is tried beside `bf16`."""
 
 
 def make_space(
@@ -102,7 +104,7 @@ def default_space(
     if "checkpoint_ratio" in facts.followed and facts.runs.blocks:
         _checkpointing(space, facts.runs.blocks)
     float8 = not (float8_obstacle(device) or facts.parallel.float8(1))
-    _precision(space, device, *precisions(device, lossy="lossy" in allow, float8=float8))
+    declare_precision(space, device, facts.parameters, lossy="lossy" in allow, float8=float8)
     if isinstance(workload.model, Architecture):
         _attention(space, workload.model, device)
     if "fusion" in facts.followed and fusion_obstacle(device) is None:
@@ -231,7 +233,9 @@ def _checkpointing(space: Space, blocks: int) -> None:
     )
 
 
-def _precision(space: Space, device: Device, tried: Sequence[str], possible: Sequence[str]) -> None:
+def declare_precision(space: Space, device: Device, parameters: int, *, lossy: bool, float8: bool) -> None:
+    """Adds `precision`, with the number formats worth trying for a model of this size on a device."""
+    tried, possible = precisions(device, parameters, lossy=lossy, float8=float8)
     words = "number format of the arithmetic"
     if "tf32" in tried:
         words += "; tf32 rounds what products of float32 multiply to 10 bits"
@@ -245,8 +249,12 @@ def _precision(space: Space, device: Device, tried: Sequence[str], possible: Seq
 
 def _attention(space: Space, model: Architecture, device: Device) -> None:
     names = model.attentions(device)
+    # On a CPU `eager` is faster than `sdpa` at some sizes.
+    tried = [name for name in names if name != "eager"] if device.type == "cuda" else []
     words = "implementation of attention in transformers"
-    space.choice("attention", names, default=model.default_attention, others=(), help=words)
+    space.choice(
+        "attention", tried or names, default=model.default_attention, others=names if tried else (), help=words
+    )
 
 
 def _kernels(space: Space, device: Device) -> None:
@@ -336,16 +344,24 @@ def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tu
     return names
 
 
-def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> tuple[list[str], list[str]]:
-    """Number formats worth trying on a device, and those that also work there.
+def precisions(
+    device: Device, parameters: int, *, lossy: bool = False, float8: bool = False
+) -> tuple[list[str], list[str]]:
+    """Number formats worth trying for a model on a device, and those that also work there.
 
-    A CPU without native bfloat16 emulates it: measured at fifteen times the time for a sixth less memory, so it is not
-    tried unless requested. With native bfloat16, float16 has no advantage, and `lossy` adds bf16_pure, and fp8 if
-    device and model support it, as `float8` says.
+    On a GPU with bfloat16, products are fastest in it. Only a small model, whose time is that of launching kernels, can be
+    faster in tf32, which needs no casts; fp32 is nowhere faster than tf32. A CPU without native bfloat16 emulates it:
+    measured at fifteen times the time for a sixth less memory, so it is not tried unless requested. With native bfloat16,
+    float16 has no advantage, and `lossy` adds bf16_pure, and fp8 if device and model support it, as `float8` says.
     """
     if device.type == "cuda":
         native = (device.capability or (0, 0)) >= (8, 0)
-        tried, possible = (["fp32", "tf32", "bf16"], ["fp16"]) if native else (["fp32", "fp16"], ["bf16"])
+        if not native:
+            tried, possible = ["fp32", "fp16"], ["bf16"]
+        elif parameters <= SMALL_MODEL:
+            tried, possible = ["tf32", "bf16"], ["fp32", "fp16"]
+        else:
+            tried, possible = ["bf16"], ["fp32", "tf32", "fp16"]
     else:
         native = "bf16" in device.features
         tried, possible = (["fp32", "bf16"], []) if native else (["fp32"], ["bf16"])
@@ -445,6 +461,8 @@ class _Facts:
     """Supported parallel knobs."""
     experts: tuple[int, ...]
     """Numbers of experts of the model's mixtures, unique."""
+    parameters: int
+    """Number of the model's parameters."""
     no_stage_blocks: str
     """Obstacle to stages with given numbers of blocks."""
 
@@ -454,6 +472,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
 
     sch = create_schedule(skeleton(workload))
     experts = experts_in(sch.module)
+    parameters = sum(each.numel() for each in sch.module.parameters())
     schedule = workload.schedule or generic_schedule
     if isinstance(schedule, StandardSchedule):
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
@@ -462,6 +481,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
             runs=schedule.runs(sch),
             parallel=schedule.support(sch),
             experts=experts,
+            parameters=parameters,
             no_stage_blocks=schedule.no_stage_blocks,
         )
     blocks = generic_schedule.blocks(sch)
@@ -486,5 +506,6 @@ def _schedule_facts(workload: Workload) -> _Facts:
             offload="",
         ),
         experts=experts,
+        parameters=parameters,
         no_stage_blocks=ignored("stage_blocks"),
     )

@@ -187,7 +187,7 @@ class Transfer:
 def calibrations(
     earlier: "Sequence[Transferred]", hardware: "str | Path | Hardware | None", warn: Callable[[str], None]
 ) -> "list[Estimator | None]":
-    """Returns the estimator of each earlier run's workload, calibrated by its trials; None for a run on other
+    """Returns the estimator of each earlier run's workload, with the factors of its trials; None for a run on other
     devices, or without predictions.
 
     Args:
@@ -217,6 +217,7 @@ def _calibrated(transferred: "Transferred", hardware: "str | Path | Hardware | N
         )
         space = Space.from_dict(asked["space"])
         accumulated = space.by_name.get("grad_accum")
+        # What factors leave is interpolated by the prior, over the space of this search.
         return estimator_of(
             model,
             space,
@@ -224,7 +225,7 @@ def _calibrated(transferred: "Transferred", hardware: "str | Path | Hardware | N
             hardware=hardware,
             memory_limit_mib=asked.get("memory_limit_mib"),
             free_batch=accumulated is not None and not accumulated.derived,
-        ).calibrate(transferred.run.trials)
+        ).calibrate(transferred.run.trials, interpolate=False)
     except UsageError:  # a model that no longer exists, or a space of an earlier version
         return None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from redline.base.errors import RedlineError
 from redline.estimator import Constants, Estimator
-from redline.estimator.calibration import Correction, fit, leaves_node, memory_groups, time_groups
+from redline.estimator.calibration import REACH, Correction, fit, leaves_node, memory_groups, time_groups
 from redline.estimator.estimate import Z80
 from redline.estimator.estimator import _normal
 from redline.estimator.knob_arrays import knob_arrays
@@ -142,6 +142,8 @@ class Parts:
     memory: np.ndarray
     """Memory of the reported rank."""
     fullest: np.ndarray
+    features: np.ndarray
+    """Numbers that are close for similar runs: of knobs and the sequence length, and of other models and products far apart."""
     noise: np.ndarray
     """Noise of the logarithm of a step time."""
     memory_noise: np.ndarray
@@ -157,17 +159,20 @@ class Parts:
         The cost of an allocator that is nearly full keeps its first prediction.
         """
         prior, memory_prior = self.priors[chosen[0]]
-        time = fit(self.time[chosen], step[chosen], prior, self.noise[chosen])
-        made, std = time.apply(self.time, self.noise)
+        features = self.features
+        time = fit(self.time[chosen], step[chosen], prior, self.noise[chosen], features=features[chosen])
+        made, std = time.apply(self.time, self.noise, features)
         spread = before["time_std"].to_numpy() ** 2 - Correction.none(prior).apply(self.time, self.noise)[1] ** 2
         ratio = np.where(np.isfinite(made), before["step"].to_numpy(), 0.0) / made
         out = {"step": made, "time_std": np.sqrt(std**2 + np.maximum(spread, 0.0))}
         out["throughput"] = before["throughput"].to_numpy() * ratio
         known = chosen[np.isfinite(memory[chosen])]
         if len(known):
-            found = fit(self.memory[known], memory[known], memory_prior, self.memory_noise[known])
-            peak, out["memory_std"] = found.apply(self.memory, self.memory_noise)
-            out["fullest"], full_std = found.apply(self.fullest, self.memory_noise)
+            found = fit(
+                self.memory[known], memory[known], memory_prior, self.memory_noise[known], features=features[known]
+            )
+            peak, out["memory_std"] = found.apply(self.memory, self.memory_noise, features)
+            out["fullest"], full_std = found.apply(self.fullest, self.memory_noise, features)
             out["memory"] = np.minimum(peak, self.limit)
             out["fits"] = (out["fullest"] <= self.limit).astype(float)
             out["chance"] = _normal(np.log(self.limit / out["fullest"]) / full_std)
@@ -206,11 +211,21 @@ def judge(source: Source, constants: Callable[[Run], Constants] | None = None) -
             tables.append(table)
             parts.append(part)
     stacked: dict[str, Any] = {"priors": [each for part in parts for each in part.priors]}
+    if parts:
+        stacked["features"] = np.hstack([np.concatenate([part.features for part in parts]), _models(runs)])
     for name in Parts.__dataclass_fields__:
         if name not in stacked:
             stacked[name] = np.concatenate([getattr(each, name) for each in parts]) if parts else np.zeros(0)
     predictions = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["step", "memory", "fits"])
     return Judged(runs, configs, predictions, Parts(**stacked), left)
+
+
+def _models(runs: list[Run]) -> np.ndarray:
+    """Features by which runs of other models and number formats have a correlation of 0.3; shape (runs, kinds)."""
+    kinds = [(run.model.name, run.setup.get("products")) for run in runs]
+    known = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
+    apart = REACH * np.sqrt(np.log(1 / 0.3))
+    return apart * np.eye(len(known))[[known[kind] for kind in kinds]]
 
 
 def _together(estimator: Estimator, runs: list[Run]) -> bool:
@@ -236,6 +251,7 @@ def _predicted(made: Estimator, configs: list[Mapping[str, Any]]) -> tuple[pd.Da
         "seq_len": made.training.seq_len,
     }), Parts(
         time=time_groups(time, leaves_node(cols, made.hardware.devices_per_node)),
+        features=np.hstack([cols.features, np.full((count, 1), np.log2(made.training.seq_len or 1))]),
         memory=memory_groups(raw[1]),
         fullest=memory_groups(raw[2]),
         noise=np.broadcast_to(np.asarray(made._time_noise(cols), float), (count,)),

@@ -441,10 +441,14 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
         saved=replace(block.saved, whole=block.saved.whole + rows, sharded=block.saved.sharded + inside),
         transient=replace(block.transient, sharded=float(b * gates * max(chosen * inner + shared, before))),
         traffic=replace(block.traffic, whole=block.traffic.whole + moved, sharded=block.traffic.sharded + inside),
-        kernels=block.kernels + (20.0 if lean else 40.0),
+        kernels=block.kernels + (MIXTURE_KERNELS if lean else MIXTURE_KERNELS + 20.0),
     )
 
 
+MIXTURE_KERNELS = 60.0
+"""Kernels of a mixture's forward besides its products, counted in Megatron-LM's (core/transformer/moe): the router with top-k,
+scatters and auxiliary loss some twenty, the rows of each expert and rank fifteen, permutation, exchange and their inverses
+twenty-five."""
 ATTENDING = 2
 """The first products of a block, those of attention."""
 

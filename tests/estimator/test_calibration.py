@@ -1,9 +1,12 @@
 """Calibration corrects predictions from a few trials, survives bad ones, and states its uncertainty."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.calibration import ALIKE, Correction, carried, fit
+from redline.estimator.time import TIME_TERMS
 from redline.results import Measurement, Status, Trial
 
 SHAPE = {"layers": 24, "hidden": 2048, "heads": 16, "vocabulary": 32000}
@@ -262,9 +265,43 @@ def test_effects_are_what_is_common_in_the_spread(plain, trained):
     moved.__dict__.update(made.__dict__)
     known = made._time
     theta = known.theta + np.linalg.cholesky(known.covariance) @ shift
-    moved._time = Correction(theta, known.covariance, known.scale, known.trials)
+    moved._time = replace(known, theta=theta)
     expected = table.log_throughput_effects @ shift
     assert np.log(moved.table(CONFIGS).throughput / table.throughput) == pytest.approx(expected, abs=2e-5)
+
+
+def test_what_factors_leave_is_interpolated_to_similar_configurations_alone(plain):
+    """One configuration is 40 % slower for a reason that no factor explains; its neighbours are so too."""
+    near = {"tp": 2, "pp": 2, "zero": 1, "micro_batch": 2, "checkpoint_ratio": 0.0}
+    neighbour, far = {**near, "zero": 0}, {"tp": 8, "pp": 1, "zero": 0, "micro_batch": 4, "checkpoint_ratio": 1.0}
+    others = [each for each in CONFIGS if each["tp"] == 8 and each["pp"] == 4 and each["micro_batch"] == 1]
+    steps = plain.table([near, *others]).step_ms * [1.4, *([1.0] * len(others))]
+    given = [
+        Trial(number=at, config=config, measurement=Measurement(status=Status.OK, step_ms=float(step)))
+        for at, (config, step) in enumerate(zip([near, *others], steps))
+    ]
+    known, factors = plain.calibrate(given), plain.calibrate(given, interpolate=False)
+
+    def slower(config):
+        return known(config).step_ms / factors(config).step_ms - 1
+
+    assert 0.1 < slower(neighbour) < slower(near) < 0.4
+    assert abs(slower(far)) < 0.03
+    assert sum(known.table([near]).breakdown[f"time.{name}"][0] for name in TIME_TERMS) == pytest.approx(
+        known(near).step_ms
+    )
+    # What is known of a configuration narrows its interval, and hardly that of others.
+    narrowed = known.table([near, far]).log_throughput_std / factors.table([near, far]).log_throughput_std
+    assert narrowed[0] < 0.8 and narrowed[1] > 0.9
+
+
+def test_what_factors_leave_of_memory_is_interpolated_too(plain):
+    config = {"tp": 1, "pp": 1, "zero": 1, "micro_batch": 1, "checkpoint_ratio": 0.0}
+    peak = 1.3 * plain(config).peak_memory_mib
+    trial = Trial(number=0, config=config, measurement=Measurement(status=Status.OK, step_ms=1.0, peak_memory_mib=peak))
+    known, factors = plain.calibrate([trial]), plain.calibrate([trial], interpolate=False)
+    assert factors(config).peak_memory_mib < known(config).peak_memory_mib < peak
+    assert known.table([config]).fullest_memory_mib[0] > factors.table([config]).fullest_memory_mib[0]
 
 
 def test_an_impossible_configuration_has_no_effects(plain):

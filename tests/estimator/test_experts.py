@@ -130,6 +130,21 @@ def test_rows_that_are_sent_once_to_each_node_take_less_of_the_network():
     assert (once - fixed) / (each - fixed) == pytest.approx(8 * (1 - (7 / 8) ** 4) / 4)
 
 
+def test_separate_products_of_experts_take_the_host_longer_the_more_a_rank_has():
+    """A tiny micro-batch, whose kernels take less time than their launches: three passes launch 2 products of E / P experts."""
+    constants = Constants()
+
+    def launches(separate, ep):
+        setup = TrainingSetup(devices=8, seq_len=16, global_batch=8, separate_experts=separate)
+        return Estimator(FACTS, H100, setup)({"micro_batch": 1, "ep": ep}).breakdown["time.launches"]
+
+    for ep in (2, 8):
+        experts = next(each.experts for part in FACTS.parts for each in part.matmuls if each.experts > 1)
+        more = LAYERS * 3 * 2 * experts / ep * constants.launch_us * 1e-3
+        # A device that waits longer runs at higher clocks, and is the slower one in fewer passes.
+        assert launches(True, ep) - launches(False, ep) == pytest.approx(more, rel=0.1)
+
+
 def test_products_of_experts_with_more_rows_each_are_faster():
     """The arithmetic is the same: rows per expert grow as the number of experts falls."""
     item = next(each for part in FACTS.parts for each in part.matmuls if each.experts > 1)

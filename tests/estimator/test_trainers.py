@@ -135,7 +135,7 @@ def test_plans_of_a_trainer_have_its_facts_regardless_of_knobs():
         found = request.estimator({**config, "precision": precision})
         assert found.step_ms == wanted.step_ms and found.peak_memory_mib == wanted.peak_memory_mib
     own = estimate_request(shape, "a100-80gb", **asked)
-    assert len(own.space["precision"].values) > 1
+    assert "fp32" in own.space["precision"].others
     assert (
         own.estimator({**config, "precision": "fp32"}).step_ms != own.estimator({**config, "precision": "bf16"}).step_ms
     )

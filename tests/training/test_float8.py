@@ -240,10 +240,10 @@ def test_replicas_round_their_micro_batches_as_one_process_does(two, small, prec
 def test_a_device_that_multiplies_8_bits_has_it_among_what_is_lossy(small, cuda, installed):
     made = small("llama")
     space = default_space(made, cuda((9, 0)), allow=("lossy",))
-    assert space["precision"].values == ("fp32", "tf32", "bf16", "bf16_pure", "fp8", "fp8_rowwise")
+    assert space["precision"].values == ("tf32", "bf16", "bf16_pure", "fp8", "fp8_rowwise")
     assert lossy_of_space(space) == {"precision": ["bf16_pure", "fp8", "fp8_rowwise"]}
     asked = default_space(made, cuda((8, 9)))
-    assert asked["precision"].values == ("fp32", "tf32", "bf16") and without_float8(made, cuda((8, 9))) == ""
+    assert asked["precision"].values == ("tf32", "bf16") and without_float8(made, cuda((8, 9))) == ""
     asked.fix("precision", "fp8")
 
 
@@ -263,7 +263,7 @@ def test_a_cut_that_leaves_nothing_to_convert_is_no_configuration(small, cuda, i
     made = small("llama", hidden_size=16, num_attention_heads=2, intermediate_size=16)
     space = default_space(made, cuda((9, 0), 2), 2, allow=("lossy",))
     cut = {config["precision"] for config in space if config["tp"] == 2}
-    assert cut == {"fp32", "tf32", "bf16", "bf16_pure"}
+    assert cut == {"tf32", "bf16", "bf16_pure"}
     config = space.default().to_dict() | {"tp": 2, "precision": "fp8"}
     assert "in its repeated blocks cut over 2 ranks" in space.explain(config)
 
