@@ -36,7 +36,10 @@ Examples:
   redline estimate llama3-8b --hardware h100 --devices 16 --fix zero=3 --trace-memory
   redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by the trials of a run
 """
-EXPERTS = ("experts", "experts_per_token", "expert_intermediate", "shared_intermediate", "dense_layers")
+OF_MAPPINGS = (
+    *("experts", "experts_per_token", "expert_intermediate", "shared_intermediate", "dense_layers"),
+    *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"),
+)
 """Shape numbers that are not options."""
 NOTHING_FITS = 3
 """Exit code if no configuration is predicted to fit."""
@@ -68,7 +71,7 @@ class EstimateOptions:
 
 
 @click.command(epilog=EXAMPLES, short_help="Predict the best configurations of a model on any hardware.")
-@options_of(ModelRequest, SpaceRequest, EstimateOptions, Shape, without=EXPERTS)
+@options_of(ModelRequest, SpaceRequest, EstimateOptions, Shape, without=OF_MAPPINGS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:

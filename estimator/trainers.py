@@ -130,7 +130,7 @@ def find_trainer(name: str) -> Trainer:
     return TRAINERS[name]
 
 
-_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
@@ -140,8 +140,13 @@ def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
         return None
     llama = shape["family"] in _LLAMAS
     sizes = {name: shape[name] for name in ("layers", "hidden", "heads", "intermediate", "vocabulary")}
-    own = ("kv_heads", "head_dim", "experts", "experts_per_token", "expert_intermediate")
+    own = (
+        *("kv_heads", "head_dim", "experts", "experts_per_token", "expert_intermediate", "dense_layers"),
+        *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"),
+    )
     more = {name: shape[name] for name in own if llama and shape.get(name)}
+    if shape.get("shared_experts") and "expert_intermediate" in more:
+        more["shared_intermediate"] = shape["shared_experts"] * more["expert_intermediate"]
     return Shape(
         name=shape["family"],
         tied=bool(shape.get("tied")),

@@ -236,7 +236,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
     "heads": ("num_attention_heads",),
     "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
+    "head_dim": ("qk_nope_head_dim", "head_dim"),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary": ("vocab_size",),
     "positions": ("max_position_embeddings",),
@@ -252,6 +252,12 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_intermediate": ("moe_intermediate_size",),
     "experts_per_token": ("num_experts_per_tok",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+    "q_lora_rank": ("q_lora_rank",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "rope_head_dim": ("qk_rope_head_dim",),
+    "v_head_dim": ("v_head_dim",),
     "parallel_residual": ("use_parallel_residual",),
 }
 

@@ -152,7 +152,7 @@ def traceable(config: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], lis
 def _as_on_cuda() -> AbstractContextManager[Any]:
     from ..estimator.facts.device_operators import function_mode
 
-    return function_mode("cuda", lambda query, key, causal, run: run(), lambda rows, weights: None)
+    return function_mode("cuda", lambda query, key, value, causal, run: run(), lambda rows, weights: None)
 
 
 def timeline_of(trace: "MemoryTrace", kind: str, *, untraced: Sequence[str] = ()) -> MemoryTimeline:

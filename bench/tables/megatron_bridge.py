@@ -37,7 +37,8 @@ INFERRED = (
     "where pp * VP is more than the layers, embedding and head are layers of their own: VP is what the blocks allow",
     "mixtures of experts: experts are whole (etp=1), their products grouped; their gradients are exchanged among replicas with "
     "the same experts, tokens are spread as evenly as anywhere, and sent once to each node (DeepEP, HybridEP)",
-    "left out: multi-head latent attention, Mamba layers, LoRA, and pages that repeat an earlier page's row",
+    "DeepSeek-V3 and Kimi-K2 predict one token each (no MTP) unless their rows say otherwise",
+    "left out: Mamba layers, LoRA, MTP, and pages that repeat an earlier page's row",
 )
 _SYSTEMS = {"h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200", "b300": "b300", "gb200": "gb200", "gb300": "gb300",
             "a100": "a100-80gb"}  # fmt: skip

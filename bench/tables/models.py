@@ -24,6 +24,13 @@ def _llama(
             "vocabulary": vocabulary, **more}  # fmt: skip
 
 
+def _latent(layers: int, hidden: int, heads: int, vocabulary: int, *, dense: int, experts: int) -> dict[str, object]:
+    """DeepSeek-V3's block: latent attention, and 8 of many experts beside one of every token."""
+    return {**_llama(layers, hidden, heads, heads, 18432, vocabulary), "dense_layers": dense, "experts": experts,
+            "experts_per_token": 8, "expert_intermediate": 2048, "shared_intermediate": 2048, "head_dim": 128,
+            "rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}  # fmt: skip
+
+
 SHAPES: Mapping[str, Mapping[str, object]] = {
     # NVIDIA NeMo's GPT-3 recipes (sequence 2048, tokenizer of 51,200), Brown et al. 2020 for 175B.
     "gpt3-5b": _gpt(24, 4096, 32, 51200),
@@ -60,6 +67,8 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
                             expert_intermediate=768),
     "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12288, 151936, head_dim=128, experts=128, experts_per_token=8,
                               expert_intermediate=1536),
+    "deepseek-v3": _latent(61, 7168, 128, 129280, dense=3, experts=256),
+    "kimi-k2": _latent(61, 7168, 64, 163840, dense=1, experts=384),
     "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, 201088, head_dim=64, experts=128, experts_per_token=4),
 }  # fmt: skip
 """Shapes by the name that `key` returns."""
@@ -78,13 +87,14 @@ _MIXTURES = re.compile(
 def key(name: str) -> str:
     """Returns a model's name for lookup: lower case, without owner, family and version in one word.
 
-    >>> key("NousResearch/Llama-2-70b-hf"), key("LLAMA3.1_405B"), key("Llama 3.1 8B"), key("Meta-Llama-3-8B")
-    ('llama2-70b', 'llama3-405b', 'llama3-8b', 'llama3-8b')
+    >>> key("NousResearch/Llama-2-70b-hf"), key("LLAMA3.1_405B"), key("Llama 3.1 8B"), key("DeepSeekV3 (w/o MTP)")
+    ('llama2-70b', 'llama3-405b', 'llama3-8b', 'deepseek-v3')
     """
-    text = re.sub(r"[\s_]+", "-", name.lower().rpartition("/")[2]).removeprefix("meta-")
+    text = name.lower().removesuffix(" (w/o mtp)")
+    text = re.sub(r"[\s_]+", "-", text.rpartition("/")[2]).removeprefix("meta-")
     text = re.sub(r"(-hf|-v\d[\d.]*|-gptq|-instruct|-base|-chat)+$", "", text.replace("nous-hermes-", ""))
     text = re.sub(r"^(llama|qwen)-(\d)", r"\1\2", text)
-    return re.sub(r"^llama3\.[13]-(8|70|405)b", r"llama3-\1b", text)
+    return re.sub(r"^llama3\.[13]-(8|70|405)b", r"llama3-\1b", text).replace("deepseekv3", "deepseek-v3")
 
 
 def model_of(name: str) -> Shape:

@@ -23,7 +23,7 @@ https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-floa
 
 def function_mode(
     device_type: str,
-    attended: "Callable[[torch.Tensor, torch.Tensor, bool, Callable[[], torch.Tensor]], torch.Tensor]",
+    attended: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, Callable[[], torch.Tensor]], torch.Tensor]",
     grouped: "Callable[[torch.Tensor, torch.Tensor], None]",
 ) -> AbstractContextManager[Any]:
     """A mode under which operators are traced as on `device_type`.
@@ -34,7 +34,7 @@ def function_mode(
 
     Args:
         device_type: `cuda` or `cpu`.
-        attended: called for every scaled dot-product attention as `attended(query, key, causal, run)`; on the
+        attended: called for every scaled dot-product attention as `attended(query, key, value, causal, run)`; on the
             CPU it returns the result of `run()`.
         grouped: called for every grouped product of a mixture's experts, as `grouped(rows, weights)`: (r, k),
             sorted by expert, and (experts, k, n).
@@ -110,8 +110,10 @@ def _attention(
     query, key, value = given["query"], given["key"], given["value"]
     causal = bool(given.get("is_causal")) or given.get("attn_mask") is not None
     if device_type == "cuda":
-        return attended(query, key, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask")))
-    return attended(query, key, causal, lambda: func(*args, **kwargs))
+        return attended(
+            query, key, value, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask"))
+        )
+    return attended(query, key, value, causal, lambda: func(*args, **kwargs))
 
 
 @cache

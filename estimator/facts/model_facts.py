@@ -49,7 +49,7 @@ class Attention:
     kv_heads: int
     """Key and value heads of the whole layer."""
     head_dim: int
-    """Elements of a head."""
+    """Elements of a head: the mean of those of queries and keys and those of values."""
     causal: bool = True
     """True if a fused kernel may skip the half above the diagonal."""
     window: int | None = None
@@ -263,6 +263,12 @@ class Shape:
         int, _size("Inner size of the experts that every token passes through, together.", least=0)
     ] = 0
     dense_layers: Annotated[int, _size("First blocks without experts.", least=0)] = 0
+    kv_lora_rank: Annotated[int, _size("Width of latent keys and values; 0: no latent attention.", least=0)] = 0
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); `head_dim` is the part without positions."""
+    q_lora_rank: Annotated[int, _size("Width of latent queries; 0: queries are not compressed.", least=0)] = 0
+    rope_head_dim: Annotated[int, _size("With latent attention: elements of a head with positions.", least=0)] = 0
+    v_head_dim: Annotated[int | None, _size("Elements of a head of values.  [default: head_dim]")] = None
+    """None: head_dim."""
     name: str = "shape"
 
     def __post_init__(self) -> None:
@@ -421,7 +427,7 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
     rows = float(chosen * b * 2 * h + 8 * count)
     moved = float(chosen * 4 * b * h)
     matmuls = [
-        *block.matmuls[:ATTENDING],
+        *block.matmuls[:-FEEDING],
         Matmul(k=h, n=count),
         Matmul(k=h, n=gates * inner, split="column", rows=chosen / count, count=count, experts=count),
         Matmul(k=inner, n=h, split="row", rows=chosen / count, count=count, experts=count),
@@ -449,8 +455,8 @@ MIXTURE_KERNELS = 60.0
 """Kernels of a mixture's forward besides its products, counted in Megatron-LM's (core/transformer/moe): the router with top-k,
 scatters and auxiliary loss some twenty, the rows of each expert and rank fifteen, permutation, exchange and their inverses
 twenty-five."""
-ATTENDING = 2
-"""The first products of a block, those of attention."""
+FEEDING = 2
+"""The last products of a dense block, those of its feed-forward network."""
 
 
 def _inner(shape: Shape) -> int:
@@ -467,32 +473,44 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
     h, heads = shape.hidden, shape.heads
     kv_heads = shape.kv_heads or heads
     dim = shape.head_dim or h // heads
+    latent = shape.kv_lora_rank > 0
+    # Elements of a head of queries and keys, and of values.
+    width, values = dim + shape.rope_head_dim, shape.v_head_dim or dim
     inner = _inner(shape)
-    q, kv = heads * dim, kv_heads * dim
+    q, k, v, out = heads * width, kv_heads * width, kv_heads * values, heads * values
     gates = 2 if shape.gated else 1
+    attending = (
+        _latent_products(shape, q, heads * (dim + values), out)
+        if latent
+        else (Matmul(k=h, n=q + k + v, split="column"), Matmul(k=out, n=h, split="row"))
+    )
     matmuls = (
-        Matmul(k=h, n=q + 2 * kv, split="column"),
-        Matmul(k=q, n=h, split="row"),
+        *attending,
         Matmul(k=h, n=inner, split="column", count=1) if gates == 1 else Matmul(k=h, n=2 * inner, split="column"),
         Matmul(k=inner, n=h, split="row"),
     )
-    weights = sum(item.k * item.n for item in matmuls)
-    sharded_biases = (q + 2 * kv + inner * gates) if shape.biases else 0
-    whole = (2 * h if shape.biases else 0) + 2 * h * (2 if shape.biases else 1)
+    weights = sum(item.k * item.n for item in matmuls if item.split != "none")
+    compressed = shape.q_lora_rank + shape.kv_lora_rank
+    sharded_biases = (q + k + v + inner * gates) if shape.biases else 0
+    whole = (2 * h if shape.biases else 0) + 2 * h * (2 if shape.biases else 1) + compressed
+    whole += sum(item.k * item.n for item in matmuls if item.split == "none")
     fused_attention = attention in FLASH
     mask = 1 if shape.dropout else 0
 
-    sequence = 2 * _norm_saved(h, b, r, shape.biases, lean) + 2 * mask * h
-    sharded = b * (q + 2 * kv) + b * q  # rotated queries and keys, values; the output
+    # Latent queries, keys and values before and after their norms.
+    sequence = 2 * _norm_saved(h, b, r, shape.biases, lean) + 2 * mask * h + b * (2 * compressed + shape.rope_head_dim)
+    sharded = b * (q + k + v) + b * out  # rotated queries and keys, values; the output
     if fused_attention:
         sharded += 4 * heads  # log-sum-exp of a query's scores
     if not lean and kv_heads < heads and not fused_attention:
-        sharded += b * 2 * (q - kv)  # keys and values repeated for every query head
+        sharded += b * 2 * (q - k)  # keys and values repeated for every query head
     sharded += int(inner * _kept_inside(shape, b, lean))
     # fp32 softmax, its copy in the precision of the product, dropout's mask and output.
     scores = 0.0 if fused_attention else float((b if lean else 4 + (b if b == 2 else 0)) + mask * (1 + b))
 
-    rotary = 0 if shape.positions else (2 * b * (q + kv) if lean else 6 * b * (q + kv))
+    rotary = 0 if shape.positions else (2 * b * (q + k) if lean else 6 * b * (q + k))
+    if latent:  # heads are concatenated from parts with and without positions
+        rotary += 2 * b * (q + k)
     activation = b * inner * ((3 if lean else 5) if shape.gated else 2)
     score_traffic = 0.0 if fused_attention else float((4 if lean else 10) * b)
     return Part(
@@ -502,7 +520,7 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
         parameters=weights + sharded_biases + whole,
         sharded=weights + sharded_biases,
         matmuls=matmuls,
-        attention=Attention(heads=heads, kv_heads=kv_heads, head_dim=dim, causal=shape.causal),
+        attention=Attention(heads=heads, kv_heads=kv_heads, head_dim=(width + values) // 2, causal=shape.causal),
         saved=PerToken(sequence=float(sequence), sharded=float(sharded), scores=scores),
         boundary=float(r * h),
         transient=PerToken(sequence=float(2 * r * h), sharded=float(b * inner * gates)),
@@ -511,5 +529,18 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
             sharded=float(rotary + activation),
             scores=score_traffic,
         ),
-        kernels=(20.0 if lean else 40.0) + (0.0 if fused_attention else 6.0),
+        kernels=(20.0 if lean else 40.0) + (0.0 if fused_attention else 6.0) + (10.0 if latent else 0.0),
     )
+
+
+def _latent_products(shape: Shape, q: int, kv: int, out: int) -> tuple[Matmul, ...]:
+    """Products of latent attention: down to the latents, which every tensor-parallel rank computes whole, and up to heads."""
+    down = Matmul(k=shape.hidden, n=shape.kv_lora_rank + shape.rope_head_dim)
+    queries: tuple[Matmul, ...] = (Matmul(k=shape.hidden, n=q, split="column"),)
+    if shape.q_lora_rank:
+        queries = (
+            Matmul(k=shape.hidden, n=shape.q_lora_rank),
+            Matmul(k=shape.q_lora_rank, n=q, split="column"),
+        )
+    up = Matmul(k=shape.kv_lora_rank, n=kv, split="column")
+    return *queries, down, up, Matmul(k=out, n=shape.hidden, split="row")

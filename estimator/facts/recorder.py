@@ -315,12 +315,18 @@ class Recorder:
         self._attended = True
 
     def attending(
-        self, query: "torch.Tensor", key: "torch.Tensor", causal: bool, run: "Callable[[], torch.Tensor]"
+        self,
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        causal: bool,
+        run: "Callable[[], torch.Tensor]",
     ) -> "torch.Tensor":
         """Runs an attention that is one function; its inner operators count as that one."""
         heads = query.shape[-3] if query.dim() > 2 else 1
         kv_heads = key.shape[-3] if key.dim() > 2 else 1
-        call = AttentionCall(heads, kv_heads, query.shape[-1], query.shape[-2], key.shape[-2], causal)
+        head_dim = (query.shape[-1] + value.shape[-1]) // 2
+        call = AttentionCall(heads, kv_heads, head_dim, query.shape[-2], key.shape[-2], causal)
         self.attend(call, self._here())
         self._in_attention = True
         try:

@@ -48,6 +48,7 @@ class AttentionCall:
     heads: int
     kv_heads: int
     head_dim: int
+    """Mean of that of queries and keys and that of values."""
     queries: int
     keys: int
     causal: bool

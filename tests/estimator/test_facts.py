@@ -23,6 +23,12 @@ SHAPES = {
     },
     "llama2-7b": {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000},
     "llama3-8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocabulary": 128256},
+    # Latent attention, a dense block, and experts of which one is every token's.
+    "deepseek-v3-tiny": {
+        "layers": 4, "hidden": 64, "heads": 8, "vocabulary": 8192, "intermediate": 256, "dense_layers": 1,
+        "experts": 8, "experts_per_token": 2, "expert_intermediate": 64, "shared_intermediate": 64,
+        "head_dim": 8, "rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 32,
+    },
 }  # fmt: skip
 
 

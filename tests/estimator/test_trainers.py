@@ -10,6 +10,8 @@ from redline.estimator.facts.model_facts import ModelFacts
 from redline.estimator.kernels import attention_share, product_seconds, products_of
 from redline.estimator.request import estimate_request
 from redline.estimator.trainers import TRAINERS, built, find_trainer, trainer_of
+from redline.models import workload as preset
+from redline.models.architecture import shape_of
 
 SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "intermediate": 5632, "vocabulary": 32000}
 CONFIG = {"dp": 8, "zero": 3, "micro_batch": 4, "grad_accum": 4}
@@ -160,4 +162,8 @@ def test_a_trainer_that_builds_models_by_itself_has_no_modules_of_transformers()
     assert built(llama, find_trainer("fsdp")) is None and built(None, find_trainer("megatron")) is None
     mixture = built({**llama, "family": "mixtral", "experts": 8, "experts_per_token": 2}, find_trainer("megatron"))
     assert (mixture.experts, mixture.experts_per_token) == (8, 2)
-    assert built({**llama, "family": "deepseek_v3", "experts": 8}, find_trainer("megatron")) is None
+    assert built({**llama, "family": "gpt_oss", "experts": 8}, find_trainer("megatron")) is None
+    latent = preset("deepseek-v3")
+    made = built(shape_of(latent.model), find_trainer("megatron"))
+    assert made.facts(precision="bf16", attention="sdpa", fusion=True).parameters == 671_026_404_352
+    assert (made.head_dim, made.rope_head_dim, made.v_head_dim, made.dense_layers) == (128, 64, 128, 3)
