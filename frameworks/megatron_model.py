@@ -1,5 +1,6 @@
 """Converts between a model and its Megatron-LM flags: sizes and the parts of its family."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mixtral": (_LLAMA, ("silu",)),
     "qwen2": ((*_LLAMA, "--add-qkv-bias"), ("silu",)),
     "qwen3": ((*_LLAMA, "--qk-layernorm"), ("silu",)),
+    "deepseek_v3": (
+        (*_LLAMA, "--qk-layernorm", "--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias"),
+        ("silu",),
+    ),
     "gpt2": (
         ("--normalization LayerNorm", "--position-embedding-type learned_absolute"),
         ("gelu_new", "gelu"),
@@ -59,9 +64,11 @@ def _sizes(setup: Setup) -> list[str]:
         f"--ffn-hidden-size {shape['intermediate']}",
         f"--num-attention-heads {heads}",
     ]
-    if kv_heads != heads:
+    if shape.get("kv_lora_rank"):
+        out += _latent(shape)
+    elif kv_heads != heads:
         out.append(f"--group-query-attention --num-query-groups {kv_heads}")
-    if shape.get("head_dim", shape["hidden"] // heads) * heads != shape["hidden"]:
+    if not shape.get("kv_lora_rank") and shape.get("head_dim", shape["hidden"] // heads) * heads != shape["hidden"]:
         out.append(f"--kv-channels {shape['head_dim']}")
     out.append(f"--max-position-embeddings {max(shape.get('positions') or 0, setup.seq_len or 0)}")
     out.append(f"--vocab-size {shape['vocabulary']}")
@@ -73,7 +80,24 @@ def _sizes(setup: Setup) -> list[str]:
         out += [f"--num-experts {shape['experts']}", f"--moe-router-topk {shape.get('experts_per_token', 2)}"]
         if width := shape.get("expert_intermediate"):
             out.append(f"--moe-ffn-hidden-size {width}")
+            if shared := shape.get("shared_experts"):
+                out.append(f"--moe-shared-expert-intermediate-size {shared * width}")
+        if dense := shape.get("dense_layers"):
+            out.append(f"--moe-layer-freq '([0]*{dense}+[1]*{shape['layers'] - dense})'")
     return out
+
+
+def _latent(shape: Mapping[str, Any]) -> list[str]:
+    """Sizes of multi-head latent attention (arXiv:2405.04434)."""
+    out = ["--multi-latent-attention", f"--kv-lora-rank {shape['kv_lora_rank']}"]
+    if shape.get("q_lora_rank"):
+        out.append(f"--q-lora-rank {shape['q_lora_rank']}")
+    return [
+        *out,
+        f"--qk-head-dim {shape['head_dim']}",
+        f"--qk-pos-emb-head-dim {shape['rope_head_dim']}",
+        f"--v-head-dim {shape['v_head_dim']}",
+    ]
 
 
 def _family(setup: Setup) -> list[str]:
@@ -94,6 +118,8 @@ def _family(setup: Setup) -> list[str]:
     if biased and "--disable-bias-linear" in flags:
         setup.note(f"{' and '.join(biased)}: Megatron has biases in all linear layers or in none, so all are there")
         flags = tuple(flag for flag in flags if flag != "--disable-bias-linear")
+    if family == "deepseek_v3":
+        setup.note("the router's groups and scaling factor, and prediction of several tokens, are yours")
     if shape.get("parallel_residual"):
         setup.note("attention and MLP of a block run one after the other: Megatron has no parallel residual")
     out = [*flags]
@@ -144,7 +170,8 @@ VOCABULARY = 50_304
 
 
 def architecture_of(stated: Stated) -> dict[str, Any] | None:
-    """Returns the model that flags describe, as a Hugging Face config.json: blocks of Mixtral, Llama or GPT-2.
+    """Returns the model that flags describe, as a Hugging Face config.json: blocks of DeepSeek-V3, Mixtral, Llama or
+    GPT-2.
 
     None if the flags do not contain its sizes.
     """
@@ -179,7 +206,10 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
         "max_position_embeddings": positions,
         "tie_word_embeddings": not stated.flag("untie-embeddings-and-output-weights"),
     }
-    if experts := stated.whole("num-experts"):
+    experts = stated.whole("num-experts")
+    if experts and stated.flag("multi-latent-attention"):
+        return {**out, **_latent_architecture(stated, experts)}
+    if experts:
         out |= {
             "model_type": "mixtral",
             "intermediate_size": stated.whole("moe-ffn-hidden-size") or out["intermediate_size"],
@@ -187,3 +217,27 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
             "num_experts_per_tok": stated.whole("moe-router-topk") or 2,
         }
     return out
+
+
+def _latent_architecture(stated: Stated, experts: int) -> dict[str, Any]:
+    """Returns the settings of DeepSeek-V3's kind that flags describe; Megatron-LM's defaults for those that are missing."""
+    width = stated.whole("moe-ffn-hidden-size") or stated.whole("ffn-hidden-size") or 0
+    positions = stated.whole("qk-pos-emb-head-dim") or 64
+    dense = re.match(r"\(?\[0\]\s*\*\s*(\d+)", str(stated.get("moe-layer-freq") or ""))
+    return {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": stated.whole("num-attention-heads"),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": stated.whole("moe-router-topk") or 2,
+        "moe_intermediate_size": width,
+        "n_shared_experts": round((stated.whole("moe-shared-expert-intermediate-size") or 0) / width) if width else 0,
+        "first_k_dense_replace": int(dense[1]) if dense else 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": stated.whole("q-lora-rank"),
+        "kv_lora_rank": stated.whole("kv-lora-rank") or 32,
+        "qk_nope_head_dim": stated.whole("qk-head-dim") or 128,
+        "qk_rope_head_dim": positions,
+        "head_dim": positions,
+        "v_head_dim": stated.whole("v-head-dim") or 128,
+    }

@@ -20,13 +20,15 @@ from pathlib import Path
 import pytest
 import redline
 import yaml
-from redline.frameworks import export_targets, render
+from redline.frameworks import export_targets, read, render
 from redline.frameworks.common import ADAMW
 from redline.frameworks.torchtitan import PRESETS as TORCHTITAN_PRESETS
 from redline.frameworks.trainer import AVERAGING
 from redline.models import workload
 from redline.models.architecture import shape_of
 from redline.models.presets import PRESETS
+from redline.models.server_model import ServerModel
+from redline.models.skeleton import skeleton
 from redline.results import Measurement, Status, Trial
 from redline.testing.numerics import FAMILIES, tiny
 from without_triton import WITHOUT_TRITON
@@ -591,6 +593,17 @@ MEGATRON_FLAGS = {
     "--untie-embeddings-and-output-weights": bool,
     "--num-experts": int,
     "--moe-router-topk": int,
+    "--moe-ffn-hidden-size": int,
+    "--moe-shared-expert-intermediate-size": int,
+    "--moe-layer-freq": str,
+    "--moe-router-score-function": ("softmax", "sigmoid"),
+    "--moe-router-enable-expert-bias": bool,
+    "--multi-latent-attention": bool,
+    "--q-lora-rank": int,
+    "--kv-lora-rank": int,
+    "--qk-head-dim": int,
+    "--qk-pos-emb-head-dim": int,
+    "--v-head-dim": int,
     "--expert-model-parallel-size": int,
     "--expert-tensor-parallel-size": int,
     "--moe-expert-capacity-factor": float,
@@ -615,7 +628,7 @@ MEGATRON_FLAGS = {
 itself needs Python 3.12."""
 MODELS = (
     "llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "mixtral-8x7b", "gpt2",
-    "gpt-neox-20b", "opt-350m", "bert-base",
+    "gpt-neox-20b", "opt-350m", "bert-base", "deepseek-v3",
 )  # fmt: skip
 
 
@@ -700,6 +713,17 @@ def test_megatrons_model_has_the_parameters_of_the_preset(model):
     total += made.vocab_size * hidden * (2 if made.untie_embeddings_and_output_weights else 1)
     total += made.max_position_embeddings * hidden * (made.position_embedding_type == "learned_absolute")
     assert total == PRESETS[model].parameters
+
+
+def test_megatrons_flags_of_a_model_with_latent_attention_are_read_back_as_that_model():
+    given, _ = megatron_arguments("deepseek-v3", "one device")
+    made = parse(given)
+    assert made.multi_latent_attention and (made.q_lora_rank, made.kv_lora_rank) == (1536, 512)
+    assert (made.qk_head_dim, made.qk_pos_emb_head_dim, made.v_head_dim) == (128, 64, 128)
+    assert (made.moe_layer_freq, made.moe_shared_expert_intermediate_size) == ("([0]*3+[1]*58)", 2048)
+    found = read(f"torchrun --nproc-per-node 8 pretrain_gpt.py {shlex.join(given)}")
+    model = skeleton(workload(ServerModel.of(found.architecture)))
+    assert sum(each.numel() for each in model.parameters()) == PRESETS["deepseek-v3"].parameters
 
 
 def test_megatron_is_told_what_else_makes_a_family():
