@@ -429,6 +429,7 @@ def _neighbours(
         "tp": [each for each in powers if each <= host and heads % each == 0 and kv_heads % each == 0],
         "pp": [each for each in powers if each <= min(16, devices) and layers % each == 0],
         "cp": [each for each in powers if each <= min(8, devices)],
+        "ep": [each for each in powers if (shape.get("experts") or 1) % each == 0],
         "zero": [0, 1, 2, 3],
         "micro_batch": [each for each in powers if each <= 64 and total % each == 0],
         "checkpoint_ratio": [0, 0.25, 0.5, 1],
@@ -466,6 +467,9 @@ def _completed(config: dict[str, Any], devices: int, total: int) -> dict[str, An
         return None
     dp = devices // split
     made = {**config, "dp": dp, "grad_accum": total // config["micro_batch"] // dp}
+    sharers = dp * made.get("sp", 1) * made.get("cp", 1) * (made.get("tp", 1) if made.get("etp") == 1 else 1)
+    if sharers % made.get("ep", 1):
+        return None
     if made.get("hsdp", 1) > 1 and (dp % made["hsdp"] or dp == made["hsdp"] or made.get("zero", 0) < 2):
         return None
     if made.get("pp", 1) == 1:

@@ -131,6 +131,22 @@ def test_tensor_parallelism_across_hosts_is_named():
     assert any(name.startswith("links between hosts (tensor parallel)") for name in found.shares)
 
 
+def test_experts_that_are_spread_over_hosts_are_better_kept_on_one():
+    """All 64 replicas share the experts, so that with tp=2, which is tried too, ep would not divide them."""
+    given = (
+        "torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py --num-layers 8 --hidden-size 2048 --num-attention-heads 16 "
+        "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --swiglu "
+        "--num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
+        "--moe-layer-freq '([0]*1+[1]*7)' --ffn-hidden-size 10944 --vocab-size 102400 --seq-length 4096 --bf16 "
+        "--micro-batch-size 1 --global-batch-size 512 --expert-model-parallel-size 64 --use-distributed-optimizer"
+    )
+    found = check(read(given), "h100-80gb")
+    assert found.trainer.config["ep"] == 64 and found.fits
+    assert max(found.shares, key=found.shares.get) == "links between hosts (expert exchange)"
+    change = found.faster[0].changes[0]
+    assert change.key == "expert-model-parallel-size" and change.new in (1, 2, 4, 8)
+
+
 @pytest.mark.parametrize(
     ("given", "more", "says"),
     [
