@@ -260,15 +260,21 @@ def _parameters(estimator: Estimator) -> int:
 def preset_of(name: str) -> str | None:
     """The preset that a hub id or a recipe's name refers to; None if there is none.
 
-    >>> preset_of("meta-llama/Meta-Llama-3-8B-Instruct"), preset_of("llama3_8b")
-    ('llama3-8b', 'llama3-8b')
+    >>> preset_of("meta-llama/Meta-Llama-3-8B-Instruct"), preset_of("llama3_8b"), preset_of("deepseek_v3-671B")
+    ('llama3-8b', 'llama3-8b', 'deepseek-v3')
     """
     text = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
     while (shorter := _ENDINGS.sub("", text)) != text:
         text = shorter
     joined = re.sub(r"^([a-z]+)-(\d)", r"\1\2", text)
     # Llama 3.1 has the sizes of Llama 3.
-    return next((each for each in (text, joined, joined.replace("3.1-", "3-")) if each in PRESETS), None)
+    for each in (text, joined, joined.replace("3.1-", "3-")):
+        if each in PRESETS:
+            return each
+    # A family of one size, which the name states.
+    family, _, size = text.rpartition("-")
+    named = PRESETS.get(family)
+    return family if named is not None and size == f"{named.parameters / 1e9:.0f}b" else None
 
 
 def _workload(trainer: TrainerConfig, model: str | None, seq_len: int | None) -> Workload:
