@@ -47,7 +47,7 @@ _LINKS = {
     "pipeline transfers": "pp",
     "stalls": "pp",
 }
-_ENDINGS = re.compile(r"-(hf|instruct|chat|base|it|pretrain|v\d[\d.]*|sft)$")
+_ENDINGS = re.compile(r"-(hf|instruct|thinking|chat|base|it|pretrain|v\d[\d.]*|sft|uncased|\d{4})$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +264,11 @@ def preset_of(name: str) -> str | None:
     ('llama3-8b', 'llama3-8b', 'deepseek-v3')
     """
     text = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
-    while (shorter := _ENDINGS.sub("", text)) != text:
+    while text not in PRESETS and (shorter := _ENDINGS.sub("", text)) != text:
         text = shorter
     joined = re.sub(r"^([a-z]+)-(\d)", r"\1\2", text)
-    # Llama 3.1 has the sizes of Llama 3.
-    for each in (text, joined, joined.replace("3.1-", "3-")):
+    # Llama 3.1 and 3.3 have the sizes of Llama 3.
+    for each in (text, joined, re.sub(r"^llama3\.[13]-", "llama3-", joined)):
         if each in PRESETS:
             return each
     # A family of one size, which the name states.

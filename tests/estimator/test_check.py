@@ -169,12 +169,18 @@ def test_bad_input_is_refused(given, more, says):
 
 
 def test_hub_ids_of_presets_need_no_network():
-    names = (
-        "meta-llama/Meta-Llama-3-8B-Instruct",
-        "NousResearch/Llama-2-7b-hf",
-        "Qwen/Qwen3-0.6B-Base",
-        "llama3_8b",
-        "openai-community/gpt2",
-    )
-    assert [preset_of(name) for name in names] == ["llama3-8b", "llama2-7b", "qwen3-0.6b", "llama3-8b", "gpt2"]
+    names = {
+        "meta-llama/Meta-Llama-3-8B-Instruct": "llama3-8b",
+        "meta-llama/Llama-3.3-70B-Instruct": "llama3-70b",
+        "NousResearch/Llama-2-7b-hf": "llama2-7b",
+        "Qwen/Qwen3-0.6B-Base": "qwen3-0.6b",
+        "Qwen/Qwen3-235B-A22B-Thinking-2507": "qwen3-235b-a22b",
+        "deepseek-ai/DeepSeek-V3-0324": "deepseek-v3",
+        "google-bert/bert-base-uncased": "bert-base",
+        "openai-community/gpt2": "gpt2",
+        "llama3_8b": "llama3-8b",
+        "deepseek_v3-671B": "deepseek-v3",
+    }
+    assert {name: preset_of(name) for name in names} == names
+    assert preset_of("deepseek_v3-16B") is None, "another size of the family"
     assert preset_of("somebody/unknown-9b") is None
