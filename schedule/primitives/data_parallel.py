@@ -225,17 +225,25 @@ def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cu
         gather=given["gather"],
         own={id(part): "pass" if stages[id(part)] == 3 else "step" for part in parts if id(part) in stages},
         root=stage >= 2 and pipeline is None and (along.size > 1 or not stages),
-        shard=partial(_shard, mesh=sch.mesh, hsdp=given["hsdp"], policy=policy),
+        shard=partial(_shard, replicas=_replicas(sch.mesh, given["hsdp"]), policy=policy),
         experts=experts,
     )
     return context.cutting
 
 
+def _replicas(mesh: Any, hsdp: int) -> Any:
+    """The mesh of replicas that a model is cut over. All ranks call it, and once for all parts: the stages of a pipeline have
+    different numbers of them, and process groups must be created in the same order everywhere."""
+    if hsdp > 1:
+        return divided(mesh, "dp", {"replicate": hsdp, "shard": mesh["dp"].size() // hsdp})
+    # Without replicas nothing is left that could be cut.
+    return mesh["dp"] if "dp" in mesh.mesh_dim_names else mesh
+
+
 def _shard(
     module: nn.Module,
     reshard_after_forward: bool,
-    mesh: Any,
-    hsdp: int,
+    replicas: Any,
     policy: Any,
     ignored: Collection[nn.Parameter] = (),
 ) -> None:
@@ -245,13 +253,7 @@ def _shard(
 
     sharing = sharing_of(module)
     if sharing is not None:
-        replicas = DeviceMesh.from_group(sharing.replicas.group, mesh.device_type, mesh_dim_names=("dp",))
-    elif hsdp > 1:
-        replicas = divided(mesh, "dp", {"replicate": hsdp, "shard": mesh["dp"].size() // hsdp})
-    elif "dp" in mesh.mesh_dim_names:
-        replicas = mesh["dp"]
-    else:  # nothing is left that could be cut
-        replicas = mesh
+        replicas = DeviceMesh.from_group(sharing.replicas.group, replicas.device_type, mesh_dim_names=("dp",))
     made = fully_shard(
         module,
         mesh=replicas,

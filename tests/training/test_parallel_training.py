@@ -74,6 +74,21 @@ def test_groups_of_replicas_train_as_one_beside_another_axis(eight, small, seed,
     check(eight, small("llama"), config, seed)
 
 
+def created(workload, config):
+    """Returns the number of process groups that a training creates."""
+    import torch.distributed as dist
+
+    before = dist.distributed_c10d._world.group_count
+    Training(workload, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    return dist.distributed_c10d._world.group_count - before
+
+
+def test_groups_of_replicas_are_created_once_for_all_blocks(four, small):
+    """Stages of a pipeline have different numbers of blocks, and all ranks must create the same groups."""
+    config = {"zero": 3, "hsdp": 2, "micro_batch": 1}
+    assert four.run(created, small("llama"), config) == [4, 4, 4, 4]  # two pairs along each of two axes
+
+
 def test_each_group_of_replicas_holds_all_pieces(four, small):
     config = {"zero": 3, "micro_batch": 1}
     whole, _, _ = four.run(held, small("llama"), {**config, "zero": 0})[0]
