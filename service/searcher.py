@@ -171,7 +171,8 @@ class Searcher:
             self._finish(SearchState.FAILED, str(error))
             return
         except Exception as error:
-            if not is_oom(error):
+            # Extensions that cannot allocate also return an error without an exception.
+            if not (is_oom(error) or isinstance(error, SystemError)):
                 raise
             HostMemoryMeter().lift()
             traceback.print_exc()
