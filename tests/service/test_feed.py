@@ -73,8 +73,14 @@ def test_old_events_are_read_from_the_database(tmp_path, monkeypatch):
 
 
 def test_an_id_of_another_database_begins_now(service):
+    def add_once_there_is_a_listener():
+        until = time.monotonic() + 60
+        while not service.parts.feed.listeners and time.monotonic() < until:
+            time.sleep(0.05)
+        service.store.add_event(None, "said", {"number": 1})
+
     with service.client() as client:
-        threading.Timer(0.4, service.store.add_event, [None, "said", {"number": 1}]).start()
+        threading.Thread(target=add_once_there_is_a_listener).start()
         assert read(client, "/v1/events?after=1000000", 1)[0]["data"] == {"number": 1}
         answer = client.get("/v1/events", headers={"last-event-id": "x"})
         assert answer.status_code == 422 and "Last-Event-ID" in answer.json()["error"]["message"]
