@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from ..results.columns import fold, speed
@@ -15,6 +15,8 @@ from ..tuner.train.listener import TrainingStart, TrainListener
 from . import words
 from .progress import Terminal
 
+BAR = 20
+"""Width of the bar."""
 READING_S = 30.0
 """Interval at which a log reports the progress of reading data or a checkpoint, s."""
 
@@ -132,6 +134,26 @@ class _Lines(TrainListener):
         print(fold(line), file=self._stream, flush=True)
 
 
+class _Numbers(ProgressColumn):
+    """The numbers of a step, from the first on as many as fit beside the other columns: rich would shorten those too."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        beside = f"{task.description} {BAR * '━'} {task.total:.0f}/{task.total:.0f} "
+        room = self._console.width - len(beside)
+        first, *others = task.fields["numbers"]
+        shown = Text(first, no_wrap=True)
+        shown.truncate(max(room, 1), overflow="ellipsis")
+        for each in others:
+            if len(shown) + 2 + len(each) > room:
+                break
+            shown.append(f"  {each}")
+        return shown
+
+
 class _Live(TrainListener):
     """Prints events, with the progress of the training below."""
 
@@ -140,9 +162,9 @@ class _Live(TrainListener):
         self._unit = "tokens/s"
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=BAR),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[numbers]}"),
+            _Numbers(self._console),
             console=self._console,
             refresh_per_second=4,
         )
@@ -155,7 +177,7 @@ class _Live(TrainListener):
         for line in headline(training):
             self._print(line)
         if self._task is None:
-            self._task = self._progress.add_task("step", total=training.steps, numbers="starting")
+            self._task = self._progress.add_task("step", total=training.steps, numbers=["starting"])
             self._progress.start()
         self._progress.update(self._task, completed=training.step)
 
@@ -165,7 +187,7 @@ class _Live(TrainListener):
             self._status = self._console.status(f"{what} ...")
             self._status.start()
         else:
-            self._progress.update(self._task, numbers=what)
+            self._progress.update(self._task, numbers=[what])
 
     def on_read(self, share: float) -> None:
         if self._status is not None:
@@ -173,11 +195,11 @@ class _Live(TrainListener):
 
     def on_line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "progress" and self._task is not None:
-            self._progress.update(self._task, numbers=read_in_words(line))
+            self._progress.update(self._task, numbers=[read_in_words(line)])
         elif line.get("kind") == "step" and self._task is not None:
+            loss, *others = numbers(line, self._unit)
             left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
-            shown = "  ".join([*numbers(line, self._unit), *left])
-            self._progress.update(self._task, completed=line["step"], numbers=shown)
+            self._progress.update(self._task, completed=line["step"], numbers=[loss, *left, *others])
         elif text := line_text(line, self._unit):
             self._print(text, "bold red" if line.get("failure") else "")
 

@@ -14,6 +14,7 @@ Williams 2006, sections 2.2 and 2.7). Far from all trials, only the factors coun
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,15 @@ SYSTEMATIC = 0.8
 """Share of the noise's variance that is the same each time a configuration runs, and similar for similar ones."""
 REACH = 1.5
 """Distance of `KnobArrays.features` at which these shares have a correlation of exp(-1/2): 1.5 doublings of a degree."""
+
+
+class Left(NamedTuple):
+    """What factors leave of predictions; without arguments nothing."""
+
+    factor: "np.ndarray | float" = 1.0
+    """Of each prediction, shape (n,)."""
+    explained: "np.ndarray | float" = 0.0
+    """Part of the noise's variance that measured configurations explain, shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +73,8 @@ class Residual:
         covariance = amplitude[:, None] * amplitude * _correlation(features, features) + np.diag(chance)
         return cls(features, amplitude, np.linalg.inv(covariance), values)
 
-    def at(self, features: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Expected residuals of n configurations, and the variances that the measured ones explain; shape (n,) each.
+    def at(self, features: np.ndarray, noise: np.ndarray) -> Left:
+        """The residuals of n configurations.
 
         Args:
             features: shape (n, f).
@@ -73,7 +83,7 @@ class Residual:
         amplitude = np.sqrt(SYSTEMATIC) * noise
         covariance = amplitude[:, None] * self.amplitude * _correlation(features, self.features)
         weights = covariance @ self.inverse
-        return weights @ self.values, (weights * covariance).sum(1)
+        return Left(np.exp(weights @ self.values), (weights * covariance).sum(1))
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -103,31 +113,31 @@ class Correction:
         return cls(np.zeros(len(prior)), np.diag(np.asarray(prior, float) ** 2))
 
     def apply(
-        self, groups: np.ndarray, noise: "np.ndarray | float", features: np.ndarray | None = None
+        self, groups: np.ndarray, noise: "np.ndarray | float", left: "Left | None" = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Corrected sums and the standard deviations of their logarithms.
 
         Args:
             groups: predicted parts, shape (n, k).
             noise: prior standard deviation of a measurement's logarithm; shape (n,) or a scalar.
-            features: `KnobArrays.features`, shape (n, f); None to leave out the residual.
+            left: what the factors leave, with the same noise; None for nothing.
         """
+        left = left or Left()
         share = self._shares(groups)
         variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
-        left, explained = self._left(features, noise, len(groups))
-        single = (self.scale * np.asarray(noise)) ** 2 - explained
-        return (groups * np.exp(self.theta)).sum(1) * np.exp(left), np.sqrt(np.maximum(variance, 0.0) + single)
+        single = (self.scale * np.asarray(noise)) ** 2 - left.explained
+        return (groups * np.exp(self.theta)).sum(1) * left.factor, np.sqrt(np.maximum(variance, 0.0) + single)
 
-    def left(self, features: np.ndarray | None, noise: "np.ndarray | float", count: int) -> np.ndarray:
-        """Factor of each of `count` sums besides those of its groups; shape (count,)."""
-        return np.exp(self._left(features, noise, count)[0])
+    def left(self, features: np.ndarray | None, noise: "np.ndarray | float") -> "Left":
+        """What the factors leave of n predictions.
 
-    def _left(
-        self, features: np.ndarray | None, noise: "np.ndarray | float", count: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+        Args:
+            features: `KnobArrays.features`, shape (n, f); None for nothing.
+            noise: as in `apply`.
+        """
         if self.residual is None or features is None:
-            return np.zeros(count), np.zeros(count)
-        return self.residual.at(features, self.scale * np.broadcast_to(np.asarray(noise, float), (count,)))
+            return Left()
+        return self.residual.at(features, self.scale * np.broadcast_to(np.asarray(noise, float), (len(features),)))
 
     def effects(self, groups: np.ndarray) -> np.ndarray:
         """Change of the logarithms of the sums per standard deviation of each of k independent factors; shape (n, k), 0 where a
@@ -309,10 +319,10 @@ def corrected_time(
     far: Mapping[str, np.ndarray],
     total: np.ndarray,
     correction: Correction,
-    left: "np.ndarray | float",
+    left: Left,
 ) -> dict[str, np.ndarray]:
-    """The corrected terms of the step, `time.NAME` each; the rest of `total` is the bubble. `left` is `Correction.left`."""
-    factors = dict(zip(time_names(), (left * each for each in np.exp(correction.theta)), strict=True))
+    """The corrected terms of the step, `time.NAME` each; the rest of `total` is the bubble."""
+    factors = dict(zip(time_names(), (left.factor * each for each in np.exp(correction.theta)), strict=True))
     out = {}
     for group, names in TIME_GROUPS.items():
         for name in names:
@@ -325,12 +335,10 @@ def corrected_time(
     return {f"time.{name}": out[f"time.{name}"] for name in TIME_TERMS}
 
 
-def corrected_memory(
-    memory: Mapping[str, np.ndarray], correction: Correction, left: "np.ndarray | float"
-) -> dict[str, np.ndarray]:
-    """The corrected terms of the peak, `memory.NAME` each. `left` is `Correction.left`."""
+def corrected_memory(memory: Mapping[str, np.ndarray], correction: Correction, left: Left) -> dict[str, np.ndarray]:
+    """The corrected terms of the peak, `memory.NAME` each."""
     out = {}
     for factor, names in zip(np.exp(correction.theta), MEMORY_GROUPS.values(), strict=True):
         for name in names:
-            out[f"memory.{name}"] = memory[name] * factor * left
+            out[f"memory.{name}"] = memory[name] * factor * left.factor
     return {f"memory.{name}": out[f"memory.{name}"] for name in MEMORY_TERMS}

@@ -449,7 +449,7 @@ def _neighbours(
         for knob, values in axes.items()
         if knob in known
     }
-    rules = [rule for rule in RULES if rule.general]
+    rules = [rule for rule in RULES if rule.general or rule.name == "replicas that share experts"]
     out: list[tuple[dict[str, Any], int]] = []
     for count in range(1, MOST_CHANGES + 1):
         for knobs in itertools.combinations(other, count):
@@ -473,9 +473,6 @@ def _completed(config: dict[str, Any], devices: int, total: int) -> dict[str, An
         return None
     dp = devices // split
     made = {**config, "dp": dp, "grad_accum": total // config["micro_batch"] // dp}
-    sharers = dp * made.get("sp", 1) * made.get("cp", 1) * (made.get("tp", 1) if made.get("etp") == 1 else 1)
-    if sharers % made.get("ep", 1):
-        return None
     if made.get("hsdp", 1) > 1 and (dp % made["hsdp"] or dp == made["hsdp"] or made.get("zero", 0) < 2):
         return None
     if made.get("pp", 1) == 1:

@@ -66,10 +66,11 @@ def _sizes(setup: Setup) -> list[str]:
     ]
     if shape.get("kv_lora_rank"):
         out += _latent(shape)
-    elif kv_heads != heads:
-        out.append(f"--group-query-attention --num-query-groups {kv_heads}")
-    if not shape.get("kv_lora_rank") and shape.get("head_dim", shape["hidden"] // heads) * heads != shape["hidden"]:
-        out.append(f"--kv-channels {shape['head_dim']}")
+    else:
+        if kv_heads != heads:
+            out.append(f"--group-query-attention --num-query-groups {kv_heads}")
+        if shape.get("head_dim", shape["hidden"] // heads) * heads != shape["hidden"]:
+            out.append(f"--kv-channels {shape['head_dim']}")
     out.append(f"--max-position-embeddings {max(shape.get('positions') or 0, setup.seq_len or 0)}")
     out.append(f"--vocab-size {shape['vocabulary']}")
     if not shape.get("tied", True):

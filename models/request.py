@@ -190,13 +190,12 @@ class SpaceRequest:
 
 
 def _try_exact(space: Space, baseline: str) -> None:
-    """Adds this format of 32 bits and faster ones to the number formats of a default space."""
+    """Adds fp32 and tf32, or tf32 alone, to the number formats of a default space where they work but are not tried."""
     knob = space.by_name.get("precision")
-    if knob is None:
-        return
-    exact = [each for each in ("fp32", "tf32") if each == baseline or baseline == "fp32"]
-    added = [each for each in exact if each not in knob.values and each in (knob.others or ())]
-    if added:
+    exact = ("fp32", "tf32") if baseline == "fp32" else ("tf32",)
+    if knob is not None and (
+        added := [each for each in exact if each in (knob.others or ()) and each not in knob.values]
+    ):
         space.override("precision", [*added, *knob.values])
 
 

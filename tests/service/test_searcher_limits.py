@@ -7,6 +7,7 @@ from agent_tasks import run_alone
 from pools import a_store
 from redline.service.limits import SearcherLimits
 from redline.service.records import SearchState
+from redline.service.searcher import Searcher
 from redline.service.searcher_task import SearchTask
 
 LAYERS = {"model_type": "gpt2", "n_layer": 20_000, "n_head": 2, "n_embd": 8, "vocab_size": 64}
@@ -18,6 +19,22 @@ def test_an_exceeded_limit_is_named():
     assert limits.broken(7199.0, 59.0) == ""
     assert "2 hours of CPU time" in limits.broken(7201.0, 0.0)
     assert "longer than the limit of 60 s" in limits.broken(0.0, 61.0)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), SystemError("error return without exception set")], ids=repr)
+def test_a_library_that_cannot_allocate_ends_the_search_as_too_large(tmp_path, monkeypatch, error):
+    """Extensions of the interpreter also fail without an exception of their own."""
+    store, user = a_store(tmp_path)
+
+    def fails(searcher):
+        raise error
+
+    monkeypatch.setattr(Searcher, "_tuned", fails)
+    with store:
+        search = store.submit(user, SIMULATED, devices=1)[0].id
+        Searcher(store, "unused", tmp_path, search, limits=SearcherLimits(memory_mib=300.0)).run()
+        found = store.search(search)
+    assert found.state is SearchState.FAILED and "its limit of 0.29" in found.reason
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def test_a_training_to_its_end(here, columns):  # noqa: F811
     text = " ".join(shown.text.split())  # lines break where the paths are long
     assert "training llama on " in text and "configuration: " in text and "corpus.txt: 1 documents" in text
     seen = {int(found[1]) for line in live if (found := re.search(r" (\d+)/30", line))}
-    assert 0 in seen and max(seen) <= 30, "a busy machine may skip later frames"
+    assert {0, 30} <= seen
     # Only the line with the final state remains of the live view.
     kept = [line for line in shown.lines if re.match(r"step [━╸╺ ]", line)]
     assert len(kept) == 1 and "30/30" in kept[0]

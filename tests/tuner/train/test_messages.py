@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 import yaml
@@ -109,6 +110,22 @@ def test_a_log_shows_the_progress_of_a_checkpoint_now_and_then_and_a_terminal_in
         listener.on_line(line)
     assert plain.getvalue() == f"{shown}\n"
     live = train_progress._Live(io.StringIO())
-    live._task = live._progress.add_task("step", total=10, numbers="starting")
+    live._task = live._progress.add_task("step", total=10, numbers=["starting"])
     live.on_line(line)
-    assert live._progress.tasks[0].fields["numbers"] == shown
+    assert live._progress.tasks[0].fields["numbers"] == [shown]
+
+
+@pytest.mark.parametrize("columns", [45, 60, 70, 80, 160])
+def test_a_narrow_terminal_shows_fewer_numbers_but_how_far_a_training_is(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    live = train_progress._Live(io.StringIO())
+    live._task = live._progress.add_task("step", total=1000, numbers=["starting"])
+    live.on_line({
+        "kind": "step", "step": 120, "loss": 6.1234, "lr": 1e-3, "grad_norm": 1.234, "tokens_per_second": 1234.0,
+        "memory_mib": 345.0, "seconds_left": 184.0,
+    })  # fmt: skip
+    with live._console.capture() as captured:
+        live._console.print(live._progress.get_renderable())
+    (line,) = captured.get().rstrip("\n").split("\n")
+    assert len(line.rstrip()) <= columns and re.match(r"step ━+ +120/1000 ", line), line
+    assert ("3:04 left" in line) is (columns >= 60) and ("345 MiB" in line) is (columns >= 160)
