@@ -121,6 +121,8 @@ class _Child:
     """True if it needs the imports of `OF_MODELS`."""
     call: Call | None = None
     """The call that runs the process; None while it does not run."""
+    agent: HostAgent | None = None
+    """The agent that began the process; a later one may have replaced it when the process's death is noticed."""
     pid: int | None = None
     """None until the process has sent it."""
     code: int | None = None
@@ -208,7 +210,6 @@ class Searchers:
         """Checks all searchers once: restarts, starts and ends processes."""
         now = time.monotonic()
         running, begin, released = self.slots.share()
-        # Directly before the agent is checked: a death together with the agent is not the searcher's fault.
         for name, child in list(self._children.items()):
             self._look_at(name, child, now)
         for name in released:
@@ -242,7 +243,7 @@ class Searchers:
             return
         how = "was killed" if child.code is None else f"ended with {child.code}"
         output = self._last_words(search, child)
-        if child.code is None and self.agent.ended(ALSO_DEAD_S):
+        if child.code is None and child.agent is not None and child.agent.ended(ALSO_DEAD_S):
             how = "was killed together with its host agent"
         else:
             child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
@@ -279,7 +280,8 @@ class Searchers:
             task = self.task(
                 url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
             )
-            child.call = self.agent.begin(task)
+            child.agent = self.agent
+            child.call = child.agent.begin(task)
         except RunnerError as error:
             if not self._stopping.is_set():  # not the search's fault, so not counted as a death
                 child.again_at = time.monotonic() + LONGEST_PAUSE_S

@@ -157,6 +157,18 @@ def test_an_agent_that_is_killed_is_started_again_and_its_searchers_are_not_to_b
     assert [searchers._children[each].deaths for each in searches] == [0, 0]
 
 
+def test_a_death_that_is_noticed_after_that_of_the_agent_is_not_the_searchers_fault(service, monkeypatch):
+    store, searching = service
+    search = a_search(store)
+    store.take_search(search)
+    searchers = searching(Waits)
+    first, agent, is_alive = until(lambda: pid_of(searchers, search)), searchers.agent, module._Child.is_alive
+    monkeypatch.setattr(module._Child, "is_alive", lambda child: searchers.agent is agent or is_alive(child))
+    os.kill(agent.pid, signal.SIGKILL)
+    until(lambda: pid_of(searchers, search) not in (None, first))
+    assert searchers._children[search].deaths == 0
+
+
 def test_searchers_end_when_their_server_is_killed(tmp_path):
     """The kernel ends them, whatever they are doing."""
     code = (
