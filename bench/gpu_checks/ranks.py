@@ -1,4 +1,7 @@
-"""Checks that ranks on one GPU give the results of one process. NCCL permits that with NCCL_MULTI_RANK_GPU_ENABLE."""
+"""Checks that ranks on one GPU give the results of one process.
+
+NCCL refuses two ranks of a host on one GPU. With its own `NCCL_HOSTID` each rank counts as a host, and the ranks
+communicate through sockets."""
 
 import os
 import threading
@@ -69,7 +72,7 @@ def _pair(setting: Setting, cells: list[tuple[str, str]]) -> Iterator[Row]:
 def _serve(rank: int, device: str, store: str, cells: list[tuple[str, str]], answers: Any) -> None:
     import torch.distributed as dist
 
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
     torch.set_num_threads(1)
     try:
         if device == "cuda":

@@ -21,8 +21,8 @@ from redline.training.first_step import first_step
 from redline.training.probe import take
 from tiers import tiered
 from torch import nn
-from torchao.float8.float8_linear import Float8Linear
 
+Float8Linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = torch.device("cpu")
 GRADIENTS = {"fp8": torch.float8_e5m2, "fp8_rowwise": torch.float8_e4m3fn}
