@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from types import SimpleNamespace
 
-from ..base.errors import RunnerError
+from ..base.gpus import find_gpus
 from ..base.scratch import remove
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 from .protocol import Channel, Received, receive_call
@@ -56,7 +57,7 @@ def main() -> None:
     # torch.cuda.is_available() through NVML, so that no import initialises CUDA in the agent.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with _reporting(start):
-        _import(setup.imports)
+        _import(start, setup.imports)
         listener = Listener(os.path.join(folder, SOCKET), "AF_UNIX", backlog=128)
     start.done()
     try:
@@ -76,17 +77,41 @@ def _reporting(call: Received) -> Iterator[None]:
         sys.exit(1)
 
 
-def _import(names: tuple[str, ...]) -> None:
-    for name in names:
-        importlib.import_module(name)
-        if cuda_is_initialised():
-            raise RunnerError(
-                f"importing {name} initialises CUDA, so that no process forked from the host agent can use it. Move the code "
-                "that needs the device (a tensor on 'cuda', torch.cuda.get_device_name, ...) from the module into a function"
-            )
+def _import(call: Received, names: tuple[str, ...]) -> None:
+    """Imports modules. One that initialises CUDA ends the agent, since no process forked from it could use a GPU; the reply
+    then is its name."""
+    with _gpus_described():
+        for name in names:
+            importlib.import_module(name)
+            if cuda_is_initialised():
+                call.done(name)
+                sys.exit(0)
     sys.stdout.flush()  # otherwise every fork would write the buffered output of the imports again
     gc.collect()
     gc.freeze()  # excludes imported objects from collection, so that their pages stay shared
+
+
+@contextmanager
+def _gpus_described() -> Iterator[None]:
+    """Lets torch take the compute capability of GPUs from NVML, which does not initialise CUDA.
+
+    Packages such as torchao ask `has_triton()` when they are imported, and it needs the capability. torch's compile workers,
+    which must not initialise CUDA either, use the same two dictionaries (torch._inductor.async_compile).
+    """
+    gpus = find_gpus()
+    if not gpus:
+        yield
+        return
+    from torch._dynamo import device_interface
+
+    properties, current = device_interface.caching_worker_device_properties, device_interface.caching_worker_current_devices
+    properties["cuda"] = [SimpleNamespace(major=each.capability[0], minor=each.capability[1]) for each in gpus]
+    current["cuda"] = 0
+    try:
+        yield
+    finally:
+        # Ranks read the properties of their devices.
+        del properties["cuda"], current["cuda"]
 
 
 def cuda_is_initialised() -> bool:
@@ -113,7 +138,7 @@ def _serve(listener: Listener, parent: Channel) -> None:
                     except EOFError:
                         return
                     with _reporting(call):
-                        _import(*call.arguments)
+                        _import(call, *call.arguments)
                     call.done()
                     continue
                 if key.data == "client":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -67,6 +68,7 @@ class HostAgent:
         self._failure: RunnerError | None = None
         self._running: dict[str, Call] = {}
         self._stopped: set[str] = set()
+        self._left_out: set[str] = set()
         sweep()
         self._start()
 
@@ -90,7 +92,8 @@ class HostAgent:
     def also_import(self, imports: Sequence[str]) -> None:
         """Makes the agent import further modules in the background. `wait_ready` and `run` wait for that."""
         with self._lock:
-            new = tuple(dict.fromkeys(each for each in imports if each not in self._imports))
+            known = self._left_out.union(self._imports)
+            new = tuple(dict.fromkeys(each for each in imports if each not in known))
             if new:
                 self._imports += new
                 self._imports_begun.append(self._caller.begin(IMPORT, new))
@@ -124,6 +127,8 @@ class HostAgent:
     def _imported(self, call: Call) -> bool:
         """Waits until the agent has imported modules. Returns False if it died before.
 
+        An agent with a module that initialises CUDA is replaced by one without it; each trial then imports it itself.
+
         Raises:
             RunnerError: an import failed.
         """
@@ -132,8 +137,22 @@ class HostAgent:
         while True:
             running = self._process.running
             try:
-                call.result(POLL_S)
-                return True
+                initialises_cuda: str | None = call.result(POLL_S)
+                if initialises_cuda is None:
+                    return True
+                place = self._imports.index(initialises_cuda)
+                self._left_out.update(self._imports[place:])  # what follows may import it as well
+                self._imports = self._imports[:place]
+                warnings.warn(
+                    f"importing {initialises_cuda} initialises CUDA, so each trial imports it itself, which takes longer. "
+                    "Move the code that needs the device (a tensor on 'cuda', torch.cuda.get_device_name, ...) from the "
+                    "module into a function",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                self._restart()
+                (call,), active = self._imports_begun, time.monotonic()
+                continue
             except TimeoutError:
                 if not running:
                     return False

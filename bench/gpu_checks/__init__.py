@@ -61,7 +61,7 @@ def _checks() -> dict[str, Check]:
         "sdpa": Check(correct.sdpa, 30),
         "offload": Check(speed.offload, 60),
         "resume": Check(correct.resume, 40),
-        "measure": Check(speed.measured, 60),
+        "measure": Check(speed.measured, 120),
         "ranks": Check(ranks.ranks, 180),
     }
 

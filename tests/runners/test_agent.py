@@ -13,7 +13,9 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
+import torch
 from redline.base.errors import RunnerError
+from redline.base.gpus import Gpu
 from redline.results import Status
 from redline.runners.host import STARTS, HostAgent
 from redline.runners.job import Job
@@ -197,18 +199,51 @@ def test_an_agent_ends_with_whoever_started_it(tmp_path):
     assert alive == []
 
 
-def test_a_module_that_initialises_cuda_is_named(agent, tmp_path):
-    source = "int cuCtxGetCurrent(void **context) { *context = 0; return initialised; }"
-    library = tmp_path / "libcuda.so.1"
-    made = {}
-    for initialised in (3, 0):  # CUDA_ERROR_NOT_INITIALIZED, and CUDA_SUCCESS
-        (tmp_path / "driver.c").write_text(source.replace("initialised", str(initialised)))
-        command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"]
-        subprocess.run(command, check=True)
-        made[initialised] = agent(f"import ctypes\nctypes.CDLL({str(library)!r})")
-        if initialised:
-            made[initialised].wait_ready()  # a driver that is loaded but not initialised
-    with pytest.raises(
-        RunnerError, match=f"importing {made[0]._imports[0]} initialises CUDA, so that no process forked"
-    ):
-        made[0].wait_ready()
+def driver(folder, *, initialised):
+    """A CUDA driver that is initialised, or is not."""
+    status = 0 if initialised else 3  # CUDA_SUCCESS, CUDA_ERROR_NOT_INITIALIZED
+    folder.mkdir()
+    (folder / "driver.c").write_text(f"int cuCtxGetCurrent(void **context) {{ *context = 0; return {status}; }}")
+    library = folder / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, folder / "driver.c"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def test_a_module_that_loads_the_cuda_driver_is_imported_once(agent, tmp_path):
+    made = agent(f"import ctypes\nctypes.CDLL({str(driver(tmp_path / 'cuda', initialised=False))!r})")
+    names = made._imports
+    made.wait_ready()
+    assert made._imports == names
+
+
+def test_a_module_that_initialises_cuda_is_imported_by_each_trial(agent, tmp_path):
+    made = agent(f"import ctypes\nctypes.CDLL({str(driver(tmp_path / 'cuda', initialised=True))!r})")
+    (spoils,) = made._imports
+    spoiled = made.pid
+    made.also_import(["json", spoils])
+    with pytest.warns(RuntimeWarning, match=f"importing {spoils} initialises CUDA, so each trial imports it itself"):
+        made.wait_ready()
+    assert made.pid != spoiled
+    made.also_import([spoils])
+    outcome = made.run(Job(program=cloudpickle.dumps(lambda context: spoils in sys.modules), timeout_s=60))
+    assert outcome.status is Status.OK
+    assert outcome.ranks[0].report is False
+
+
+def test_packages_learn_the_capability_of_a_gpu_without_initialising_cuda(monkeypatch):
+    from redline.runners import agent as module
+    from torch._dynamo import device_interface
+
+    gpus = [Gpu(name="0", model="NVIDIA H100 80GB HBM3", memory_mib=81559, capability=(9, 0))]
+    monkeypatch.setattr(module, "find_gpus", lambda: gpus)
+
+    def fail():
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
+    worker = device_interface.CudaInterface.Worker
+    with module._gpus_described():
+        assert worker.get_device_properties().major == 9
+    with pytest.raises(AssertionError, match="CUDA was initialised"):
+        worker.get_device_properties()

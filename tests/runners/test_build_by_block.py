@@ -179,6 +179,7 @@ def test_on_a_gpu_weights_without_a_float32_copy_never_have_one():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda", 0)
+    torch.cuda.init()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     training = Training(workload(), {"precision": "bf16_pure", "micro_batch": 4}, device)
