@@ -37,6 +37,9 @@ NAMES: dict[str, tuple[str, str]] = {
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
     "select_decomp_table": ("torch._inductor.decomposition", "select_decomp_table"),
     "inductor_cache_dir": ("torch._inductor.runtime.cache_dir_utils", "cache_dir"),
+    # Answers of compile workers about GPUs.
+    "device_properties": ("torch._dynamo.device_interface", "caching_worker_device_properties"),
+    "current_devices": ("torch._dynamo.device_interface", "caching_worker_current_devices"),
     # Kinds of modules and operators.
     "ConvNd": ("torch.nn.modules.conv", "_ConvNd"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
@@ -161,6 +164,26 @@ def is_erased(node: Any) -> bool:
 def sequence_number_of(node: Any) -> int:
     """Returns the number of a node of the backward pass, in the order in which the forward pass made them."""
     return int(node._sequence_nr())
+
+
+_NEAR = 8
+"""Operators between the logarithms of probabilities and the loss, at most: a choice, a cast, a sum, factors."""
+
+
+def format_of_losses(loss: "Tensor") -> Any:
+    """Returns the dtype in which the terms of a mean loss were computed.
+
+    That of the loss itself, or of the logarithms of probabilities that it was made of: on CUDA, autocast leaves
+    `cross_entropy` of 16-bit logits 16-bit ones, and takes the mean of them in float32.
+    """
+    node = loss.grad_fn
+    for _ in range(_NEAR):
+        if node is None:
+            break
+        if node.name() == "LogSoftmaxBackward0":
+            return node._saved_result.dtype
+        node = node.next_functions[0][0] if node.next_functions else None
+    return loss.dtype
 
 
 def kernel_on_cpu(operator: Any) -> Any:

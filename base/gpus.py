@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from .errors import MissingDependency, UsageError
@@ -304,3 +305,34 @@ def _described(nvml: Any, name: str, handle: Any, parent: Any) -> Gpu:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+@contextmanager
+def gpus_described() -> Iterator[None]:
+    """Answers packages that ask for the compute capability of a GPU when they are imported without initialising CUDA.
+
+    torchao calls `has_triton()`, which needs the capability, and transformers imports torchao. A process that has initialised
+    CUDA holds some hundred MiB of the GPU, and no process forked from it can use one. torch's compile workers, which must not
+    initialise CUDA either, use the same two dictionaries (torch._inductor.async_compile).
+    """
+    try:
+        gpus = find_gpus()
+    except (UsageError, MissingDependency):  # an error where devices are needed, not here
+        gpus = []
+    if not gpus:
+        yield
+        return
+    import torch
+
+    from ._torch import current_devices, device_properties
+
+    if torch.cuda.is_initialized() or "cuda" in device_properties:
+        yield
+        return
+    device_properties["cuda"] = [SimpleNamespace(major=each.capability[0], minor=each.capability[1]) for each in gpus]
+    current_devices["cuda"] = 0
+    try:
+        yield
+    finally:
+        # Everything else reads the properties of the device.
+        del device_properties["cuda"], current_devices["cuda"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..base._transformers import quiet, refusals, supports_flash, supports_sdpa
 from ..base.device import Device
 from ..base.errors import WorkloadError
+from ..base.gpus import gpus_described
 from .data import Task
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Architecture:
     @cached_property
     def model_class(self) -> type:
         """Class of transformers for this family and task."""
-        with quiet() as transformers:
+        with quiet() as transformers, gpus_described():
             mapping = getattr(transformers, _MAPPING[self.task])
             return mapping[_config_class(transformers, self.model_type)]
 

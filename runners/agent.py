@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from types import SimpleNamespace
 
-from ..base.gpus import find_gpus
+from ..base.gpus import gpus_described
 from ..base.scratch import remove
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 from .protocol import Channel, Received, receive_call
@@ -80,7 +79,7 @@ def _reporting(call: Received) -> Iterator[None]:
 def _import(call: Received, names: tuple[str, ...]) -> None:
     """Imports modules. One that initialises CUDA ends the agent, since no process forked from it could use a GPU; the reply
     then is its name."""
-    with _gpus_described():
+    with gpus_described():
         for name in names:
             importlib.import_module(name)
             if cuda_is_initialised():
@@ -89,29 +88,6 @@ def _import(call: Received, names: tuple[str, ...]) -> None:
     sys.stdout.flush()  # otherwise every fork would write the buffered output of the imports again
     gc.collect()
     gc.freeze()  # excludes imported objects from collection, so that their pages stay shared
-
-
-@contextmanager
-def _gpus_described() -> Iterator[None]:
-    """Lets torch take the compute capability of GPUs from NVML, which does not initialise CUDA.
-
-    Packages such as torchao ask `has_triton()` when they are imported, and it needs the capability. torch's compile workers,
-    which must not initialise CUDA either, use the same two dictionaries (torch._inductor.async_compile).
-    """
-    gpus = find_gpus()
-    if not gpus:
-        yield
-        return
-    from torch._dynamo import device_interface
-
-    properties, current = device_interface.caching_worker_device_properties, device_interface.caching_worker_current_devices
-    properties["cuda"] = [SimpleNamespace(major=each.capability[0], minor=each.capability[1]) for each in gpus]
-    current["cuda"] = 0
-    try:
-        yield
-    finally:
-        # Ranks read the properties of their devices.
-        del properties["cuda"], current["cuda"]
 
 
 def cuda_is_initialised() -> bool:

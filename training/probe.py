@@ -334,6 +334,7 @@ class _Probed:
         """Projects the logits of a micro-batch over V, which may be sharded over ranks."""
         import torch
 
+        from ..base._torch import format_of_losses
         from ..schedule.fused_logits import FusedLogits
         from ..schedule.outputs import logits_of, loss_of
         from ..schedule.parallel.collectives import all_reduce
@@ -341,7 +342,7 @@ class _Probed:
 
         loss = output if isinstance(output, torch.Tensor) else loss_of(output)
         if loss is not None:
-            self.loss_roundoff = torch.finfo(loss.dtype).eps / 2
+            self.loss_roundoff = torch.finfo(format_of_losses(loss)).eps / 2
         logits, axis = logits_of(output), None
         if logits is None or logits.dim() < 2 or logits.shape[0] != size:
             return  # unknown which of them belong to which sample

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
+import torch
 from redline.base import gpus
 from redline.base.device import detect, visible_gpus
 from redline.base.errors import MissingDependency, UsageError
@@ -201,3 +202,24 @@ def test_a_gpu_without_pynvml_is_an_error(machine, monkeypatch, tmp_path):
     (tmp_path / "nvidia0").touch()
     with pytest.raises(MissingDependency, match="pip install nvidia-ml-py"):
         detect()
+
+
+def test_packages_learn_the_capability_of_a_gpu_without_initialising_cuda(machine, monkeypatch):
+    """As torchao does when it is imported."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    def fail():
+        raise AssertionError("CUDA was initialised")
+
+    machine([Fake("GPU-a"), Fake("GPU-b")])
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
+    with gpus.gpus_described():
+        assert CudaInterface.Worker.get_device_properties().major == 9
+        with gpus.gpus_described():  # a model's class, in the host agent
+            assert CudaInterface.Worker.get_device_properties().major == 9
+        assert CudaInterface.Worker.get_device_properties().major == 9
+    with pytest.raises(AssertionError, match="CUDA was initialised"):
+        CudaInterface.Worker.get_device_properties()
+    machine([])
+    with gpus.gpus_described(), pytest.raises(AssertionError, match="CUDA was initialised"):
+        CudaInterface.Worker.get_device_properties()

@@ -13,9 +13,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
-import torch
 from redline.base.errors import RunnerError
-from redline.base.gpus import Gpu
 from redline.results import Status
 from redline.runners.host import STARTS, HostAgent
 from redline.runners.job import Job
@@ -229,21 +227,3 @@ def test_a_module_that_initialises_cuda_is_imported_by_each_trial(agent, tmp_pat
     outcome = made.run(Job(program=cloudpickle.dumps(lambda context: spoils in sys.modules), timeout_s=60))
     assert outcome.status is Status.OK
     assert outcome.ranks[0].report is False
-
-
-def test_packages_learn_the_capability_of_a_gpu_without_initialising_cuda(monkeypatch):
-    from redline.runners import agent as module
-    from torch._dynamo import device_interface
-
-    gpus = [Gpu(name="0", model="NVIDIA H100 80GB HBM3", memory_mib=81559, capability=(9, 0))]
-    monkeypatch.setattr(module, "find_gpus", lambda: gpus)
-
-    def fail():
-        raise AssertionError("CUDA was initialised")
-
-    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
-    worker = device_interface.CudaInterface.Worker
-    with module._gpus_described():
-        assert worker.get_device_properties().major == 9
-    with pytest.raises(AssertionError, match="CUDA was initialised"):
-        worker.get_device_properties()

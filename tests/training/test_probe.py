@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from redline.base._torch import format_of_losses
 from redline.models import Workload
 from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together
@@ -585,3 +586,15 @@ def test_rows_that_experts_drop_in_training_are_no_departure_and_are_counted():
     assert verdict(together([found], [first]), expected) == ""
     dropped, routed = dropped_rows(training.model)
     assert routed == training.samples_per_step * mixture.seq_len * 2 * 2 and routed / 2 <= dropped < routed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_format_of_a_loss_is_that_of_its_probabilities(dtype):
+    """On CUDA, autocast takes the mean in float32 of the 16-bit logarithms that `cross_entropy` leaves."""
+    logits, labels = torch.randn(4, 8, requires_grad=True), torch.arange(4)
+    logarithms = torch.log_softmax(logits.to(dtype), -1)
+    loss = torch.nn.functional.nll_loss(logarithms.float(), labels, reduction="sum") / 4
+    assert loss.dtype == torch.float32 and format_of_losses(loss) == dtype
+    loss = torch.nn.functional.cross_entropy(logits.to(dtype).float(), labels)
+    assert format_of_losses(loss) == torch.float32
+    assert format_of_losses(logits.to(dtype).square().mean()) == dtype
