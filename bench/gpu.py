@@ -4,8 +4,9 @@
     python bench/gpu.py --out DIR --only models,ranks   # these checks
     python bench/gpu.py --out DIR --tiny --device cpu   # the same code at tiny sizes, for its tests
 
-Every check runs in its own process with its own time limit, in the order of bench/gpu_checks/__init__.py. DIR receives
-gpu.jsonl with a line for each check, gpu.md with the table, and NAME.log with the output of each check. The exit
+Every check runs in its own process with its own time limit, in the order of bench/gpu_checks/__init__.py, and prints its
+rows as they come. DIR receives gpu.jsonl with a line for each check, gpu.md with the table, and NAME.log with the output
+of each check. The exit
 status is 1 if a check fails. Needs torch, transformers, psutil and cloudpickle, but neither Ray nor Optuna nor an
 installed redline.
 """
@@ -15,6 +16,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--only", help="names of checks, with commas between")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the check as well
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         _importable(Path(place))
         from redline.runners.host import COMMON_IMPORTS, PLAIN_IMPORTS, HostAgent
@@ -124,6 +127,7 @@ def outcome(name: str, setting: Any, limit_s: float) -> dict[str, Any]:
                 break
             if kind == "row":
                 rows.append(value)
+                print(f"{name:12} {json.dumps(value)}", flush=True)
                 continue
             status, error = kind, value
             break

@@ -28,8 +28,6 @@ from . import Row, Setting
 PARITY = 0.97
 """Share of the speed of a hand-written loop that redline must reach."""
 ONE_B: Mapping[str, Mapping[str, Any]] = {
-    "fp32": {"precision": "fp32"},
-    "tf32": {"precision": "tf32"},
     "bf16": {"precision": "bf16"},
     "bf16 + kernels": {"precision": "bf16", "kernels": True},
     "bf16 + fusion": {"precision": "bf16", "fusion": True},
@@ -37,6 +35,8 @@ ONE_B: Mapping[str, Mapping[str, Any]] = {
     "bf16 + kernels + fusion": {"precision": "bf16", "kernels": True, "fusion": True},
     "fp8 + fusion": {"precision": "fp8", "fusion": True},
     "fp8_rowwise + fusion": {"precision": "fp8_rowwise", "fusion": True},
+    "tf32": {"precision": "tf32"},
+    "fp32": {"precision": "fp32"},
 }
 SEVEN_B = {"precision": "bf16_pure", "checkpoint_ratio": 1.0, "kernels": True}
 
