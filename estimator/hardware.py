@@ -10,6 +10,7 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ..knobs.meaning import FLOAT8
+from .facts.device_operators import CPU, CUDA, CUDA_7
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
@@ -139,6 +140,13 @@ class Hardware:
             **dict.fromkeys(FLOAT8, ("fp8", "bf16", "fp16", "fp32")),
         }.get(precision, ("fp32",))
         return next(self.tflops[dtype] for dtype in order if dtype in self.tflops) * 1e12
+
+    @property
+    def operators(self) -> str:
+        """Whose operators run: `CPU`, `CUDA` or `CUDA_7`; a GPU that lists no bf16 is older than compute capability 8.0."""
+        if self.kind == "cpu":
+            return CPU
+        return CUDA if "bf16" in self.tflops else CUDA_7
 
     @property
     def shares_cores(self) -> bool:

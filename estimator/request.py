@@ -136,9 +136,9 @@ def _resolved(
     key = key_of(request, device, devices)
     kept = None if key is None else load(key)
     if kept is not None:
-        kind = "cpu" if machine.kind == "cpu" else "cuda"
+        operators = machine.operators
         source = KeptFacts(
-            kept.model_id, kind, remake=lambda: TracedFacts(resolve(request, device, devices).workload, kind)
+            kept.model_id, operators, remake=lambda: TracedFacts(resolve(request, device, devices).workload, operators)
         )
         setup = TrainingSetup(devices=devices, **without_knobs(kept.space))
         if source.has_all(variants_of(kept.space, setup)):

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+CUDA, CUDA_7, CPU = "cuda", "cuda-7", "cpu"
+"""Devices whose operators differ: NVIDIA GPUs, those before compute capability 8.0, which have no flash attention, and CPUs."""
 _UNDER_AUTOCAST_FP32 = (
     "softmax",
     "log_softmax",
     "layer_norm",
     "group_norm",
-    "cross_entropy",
     "nll_loss",
     "mse_loss",
 )
@@ -29,13 +30,13 @@ def function_mode(
     """A mode under which operators are traced as on `device_type`.
 
     On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel with or without dropout and
-    keeps its operands, its output and the log-sum-exp (arXiv:2205.14135), and autocast runs softmax and norms in float32. The
-    CPU's own operators do not change.
+    keeps its operands, its output and the log-sum-exp (arXiv:2205.14135), or several that keep the scores (`_is_fused`), and
+    autocast runs softmax and norms in float32. The CPU's own operators do not change.
 
     Args:
-        device_type: `cuda` or `cpu`.
-        attended: called for every scaled dot-product attention as `attended(query, key, value, causal, run)`; on the
-            CPU it returns the result of `run()`.
+        device_type: `CUDA`, `CUDA_7` or `CPU`.
+        attended: called for every scaled dot-product attention of one kernel as `attended(query, key, value, causal, run)`; on
+            the CPU it returns the result of `run()`.
         grouped: called for every grouped product of a mixture's experts, as `grouped(rows, weights)`: (r, k),
             sorted by expert, and (experts, k, n).
     """
@@ -64,9 +65,11 @@ def function_mode(
                     return run_backward((args[0],), (torch.ones_like(args[0]),), False, False, (), True, True)
             if func in grouped_products:
                 return _grouped(*args, **kwargs, record=grouped)
-            if device_type == "cuda":
+            if device_type != CPU:
                 if func is F.dropout:
                     return _dropout(func, *args, **kwargs)
+                if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and _is_half(args[0] if args else None):
+                    return _cross_entropy(*args, **kwargs)
                 if func in fp32 and torch.is_autocast_enabled("cpu"):
                     args = tuple(_float(each) for each in args)
             return func(*args, **kwargs)
@@ -77,8 +80,27 @@ def function_mode(
 def _float(value: Any) -> Any:
     import torch
 
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
+    return value.float() if isinstance(value, torch.Tensor) and _is_half(value) else value
+
+
+def _is_half(value: Any) -> bool:
+    import torch
+
+    return getattr(value, "dtype", None) in (torch.bfloat16, torch.float16)
+
+
+def _cross_entropy(
+    input: "torch.Tensor", target: "torch.Tensor", weight: "torch.Tensor | None" = None, **options: Any
+) -> "torch.Tensor":
+    """That of 16-bit logits under autocast: the logarithms have 16 bits, since `cross_entropy` asks for the logits' format, and
+    their mean is taken of a copy in float32."""
+    import torch
+    from torch.nn import functional as F
+
+    options.pop("label_smoothing", None)  # keeps the same
+    with torch.autocast("cpu", enabled=False):
+        logarithms = torch.log_softmax(input, 1 if input.dim() > 1 else 0)
+    return F.nll_loss(logarithms.float(), target, weight, **options)
 
 
 def _dropout(
@@ -107,13 +129,48 @@ def _attention(
 ) -> "torch.Tensor":
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = given["query"], given["key"], given["value"]
-    causal = bool(given.get("is_causal")) or given.get("attn_mask") is not None
-    if device_type == "cuda":
-        return attended(
-            query, key, value, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask"))
-        )
-    return attended(query, key, value, causal, lambda: func(*args, **kwargs))
+    query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    causal = bool(given.get("is_causal")) or mask is not None
+    if device_type == CPU:
+        return attended(query, key, value, causal, lambda: func(*args, **kwargs))
+    if not _is_fused(query, key, device_type):
+        return _attention_by_products(query, key, value, mask, bool(given.get("is_causal")))
+    return attended(query, key, value, causal, lambda: _functions()[1].apply(query, key, value, mask))
+
+
+def _is_fused(query: "torch.Tensor", key: "torch.Tensor", device_type: str) -> bool:
+    """True if torch has one kernel for an attention. Fewer heads of keys than of queries (`enable_gqa`) need flash attention or
+    cuDNN's, which compute in 16 bits from compute capability 8.0 on.
+
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.11 to 2.13; measured on an H200 (docs/gpus.md).
+    """
+    import torch
+
+    if query.dim() < 4 or query.shape[-3] == key.shape[-3]:
+        return True
+    return device_type == CUDA and (_is_half(query) or torch.is_autocast_enabled("cpu"))
+
+
+def _attention_by_products(
+    query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", mask: "torch.Tensor | None", causal: bool
+) -> "torch.Tensor":
+    """As torch computes without such a kernel: in float32, with repeated keys and values.
+
+    Source: `_scaled_dot_product_attention_math` in aten/src/ATen/native/transformers/attention.cpp.
+    """
+    import torch
+
+    format_, repeats = query.dtype, query.shape[-3] // key.shape[-3]
+    with torch.autocast("cpu", enabled=False):
+        query, key, value = (each.float() for each in (query, key, value))
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        root = query.shape[-1] ** -0.25
+        scores = (query * root) @ (key * root).transpose(-2, -1)
+        if causal:
+            mask = torch.zeros(scores.shape[-2:], dtype=scores.dtype, device=scores.device)
+        if mask is not None:
+            scores = scores + mask
+        return (scores.softmax(-1) @ value).to(format_)
 
 
 @cache

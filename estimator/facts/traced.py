@@ -34,7 +34,7 @@ class TracedFacts:
 
     workload: Workload
     device_type: str = "cuda"
-    """Device of the training: `cuda` or `cpu`, which keep different tensors for backward."""
+    """Whose operators run, as `Hardware.operators`: they keep different tensors for backward."""
     folder: Path | None = None
     """Folder of the cache; None for the user's cache folder."""
     _known: dict[tuple[str, str, bool], ModelFacts] = field(default_factory=dict, init=False, repr=False)
@@ -124,7 +124,7 @@ def trace_facts(
         workload: any, including a user's own modules.
         precision, attention, fusion, kernels: values of the knobs. An attention that the workload does not
             have is ignored.
-        device_type: device of the training.
+        device_type: whose operators run, as `Hardware.operators`.
         folder: of the cache; None for the user's.
         cached: True to read and write the cache.
         steps: steps that were traced, by precision and attention; a variant with fusion starts from the one

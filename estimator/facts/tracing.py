@@ -52,7 +52,7 @@ def trace_step(
         split: returns the dimension of a product that tensor parallelism divides: `column`, `row` or `none`.
         precision: a value of the knob.
         attention: a value of the knob; None for the workload's default. Flash attention is traced as sdpa.
-        device_type: device of the training: `cuda` and `cpu` keep different tensors of dropout and attention.
+        device_type: whose operators run, as `Hardware.operators`.
         samples: of the batch.
         every_block: True to also record blocks that are identical to a recorded one; slower, with the same
             result.
