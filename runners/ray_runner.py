@@ -30,6 +30,8 @@ CLOSE_S = 20.0
 class RayRunner(DryRunner):
     """Sends jobs to the process that uses Ray (`ray_driver`), and restarts that process when it is lost.
 
+    Ray starts in the background. `wait_ready` waits for it, and `slots` and `per_host` are known from then on.
+
     Args:
         what: the workload, or other work.
         terms: devices, limits and deadlines of every trial.
@@ -38,8 +40,6 @@ class RayRunner(DryRunner):
 
     Raises:
         MissingDependency: ray is not installed.
-        UsageError: the cluster has fewer devices than a trial needs.
-        RunnerError: Ray did not start, or placed nothing within a minute.
     """
 
     name = "ray"
@@ -67,25 +67,33 @@ class RayRunner(DryRunner):
         )
         self._lock = threading.Lock()
         sweep()
-        placed = self._start()
-        self.per_host, self.slots = placed.per_host, placed.slots
+        self._driver = _Driver(self._setup)
+        self._placed = False
 
-    def _start(self) -> Placed:
-        """Starts the process, again if it dies before it can answer."""
+    def wait_ready(self) -> None:
+        """Waits until trials can start at once.
+
+        Raises:
+            UsageError: the cluster has fewer devices than a trial needs.
+            RunnerError: Ray did not start, or placed nothing within a minute.
+        """
+        if not self._placed:
+            placed = self._wait_placed()
+            self.per_host, self.slots, self._placed = placed.per_host, placed.slots, True
+        self._call(READY)
+
+    def _wait_placed(self) -> Placed:
+        """Waits for the first start, which is repeated if the process dies before it can answer."""
         for start in range(1, STARTS + 1):
-            self._driver = _Driver(self._setup)
             try:
                 placed: Placed = self._driver.start.result()
                 return placed
             except BaseException as error:
                 self._driver.close(0 if self._driver.lost else CLOSE_S)
-                if self._driver.start.replied or start == STARTS or not isinstance(error, RunnerError):
+                if self._driver.start.replied or start == STARTS or not isinstance(error, RunnerError) or self.closed:
                     raise
+            self._driver = _Driver(self._setup)
         raise AssertionError("unreachable")
-
-    def wait_ready(self) -> None:
-        """Waits until trials can start at once."""
-        self._call(READY)
 
     def dispatch(self, job: Job) -> Outcome:
         outcome: Outcome = self._call(RUN_JOB, job)

@@ -111,7 +111,7 @@ class Runner(ABC):
     name: ClassVar[str]
     """Name on the command line."""
     slots: int = 1
-    """Number of trials that can run at once."""
+    """Number of trials that can run at once; known after `wait_ready`."""
     isolated: bool = True
     """True if a trial cannot end this process."""
     confirms: bool = True
@@ -119,7 +119,7 @@ class Runner(ABC):
     settle_s: float = 0.0
     """Longest additional time of a `sustained` trial, s."""
     per_host: int | None = None
-    """Devices of a trial on each host if the runner determines that; None otherwise."""
+    """Devices of a trial on each host if the runner determines that, after `wait_ready`; None otherwise."""
     device: Device | None = None
     """Kind of the trials' devices if they are not this machine's."""
     closed: bool = False

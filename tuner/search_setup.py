@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import available_memory_mib, usable_cores
-from ..base.errors import SpaceError, UsageError
+from ..base.errors import RunnerError, SpaceError, UsageError
 from ..base.gpus import gpu_use
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
@@ -19,11 +19,12 @@ from ..models.flops import flops_of
 from ..models.server_model import ServerModel
 from ..results import RunFolder, Trial
 from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
-from ..runners.dispatch import DryRuns
+from ..runners.dispatch import DryRunner, DryRuns
 from ..runners.emulate import HUGE_PAGES
 from ..runners.function import Calls
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.local import SharedDevices
+from ..runners.ray_runner import RayRunner
 from ..runners.registry import runner_on
 from ..runners.work import Work
 from ..space import Config, Space
@@ -70,6 +71,8 @@ class SearchSetup:
     """Description of the request for run.yaml."""
     agent: HostAgent | None
     """A host agent that was started early; None if the runner starts its own."""
+    starting: DryRunner | None
+    """The runner, if it started early; `runner` waits until it is ready."""
     work: Work | None
     """Work of the processes of a trial; None if trials have no processes."""
     limit_mib: float | None
@@ -94,6 +97,7 @@ class SearchSetup:
             estimator=self.estimator,
             earlier=earlier,
             agent=self.agent,
+            starting=self.starting,
         )
         if not self.request.emulate_first:
             return made
@@ -145,7 +149,12 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     if limit_mib is not None:
         asked["rank_memory_mib"] = limit_mib
 
-    estimator = _estimator(request, task, limit_mib, agent, warn)
+    starting = None
+    if request.runs_on == RayRunner.name and work is not None and not request.emulate_first:
+        # Ray starts while the space is predicted.
+        starting = _start_runner(request, task, work, limit_mib)
+        stack.callback(starting.close)
+    estimator = _estimator(request, task, limit_mib, starting or agent, warn)
     if request.emulate_first and estimator is not None:
         with _emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
             say = request.listener.on_wait if request.listener is not None else lambda what: None
@@ -168,6 +177,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         task=task,
         asked=asked,
         agent=agent,
+        starting=starting,
         work=work,
         limit_mib=limit_mib,
         estimator=estimator,
@@ -225,11 +235,21 @@ def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple
 
 
 def _estimator(
-    request: Request, task: Task, limit_mib: float | None, agent: HostAgent | None, warn: Callable[[str], None]
+    request: Request,
+    task: Task,
+    limit_mib: float | None,
+    starting: HostAgent | DryRunner | None,
+    warn: Callable[[str], None],
 ) -> "Estimator | None":
-    """Returns the estimator of the task's model. It waits for the agent's imports, which would disturb measuring the
-    machine.
+    """Returns the estimator of the task's model. Before this machine is measured, it waits for what is starting, which would
+    disturb that.
     """
+
+    def settle() -> None:
+        if starting is not None:
+            with contextlib.suppress(RunnerError):  # raised again when trials are to begin
+                starting.wait_ready()
+
     if task.workload is None:
         return None
     return estimate_to_begin_with(
@@ -241,7 +261,7 @@ def _estimator(
         memory_limit_mib=limit_mib,
         free_batch=task.free_batch,
         without=task.without,
-        settle=agent.wait_ready if agent is not None else lambda: None,
+        settle=settle,
     )
 
 
@@ -440,6 +460,7 @@ def make_runner(
     earlier: Sequence[Trial],
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
+    starting: DryRunner | None = None,
 ) -> Runner:
     """Returns the requested runner, ready for the first trial.
 
@@ -452,6 +473,7 @@ def make_runner(
         earlier: trials of a resumed run.
         agent: an agent started beforehand, for the runner `local`.
         shared: devices shared with others, for the runner `local`.
+        starting: the runner, if it was started beforehand.
     """
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
@@ -465,19 +487,7 @@ def make_runner(
         return _emulator(request, task, limit_mib, estimator, agent=agent)
     if work is None:
         return FunctionRunner(task.callable)
-    ranks = 1 if task.emulated else task.devices
-    terms = TrialTerms(
-        device=task.device,
-        devices=ranks,
-        memory_limit_mib=limit_mib,
-        timeout_s=request.timeout_s,
-        threads=max(1, usable_cores() // (ranks * (at_once or 1))) if task.device.type == "cpu" else None,
-        plan=plan,
-        seed=request.seed,
-    )
-    runner = runner_on(
-        request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, shared=shared
-    )
+    runner = starting or _start_runner(request, task, work, limit_mib, agent=agent, shared=shared)
     try:
         if task.own is not None:
             # Computed once here, while the workers start, rather than in every trial.
@@ -487,6 +497,32 @@ def make_runner(
         runner.close()
         raise
     return EmulatedCommands(runner, task, estimator) if task.emulated else runner
+
+
+def _start_runner(
+    request: Request,
+    task: Task,
+    work: Work,
+    limit_mib: float | None,
+    *,
+    agent: HostAgent | None = None,
+    shared: SharedDevices | None = None,
+) -> DryRunner:
+    """Starts the runner of a task's trials, which may take some time until it is ready."""
+    at_once = request.concurrency
+    ranks = 1 if task.emulated else task.devices
+    terms = TrialTerms(
+        device=task.device,
+        devices=ranks,
+        memory_limit_mib=limit_mib,
+        timeout_s=request.timeout_s,
+        threads=max(1, usable_cores() // (ranks * (at_once or 1))) if task.device.type == "cpu" else None,
+        plan=TimingPlan(seconds=request.measure_s),
+        seed=request.seed,
+    )
+    return runner_on(
+        request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, shared=shared
+    )
 
 
 def _emulator(

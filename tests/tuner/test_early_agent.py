@@ -1,4 +1,4 @@
-"""The host agent imports modules while a search is prepared, and ends with the search however it ends."""
+"""The host agent and Ray start while a search is prepared, and end with the search however it ends."""
 
 import os
 import signal
@@ -11,7 +11,9 @@ import pytest
 import redline as rl
 from redline.estimator import measuring
 from redline.models.request import TrainingRequest
+from redline.runners import registry
 from redline.runners.host import HostAgent
+from redline.runners.ray_runner import RayRunner
 from redline.tuner import search_setup
 from redline.tuner.task import resolve_task
 from torch import nn
@@ -25,7 +27,9 @@ def started(monkeypatch):
     class Quick(HostAgent):
         def __init__(self, imports, environment=None):
             super().__init__([], environment)
-            self.variables = psutil.Process(self.pid).environ()
+            while not (variables := psutil.Process(self.pid).environ()):
+                time.sleep(0.01)  # empty until the process runs its program
+            self.variables = variables
             made.append(self)
 
         def also_import(self, imports):
@@ -78,6 +82,31 @@ def test_this_machine_is_measured_when_the_agent_is_at_rest(started, tmp_path, m
     assert owed == [0]
 
 
+def test_this_machine_is_measured_when_ray_is_ready(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    steps = []
+
+    class Watched(RayRunner):
+        def wait_ready(self):
+            super().wait_ready()
+            steps.append(f"{self.slots} at once")
+
+        def close(self):
+            super().close()
+            steps.append("closed")
+
+    def measure(**_):
+        steps.append("measured")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "RUNNERS", {"ray": Watched})
+    monkeypatch.setattr(measuring, "table_entry", lambda device: None)
+    monkeypatch.setattr(measuring, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        rl.tune("gpt2-tiny", runner="ray", out=tmp_path / "run", fix={"fusion": False})
+    assert steps == ["1 at once", "measured", "closed"]
+
+
 def test_runs_without_local_trials_start_no_agent(started, tmp_path):
     space = rl.Space()
     space.choice("x", [1, 2])
@@ -111,13 +140,14 @@ def test_the_compiler_is_imported_if_a_candidate_may_compile(options, compiles):
     assert search_setup.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
 
 
-def test_an_interrupt_while_it_imports_leaves_no_process(tmp_path):
+@pytest.mark.parametrize(("runner", "module"), [("local", "agent"), ("ray", "ray_driver")])
+def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path, runner, module):
     process = subprocess.Popen(
-        [sys.executable, "-m", "redline.cli", "tune", "gpt2-tiny", "--runner", "local", "--out", "run"],
+        [sys.executable, "-m", "redline.cli", "tune", "gpt2-tiny", "--runner", runner, "--out", "run"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     driver = psutil.Process(process.pid)
-    while not (agents := [each for each in driver.children() if "redline.runners.agent" in each.cmdline()]):
+    while not (agents := [each for each in driver.children() if f"redline.runners.{module}" in each.cmdline()]):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

@@ -353,6 +353,7 @@ class Driver:
         self.listener.on_wait("starting ranks")
         work = Trainings(self.program())
         with runner_on(request.runner, work, terms, address=request.ray_address) as runner:
+            runner.wait_ready()
             self.listener.on_start(self.training_start())
             measured = self._watched(runner)
         self._end = work.ended
