@@ -164,9 +164,17 @@ ATTENTION_SHARES: dict[str, dict[str, float]] = {
 }
 """Share of the peak rate that forward and backward together reach with heads of 128 and long causal sequences; by the kernel's
 generation and the chip's. cuDNN's and Transformer Engine's kernels are `flash3`."""
+_OF_IMPLEMENTATIONS = {"sdpa": "flash3", "flash_attention_3": "flash3"}
+"""Kernels of the values of the knob `attention`; `flash2` for others. PyTorch takes cuDNN's for `sdpa` where it is faster than
+FlashAttention 2 (`sdpa` in docs/gpus.md)."""
 HALF_LENGTH = 450.0
 """Sequence length in tokens at which attention has half of that rate."""
 _GENERATIONS = {"v100": "a100", "h": "h100", "b": "b200", "gb": "b200", "rtx5": "b200"}
+
+
+def kernel_of(implementation: str) -> str:
+    """The kernel of an implementation, a value of the knob `attention`."""
+    return _OF_IMPLEMENTATIONS.get(implementation, "flash2")
 
 
 def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray", head_dim: int) -> Any:
@@ -177,6 +185,6 @@ def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray",
     found = shares.get(generation, shares["h100"])
     if hardware.attention is not None:
         # It was measured with PyTorch's kernel.
-        usual = ATTENTION_SHARES["flash2"]
+        usual = ATTENTION_SHARES[kernel_of("sdpa")]
         found *= hardware.attention / usual.get(generation, usual["h100"])
     return found * keys / (keys + HALF_LENGTH) * min(1.0, (head_dim / 128.0) ** 0.35)

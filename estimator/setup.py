@@ -139,8 +139,9 @@ class TrainingSetup:
     """True if weights that were updated in pieces are gathered during the next forward (ZeRO 1)."""
     frozen_bits: float | None = None
     """Bits of a frozen weight, with its scales; None: those of the weights' dtype."""
-    attention_kernel: str = "flash2"
-    """Generation of the fused attention kernels: a name in `ATTENTION_KERNELS`."""
+    attention_kernel: str | None = None
+    """Generation of the fused attention kernels: a name in `ATTENTION_KERNELS`; None: that of the implementation of a traced
+    model, otherwise `flash2`."""
     products: str | None = None
     """Number format of the matrix products of blocks: a name in `PRODUCTS`; None: that of the precision."""
     reported_rank: str = "fullest"
@@ -183,7 +184,7 @@ class TrainingSetup:
             raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, _REPORTED)}")
         if self.loss not in (None, *LOSSES):
             raise UsageError(f"TrainingSetup: {unknown('loss', self.loss, LOSSES)}")
-        if self.attention_kernel not in ATTENTION_KERNELS:
+        if self.attention_kernel not in (None, *ATTENTION_KERNELS):
             raise UsageError(f"TrainingSetup: {unknown('attention_kernel', self.attention_kernel, ATTENTION_KERNELS)}")
         if self.products not in (None, *PRODUCTS):
             raise UsageError(f"TrainingSetup: {unknown('products', self.products, PRODUCTS)}")

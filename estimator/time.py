@@ -19,7 +19,7 @@ from .constants import Constants
 from .experts import Rows, chosen, filled, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
-from .kernels import attention_share, product_seconds, products_of
+from .kernels import attention_share, kernel_of, product_seconds, products_of
 from .knob_arrays import KnobArrays
 from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
 from .sequences import all_to_alls, ring_waits
@@ -198,7 +198,7 @@ def _part_work(
             flops = flops / 2
         share = constants.eager_attention_efficiency
         if not eager:
-            kernel = setup.attention_kernel
+            kernel = setup.attention_kernel or ("flash2" if facts.shape is not None else kernel_of(facts.attention))
             # In a ring, a kernel gets the keys of one rank at a time.
             share = constants.attention_efficiency or attention_share(hardware, kernel, keys / cols.cp, kind.head_dim)
         attention = flops / (hardware.rate(half) * share)
@@ -208,6 +208,8 @@ def _part_work(
         memory_back = 2 * memory
     else:
         memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
+    casts = part.traffic_fixed / tp / bandwidth  # of weights, then of their gradients
+    memory, memory_back = memory + casts, memory_back + casts
     if part.attention is not None:
         merged = (cols.cp - 1) * tokens * part.attention.heads * part.attention.head_dim / tp / bandwidth
         memory, memory_back = memory + RING_MERGE[0] * merged, memory_back + RING_MERGE[1] * merged
@@ -852,6 +854,10 @@ def _update(rank: _Rank) -> np.ndarray:
     if rank.setup.gradient_copy:
         # Added to the accumulator after every micro-batch.
         time = time + rank.accum * rank.weights * (2 * form.gradient + form.parameter) / bandwidth
+    elif rank.facts.shape is None:
+        # Added to the first one's gradients.
+        held = np.where(rank.cols.zero >= 2, rank.owned, rank.weights)
+        time = time + (rank.accum - 1) * held * 3 * form.gradient / bandwidth
     return time
 
 

@@ -1,11 +1,15 @@
 """Predicted time: monotonicity in knobs, and published speeds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import redline as rl
 from redline.estimator import Estimator, Hardware, Link, ModelFacts, TrainingSetup
 from redline.estimator.collectives import group
 from redline.estimator.constants import CPU, Constants
 from redline.estimator.facts.model_facts import Matmul
+from redline.estimator.facts.traced import trace_facts
 from redline.estimator.hardware import find_hardware
 from redline.estimator.kernels import attention_share, products_of
 from redline.estimator.knob_arrays import knob_arrays
@@ -238,6 +242,24 @@ def test_accumulating_is_what_it_is_called():
         terms(SETUP.replace(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n)["matmul"] for n in (2, 16)
     )
     assert long == pytest.approx(8 * short)
+
+
+def test_weights_are_cast_and_gradients_added_for_every_micro_batch(tmp_path):
+    """Under autocast a weight takes 6 bytes to be cast, its gradient 6, and adding that to the last one's 12."""
+    facts = trace_facts(rl.workload("llama3.2-1b", seq_len=128, global_batch=8), precision="bf16", folder=tmp_path)
+    without = replace(facts, parts=tuple(replace(each, traffic_fixed=0.0) for each in facts.parts))
+
+    def step(traced, accum):
+        setup = TrainingSetup(devices=1, seq_len=128, global_batch=8)
+        made = knob_arrays([{"micro_batch": 8 // accum, "grad_accum": accum, "precision": "bf16"}], setup)
+        return {name: float(each[0]) for name, each in step_time(traced, made, setup, A100, UNLIMITED).items()}
+
+    casts = {accum: step(facts, accum)["memory-bound"] - step(without, accum)["memory-bound"] for accum in (1, 4)}
+    assert casts[4] == pytest.approx(4 * casts[1])
+    in_products = facts.parameters - (2 * 16 + 1) * 2048  # norms are not cast
+    ms_of_a_byte = casts[1] / (12 * in_products)
+    added = step(facts, 4)["optimizer"] - step(facts, 1)["optimizer"]
+    assert added == pytest.approx(3 * 12 * facts.parameters * ms_of_a_byte)
 
 
 def test_gradients_are_reduced_once_a_step_below_zero_2_and_every_micro_batch_above():

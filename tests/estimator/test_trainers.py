@@ -7,7 +7,7 @@ import pytest
 from redline.base.errors import UsageError
 from redline.estimator import Constants, Estimator, Shape, TrainingSetup, find_hardware
 from redline.estimator.facts.model_facts import ModelFacts
-from redline.estimator.kernels import attention_share, product_seconds, products_of
+from redline.estimator.kernels import attention_share, kernel_of, product_seconds, products_of
 from redline.estimator.request import estimate_request
 from redline.estimator.trainers import TRAINERS, built, find_trainer, trainer_of
 from redline.models import workload as preset
@@ -99,6 +99,9 @@ def test_attention_reaches_less_at_short_sequences_and_by_older_kernels():
     shares = [attention_share(h100, "flash2", keys, 128) for keys in (512, 4096, 65536)]
     assert shares == sorted(shares)
     assert attention_share(h100, "flash1", 4096, 128) < shares[1] < attention_share(h100, "flash3", 4096, 128)
+    assert [kernel_of(each) for each in ("sdpa", "flash_attention_2", "flash_attention_3")] == [
+        "flash3", "flash2", "flash3"
+    ]  # fmt: skip
 
 
 def test_gradients_that_stay_are_there_beside_the_activations_of_a_single_micro_batch():
