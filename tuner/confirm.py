@@ -163,14 +163,15 @@ class Confirmation:
                 if not self._stretch(active, left_s / 2):
                     if not self.rounds:
                         active = self._contenders(())
-                    self._round(active)
+                    if not self._round(active):
+                        break
                 active = self._still_open([trial for trial in active if trial.number not in self.failed])
             while (pair := self._pair_in_question()) and self._rounds_done < MOST_ROUNDS_OF_PAIR:
                 left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
                 if self.watch.left <= 0 or left_s <= 0:
                     break
-                if not self._stretch(pair, left_s / 2):
-                    self._round(pair)
+                if not self._stretch(pair, left_s / 2) and not self._round(pair):
+                    break
         finally:
             self._keep()
         self._say_far_off()
@@ -244,7 +245,8 @@ class Confirmation:
         self.failed[trial.number] = again
         self.listener.on_message(f"trial {trial.number} failed when measured again: {again.status} ({again.reason})")
 
-    def _round(self, active: Sequence[Trial]) -> None:
+    def _round(self, active: Sequence[Trial]) -> bool:
+        """Measures each active trial once. Returns False if the time is not enough for all."""
         current: dict[int, Measurement] = {}
         self.rounds.append(current)
         self._rounds_done += 1
@@ -255,19 +257,20 @@ class Confirmation:
             left = max(1, total - self._done)
             each_s = statistics.fmean((other.measured.seconds_total or 0.0) + self.settle_s for other in active)
             self.listener.on_remeasure(list(active), self._done, total, left * each_s)
-            if self.watch.left <= 0:
-                if current and not any(self.rounds[:-1]):
+            if self.watch.left <= 0 or self.watch.left < (trial.measured.seconds_total or 0.0):
+                if not any(self.rounds[:-1]):
                     # A contender that was not measured beside the others cannot be compared with them.
                     current.clear()
                     self.listener.on_message(
                         "the time was up before all leaders were measured again: their first measurements count"
                     )
-                return
+                return False
             again = self.measure(trial)
             self._done += 1
             self._times[trial.number] += 1
             self._record(trial, again, current)
         self.listener.on_remeasure(list(active), self._done, max(total, self._done))
+        return True
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:
         """Returns the contenders of the next round; none if the winner is found."""

@@ -106,6 +106,12 @@ def test_without_time_left_first_measurements_count_with_a_note(tmp_path):
     assert any("their first measurements count" in line for line in made.listener.messages)
 
 
+def test_leaders_are_not_measured_again_beyond_the_time(tmp_path):
+    made = Searched(tmp_path, 30.0, lambda count: 14.0)
+    assert (made.tried, made.again, made.taken) == (2, 0, 28.0)
+    assert any("their first measurements count" in line for line in made.listener.messages)
+
+
 def test_the_first_trial_runs_in_any_time(tmp_path):
     made = Searched(tmp_path, 1.0, lambda count: 10.0)
     assert (made.tried, made.again) == (1, 0)
