@@ -191,7 +191,12 @@ class Caller:
         self._patience_s, self._silence_s, self._received = start_s, silence_s, time.monotonic()
         self._thread: threading.Thread | None = None
         if watched is not None:
-            self._thread = threading.Thread(target=self.wait, args=(lambda: False,), daemon=True, name=watched)
+            self.watch(watched)
+
+    def watch(self, name: str) -> None:
+        """Reads all the time from now on, in a thread of this name."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self.wait, args=(lambda: False,), daemon=True, name=name)
             self._thread.start()
 
     @property

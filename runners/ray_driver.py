@@ -41,11 +41,21 @@ BEAT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RaySetup:
-    """The settings of the process."""
+class Joining:
+    """The Ray that the process joins or starts."""
 
     address: str | None
     """The cluster to join; None to start Ray on this machine."""
+    sys_path: tuple[str, ...]
+    """Import path of the parent process."""
+    script: str
+    """The script of the parent process. Ray lets its workers import from its folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaySetup:
+    """The trials to place."""
+
     devices: int
     """Devices of a trial."""
     cuda: bool
@@ -56,10 +66,6 @@ class RaySetup:
     """True if the devices of a trial may be on several hosts."""
     imports: tuple[str, ...]
     """Modules that host agents import once."""
-    sys_path: tuple[str, ...]
-    """Import path of the parent process."""
-    script: str
-    """The script of the parent process. Ray lets its workers import from its folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +78,9 @@ class Placed:
     """Trials at once."""
 
 
-START, READY, RUN_JOB = "start", "ready", "job"
-"""Calls: the first one, with a `RaySetup`; one whose reply means that trials can start at once; one with a `Job`."""
+JOIN, START, READY, RUN_JOB = "join", "start", "ready", "job"
+"""Calls: the first one, with a `Joining`; the second, with a `RaySetup`, whose reply also has errors of joining; one whose reply
+means that trials can start at once; one with a `Job`."""
 
 
 def main() -> None:
@@ -104,13 +111,18 @@ def _use_ray(parent: Channel) -> NoReturn:
     """Replies to calls until the parent closes the connection."""
     code = 1
     try:
+        join = receive_call(parent)
+        joining: Joining
+        (joining,) = join.arguments
+        join.done()
+        sys.path[:] = list(dict.fromkeys([*joining.sys_path, *sys.path]))
+        sys.argv = [joining.script]
+        failed = _join(joining.address)
         start = receive_call(parent)
-        setup: RaySetup
-        (setup,) = start.arguments
-        sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
-        sys.argv = [setup.script]
         try:
-            cluster = Cluster(setup)
+            if failed is not None:
+                raise failed
+            cluster = Cluster(*start.arguments)
         except RedlineError as error:
             start.fail(error)
         else:
@@ -120,11 +132,38 @@ def _use_ray(parent: Channel) -> NoReturn:
             finally:
                 cluster.close()
         code = 0
+    except EOFError:  # the search ended before its trials were placed
+        code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)  # does not wait for threads of Ray
+
+
+def _join(address: str | None) -> RedlineError | None:
+    """Joins a cluster, or starts Ray on this machine. Returns the error if that fails."""
+    import ray
+
+    # Suppresses Ray's usage report and log lines.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    try:
+        if address is None:
+            options |= {"address": "local", "include_dashboard": False}
+        else:
+            check_listens(address)
+            options["address"] = address
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ray.init(**options)
+    except RedlineError as error:
+        return error
+    except (OSError, RuntimeError, ValueError) as error:
+        action = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
+        return RunnerError(f"{action} failed: {error}. `--runner local` works without Ray.")
+    return None
 
 
 def _serve(cluster: "Cluster", parent: Channel) -> None:
@@ -164,7 +203,6 @@ class Cluster:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lost: dict[int, float] = {}
         """Slots with a lost host that is not placed again, with the time of the loss on the monotonic clock."""
-        self._connect()
         try:
             self.layout = self._lay_out()
             self.slots = self._count_slots()
@@ -172,25 +210,6 @@ class Cluster:
         except BaseException:
             self.close()
             raise
-
-    def _connect(self) -> None:
-        address = self._setup.address
-        # Suppresses Ray's usage report and log lines.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-        if address is None:
-            options |= {"address": "local", "include_dashboard": False}
-        else:
-            check_listens(address)
-            options["address"] = address
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._ray.init(**options)
-        except (OSError, RuntimeError, ValueError) as error:
-            action = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
-            raise RunnerError(f"{action} failed: {error}. `--runner local` works without Ray.") from error
 
     def _lay_out(self) -> Layout:
         devices = self._setup.devices

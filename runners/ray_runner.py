@@ -14,7 +14,7 @@ from .dispatch import DryRunner
 from .helper_process import HelperProcess
 from .job import Job, Outcome
 from .protocol import Call, Caller
-from .ray_driver import READY, RUN_JOB, START, Placed, RaySetup
+from .ray_driver import JOIN, READY, RUN_JOB, START, Joining, Placed, RaySetup
 from .work import TrialTerms, Work
 
 STARTS = 3
@@ -37,6 +37,7 @@ class RayRunner(DryRunner):
         terms: devices, limits and deadlines of every trial.
         concurrency: trials at once; by default the number of devices over the devices of a trial, and one on a CPU.
         address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.
+        driver: the process that uses Ray, if it was started beforehand; this runner closes it.
 
     Raises:
         MissingDependency: ray is not installed.
@@ -51,23 +52,21 @@ class RayRunner(DryRunner):
         *,
         concurrency: int | None = None,
         address: str | None = None,
+        driver: "RayDriver | None" = None,
     ) -> None:
         super().__init__(what, terms)
-        if importlib.util.find_spec("ray") is None:
-            raise MissingDependency("the ray runner needs ray: `pip install ray`, or choose `--runner local`")
+        self._address = address
         self._setup = RaySetup(
-            address=address or _joined() or os.environ.get("RAY_ADDRESS") or None,
             devices=terms.devices,
             cuda=terms.device.type == "cuda",
             concurrency=concurrency,
             several_hosts=self.work.several_hosts,
             imports=tuple(self.work.imports),
-            sys_path=tuple(os.path.abspath(each) for each in sys.path),
-            script=sys.argv[0] if sys.argv else "",
         )
         self._lock = threading.Lock()
         sweep()
-        self._driver = _Driver(self._setup)
+        self._driver = driver or RayDriver(address)
+        self._driver.place(self._setup)
         self._placed = False
 
     def wait_ready(self) -> None:
@@ -80,6 +79,7 @@ class RayRunner(DryRunner):
         if not self._placed:
             placed = self._wait_placed()
             self.per_host, self.slots, self._placed = placed.per_host, placed.slots, True
+        self._driver.caller.watch("ray")
         self._call(READY)
 
     def _wait_placed(self) -> Placed:
@@ -92,8 +92,14 @@ class RayRunner(DryRunner):
                 self._driver.close(0 if self._driver.lost else CLOSE_S)
                 if self._driver.start.replied or start == STARTS or not isinstance(error, RunnerError) or self.closed:
                     raise
-            self._driver = _Driver(self._setup)
+            self._driver = self._driver_again()
         raise AssertionError("unreachable")
+
+    def _driver_again(self) -> "RayDriver":
+        """Returns a new process in place of a lost one."""
+        driver = RayDriver(self._address)
+        driver.place(self._setup)
+        return driver
 
     def dispatch(self, job: Job) -> Outcome:
         outcome: Outcome = self._call(RUN_JOB, job)
@@ -104,7 +110,8 @@ class RayRunner(DryRunner):
         with self._lock:
             if self._driver.lost and not self.closed:
                 self._driver.close(0)
-                self._driver = _Driver(self._setup)
+                self._driver = self._driver_again()
+                self._driver.caller.watch("ray")
             driver = self._driver
         driver.start.result()
         return driver.caller.call(method, *arguments)
@@ -115,15 +122,37 @@ class RayRunner(DryRunner):
         sweep()  # killed processes could not remove their folders
 
 
-class _Driver:
-    """One process that uses Ray."""
+class RayDriver:
+    """The process that uses Ray (`ray_driver`). It joins or starts Ray at once, in the background.
 
-    def __init__(self, setup: RaySetup) -> None:
+    No thread reads its replies before `caller.watch`, so that this process may fork until then.
+
+    Args:
+        address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.
+
+    Raises:
+        MissingDependency: ray is not installed.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise MissingDependency("the ray runner needs ray: `pip install ray`, or choose `--runner local`")
         self._closing = False
         self._process = HelperProcess("redline.runners.ray_driver", "ray")
-        self.caller = Caller(self._process.connection, self._lost, start_s=START_S, silence_s=SILENCE_S, watched="ray")
-        self.start: Call = self.caller.begin(START, setup)
-        """The start, whose result is a `Placed`. An error that the process replies would be that of a restart too."""
+        self.caller = Caller(self._process.connection, self._lost, start_s=START_S, silence_s=SILENCE_S)
+        joining = Joining(
+            address=address or _joined() or os.environ.get("RAY_ADDRESS") or None,
+            sys_path=tuple(os.path.abspath(each) for each in sys.path),
+            script=sys.argv[0] if sys.argv else "",
+        )
+        self.caller.begin(JOIN, joining)
+        self.start: Call
+        """The placement of trials, whose result is a `Placed`. An error that the process replies would be that of a restart
+        too."""
+
+    def place(self, setup: RaySetup) -> None:
+        """Begins to place trials; called once."""
+        self.start = self.caller.begin(START, setup)
 
     @property
     def lost(self) -> bool:

@@ -7,7 +7,7 @@ from ..base.errors import UsageError, unknown
 from .dispatch import DryRunner
 from .host import HostAgent
 from .local import LocalRunner, SharedDevices
-from .ray_runner import RayRunner
+from .ray_runner import RayDriver, RayRunner
 from .slurm import SlurmRunner
 from .work import TrialTerms, Work
 
@@ -23,6 +23,7 @@ def runner_on(
     address: str | None = None,
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
+    driver: RayDriver | None = None,
 ) -> DryRunner:
     """Creates the runner of a name.
 
@@ -34,13 +35,17 @@ def runner_on(
         address: for `ray`, of a cluster.
         agent: for `local`, an agent that was started beforehand.
         shared: for `local`, the devices that it shares with other runners.
+        driver: for `ray`, the process that uses Ray, if it was started beforehand.
 
     Raises:
-        UsageError: the runner does not exist, or it has fewer devices than a trial needs.
+        UsageError: the runner does not exist, or it has fewer devices than a trial needs (`ray` in `wait_ready`).
         MissingDependency: an optional package is not installed.
     """
     if name not in RUNNERS:
         raise UsageError(unknown("runner", name, RUNNERS))
-    own: Mapping[str, Mapping[str, Any]] = {"ray": {"address": address}, "local": {"agent": agent, "shared": shared}}
+    own: Mapping[str, Mapping[str, Any]] = {
+        "ray": {"address": address, "driver": driver},
+        "local": {"agent": agent, "shared": shared},
+    }
     make: Any = RUNNERS[name]
     return make(work, terms, concurrency=concurrency, **own.get(name, {}))

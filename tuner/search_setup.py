@@ -24,7 +24,7 @@ from ..runners.emulate import HUGE_PAGES
 from ..runners.function import Calls
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.local import SharedDevices
-from ..runners.ray_runner import RayRunner
+from ..runners.ray_runner import RayDriver, RayRunner
 from ..runners.registry import runner_on
 from ..runners.work import Work
 from ..space import Config, Space
@@ -122,9 +122,13 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         environment = HUGE_PAGES if request.runs_on == EMULATE and other else {}
         return stack.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
 
-    agent = None
+    agent, driver = None, None
     if request.runs_on in ("local", EMULATE) and imports_early(request.target):
         agent = started()
+    if request.runs_on == RayRunner.name and imports_early(request.target) and not request.emulate_first:
+        # Ray starts while the task is resolved.
+        driver = RayDriver(request.ray_address)
+        stack.callback(driver.close, 0)
     task = resolve_task(
         request,
         cluster=request.runs_on == "slurm"
@@ -151,8 +155,8 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
 
     starting = None
     if request.runs_on == RayRunner.name and work is not None and not request.emulate_first:
-        # Ray starts while the space is predicted.
-        starting = _start_runner(request, task, work, limit_mib)
+        # Trials are placed while the space is predicted.
+        starting = _start_runner(request, task, work, limit_mib, driver=driver)
         stack.callback(starting.close)
     estimator = _estimator(request, task, limit_mib, starting or agent, warn)
     if request.emulate_first and estimator is not None:
@@ -507,6 +511,7 @@ def _start_runner(
     *,
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
+    driver: RayDriver | None = None,
 ) -> DryRunner:
     """Starts the runner of a task's trials, which may take some time until it is ready."""
     at_once = request.concurrency
@@ -521,7 +526,14 @@ def _start_runner(
         seed=request.seed,
     )
     return runner_on(
-        request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, shared=shared
+        request.runs_on,
+        work,
+        terms,
+        concurrency=at_once,
+        address=request.ray_address,
+        agent=agent,
+        shared=shared,
+        driver=driver,
     )
 
 
