@@ -68,7 +68,7 @@ def function_mode(
             if device_type != CPU:
                 if func is F.dropout:
                     return _dropout(func, *args, **kwargs)
-                if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and _is_half(args[0] if args else None):
+                if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and _of_16_bits(*args):
                     return _cross_entropy(*args, **kwargs)
                 if func in fp32 and torch.is_autocast_enabled("cpu"):
                     args = tuple(_float(each) for each in args)
@@ -87,6 +87,11 @@ def _is_half(value: Any) -> bool:
     import torch
 
     return getattr(value, "dtype", None) in (torch.bfloat16, torch.float16)
+
+
+def _of_16_bits(*args: Any) -> bool:
+    """True if these are 16-bit logits and indices of classes, and perhaps weights."""
+    return 2 <= len(args) <= 3 and _is_half(args[0]) and not args[1].is_floating_point()
 
 
 def _cross_entropy(
