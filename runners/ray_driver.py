@@ -34,6 +34,8 @@ Found = TypeVar("Found")
 PLACEMENT_TIMEOUT_S = 60.0
 PLACED_AGAIN_S = 30.0
 """Time for Ray to place a lost host again, s. Without a node left it never does."""
+AGAIN_S = 1.0
+"""Interval between attempts to place a lost host again, s."""
 CLOSE_S = 15.0
 """Time for Ray to shut down, s."""
 BEAT_S = 3.0
@@ -122,7 +124,7 @@ def _use_ray(parent: Channel) -> NoReturn:
         try:
             if failed is not None:
                 raise failed
-            cluster = Cluster(*start.arguments)
+            cluster = Cluster(*start.arguments, started=joining.address is None)
         except RedlineError as error:
             start.fail(error)
         else:
@@ -187,16 +189,20 @@ class Cluster:
     A trial runs on one host if one has enough devices, otherwise on as few as possible, with the same number of ranks
     on each. Ranks are numbered host by host, so that tensor-parallel ranks are neighbours on a host.
 
+    Args:
+        setup: the trials to place.
+        started: True if this process started Ray, on this machine.
+
     Raises:
         UsageError: the cluster has fewer devices than a trial needs.
-        RunnerError: Ray did not start, or placed nothing within a minute.
+        RunnerError: Ray placed nothing within a minute.
     """
 
-    def __init__(self, setup: RaySetup) -> None:
+    def __init__(self, setup: RaySetup, *, started: bool) -> None:
         import ray
 
         self._ray = ray
-        self._setup = setup
+        self._setup, self._started = setup, started
         self._kind = "GPU" if setup.cuda else "CPU"
         self._groups: list[Any] = []
         self._worker_groups: dict[int, WorkerGroup] = {}
@@ -294,23 +300,28 @@ class Cluster:
             self._free.put(slot)
 
     def _call(self, slot: int, call: Callable[[WorkerGroup], Found]) -> Found:
+        while slot in self._lost:  # `watch` ends this process if its hosts are not placed again
+            time.sleep(0.05)
         exceptions = self._ray.exceptions
         try:
             return call(self._worker_groups[slot])
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except (exceptions.RayActorError, exceptions.RaySystemError, TimeoutError) as error:
-            self._lost.setdefault(slot, time.monotonic())
-            self._worker_groups[slot].kill()
-            workers = self._worker_groups[slot] = self._worker_group(slot)
-            threading.Thread(target=self._await, args=(slot, workers), daemon=True, name="placing").start()
+            self._lost[slot] = time.monotonic()
+            threading.Thread(target=self._place_again, args=(slot,), daemon=True, name="placing").start()
             raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
 
-    def _await(self, slot: int, workers: WorkerGroup) -> None:
-        """Waits until a slot's hosts are placed again."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # lost again: the next call detects it
-            workers.wait_placed()
-            self._lost.pop(slot, None)
+    def _place_again(self, slot: int) -> None:
+        """Places a slot's hosts again, until Ray does not lose them meanwhile."""
+        while slot in self._lost:
+            self._worker_groups[slot].kill()
+            workers = self._worker_groups[slot] = self._worker_group(slot)
+            try:
+                workers.wait_placed()
+                del self._lost[slot]
+            except self._ray.exceptions.RayError:
+                time.sleep(AGAIN_S)
 
     def _check_placed(self) -> None:
         """Fails if Ray takes too long to place a lost host again. Ray does not report that no node is left for it.
@@ -330,7 +341,7 @@ class Cluster:
         """Calls `beat` every `BEAT_S` while Ray's head and every host that was ready answer.
 
         Raises:
-            RunnerError: the head is gone, or a lost host is not placed again.
+            RunnerError: the head is gone, the only node is, or a lost host is not placed again.
         """
         head = self._ray.get_runtime_context().gcs_address
         while True:
@@ -338,7 +349,9 @@ class Cluster:
                 time.sleep(BEAT_S)  # the head may be restarting at the same address
                 if not _listens(head):
                     raise RunnerError(f"Ray's head is gone: nothing listens at {head}")
-            self._ray.nodes()  # does not return if the head is gone
+            nodes = self._ray.nodes()  # does not return if the head is gone
+            if self._started and not any(each["Alive"] for each in nodes):
+                raise RunnerError("Ray's node on this machine is gone")  # another Ray is started
             # The loss of a host is reported to the caller that waits for its trial.
             with contextlib.suppress(self._ray.exceptions.RayActorError):
                 for workers in list(self._worker_groups.values()):

@@ -111,7 +111,8 @@ def test_a_search_survives_the_loss(search, tmp_path, name, number, request):
     out, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     assert out.strip() == "['ok', 'ok', 'ok']" and not errors.strip()
-    assert left_of(family) == []
+    # Processes of a Ray whose head is gone end a minute later, if nobody is left to kill them.
+    assert left_of(family, 120 if "guard" in request.node.name else 30) == []
     rows = list(csv.DictReader((tmp_path / "run" / "trials.csv").open()))
     assert [row["status"] for row in rows] == ["ok"] * 3
 
