@@ -198,7 +198,7 @@ def _part_work(
             flops = flops / 2
         share = constants.eager_attention_efficiency
         if not eager:
-            kernel = setup.attention_kernel or ("flash2" if facts.shape is not None else kernel_of(facts.attention))
+            kernel = setup.attention_kernel or (kernel_of(facts.attention) if facts.traced else "flash2")
             # In a ring, a kernel gets the keys of one rank at a time.
             share = constants.attention_efficiency or attention_share(hardware, kernel, keys / cols.cp, kind.head_dim)
         attention = flops / (hardware.rate(half) * share)
@@ -854,7 +854,7 @@ def _update(rank: _Rank) -> np.ndarray:
     if rank.setup.gradient_copy:
         # Added to the accumulator after every micro-batch.
         time = time + rank.accum * rank.weights * (2 * form.gradient + form.parameter) / bandwidth
-    elif rank.facts.shape is None:
+    elif rank.facts.traced:
         # Added to the first one's gradients.
         held = np.where(rank.cols.zero >= 2, rank.owned, rank.weights)
         time = time + (rank.accum - 1) * held * 3 * form.gradient / bandwidth

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import sys
 import threading
-from typing import Any
 
 from ..base.errors import MissingDependency, RunnerError
 from ..base.scratch import sweep
@@ -79,8 +78,7 @@ class RayRunner(DryRunner):
         if not self._placed:
             placed = self._wait_placed()
             self.per_host, self.slots, self._placed = placed.per_host, placed.slots, True
-        self._driver.caller.watch("ray")
-        self._call(READY)
+        self._running().caller.call(READY)
 
     def _wait_placed(self) -> Placed:
         """Waits for the first start, which is repeated if the process dies before it can answer."""
@@ -102,19 +100,21 @@ class RayRunner(DryRunner):
         return driver
 
     def dispatch(self, job: Job) -> Outcome:
-        outcome: Outcome = self._call(RUN_JOB, job)
+        caller = self._running().caller
+        with self._lock:
+            caller.watch("ray")
+        outcome: Outcome = caller.call(RUN_JOB, job)
         return outcome
 
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Calls the process, which is restarted if it was lost."""
+    def _running(self) -> "RayDriver":
+        """Returns the process once trials are placed. It is restarted if it was lost."""
         with self._lock:
             if self._driver.lost and not self.closed:
                 self._driver.close(0)
                 self._driver = self._driver_again()
-                self._driver.caller.watch("ray")
             driver = self._driver
         driver.start.result()
-        return driver.caller.call(method, *arguments)
+        return driver
 
     def close(self) -> None:
         self.closed = True
@@ -125,7 +125,7 @@ class RayRunner(DryRunner):
 class RayDriver:
     """The process that uses Ray (`ray_driver`). It joins or starts Ray at once, in the background.
 
-    No thread reads its replies before `caller.watch`, so that this process may fork until then.
+    No thread reads its replies before `caller.watch`, so that this process may fork until the first trial.
 
     Args:
         address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.

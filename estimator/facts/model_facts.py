@@ -164,6 +164,11 @@ class ModelFacts:
     """Assumptions about missing information, in words."""
 
     @property
+    def traced(self) -> bool:
+        """True if they come from a trace, not from shape numbers."""
+        return self.shape is None
+
+    @property
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once."""
         return sum(part.count * part.parameters for part in self.parts)

@@ -1,9 +1,11 @@
 import json
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from redline.base import gpus
 from redline.base.errors import WorkloadError
 from redline.models import workload
 from redline.models.spaces import default_space
@@ -189,3 +191,19 @@ def test_the_attention_knob_reaches_the_model(small, attention):
         model = small("gpt2").build_model({"attention": attention})
     assert model.config._attn_implementation == attention
     assert model.config.use_cache is False
+
+
+def test_importing_a_models_class_does_not_initialise_cuda(monkeypatch):
+    """transformers imports torchao with it, which asks for the capability of the GPU."""
+    import transformers
+    from torch._dynamo.device_interface import CudaInterface
+
+    class Asks(dict):
+        def __missing__(self, key):
+            return CudaInterface.Worker.get_device_properties().major
+
+    architecture = workload("llama-tiny").model
+    found = [gpus.Gpu(name="0", model="NVIDIA H200", memory_mib=143771, capability=(9, 0))]
+    monkeypatch.setattr(gpus, "find_gpus", lambda: found)
+    monkeypatch.setattr(transformers, "MODEL_FOR_CAUSAL_LM_MAPPING", Asks())
+    assert replace(architecture).model_class == 9

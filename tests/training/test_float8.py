@@ -1,5 +1,6 @@
 """precision=fp8 and fp8_rowwise: the products computed in 8 bits, their error, and the spaces that have them."""
 
+import importlib.util
 import sys
 from dataclasses import replace
 
@@ -22,7 +23,10 @@ from redline.training.probe import take
 from tiers import tiered
 from torch import nn
 
-Float8Linear = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
+if torch.cuda.is_available() and importlib.util.find_spec("torchao") is None:
+    pytest.skip("torchao is not installed on this GPU machine", allow_module_level=True)
+from torchao.float8.float8_linear import Float8Linear
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 CPU = torch.device("cpu")
 GRADIENTS = {"fp8": torch.float8_e5m2, "fp8_rowwise": torch.float8_e4m3fn}

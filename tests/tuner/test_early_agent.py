@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -82,7 +83,7 @@ def test_this_machine_is_measured_when_the_agent_is_at_rest(started, tmp_path, m
     assert owed == [0]
 
 
-def test_this_machine_is_measured_when_ray_is_ready(tmp_path, monkeypatch):
+def test_this_machine_is_measured_when_ray_is_ready_and_variants_can_still_be_traced_by_forks(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     steps = []
 
@@ -95,8 +96,10 @@ def test_this_machine_is_measured_when_ray_is_ready(tmp_path, monkeypatch):
             super().close()
             steps.append("closed")
 
+    threads = threading.active_count()
+
     def measure(**_):
-        steps.append("measured")
+        steps.append(f"measured beside {threading.active_count() - threads} threads")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(registry, "RUNNERS", {"ray": Watched})
@@ -104,7 +107,7 @@ def test_this_machine_is_measured_when_ray_is_ready(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         rl.tune("gpt2-tiny", runner="ray", out=tmp_path / "run", fix={"fusion": False})
-    assert steps == ["1 at once", "measured", "closed"]
+    assert steps == ["1 at once", "measured beside 0 threads", "closed"]
 
 
 def test_runs_without_local_trials_start_no_agent(started, tmp_path):
