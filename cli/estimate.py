@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from ..estimator.document import EstimateDocument
+    from ..estimator.request import EstimateRequest
     from ..results import Trial
     from ..runners.memory_timeline import MemoryTimeline
 
@@ -81,7 +82,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     memory and time. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
     from ..base.collection import without_collection
-    from ..estimator.document import estimate_document, plan_file, with_fewer_devices
+    from ..estimator.document import estimate_document, plan_file
     from ..estimator.request import estimate_request
     from ..tuner.first_trial import first_trial
     from . import estimate_text
@@ -107,6 +108,22 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         request = estimate_request(
             hardware=asked.hardware, memory_limit_mib=limit_mib, framework=asked.framework, **given
         )
+        more = {**given, "global_batch": request.global_batch or given["global_batch"]}
+
+        def fewer(devices: int) -> "EstimateRequest":
+            return estimate_request(
+                hardware=asked.hardware,
+                memory_limit_mib=limit_mib,
+                framework=asked.framework,
+                like=request,
+                **{**more, "devices": devices},
+            )
+
+        def show(document: "EstimateDocument") -> None:
+            if not as_json:
+                status.clear()  # otherwise the text starts after it
+                click.echo("\n".join(estimate_text.head(document, width)))
+
         document = estimate_document(
             request,
             config=single,
@@ -114,23 +131,9 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             trials=trials,
             layerwise=asked.layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
+            fewer=fewer,
             say=status.update,
-        )
-        if not as_json:
-            status.clear()  # otherwise the text starts after it
-            click.echo("\n".join(estimate_text.head(document, width)))
-        status.update("looking for plans on fewer devices")
-        more = {**given, "global_batch": request.global_batch or given["global_batch"]}
-        document = with_fewer_devices(
-            document,
-            lambda devices: estimate_request(
-                hardware=asked.hardware,
-                memory_limit_mib=limit_mib,
-                framework=asked.framework,
-                like=request,
-                **{**more, "devices": devices},
-            ),
-            trials,
+            show=show,
         )
     if output is not None and document.ranked:
         _write(output, plan_file(document, again))

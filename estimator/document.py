@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import UsageError
+from ..base.forked import beside
 from ..knobs.lossy import lossy_in, lossy_values
 from ..knobs.rules import RuleContext
 from ..models.spaces import lossy_of_space
@@ -16,8 +18,8 @@ from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts
 from .fullest import FullestRank, fullest_rank
 from .knob_arrays import knob_arrays
-from .layerwise import Layerwise, followed, refine, relatives, sequence_knobs
-from .plans import HALF, Plan, choose, fewer_devices, rows
+from .layerwise import Layerwise, followed, further_items, refine, relatives
+from .plans import HALF, Plan, choose, fastest, fewer_devices, rows
 from .request import EstimateRequest
 from .survey import Ranked, Survey, checked_config, device_of
 
@@ -174,7 +176,9 @@ def estimate_document(
     trials: "Sequence[Trial] | None" = None,
     layerwise: bool = False,
     untuned: Callable[[Space, Estimator], Config] = lambda space, estimator: space.default(),
+    fewer: Callable[[int], EstimateRequest] | None = None,
     say: Callable[[str], None] = lambda what: None,
+    show: "Callable[[EstimateDocument], None]" = lambda document: None,
 ) -> EstimateDocument:
     """Answers a request.
 
@@ -185,7 +189,10 @@ def estimate_document(
         trials: of a run; they correct the predictions.
         layerwise: True to refine the first one block by block.
         untuned: the configuration that a user would run without tuning; it is shown beside the best.
+        fewer: returns the same request for another number of devices, to add the plan on the fewest devices that keeps half of
+            the best throughput, if half of the devices do.
         say: called with progress messages.
+        show: called with the document before plans for each block and on fewer devices are looked for.
 
     Raises:
         SpaceError: the configuration is not in the space.
@@ -221,23 +228,28 @@ def estimate_document(
     if first is None:
         raise UsageError("the space holds no configuration that can be predicted")
     facts = estimator.facts_of(knob_arrays([first.config], estimator.training), 0)
-    refined = None
-    if ranked and config is None and _plans_layers(request):
-        context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
-        others, shared = relatives(request.space, first.config), sequence_knobs(request.space)
-        refined = refine(estimator, first, facts, others, context=context, sequences=shared)
-    return EstimateDocument(
+    document = EstimateDocument(
         request=request,
         ranked=ranked,
         survey=whole,
         facts=facts,
         learned_from=learned,
-        layerwise=refined if refined is not None and (layerwise or refined.clear) else None,
         reference=reference,
         baseline=baseline,
         plans=plans,
         fullest=fullest_rank(estimator, first.config),
     )
+    show(document)
+    if not ranked or config is not None:
+        return document
+    say("looking for plans on fewer devices and for each block")
+    on_fewer = beside(partial(_on_fewer_devices, document, fewer, trials)) if fewer is not None else tuple
+    if _plans_layers(request):
+        context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
+        others, items = relatives(request.space, first.config), further_items(request.space)
+        refined = refine(estimator, first, facts, others, context=context, items=items)
+        document = replace(document, layerwise=refined if layerwise or refined.clear else None)
+    return replace(document, plans=(*plans, *on_fewer()))
 
 
 def _plans_layers(request: EstimateRequest) -> bool:
@@ -247,32 +259,23 @@ def _plans_layers(request: EstimateRequest) -> bool:
     return (workload is None or followed(workload)) and bool(free & {"checkpoint_ratio", "zero", "tp"})
 
 
-def with_fewer_devices(
+def _on_fewer_devices(
     document: EstimateDocument,
-    on: Callable[[int], EstimateRequest],
-    trials: "Sequence[Trial] | None" = None,
-) -> EstimateDocument:
-    """Adds the plan on the fewest devices that keeps half of the best throughput to an estimate, if half of the devices do.
-
-    Args:
-        document: the estimate.
-        on: returns the same request for another number of devices.
-        trials: those that corrected the estimate.
-    """
-    if not document.ranked or document.survey is None:
-        return document
+    fewer: Callable[[int], EstimateRequest],
+    trials: "Sequence[Trial] | None",
+) -> tuple[Plan, ...]:
+    """The plan on the fewest devices that keeps half of the best throughput; empty if half of the devices do not."""
 
     def best(devices: int) -> Ranked | None:
         try:
-            asked = on(devices)
+            asked = fewer(devices)
         except UsageError:  # so few devices cannot share the model or its global batch
             return None
         estimator = asked.estimator if trials is None else asked.estimator.calibrate(trials)
-        return next(iter(choose(estimator, asked.space).best), None)
+        return fastest(estimator, asked.space)
 
     found = fewer_devices(HALF * document.ranked[0].estimate.throughput, document.request.devices, best)
     if found is None:
-        return document
+        return ()
     devices, ranked = found
-    fewer = Plan(role=f"{devices} device{'s'[: devices > 1]}", ranked=ranked, devices=devices)
-    return replace(document, plans=(*document.plans, fewer))
+    return (Plan(role=f"{devices} device{'s'[: devices > 1]}", ranked=ranked, devices=devices),)

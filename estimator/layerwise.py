@@ -96,7 +96,7 @@ class Layerwise:
     def amounts_to(self) -> dict[str, Any] | None:
         """The equivalent uniform configuration; None if blocks have different strategies, or other ones than the parameters
         outside blocks."""
-        if len(set(self.layers)) != 1 or self.layers[0].tp != self.config.get("tp", 1):
+        if len(set(self.layers)) != 1 or self.layers[0].tp != self.config.get("tp", 1) or self.layers[0].offload:
             return None
         knobs = {name: value for name, value in self.config.items() if name != "strategy"}
         knobs["checkpoint_ratio"] = 1.0 if self.layers[0].ckpt else 0.0
@@ -138,7 +138,7 @@ def refine(
     others: Iterable[Config] = (),
     margin: float = MARGIN,
     context: RuleContext | None = None,
-    sequences: Sequence[str] = (),
+    items: Sequence[str] = (),
 ) -> Layerwise:
     """The fastest plan that is predicted to fit, derived from a uniform winner and related configurations; the winner itself if
     none is predicted to be faster.
@@ -151,7 +151,7 @@ def refine(
             everything recomputed.
         margin: share of the memory limit that may be filled.
         context: values that rules read besides knobs; None for those of the estimator.
-        sequences: `sp` and `cp`, where ranks may share the sequences of some blocks.
+        items: further items that blocks may have, as `further_items` returns them.
     """
     context = replace(
         context or RuleContext(), seq_len=estimator.training.seq_len, blocks=facts.blocks, experts=facts.experts
@@ -169,7 +169,7 @@ def refine(
         return nothing
     planned: dict[tuple[int, _Plan], dict[int, float]] = {}
     for number in _promising(estimator, bases):
-        options = _options(bases[number], bases, facts.blocks, context, sequences)
+        options = _options(bases[number], bases, facts.blocks, context, items)
         for plan, seconds in _plans(estimator, bases[number], options, facts, limit).items():
             planned[number, plan] = seconds
     least = [min((each[at] for each in planned.values() if at in each), default=0.0) for at in range(len(SHARES))]
@@ -220,7 +220,7 @@ def relatives(space: Space, config: Config) -> list[Config]:
     changes = [
         {**order, **dict(zip(varied, each))} for order in orders for each in product(*(sizes[name] for name in varied))
     ]
-    changes += [{"ep": each} for each in _values(space, "ep") if "ep" in free]
+    changes += [{name: each} for name in ("ep", "offload") for each in _values(space, name) if name in free]
     found: dict[Config, None] = {}
     for change in changes:
         changed = {**fixed, **change}
@@ -241,9 +241,9 @@ def _values(space: Space, name: str) -> list[Any]:
     return list(space[name].values) if name in space.by_name and not space[name].derived else []
 
 
-def sequence_knobs(space: Space) -> list[str]:
-    """Returns `sp` and `cp`, if a space lets ranks share sequences by them."""
-    return [name for name in ("sp", "cp") if len(_values(space, name)) > 1]
+def further_items(space: Space) -> list[str]:
+    """Returns the items that blocks may have because a space varies their knobs: `sp`, `cp` and `offload`."""
+    return [name for name in ("sp", "cp", "offload") if len(_values(space, name)) > 1]
 
 
 def followed(workload: Workload) -> bool:
@@ -279,10 +279,11 @@ def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
 def _plans(
     estimator: Estimator, base: Config, options: Sequence[BlockStrategy], facts: ModelFacts, limit: float
 ) -> dict[_Plan, dict[int, float]]:
-    """Plans derived from a uniform configuration: for several shares of the memory limit, with all options, with only those that
-    do not move samples, and with only those whose experts are spread alike; each with even shares of the blocks, and with shares
-    that take about as long on every stage. Each has the seconds of a step by the program, with the bubble of a pipeline, for the
-    numbers of the shares of the memory that lead to it."""
+    """Plans derived from a uniform configuration: for several shares of the memory limit, with all options that offload nothing,
+    with only those that do not move samples, with only those whose experts are spread alike, and with those that differ in
+    recomputation and offloading; each with even shares of the blocks, and with shares that take about as long on every stage.
+    Each has the seconds of a step by the program, with the bubble of a pipeline, for the numbers of the shares of the memory
+    that lead to it."""
     if base.get("pipeline_schedule") in SPLITTING:  # recomputes nothing, and computes gradients of weights separately
         return {}
     tp = _number(base, "tp")
@@ -301,12 +302,15 @@ def _plans(
     seconds = {count: _seconds(estimator, stage, facts, columns) for count, stage in by_count.items()}
     priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
     found: dict[_Plan, dict[int, float]] = {}
-    same_tp = [each for each in options if each.tp == tp]
-    same_ep = [each for each in same_tp if each.ep == _number(base, "ep")]
+    own = BlockStrategy(ckpt=False, **own_knobs(base))
+    on_device = [each for each in options if not each.offload]
+    same_tp = [each for each in on_device if each.tp == tp]
+    same_ep = [each for each in same_tp if each.ep == own.ep]
+    same_cut = [each for each in options if replace(each, ckpt=False, offload=False) == own]
     uneven = split.pp > 1 and split.chunks == 1 and split.sizes is None
     ends = _ends(estimator, cut, facts, cols)
     filling = 1 + (split.pp - 1) / (split.chunks * float(cols.grad_accum[0]))
-    for kept in {len(each): each for each in (options, same_tp, same_ep)}.values():
+    for kept in dict.fromkeys(map(tuple, (on_device, same_tp, same_ep, same_cut))):
         ways = [
             (
                 [each for each in choices if each.layer in kept],
@@ -401,16 +405,19 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
     that keep the most come last, since these activations are needed and freed first."""
     placed: dict[int, BlockStrategy] = {}
     for stage, stage_layers in zip(cut, layers, strict=True):
-        ordered = sorted(stage_layers, key=lambda each: (each.tp, each.sp, each.cp, each.ep, not each.ckpt, -each.zero))
+        ordered = sorted(
+            stage_layers,
+            key=lambda each: (each.tp, each.sp, each.cp, each.ep, not each.offload, not each.ckpt, -each.zero),
+        )
         placed |= dict(zip(stage.indices, ordered, strict=True))
     return tuple(placed[index] for index in sorted(placed))
 
 
 def _options(
-    base: Config, bases: Sequence[Config], blocks: int, context: RuleContext, sequences: Sequence[str]
+    base: Config, bases: Sequence[Config], blocks: int, context: RuleContext, items: Sequence[str]
 ) -> list[BlockStrategy]:
-    """Options of a block of a uniform configuration that break no rule: the degrees and ZeRO stages of its relatives. Groups of
-    replicas (HSDP) hold all blocks alike."""
+    """Options of a block of a uniform configuration that break no rule: the degrees and ZeRO stages of its relatives, and
+    offloading with its own. Groups of replicas (HSDP) hold all blocks alike."""
     own = BlockStrategy(ckpt=False, **own_knobs(base))
     pp, replicas = _number(base, "pp"), _number(base, "dp") * own.sp * own.cp
     degrees, stages_of_zero, spreads = {own.tp}, {own.zero}, {own.ep}
@@ -422,7 +429,7 @@ def _options(
         spreads |= {each for each in (_number(other, "ep") for other in bases) if replicas % each == 0}
     found = []
     for degree in sorted(degrees):
-        shares = [replace(own, tp=degree, **each) for each in _shares(base, own, degree, sequences)]
+        shares = [replace(own, tp=degree, **each) for each in _shares(base, own, degree, items)]
         if degree != own.tp:
             shares = [each for each in shares if not _refused(_named(base, _Plan((each,) * blocks, None)), context)]
         joint = replicas * own.tp // degree
@@ -431,15 +438,17 @@ def _options(
                 continue
             again = (False, True) if "checkpoint_ratio" in base else (False,)
             found += [replace(share, ep=ep, zero=stage, ckpt=ckpt) for ep, ckpt in product(sorted(spreads), again)]
+    if "offload" in items and base.get("offload", "none") == "none":
+        found += [replace(each, offload=True) for each in found if replace(each, ckpt=False) == own]
     return found
 
 
-def _shares(base: Config, own: BlockStrategy, degree: int, sequences: Sequence[str]) -> list[dict[str, Any]]:
+def _shares(base: Config, own: BlockStrategy, degree: int, items: Sequence[str]) -> list[dict[str, Any]]:
     """The ways in which the ranks that a smaller `tp` frees share a block's tokens: samples as far as a micro-batch has
     them, which needs no exchange in attention, and sequences for the rest."""
     freed = own.tp // degree
     rest = freed // gcd(freed, _number(base, "micro_batch"))
-    return [{}] if rest == 1 else [{name: getattr(own, name) * rest} for name in sequences]
+    return [{}] if rest == 1 else [{name: getattr(own, name) * rest} for name in ("sp", "cp") if name in items]
 
 
 def _named(base: Config, plan: _Plan) -> dict[str, Any]:

@@ -70,6 +70,15 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     )
 
 
+def fastest(estimator: Estimator, space: Space, *, seed: int = 0) -> Ranked | None:
+    """The first of the plans that `choose` picks, found with fewer predictions; None if none fits."""
+    found = predict(estimator, space, most=DRAWN, seed=seed)
+    if not found.whole:
+        found = climbed(found, lambda found, count: distinct(found, by_expected_throughput(found.table), count))
+    ranks = by_expected_throughput(found.table)
+    return found.ranked(int(ranks[0])) if len(ranks) else None
+
+
 def _to_improve(found: Predicted, count: int) -> list[int]:
     """The best configurations of different plans; with several also the alternatives to the best."""
     ranks = by_expected_throughput(found.table)

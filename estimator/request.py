@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from ..base.collection import without_collection
+from ..base.device import Device
 from ..base.errors import UsageError
+from ..knobs.meaning import FORMATS
 from ..models import Workload
+from ..models.architecture import Architecture
 from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
 from ..models.server_model import ServerModel
+from ..models.spaces import usual_precision
 from ..space import Space
 from .estimator import Estimator
-from .facts.concurrent import variants_of
-from .facts.model_facts import FactsSource, Shape
+from .facts.concurrent import trace_ahead, variants_of
+from .facts.model_facts import FLASH, FactsSource, Shape, Variant
 from .facts.traced import TracedFacts
 from .hardware import Hardware, find_hardware
 from .kept import Kept, KeptFacts, key_of, load, store
@@ -86,7 +90,8 @@ def estimate_request(
         model, name, trains, samples = target, target.name, {"model": target.name}, total
     else:
         before = None if like is None else like.estimator.source
-        model, kept = _resolved(request, machine, count, before if isinstance(before, TracedFacts) else None)
+        ahead = trainer.name == "redline"  # others fix formats, or build modules of their own
+        model, kept = _resolved(request, machine, count, before if isinstance(before, TracedFacts) else None, ahead)
         space, space_notes, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
         samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
         model = (None if request.lora else built(kept.trains.get("shape"), trainer)) or model
@@ -128,10 +133,11 @@ def settled(space: Space, trainer: Trainer) -> Space:
 
 
 def _resolved(
-    request: TrainingRequest, machine: Hardware, devices: int, before: TracedFacts | None
-) -> tuple[FactsSource | Workload, Kept]:
+    request: TrainingRequest, machine: Hardware, devices: int, before: TracedFacts | None, ahead: bool
+) -> tuple[FactsSource, Kept]:
     """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
-    otherwise resolved, with the model of an earlier request if there is one."""
+    otherwise resolved, with the model of an earlier request if there is one. With `ahead`, tracing begins while the space is
+    made."""
     device = device_of(machine)
     key = key_of(request, device, devices)
     kept = None if key is None else load(key)
@@ -143,12 +149,34 @@ def _resolved(
         setup = TrainingSetup(devices=devices, **without_knobs(kept.space))
         if source.has_all(variants_of(kept.space, setup)):
             return source, kept
+    sources = [] if before is None else [before]
+
+    def on_workload(workload: Workload) -> None:
+        if before is None:
+            sources.append(TracedFacts(workload, machine.operators))
+            if ahead:
+                trace_ahead(sources[0], _expected(request, workload, device))
+
     with without_collection():
-        found = resolve(request, device, devices, None if before is None else before.workload)
+        found = resolve(request, device, devices, None if before is None else before.workload, on_workload)
     kept = Kept.of(found)
     if key is not None:
         store(key, kept)
-    return before or found.workload, kept
+    return sources[0], kept
+
+
+def _expected(request: TrainingRequest, workload: Workload, device: Device) -> list[Variant]:
+    """The variants with the number format and the attention of the default configuration that a request's space will have; none
+    if the space is the user's."""
+    if request.space is not None or request.taken_from is not None:
+        return []
+    asked = {**(request.override or {}), **{name: [value] for name, value in (request.fix or {}).items()}}
+    attention = workload.model.default_attention if isinstance(workload.model, Architecture) else "sdpa"
+    usual = {"precision": request.baseline or usual_precision(device), "attention": attention}
+    precision, attention = (next(iter(asked.get(name, ())), value) for name, value in usual.items())
+    if precision not in tuple(FORMATS) or attention not in ("eager", *FLASH):
+        return []  # refused with the rest of the space
+    return [(precision, attention, bool(fusion), False) for fusion in asked.get("fusion", (False, True))]
 
 
 def _of_shape(

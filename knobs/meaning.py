@@ -159,5 +159,5 @@ def recomputed(blocks: int, ratio: float) -> list[int]:
     >>> recomputed(4, 0.5), recomputed(12, 0.25)
     ([1, 3], [3, 7, 11])
     """
-    chosen = round(ratio * blocks)
+    chosen = round(float(ratio) * blocks)  # quicker than with a number of numpy
     return [index for index in range(blocks) if (index + 1) * chosen // blocks > index * chosen // blocks]

@@ -247,13 +247,20 @@ class Resolved:
     """Notes for the user."""
 
 
-def resolve(request: TrainingRequest, device: Device, devices: int, known: Workload | None = None) -> Resolved:
+def resolve(
+    request: TrainingRequest,
+    device: Device,
+    devices: int,
+    known: Workload | None = None,
+    on_workload: Callable[[Workload], None] = lambda workload: None,
+) -> Resolved:
     """Returns the workload and the space of a request, for a number of devices of a kind.
 
     Args:
         request: the request.
         device, devices: the devices.
         known: the workload of an earlier request of the same model, which is not built again.
+        on_workload: called with the workload before its space is made, which takes seconds.
 
     Raises:
         UsageError: a value is unknown or impossible, or contradicts the rest.
@@ -267,6 +274,7 @@ def resolve(request: TrainingRequest, device: Device, devices: int, known: Workl
     notes: tuple[str, ...] = ()
     if accumulation is None:
         workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
+    on_workload(workload)
     foreign_notes: list[str] = []
 
     def default(allow: tuple[str, ...]) -> Space:

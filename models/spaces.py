@@ -243,8 +243,12 @@ def declare_precision(space: Space, device: Device, parameters: int, *, lossy: b
         words += "; bf16_pure is lossy, without fp32 master weights"
     if "fp8" in tried:
         words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
-    usual = "bf16" if device.type == "cuda" and "bf16" in tried else "fp32"
-    space.choice("precision", tried, default=usual, others=possible, help=words)
+    space.choice("precision", tried, default=usual_precision(device), others=possible, help=words)
+
+
+def usual_precision(device: Device) -> str:
+    """Number format of the default configuration on a device."""
+    return "bf16" if device.type == "cuda" and "bf16" in precisions(device, parameters=0)[0] else "fp32"
 
 
 def _attention(space: Space, model: Architecture, device: Device) -> None:

@@ -68,11 +68,13 @@ class Choices:
         """Number of joined knobs in which each row differs from `codes`, shape (rows,). A knob that one of the two
         lacks is not counted, because the knob that makes it absent is.
         """
-        out = np.zeros(self.rows, np.int64)
+        out = np.zeros(self.rows, np.uint16)
         for name in names:
             column = self.codes.get(name)
             if column is not None and codes[name] != _ABSENT:
-                out += (column != codes[name]) & (column != _ABSENT)
+                differs = column != codes[name]
+                differs &= column != _ABSENT
+                out += differs
         return out
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...base._transformers import quiet
+from ...base.forked import beside
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.skeleton import skeleton
@@ -43,25 +44,31 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
         bare = isinstance(workload.model, Architecture)
         model = (skeleton(workload, config) if bare else fake_model(workload, config, fake)).train()
     segments = {segment.path: segment for segment in seen.segments if segment.block}
-    parts, notes = [], list(facts.notes)
-    left = list(layout.blocks)
-    for part in facts.parts:
-        if part.role != "block":
-            parts.append(part)
-            continue
-        path = _one_of(part, left, segments)
-        left = [each for each in left if each != path]
+
+    def compiled(part: Part, path: str) -> tuple[Part, str]:
+        """A part with its block compiled, and an empty string, or the part as it is and the reason."""
         block = model.get_submodule(path)
-        with fake:
+        with torch.random.fork_rng(devices=[]), quiet(), fake:
             if bare:
                 give_tensors(block)
             graphs = _compile(block, segments[path].inputs, precision)
         if isinstance(graphs, str):
-            parts.append(part)
-            notes.append(f"fusion: {path} cannot be compiled without values ({graphs}); as without it")
-            continue
-        parts.append(_counted(part, graphs, segments[path].products, seen.samples, workload.seq_len or 1))
-    return replace(facts, parts=tuple(parts), notes=tuple(notes))
+            return part, f"fusion: {path} cannot be compiled without values ({graphs}); as without it"
+        return _counted(part, graphs, segments[path].products, seen.samples, workload.seq_len or 1), ""
+
+    left, kinds = list(layout.blocks), []
+    for part in facts.parts:
+        if part.role == "block":
+            path = _one_of(part, left, segments)
+            left = [each for each in left if each != path]
+            kinds.append((part, path))
+    half = len(kinds) // 2  # in another process
+    others = beside(lambda: [compiled(*each) for each in kinds[:half]]) if half else list
+    made = [compiled(*each) for each in kinds[half:]] + others()
+    blocks = {part.name: part for part, _ in made}
+    notes = (reason for _, reason in made if reason)
+    parts = tuple(blocks.get(part.name, part) for part in facts.parts)
+    return replace(facts, parts=parts, notes=(*facts.notes, *notes))
 
 
 def prepare() -> None:

@@ -1,20 +1,17 @@
 """Traces several variants at the same time, in one process each, before they are requested one by one."""
 
-import gc
-import multiprocessing
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import product
+from multiprocessing.connection import wait
 from typing import Any
 
 from ...base.collection import without_collection
 from ...base.device import usable_cores
 from ...base.errors import WorkloadError
+from ...base.forked import can_fork
 from ...space import Space
 from ..setup import TrainingSetup
-from .model_facts import ModelFacts, Variant
+from .model_facts import Variant
 from .traced import TracedFacts
 
 _VARIANT = ("precision", "attention", "fusion", "kernels")
@@ -28,73 +25,48 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
     return list(product(precisions, attentions, fusions, kernels))
 
 
+def trace_ahead(source: TracedFacts, variants: Iterable[Variant]) -> None:
+    """Starts tracing variants in other processes while this one does something else; facts that are requested wait for them. Does
+    nothing if this process cannot fork."""
+    if can_fork():
+        for group in _missing(source, variants)[: usable_cores() - 1]:
+            source.begin(group)
+
+
 def trace_concurrently(
     source: TracedFacts, variants: Iterable[Variant], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Traces missing variants, one process a core; failures are left for later. `progress` is called with the number of finished
-    variants and the total.
+    """Traces missing variants, one process a core, and waits for them and for those that were begun; failures are left for later.
+    `progress` is called with the number of finished variants and the total.
 
-    Processes are forked, so that they inherit torch and transformers; this requires that no other thread runs that may hold a
-    lock. Otherwise nothing happens, and variants are traced when they are requested.
+    If this process cannot fork, nothing happens, and variants are traced when they are requested.
     """
+    groups = _missing(source, variants)
+    workers = min(usable_cores(), len(groups) + len(source.begun))
+    if workers < 2 or not can_fork():
+        return
+    try:
+        with without_collection():
+            source.prepare(any(variant[2] for some in groups for variant in some))
+    except WorkloadError:
+        return  # raised again when a variant is requested
+    done, total = 0, sum(map(len, groups))
+    while groups or source.begun:
+        while groups and len(source.begun) < workers:
+            source.begin(groups.pop(0))
+        ready = wait([call.channel for call in source.begun.values()])
+        for key in [key for key, call in source.begun.items() if call.channel in ready]:
+            done += source.finish(key)
+            progress(done, max(done, total))
+
+
+def _missing(source: TracedFacts, variants: Iterable[Variant]) -> list[list[Variant]]:
+    """The variants that are neither known nor being traced, grouped by precision and attention: those that differ in fusion only
+    share a trace."""
     groups: dict[tuple[str, str], list[Variant]] = {}
     # Facts with kernels follow from those without, and tf32 has those of fp32.
     formed: Iterable[Variant] = (("fp32" if each[0] == "tf32" else each[0], *each[1:3], False) for each in variants)
     for variant in dict.fromkeys(formed):
-        if not source.is_known(variant):
-            # Variants that differ in fusion only share a trace.
+        if variant[:2] not in source.begun and not source.is_known(variant):
             groups.setdefault(variant[:2], []).append(variant)
-    workers = min(usable_cores(), len(groups))
-    if workers < 2 or sys.platform != "linux" or threading.active_count() > 1:
-        return
-    try:
-        with without_collection():
-            source.prepare(any(variant[2] for some in groups.values() for variant in some))
-    except WorkloadError:
-        return  # raised again when a variant is requested
-    if threading.active_count() > 1:
-        return
-    context = multiprocessing.get_context("fork")
-    # A process that is terminated before it has its own handlers would run this one's, and stay.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        pool = context.Pool(workers, initializer=_begin, initargs=(source,))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    with pool:
-        done, total = 0, sum(map(len, groups.values()))
-        for found in pool.imap_unordered(_trace, groups.values()):
-            source.add(found)
-            done += len(found)
-            progress(done, total)
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_source: TracedFacts | None = None
-"""In a forked process: the source whose variants it traces."""
-
-
-def _begin(source: TracedFacts) -> None:
-    import torch
-
-    global _source
-    _source = source
-    # The parent terminates this process; the parent's signal handlers must not run here.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    gc.freeze()  # the parent's objects are no garbage here
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-
-
-def _trace(variants: list[Variant]) -> Mapping[Variant, ModelFacts]:
-    assert _source is not None
-    found = {}
-    for variant in variants:
-        try:
-            precision, attention, fusion, kernels = variant
-            found[variant] = _source.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
-        except WorkloadError:
-            return found  # raised again when it is requested
-    return found
+    return list(groups.values())

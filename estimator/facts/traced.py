@@ -2,12 +2,15 @@
 
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...base.collection import without_collection
 from ...base.errors import WorkloadError
+from ...base.forked import ForkedCall
 from ...models import Workload
 from ...models.architecture import Architecture
 from . import disk_cache
@@ -41,6 +44,9 @@ class TracedFacts:
     _failed: dict[tuple[str, str, bool], WorkloadError] = field(default_factory=dict, init=False, repr=False)
     _steps: dict[tuple[str, str], "tuple[Layout, StepTrace]"] = field(default_factory=dict, init=False, repr=False)
     _layout: Layout | None = field(default=None, init=False, repr=False)
+    _begun: dict[tuple[str, str], ForkedCall[Mapping[Variant, ModelFacts]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant.
@@ -58,6 +64,8 @@ class TracedFacts:
         variant = (precision, attention, fusion)
         if variant in self._failed:
             raise self._failed[variant]
+        if variant not in self._known and variant[:2] in self._begun:
+            self.finish((precision, attention))
         if variant not in self._known:
             try:
                 self._known[variant] = trace_facts(
@@ -82,6 +90,30 @@ class TracedFacts:
 
             prepare()
 
+    @property
+    def begun(self) -> Mapping[tuple[str, str], ForkedCall[Mapping[Variant, ModelFacts]]]:
+        """The forked processes that trace, by precision and attention."""
+        return self._begun
+
+    def begin(self, variants: Sequence[Variant]) -> None:
+        """Starts tracing variants of one precision and attention in a forked process; requires `can_fork()`."""
+        self._begun[variants[0][:2]] = ForkedCall(partial(self._traced, variants))
+
+    def finish(self, key: tuple[str, str]) -> int:
+        """Waits for the variants of a precision and attention that are being traced. Returns their number."""
+        found = self._begun.pop(key).result()
+        self._known.update({variant[:3]: facts for variant, facts in found.items()})
+        return len(found)
+
+    def _traced(self, variants: Sequence[Variant]) -> Mapping[Variant, ModelFacts]:
+        """The facts of variants, without those from the first that fails: its error is raised when it is requested."""
+        found = {}
+        with suppress(WorkloadError):
+            for variant in variants:
+                precision, attention, fusion, kernels = variant
+                found[variant] = self.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
+        return found
+
     def is_known(self, variant: Variant) -> bool:
         """True if (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on disk; facts with
         `kernels` follow from those without."""
@@ -97,10 +129,6 @@ class TracedFacts:
         if found is not None:
             self._known[formed] = found
         return found is not None
-
-    def add(self, found: Mapping[Variant, ModelFacts]) -> None:
-        """Adds variants that another process traced."""
-        self._known.update({variant[:3]: facts for variant, facts in found.items()})
 
 
 def trace_facts(

@@ -89,15 +89,13 @@ def test_a_narrow_terminal_goes_without_columns_and_wraps_no_word(question):
 
 
 def test_fewer_devices_are_a_plan_where_they_keep_half_the_speed(question):
-    from redline.estimator.document import with_fewer_devices
-
     shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
 
     def on(devices):
         asked = {"devices": devices, "seq_len": 1024, "global_batch": 64, "fix": {"precision": "bf16"}}
         return estimate_request(shape, "a100-40gb", **asked)
 
-    found = with_fewer_devices(estimate_document(question), on)
+    found = estimate_document(question, fewer=on)
     fewer = found.plans[-1]
     assert fewer.role == "4 devices" and fewer.devices == 4
     assert fewer.ranked.estimate.throughput >= 0.5 * found.ranked[0].estimate.throughput

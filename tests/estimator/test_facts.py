@@ -1,13 +1,11 @@
 """Facts by tracing: parameters and FLOPs equal those of the shape numbers, kept bytes those of a real step."""
 
 import json
-import signal
 import threading
 
 import pytest
 import redline as rl
 import torch
-from redline.cli.tune import end_in_order
 from redline.estimator import ModelFacts
 from redline.estimator.facts import concurrent, disk_cache
 from redline.estimator.facts.layout import Layout, _sharded
@@ -224,7 +222,7 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
     assert variants == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
     source = TracedFacts(workload, folder=tmp_path / "ahead")
     monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
     concurrent.trace_concurrently(source, variants)
     monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
     made = [source.facts(precision=each, attention="sdpa", fusion=False) for each in ("fp32", "bf16")]
@@ -232,68 +230,45 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
     assert made == [trace_facts(workload, precision=each, folder=tmp_path / "here") for each in ("fp32", "bf16")]
 
 
-def test_tf32_is_not_traced_beside_fp32(monkeypatch):
+def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeypatch):
+    from redline.estimator.facts.traced import TracedFacts
+
+    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
+    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
+    workload = rl.workload("gpt2-tiny")
+    variants = [(each, "sdpa", fusion, False) for each in ("fp32", "bf16") for fusion in (False, True)]
+    source = TracedFacts(workload, folder=tmp_path / "ahead")
+    concurrent.trace_ahead(source, variants)
+    assert list(source.begun) == [("fp32", "sdpa")], "one core is this process's"
     seen = []
+    concurrent.trace_concurrently(source, variants, lambda done, total: seen.append((done, total)))
+    assert not source.begun and sorted(done for done, _ in seen) == [2, 4]
+    monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
+    made = [source.facts(precision=each[0], attention="sdpa", fusion=each[2]) for each in variants]
+    monkeypatch.undo()
+    assert made == [
+        trace_facts(workload, precision=each[0], fusion=each[2], folder=tmp_path / "here") for each in variants
+    ]
 
-    class Pool:
-        def __init__(self, *_, **__): ...
-        def __enter__(self):
-            return self
 
-        def __exit__(self, *_): ...
-        def imap_unordered(self, _, groups):
-            seen.extend(groups)
-            return []
+def test_tf32_is_not_traced_beside_fp32(monkeypatch):
+    began = []
 
     class Source:
+        def __init__(self):
+            self.begun = {}
+
         def is_known(self, variant):
             return False
 
-        def prepare(self, fusion):
-            assert fusion
+        def begin(self, variants):
+            began.append(variants)
 
-    monkeypatch.setattr(concurrent.multiprocessing.get_context("fork").__class__, "Pool", lambda *_, **__: Pool())
-    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(concurrent, "usable_cores", lambda: 3)
+    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
     names = ("tf32", "fp32", "bf16")
-    concurrent.trace_concurrently(
-        Source(), [(each, "sdpa", True, kernels) for each in names for kernels in (False, True)]
-    )
-    assert seen == [[("fp32", "sdpa", True, False)], [("bf16", "sdpa", True, False)]]
-
-
-class Signals:
-    """Replaces a traced source and records its process's signal handlers."""
-
-    def __init__(self):
-        self.found = []
-
-    def is_known(self, variant):
-        return False
-
-    def prepare(self, fusion):
-        pass
-
-    def facts(self, **variant):
-        return [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
-
-    def add(self, found):
-        self.found += found.values()
-
-
-def test_processes_that_trace_end_without_a_word_when_they_are_ended(monkeypatch):
-    """They are forked from a command whose signal handlers raise KeyboardInterrupt."""
-    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
-    source = Signals()
-    try:
-        end_in_order()
-        concurrent.trace_concurrently(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    assert source.found == [[signal.SIG_DFL, signal.SIG_DFL, signal.SIG_IGN]] * 2
+    concurrent.trace_ahead(Source(), [(each, "sdpa", True, kernels) for each in names for kernels in (False, True)])
+    assert began == [[("fp32", "sdpa", True, False)], [("bf16", "sdpa", True, False)]]
 
 
 def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_path, monkeypatch):
@@ -302,7 +277,7 @@ def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_pa
 
     source = TracedFacts(rl.Workload(model=Reads, batch=own_batch, loss=own_loss), folder=tmp_path)
     monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
     concurrent.trace_concurrently(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
     for _ in range(2):
         with pytest.raises(TracingError, match="683 parameters"):

@@ -326,6 +326,24 @@ def test_a_deep_model_on_many_devices_is_planned_in_seconds():
     assert not plan.layers or len(plan.layers) == 128
 
 
+def test_some_blocks_offload_their_optimizer_state_where_all_of_it_does_not_fit():
+    fix = {"precision": "bf16", "fusion": False, "sp": 1, "cp": 1, "tp": 1, "micro_batch": 1}
+    asked = {"devices": 2, "seq_len": 2048, "global_batch": 64, "memory_limit_mib": 20 * 1024}
+    request = estimate_request(SHAPE, "a100-40gb", fix=fix, **asked)
+    found = estimate_document(request, layerwise=True)
+    plan, uniform = found.layerwise, found.ranked[0]
+    assert uniform.config["offload"] == "optimizer" and plan.config["offload"] == "none"
+    assert {each.offload for each in plan.layers} == {True, False} and plan.amounts_to() is None
+    assert plan.gain > 0.1 and plan.peak_memory_mib <= request.estimator.memory_limit_mib
+    again = request.estimator(plan.config)
+    assert again.throughput == pytest.approx(plan.throughput, rel=1e-9)
+    on_device = request.estimator({**plan.config, "strategy": plan.config["strategy"].replace("offload", "-")})
+    assert on_device.throughput > plan.throughput and not on_device.fits
+    # A fixed knob is kept.
+    kept = estimate_request(SHAPE, "a100-40gb", fix={**fix, "offload": "none"}, **asked)
+    assert not any(each.offload for each in estimate_document(kept, layerwise=True).layerwise.layers)
+
+
 def test_stages_with_the_head_get_fewer_blocks_where_that_is_faster():
     """A head of 128,256 tokens takes as long as two and a half blocks."""
     shape = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256, name="llama3-8b")

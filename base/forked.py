@@ -1,0 +1,98 @@
+"""Calls in forked processes, which run beside this one."""
+
+import gc
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Generic, NoReturn, TypeVar
+
+from .device import usable_cores
+
+T = TypeVar("T")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def can_fork() -> bool:
+    """True if a forked process can run beside this one: on Linux, with a second core, and without another thread, which may hold
+    a lock."""
+    return sys.platform == "linux" and usable_cores() > 1 and threading.active_count() == 1
+
+
+class ForkedCall(Generic[T]):
+    """A call in a forked process, which inherits all that is imported and built here, and sends its result back.
+
+    The process is killed when this object is deleted, and at exit. `concurrent.futures` and `multiprocessing.Pool` are not used:
+    they start threads in this process, beside which it could not fork again.
+
+    Args:
+        function: returns something that can be pickled. Changes of this process's objects are lost.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self.channel, sender = Pipe(duplex=False)
+        """Readable when the process has its result or has ended."""
+        # A process that is terminated before it has its own handlers would run this one's, and stay.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _run(function, sender)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sender.close()
+        self._end = weakref.finalize(self, _end, os.getpid(), pid, self.channel)
+
+    def result(self) -> T:
+        """The result of the call, once. If the process ended without one, after an exception or killed, the function is called
+        again, in this process.
+
+        Raises:
+            BaseException: that of the function.
+        """
+        try:
+            found: T = self.channel.recv()
+            return found
+        except (EOFError, OSError):
+            return self._function()
+        finally:
+            self._end()
+
+
+def beside(function: Callable[[], T]) -> Callable[[], T]:
+    """Starts a call in a forked process if this process can fork, and returns a function that returns its result. Otherwise that
+    function makes the call."""
+    return ForkedCall(function).result if can_fork() else function
+
+
+def _end(parent: int, pid: int, channel: Connection) -> None:
+    channel.close()
+    if os.getpid() != parent:  # a fork of it deletes its copy
+        return
+    with suppress(ProcessLookupError, ChildProcessError):  # something else waited for it
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _run(function: Callable[[], object], sender: Connection) -> NoReturn:
+    """Calls a function in a forked process."""
+    code = 1
+    try:
+        # The parent ends this process; the parent's signal handlers must not run here.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        gc.freeze()  # the parent's objects are no garbage here
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        sender.send(function())
+        code = 0
+    finally:
+        os._exit(code)
