@@ -451,7 +451,7 @@ def _source(
             seq_len=setup.seq_len or model.seq_len,
             global_batch=setup.global_batch or model.global_batch,
         )
-        return TracedFacts(model, hardware.operators), setup, model.unit
+        return TracedFacts(model, hardware.operators, hardware.liger), setup, model.unit
     if hasattr(model, "facts"):
         return model, setup, getattr(getattr(model, "workload", None), "unit", "tokens/s")
     raise UsageError(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..base.device import liger_obstacle
 from ..base.errors import UsageError, unknown
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, path_of, read_named
 from ..knobs.meaning import FLOAT8
@@ -147,6 +148,11 @@ class Hardware:
         if self.kind == "cpu":
             return CPU
         return CUDA if "bf16" in self.tflops else CUDA_7
+
+    @property
+    def liger(self) -> bool:
+        """True if the knob `kernels` puts Liger-Kernel's modules there: on GPUs, if it is installed where this runs."""
+        return self.kind != "cpu" and not liger_obstacle("cuda")
 
     @property
     def shares_cores(self) -> bool:

@@ -7,7 +7,7 @@ request; everything else is resolved again.
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from ..models.fingerprint import digest
 from ..models.request import Resolved, TrainingRequest
 from ..space import Space
 from .facts import disk_cache
-from .facts.fused_loss import unformed
 from .facts.model_facts import FactsSource, ModelFacts, Variant
+from .facts.traced import derived, named, traced_variant
 
 FORMAT = 2
 ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
@@ -151,30 +151,24 @@ class KeptFacts:
 
     model_id: str
     device_type: str
+    liger: bool
     remake: Callable[[], FactsSource]
     """Builds the source of facts by tracing."""
     _made: FactsSource | None = None
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant; raises as `TracedFacts.facts`."""
-        if precision == "tf32":  # products of the same tensors, at another rate
-            plain = self.facts(precision="fp32", attention=attention, fusion=fusion, kernels=kernels)
-            return replace(plain, precision="tf32")
-        if kernels:
-            return unformed(self.facts(precision=precision, attention=attention, fusion=fusion))
-        found = self._on_disk({"precision": precision, "attention": attention, "fusion": fusion})
+        found = self._on_disk((precision, attention, fusion, kernels))
         if found is not None:
-            return found
+            return derived(found, precision, kernels)
         self._made = self._made or self.remake()
-        return self._made.facts(precision=precision, attention=attention, fusion=fusion)
+        return self._made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
 
     def has_all(self, variants: Iterable[Variant]) -> bool:
         """True if every (precision, attention, fusion, kernels) is on disk."""
-        wanted = {("fp32" if each[0] == "tf32" else each[0], *each[1:3]) for each in variants}
-        return all(
-            self._on_disk({"precision": precision, "attention": attention, "fusion": fusion}) is not None
-            for precision, attention, fusion in wanted
-        )
+        wanted = {traced_variant(each, self.liger): each for each in variants}
+        return all(self._on_disk(each) is not None for each in wanted.values())
 
-    def _on_disk(self, variant: Mapping[str, Any]) -> ModelFacts | None:
-        return disk_cache.load(disk_cache.key_of(self.model_id, {**variant, "device": self.device_type}))
+    def _on_disk(self, variant: Variant) -> ModelFacts | None:
+        traced = named(traced_variant(variant, self.liger), self.device_type)
+        return disk_cache.load(disk_cache.key_of(self.model_id, traced))

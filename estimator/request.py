@@ -142,10 +142,11 @@ def _resolved(
     key = key_of(request, device, devices)
     kept = None if key is None else load(key)
     if kept is not None:
-        operators = machine.operators
-        source = KeptFacts(
-            kept.model_id, operators, remake=lambda: TracedFacts(resolve(request, device, devices).workload, operators)
-        )
+
+        def remake() -> TracedFacts:
+            return TracedFacts(resolve(request, device, devices).workload, machine.operators, machine.liger)
+
+        source = KeptFacts(kept.model_id, machine.operators, machine.liger, remake)
         setup = TrainingSetup(devices=devices, **without_knobs(kept.space))
         if source.has_all(variants_of(kept.space, setup)):
             return source, kept
@@ -153,7 +154,7 @@ def _resolved(
 
     def on_workload(workload: Workload) -> None:
         if before is None:
-            sources.append(TracedFacts(workload, machine.operators))
+            sources.append(TracedFacts(workload, machine.operators, machine.liger))
             if ahead:
                 trace_ahead(sources[0], _expected(request, workload, device))
 

@@ -36,16 +36,34 @@ def replace_modules(sch: Schedule) -> list[str]:
     """
     done = []
     for path, module in list(sch.module.named_modules()):
-        makers = (make(module) for make in (_rms_norm, _layer_norm, _gated_mlp, _rotating))
-        made = next((each for each in makers if each is not None), None)
-        if made is not None and path:
+        made = _replacement(module) if path else None
+        if made is not None:
             sch[path].replace(made)
             done.append(path)
     return done
 
 
-def _rms_norm(old: nn.Module) -> nn.Module | None:
-    """x / sqrt(mean(x**2) + eps) * (offset + weight), over the last dimension."""
+def _replacement(old: nn.Module) -> nn.Module | None:
+    """A module with the kernel that computes what `old` does; None if Liger has none."""
+    if (norm := rms_norm_of(old)) is not None:
+        from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+        with torch.device(old.weight.device):
+            # In place, its backward would overwrite a gradient that a residual sum also needs.
+            return LigerRMSNorm(len(old.weight), *norm, in_place=False)
+    if is_layer_norm(old):
+        return _adopt(LayerNorm, old)
+    if (gated := gated_by(old)) is not None:
+        return _adopt({"silu": SwiGLU, "gelu": GeGLU}[gated], old)
+    if rotates(old):
+        forward = forward_with(type(old).forward, _rotate)
+        return _adopt(type(type(old).__name__, (type(old),), {"forward": forward}), old)
+    return None
+
+
+def rms_norm_of(old: nn.Module) -> tuple[float, float, str] | None:
+    """Epsilon, offset and casting of a module that computes x / sqrt(mean(x**2) + epsilon) * (offset + weight) over the last
+    dimension; None of another."""
     weight, epsilon = _only_vector(old), getattr(old, "variance_epsilon", getattr(old, "eps", None))
     if weight is None or not isinstance(epsilon, float):
         return None
@@ -59,22 +77,19 @@ def _rms_norm(old: nn.Module) -> nn.Module | None:
         wanted = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (offset + w)
         if departure(wanted, found) < CLOSE:
             # Llama's norm rounds to the format of the input before scaling, Gemma's after.
-            casting = "gemma" if run(x.bfloat16()).dtype == torch.bfloat16 else "llama"
-            from liger_kernel.transformers.rms_norm import LigerRMSNorm
-
-            with torch.device(weight.device):
-                # In place, its backward would overwrite a gradient that a residual sum also needs.
-                return LigerRMSNorm(len(weight), epsilon, offset, casting, in_place=False)
+            return epsilon, offset, "gemma" if run(x.bfloat16()).dtype == torch.bfloat16 else "llama"
     return None
 
 
-def _layer_norm(old: nn.Module) -> nn.Module | None:
+def is_layer_norm(old: nn.Module) -> bool:
+    """True for a LayerNorm over the last dimension with a weight and a bias."""
     plain = type(old) is nn.LayerNorm and len(old.normalized_shape) == 1
-    return _adopt(LayerNorm, old) if plain and old.weight is not None and old.bias is not None else None
+    return plain and old.weight is not None and old.bias is not None
 
 
-def _gated_mlp(old: nn.Module) -> nn.Module | None:
-    """down(act(gate(x)) * up(x)), where the activation is SiLU or the GELU by tanh."""
+def gated_by(old: nn.Module) -> str | None:
+    """`silu` or `gelu`, the activation of a module that computes down(act(gate(x)) * up(x)); GELU in its tanh approximation. None
+    of another."""
     if not set(_PROJECTIONS) <= children_of(old).keys() or not _takes_one(old) or parameters_of(old):
         return None
     x, stand_ins = torch.linspace(-1, 1, 9), {name: _Times(n) for name, n in zip(_PROJECTIONS, (2, 3, 5))}
@@ -82,26 +97,29 @@ def _gated_mlp(old: nn.Module) -> nn.Module | None:
         found = _run(old, x, _modules={**children_of(old), **stand_ins})
     except (AttributeError, RuntimeError):  # it does more with its projections than call them
         return None
-    for act, kind in ((F.silu, SwiGLU), (lambda t: F.gelu(t, approximate="tanh"), GeGLU)):
+    for act, name in ((F.silu, "silu"), (lambda t: F.gelu(t, approximate="tanh"), "gelu")):
         if departure(5 * act(2 * x) * 3 * x, found) < CLOSE:
-            return _adopt(kind, old)
+            return name
     return None
 
 
-def _rotating(old: nn.Module) -> nn.Module | None:
-    """An attention module with a copy of its forward in which the rotary embedding is Liger's."""
+def rotates(old: nn.Module) -> bool:
+    """True for an attention module whose forward calls transformers' rotary embedding."""
     forward = type(old).forward
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     rotate = getattr(forward, "__globals__", {}).get(_ROTARY)
     if _ROTARY not in names or not isinstance(rotate, FunctionType) or "forward" in old.__dict__:
-        return None
+        return False
     given = list(inspect.signature(rotate).parameters)[:4]
-    if given != ["q", "k", "cos", "sin"] or not _rotates_halves(rotate):
-        return None
-    called = {**forward.__globals__, _ROTARY: _rotate}
+    return given == ["q", "k", "cos", "sin"] and _rotates_halves(rotate)
+
+
+def forward_with(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
+    """A copy of an attention's forward in which `rotate` is the rotary embedding."""
+    called = {**forward.__globals__, _ROTARY: rotate}
     copied = FunctionType(forward.__code__, called, forward.__name__, None, forward.__closure__)
     copied.__defaults__, copied.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
-    return _adopt(type(type(old).__name__, (type(old),), {"forward": copied}), old)
+    return copied
 
 
 def _rotate(

@@ -16,6 +16,7 @@ from ...base.forked import beside
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.skeleton import skeleton
+from .device_operators import as_autocast
 from .model_facts import ModelFacts, Part, PerToken
 from .step_trace import Product, Segment, Spec, StepTrace
 from .tracing import HALVES, cast, fake_model, give_tensors
@@ -197,7 +198,7 @@ def _attend(
 ) -> "torch.Tensor":  # fmt: skip
     import torch
 
-    return torch.ops.redline.attention(query, key, value)[0]
+    return torch.ops.redline.attention(*as_autocast(query, key, value))[0]
 
 
 @cache

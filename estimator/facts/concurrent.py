@@ -12,7 +12,7 @@ from ...base.forked import can_fork
 from ...space import Space
 from ..setup import TrainingSetup
 from .model_facts import Variant
-from .traced import TracedFacts
+from .traced import Step, TracedFacts, step_of, traced_variant
 
 _VARIANT = ("precision", "attention", "fusion", "kernels")
 
@@ -61,12 +61,9 @@ def trace_concurrently(
 
 
 def _missing(source: TracedFacts, variants: Iterable[Variant]) -> list[list[Variant]]:
-    """The variants that are neither known nor being traced, grouped by precision and attention: those that differ in fusion only
-    share a trace."""
-    groups: dict[tuple[str, str], list[Variant]] = {}
-    # Facts with kernels follow from those without, and tf32 has those of fp32.
-    formed: Iterable[Variant] = (("fp32" if each[0] == "tf32" else each[0], *each[1:3], False) for each in variants)
-    for variant in dict.fromkeys(formed):
-        if variant[:2] not in source.begun and not source.is_known(variant):
-            groups.setdefault(variant[:2], []).append(variant)
+    """The traced variants of these that are neither known nor being traced, grouped by the step that they share."""
+    groups: dict[Step, list[Variant]] = {}
+    for variant in dict.fromkeys(traced_variant(each, source.liger) for each in variants):
+        if step_of(variant) not in source.begun and not source.is_known(variant):
+            groups.setdefault(step_of(variant), []).append(variant)
     return list(groups.values())

@@ -138,9 +138,19 @@ def _attention(
     causal = bool(given.get("is_causal")) or mask is not None
     if device_type == CPU:
         return attended(query, key, value, causal, lambda: func(*args, **kwargs))
+    query, key, value = as_autocast(query, key, value)
     if not _is_fused(query, key, device_type):
         return _attention_by_products(query, key, value, mask, bool(given.get("is_causal")))
     return attended(query, key, value, causal, lambda: _functions()[1].apply(query, key, value, mask))
+
+
+def as_autocast(*operands: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
+    """The operands of attention in autocast's format, if it is on: rotated queries and keys are in float32."""
+    import torch
+
+    if not torch.is_autocast_enabled("cpu"):
+        return operands
+    return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in operands)
 
 
 def _is_fused(query: "torch.Tensor", key: "torch.Tensor", device_type: str) -> bool:
@@ -149,11 +159,9 @@ def _is_fused(query: "torch.Tensor", key: "torch.Tensor", device_type: str) -> b
 
     Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.11 to 2.13; measured on an H200 (docs/gpus.md).
     """
-    import torch
-
     if query.dim() < 4 or query.shape[-3] == key.shape[-3]:
         return True
-    return device_type == CUDA and (_is_half(query) or torch.is_autocast_enabled("cpu"))
+    return device_type == CUDA and _is_half(query)
 
 
 def _attention_by_products(

@@ -13,7 +13,7 @@ from typing import Any
 from ...models.fingerprint import digest
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 
-VERSION = 6
+VERSION = 7
 """Version of the format, raised when tracing changes, so that older files are ignored."""
 
 

@@ -20,6 +20,9 @@ from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
 from .step_trace import AttentionCall, Product, Segment, StepTrace, Tally
 from .tracing import trace_step
 
+Step = tuple[str, str, bool]
+"""Precision, attention, and True with Liger-Kernel's modules: what a traced step depends on."""
+
 
 class TracingError(WorkloadError):
     """A model cannot be traced. `known` has the facts that do not need a trace: parts with their parameters."""
@@ -38,15 +41,15 @@ class TracedFacts:
     workload: Workload
     device_type: str = "cuda"
     """Whose operators run, as `Hardware.operators`: they keep different tensors for backward."""
+    liger: bool = False
+    """True if `kernels` puts Liger-Kernel's modules, as `Hardware.liger`."""
     folder: Path | None = None
     """Folder of the cache; None for the user's cache folder."""
-    _known: dict[tuple[str, str, bool], ModelFacts] = field(default_factory=dict, init=False, repr=False)
-    _failed: dict[tuple[str, str, bool], WorkloadError] = field(default_factory=dict, init=False, repr=False)
-    _steps: dict[tuple[str, str], "tuple[Layout, StepTrace]"] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[Variant, ModelFacts] = field(default_factory=dict, init=False, repr=False)
+    _failed: dict[Variant, WorkloadError] = field(default_factory=dict, init=False, repr=False)
+    _steps: dict[Step, "tuple[Layout, StepTrace]"] = field(default_factory=dict, init=False, repr=False)
     _layout: Layout | None = field(default=None, init=False, repr=False)
-    _begun: dict[tuple[str, str], ForkedCall[Mapping[Variant, ModelFacts]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _begun: dict[Step, ForkedCall[Mapping[Variant, ModelFacts]]] = field(default_factory=dict, init=False, repr=False)
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant.
@@ -55,21 +58,19 @@ class TracedFacts:
             TracingError: the model cannot be traced; says at which operator.
             WorkloadError: it cannot be built, or its batch or loss is not what it must be.
         """
-        if precision == "tf32":  # products of the same tensors, at another rate
-            return replace(
-                self.facts(precision="fp32", attention=attention, fusion=fusion, kernels=kernels), precision="tf32"
-            )
-        if kernels:
-            return unformed(self.facts(precision=precision, attention=attention, fusion=fusion))
-        variant = (precision, attention, fusion)
+        variant = traced_variant((precision, attention, fusion, kernels), self.liger)
+        return derived(self._traced(variant), precision, kernels)
+
+    def _traced(self, variant: Variant) -> ModelFacts:
         if variant in self._failed:
             raise self._failed[variant]
-        if variant not in self._known and variant[:2] in self._begun:
-            self.finish((precision, attention))
+        if variant not in self._known and step_of(variant) in self._begun:
+            self.finish(step_of(variant))
         if variant not in self._known:
+            precision, attention, fusion, liger = variant
             try:
                 self._known[variant] = trace_facts(
-                    self.workload, precision=precision, attention=attention, fusion=fusion,
+                    self.workload, precision=precision, attention=attention, fusion=fusion, liger=liger,
                     device_type=self.device_type, folder=self.folder, steps=self._steps, layout=self._layout,
                 )  # fmt: skip
             except WorkloadError as error:
@@ -91,44 +92,62 @@ class TracedFacts:
             prepare()
 
     @property
-    def begun(self) -> Mapping[tuple[str, str], ForkedCall[Mapping[Variant, ModelFacts]]]:
-        """The forked processes that trace, by precision and attention."""
+    def begun(self) -> Mapping[Step, ForkedCall[Mapping[Variant, ModelFacts]]]:
+        """The forked processes that trace a step."""
         return self._begun
 
     def begin(self, variants: Sequence[Variant]) -> None:
-        """Starts tracing variants of one precision and attention in a forked process; requires `can_fork()`."""
-        self._begun[variants[0][:2]] = ForkedCall(partial(self._traced, variants))
+        """Starts tracing variants that share a step in a forked process; requires `can_fork()`."""
+        self._begun[step_of(variants[0])] = ForkedCall(partial(self._trace_all, variants))
 
-    def finish(self, key: tuple[str, str]) -> int:
-        """Waits for the variants of a precision and attention that are being traced. Returns their number."""
-        found = self._begun.pop(key).result()
-        self._known.update({variant[:3]: facts for variant, facts in found.items()})
+    def finish(self, step: Step) -> int:
+        """Waits for the variants of a step that is being traced. Returns their number."""
+        found = self._begun.pop(step).result()
+        self._known.update(found)
         return len(found)
 
-    def _traced(self, variants: Sequence[Variant]) -> Mapping[Variant, ModelFacts]:
+    def _trace_all(self, variants: Sequence[Variant]) -> Mapping[Variant, ModelFacts]:
         """The facts of variants, without those from the first that fails: its error is raised when it is requested."""
         found = {}
         with suppress(WorkloadError):
             for variant in variants:
-                precision, attention, fusion, kernels = variant
-                found[variant] = self.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
+                found[variant] = self._traced(variant)
         return found
 
     def is_known(self, variant: Variant) -> bool:
-        """True if (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on disk; facts with
-        `kernels` follow from those without."""
-        precision, attention, fusion, _ = variant
-        precision = "fp32" if precision == "tf32" else precision
-        formed = (precision, attention, fusion)
-        if formed in self._known:
+        """True if a variant that is to be traced is in memory or on disk."""
+        if variant in self._known:
             return True
-        named = {"precision": precision, "attention": attention, "fusion": fusion}
-        found = disk_cache.load(
-            disk_cache.key_of(self.workload.model_id, {**named, "device": self.device_type}), self.folder
-        )
+        key = disk_cache.key_of(self.workload.model_id, named(variant, self.device_type))
+        found = disk_cache.load(key, self.folder)
         if found is not None:
-            self._known[formed] = found
+            self._known[variant] = found
         return found is not None
+
+
+def traced_variant(variant: Variant, liger: bool) -> Variant:
+    """The variant that is traced for the facts of another: tf32 has the tensors of fp32, and `kernels` differs in a trace only by
+    Liger-Kernel's modules, which compiled blocks (`fusion`) are taken not to need: their operators are fused already.
+    """
+    precision, attention, fusion, kernels = variant
+    return "fp32" if precision == "tf32" else precision, attention, bool(fusion), bool(kernels and liger and not fusion)
+
+
+def derived(traced: ModelFacts, precision: str, kernels: bool) -> ModelFacts:
+    """The facts of a variant from those of its `traced_variant`."""
+    found = unformed(traced) if kernels else traced
+    return found if found.precision == precision else replace(found, precision=precision)
+
+
+def step_of(variant: Variant) -> Step:
+    """Key of the step that a traced variant starts from."""
+    precision, attention, _, liger = variant
+    return precision, attention, liger
+
+
+def named(variant: Variant, device_type: str) -> dict[str, Any]:
+    """A traced variant in the disk cache."""
+    return dict(zip(("precision", "attention", "fusion", "liger"), variant), device=device_type)
 
 
 def trace_facts(
@@ -137,11 +156,11 @@ def trace_facts(
     precision: str = "fp32",
     attention: str | None = None,
     fusion: bool = False,
-    kernels: bool = False,
+    liger: bool = False,
     device_type: str = "cuda",
     folder: Path | None = None,
     cached: bool = True,
-    steps: "dict[tuple[str, str], tuple[Layout, StepTrace]] | None" = None,
+    steps: "dict[Step, tuple[Layout, StepTrace]] | None" = None,
     layout: Layout | None = None,
 ) -> ModelFacts:
     """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
@@ -150,13 +169,12 @@ def trace_facts(
 
     Args:
         workload: any, including a user's own modules.
-        precision, attention, fusion, kernels: values of the knobs. An attention that the workload does not
-            have is ignored.
+        precision, attention, fusion: values of the knobs. An attention that the workload does not have is ignored.
+        liger: True for a model with Liger-Kernel's modules.
         device_type: whose operators run, as `Hardware.operators`.
         folder: of the cache; None for the user's.
         cached: True to read and write the cache.
-        steps: steps that were traced, by precision and attention; a variant with fusion starts from the one
-            without.
+        steps: steps that were traced; a variant with fusion starts from the one without.
         layout: the model's blocks and their division, if known.
 
     Raises:
@@ -168,26 +186,13 @@ def trace_facts(
         attention = "sdpa" if attention is None else attention
     elif attention is None or workload.model.default_attention == "eager":
         attention = workload.model.default_attention
-    if kernels:
-        formed = trace_facts(
-            workload,
-            precision=precision,
-            attention=attention,
-            fusion=fusion,
-            device_type=device_type,
-            folder=folder,
-            cached=cached,
-            steps=steps,
-            layout=layout,
-        )
-        return unformed(formed)
-    variant = {"precision": precision, "attention": attention, "fusion": fusion, "device": device_type}
-    key = disk_cache.key_of(workload.model_id, variant)
+    variant = (precision, attention, fusion, liger)
+    key = disk_cache.key_of(workload.model_id, named(variant, device_type))
     found = disk_cache.load(key, folder) if cached else None
     if found is not None:
         return found
     with without_collection():
-        made = _trace(workload, precision, attention, fusion, device_type, {} if steps is None else steps, layout)
+        made = _trace(workload, variant, device_type, {} if steps is None else steps, layout)
     if cached:
         disk_cache.store(key, made, folder)
     return made
@@ -195,16 +200,16 @@ def trace_facts(
 
 def _trace(
     workload: Workload,
-    precision: str,
-    attention: str,
-    fusion: bool,
+    variant: Variant,
     device_type: str,
-    steps: "dict[tuple[str, str], tuple[Layout, StepTrace]]",
+    steps: "dict[Step, tuple[Layout, StepTrace]]",
     layout: Layout | None,
 ) -> ModelFacts:
-    if (precision, attention) not in steps:
+    precision, attention, fusion, liger = variant
+    step = step_of(variant)
+    if step not in steps:
         layout = layout or next((known for known, _ in steps.values()), None) or Layout.of(workload)
-        steps[precision, attention] = (
+        steps[step] = (
             layout,
             trace_step(
                 workload,
@@ -213,9 +218,10 @@ def _trace(
                 precision=precision,
                 attention=attention,
                 device_type=device_type,
+                liger=liger,
             ),
         )
-    layout, seen = steps[precision, attention]
+    layout, seen = steps[step]
     vocabulary, tied = _head(seen, layout)
     facts = ModelFacts(
         name=workload.name,

@@ -16,6 +16,8 @@ from ...knobs.meaning import FORMATS
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.batches import ForwardPass, each_tensor, make_batch
+from ...models.families import generic_schedule
+from ...models.families.standard import StandardSchedule
 from ...models.skeleton import skeleton
 from .device_operators import function_mode
 from .recorder import Recorder, Split
@@ -41,6 +43,7 @@ def trace_step(
     precision: str = "fp32",
     attention: str | None = None,
     device_type: str = "cuda",
+    liger: bool = False,
     samples: int = SAMPLES,
     every_block: bool = False,
 ) -> StepTrace:
@@ -53,6 +56,7 @@ def trace_step(
         precision: a value of the knob.
         attention: a value of the knob; None for the workload's default. Flash attention is traced as sdpa.
         device_type: whose operators run, as `Hardware.operators`.
+        liger: True for a model with Liger-Kernel's modules.
         samples: of the batch.
         every_block: True to also record blocks that are identical to a recorded one; slower, with the same
             result.
@@ -69,6 +73,10 @@ def trace_step(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), quiet():
         model = fake_model(workload, config, fake).train()
+    if liger and isinstance(workload.schedule or generic_schedule, StandardSchedule):
+        from .liger_modules import put_modules
+
+        put_modules(model)
     with fake:
         inputs = each_tensor(batch, fake.from_tensor)
         if precision == "bf16_pure":

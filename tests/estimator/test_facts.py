@@ -239,7 +239,7 @@ def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeyp
     variants = [(each, "sdpa", fusion, False) for each in ("fp32", "bf16") for fusion in (False, True)]
     source = TracedFacts(workload, folder=tmp_path / "ahead")
     concurrent.trace_ahead(source, variants)
-    assert list(source.begun) == [("fp32", "sdpa")], "one core is this process's"
+    assert list(source.begun) == [("fp32", "sdpa", False)], "one core is this process's"
     seen = []
     concurrent.trace_concurrently(source, variants, lambda done, total: seen.append((done, total)))
     assert not source.begun and sorted(done for done, _ in seen) == [2, 4]
@@ -256,7 +256,7 @@ def test_tf32_is_not_traced_beside_fp32(monkeypatch):
 
     class Source:
         def __init__(self):
-            self.begun = {}
+            self.begun, self.liger = {}, False
 
         def is_known(self, variant):
             return False

@@ -14,6 +14,7 @@ sys.path.append(os.path.join(sys.prefix, "beside"))  # see the Makefile
 import numpy as np
 import torch
 import triton.language as tl
+from redline.estimator.facts.liger_modules import put_modules
 from redline.schedule import create_schedule, rounding
 from redline.schedule.liger import replace_modules
 from redline.testing import numerics
@@ -55,12 +56,21 @@ def model_of(family, seed):
 
 
 def passed(model, seed):
-    """Returns loss, logits and gradients of one batch."""
+    """Returns loss, logits and gradients of one batch, and the bytes that were kept for backward besides parameters."""
     tokens = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
-    out = model(input_ids=tokens, labels=tokens)
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(input_ids=tokens, labels=tokens)
+    size = sum(nbytes for pointer, nbytes in kept.items() if pointer not in own)
     out.loss.backward()
     found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    return float(out.loss), out.logits.detach(), found
+    return float(out.loss), out.logits.detach(), found, size
 
 
 def compared(family, seed, fault):
@@ -73,8 +83,11 @@ def compared(family, seed, fault):
     if fault:
         norm = next(each for each in other.modules() if hasattr(each, "offset"))
         norm.offset = 1.0 - norm.offset
-    loss, logits, gradients = passed(model, seed)
-    found_loss, found_logits, found = passed(other, seed)
+    traced = copy.deepcopy(model)
+    put_modules(traced)
+    loss, logits, gradients, plain_bytes = passed(model, seed)
+    found_loss, found_logits, found, kept_bytes = passed(other, seed)
+    *_, traced_bytes = passed(traced, seed)
     over = rounding.largest(gradients)
     departs = {name: rounding.departure(gradients[name], found[name], over) for name in gradients}
     return {
@@ -82,6 +95,7 @@ def compared(family, seed, fault):
         "replaced": done,
         "kinds": kinds,
         "kept": kept and list(model.state_dict()) == list(other.state_dict()),
+        "bytes": [plain_bytes, kept_bytes, traced_bytes],
         "same_names": found.keys() == gradients.keys(),
         "loss": abs(found_loss - loss) / loss,
         "logits": rounding.departure(logits, found_logits),

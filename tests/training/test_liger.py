@@ -67,6 +67,9 @@ def test_every_family_computes_the_same_with_them(seed):
         each = found[family]
         assert {path.partition(".0.")[2] for path in each["replaced"] if ".0." in path} == first, family
         assert each["kinds"] == kinds and each["kept"] and each["same_names"], family
+        plain, kept, traced = each["bytes"]
+        # What the estimate's trace of these modules keeps for backward.
+        assert kept == traced and (kept < plain or kinds == ["LayerNorm"]), (family, each["bytes"])
         within(each["loss"], each["loss_allowed"], f"{family}: the loss")
         within(each["logits"], each["allowed"], f"{family}: the logits")
         within(each["gradient"], each["allowed"], f"{family}: the gradient of {each['where']}")
