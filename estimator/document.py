@@ -13,9 +13,8 @@ from ..knobs.rules import RuleContext
 from ..models.spaces import lossy_of_space
 from ..space import Config, Space
 from .estimator import Estimator
-from .facts.concurrent import trace_concurrently, variants_of
+from .facts.concurrent import trace_space
 from .facts.model_facts import ModelFacts
-from .facts.traced import TracedFacts
 from .fullest import FullestRank, fullest_rank
 from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, followed, further_items, refine, relatives
@@ -210,13 +209,13 @@ def estimate_document(
         lossy = lossy_in(chosen, lossy_of_space(request.space))
         ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
     else:
-        if isinstance(estimator.source, TracedFacts):
-            say("tracing the model")
-            trace_concurrently(
-                estimator.source,
-                variants_of(request.space, estimator.training),
-                lambda done, total: say(f"tracing the model: {done} of {total} variants"),
-            )
+        say("tracing the model")
+        trace_space(
+            estimator.source,
+            request.space,
+            estimator.training,
+            lambda done, total: say(f"tracing the model: {done} of {total} variants"),
+        )
         say("predicting configurations")
         picked = choose(estimator, request.space, top=top)
         whole, ranked = picked.survey, picked.best

@@ -344,15 +344,13 @@ def _outlook(site: _Site, space: Space, headroom: float) -> _Outlook:
     """Predicts the best configuration, by throughput times the probability to run. Configurations that leave too
     little headroom count only if no other fits.
     """
-    from ..estimator.facts.concurrent import trace_concurrently, variants_of
-    from ..estimator.facts.traced import TracedFacts
+    from ..estimator.facts.concurrent import trace_space
     from ..estimator.survey import survey
 
     if site.machine is None:
         return _Outlook(estimator=None, survey=None, note=site.note)
     estimator = site.estimator(space, site.devices)
-    if isinstance(estimator.source, TracedFacts):
-        trace_concurrently(estimator.source, variants_of(space, estimator.training))
+    trace_space(estimator.source, space, estimator.training)
     limit_mib = estimator.memory_limit_mib
     try:
         found = survey(estimator, space, top=1, order=_hopeful((1.0 - headroom) * limit_mib))

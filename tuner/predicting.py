@@ -80,8 +80,11 @@ def estimator_of(
 def usable(estimator: "Estimator", space: Space, warn: Callable[[str], None]) -> "Estimator | None":
     """Returns the estimator if it can predict this space; otherwise None, and warns with the reason.
 
-    Traces the model; traces are cached on disk.
+    Traces the model's variants, several at the same time; traces are cached on disk.
     """
+    from ..estimator.facts.concurrent import trace_space
+
+    trace_space(estimator.source, space, estimator.training)
     try:
         table = estimator.table(space.sample(min(SAMPLE, len(space)) if space.enumerable else SAMPLE, seed=0))
     except UsageError as error:

@@ -11,7 +11,7 @@ from ...base.errors import WorkloadError
 from ...base.forked import can_fork
 from ...space import Space
 from ..setup import TrainingSetup
-from .model_facts import Variant
+from .model_facts import FactsSource, Variant
 from .traced import Step, TracedFacts, step_of, traced_variant
 
 _VARIANT = ("precision", "attention", "fusion", "kernels")
@@ -31,6 +31,17 @@ def trace_ahead(source: TracedFacts, variants: Iterable[Variant]) -> None:
     if can_fork():
         for group in _missing(source, variants)[: usable_cores() - 1]:
             source.begin(group)
+
+
+def trace_space(
+    source: FactsSource,
+    space: Space,
+    setup: TrainingSetup,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Traces the variants of a space with `trace_concurrently`, if their facts come from traces."""
+    if isinstance(source, TracedFacts):
+        trace_concurrently(source, variants_of(space, setup), progress)
 
 
 def trace_concurrently(

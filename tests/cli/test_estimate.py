@@ -131,12 +131,12 @@ def test_fewer_devices_are_not_looked_for_where_computing_alone_takes_too_long(q
 def test_no_other_thread_runs_while_variants_are_traced_in_forked_processes(capsys, monkeypatch, tmp_path):
     before, during, called = set(threading.enumerate()), [], []
 
-    def trace(source, variants, progress):
+    def trace(source, space, setup, progress):
         progress(1, 2)
         called.append(True)
         during.extend(set(threading.enumerate()) - before)
 
-    monkeypatch.setattr(document, "trace_concurrently", trace)
+    monkeypatch.setattr(document, "trace_space", trace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, _, _ = run(
         capsys, "estimate", "gpt2-tiny", "--hardware", "a100-40gb", "--seq-len", 64, "--fix", "fusion=false"
