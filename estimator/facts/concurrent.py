@@ -61,6 +61,8 @@ def trace_concurrently(
             source.prepare(any(variant[2] for some in groups for variant in some))
     except WorkloadError:
         return  # raised again when a variant is requested
+    if not can_fork():  # what was imported has a thread
+        return
     done, total = 0, sum(map(len, groups))
     while groups or source.begun:
         while groups and len(source.begun) < workers:
