@@ -4,17 +4,19 @@ The trace is that of `training/memory_trace.py`; for CUDA it is taken with opera
 contexts and libraries are outside of the allocator, and so of the timeline.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ..base.device import liger_obstacle
 from ..base.errors import UsageError
 from ..estimator.allocator import MIB, Allocator, CachingAllocator, HostAllocator
 from ..models import Workload
 
 if TYPE_CHECKING:
+    from ..schedule import Schedule
     from ..training.memory_trace import Block, MemoryTrace
 
 LARGEST = 10
@@ -117,7 +119,13 @@ def memory_timeline(
     traced, untraced = traceable(config, kind)
     cpu = kind == "cpu"
     trace = trace_memory(
-        workload, traced, rank=rank, world_size=devices, gloo=cpu, operators=None if cpu else _as_on_cuda()
+        workload,
+        traced,
+        rank=rank,
+        world_size=devices,
+        gloo=cpu,
+        operators=None if cpu else _as_on_cuda(),
+        kernels=None if cpu else _liger_modules(workload, traced),
     )
     return timeline_of(trace, kind, untraced=untraced)
 
@@ -125,7 +133,7 @@ def memory_timeline(
 def traceable(config: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
     """Returns a configuration that can be traced on a CPU, and the knobs of the given one whose effect on memory is left out.
 
-    Compiled blocks and fused kernels keep less than the operators that they replace; float8 keeps casts and scales.
+    Compiled blocks keep less than the operators that they replace; float8 keeps casts and scales.
 
     Raises:
         UsageError: states of the optimizer are offloaded: a trace on a CPU does not tell host memory from the device's.
@@ -135,10 +143,9 @@ def traceable(config: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], lis
         raise UsageError(
             f"offload={config['offload']}: memory of offloaded states cannot be traced; trace a configuration with offload=none"
         )
-    for name in ("fusion", "kernels"):
-        if out.get(name):
-            out[name] = False
-            left.append(name)
+    if out.get("fusion"):
+        out["fusion"] = False
+        left.append("fusion")
     left += ["precision"] if out.get("precision") == "fp8" else []
     # The sizes are the same, and a CPU trains in these.
     computed_as = {"fp8": "bf16", "fp16": "bf16", "tf32": "fp32"}
@@ -153,6 +160,17 @@ def _as_on_cuda() -> AbstractContextManager[Any]:
     from ..estimator.facts.device_operators import function_mode
 
     return function_mode("cuda", lambda query, key, value, causal, run: run(), lambda rows, weights: None)
+
+
+def _liger_modules(workload: Workload, config: Mapping[str, Any]) -> "Callable[[Schedule], None] | None":
+    """What puts the form of Liger-Kernel's modules into a traced model; None where they are not installed."""
+    from ..estimator.facts.liger_modules import forwards_of, put_forwards
+    from ..models.skeleton import skeleton
+
+    if not config.get("kernels") or liger_obstacle("cuda"):
+        return None
+    forwards = forwards_of(skeleton(workload, config))  # nothing is computed in the trace
+    return lambda sch: put_forwards(sch.module, forwards)
 
 
 def timeline_of(trace: "MemoryTrace", kind: str, *, untraced: Sequence[str] = ()) -> MemoryTimeline:

@@ -45,6 +45,7 @@ from ..base._torch import (
 )
 from ..base._transformers import quiet
 from ..models.workload import Workload
+from ..schedule import Schedule
 from .emulation import RECEIVED, Message, Recorder, join_emulated
 from .training import SHORT_STEPS, Training
 from .world import World
@@ -128,6 +129,7 @@ def trace_memory(
     world_size: int = 1,
     gloo: bool = True,
     operators: AbstractContextManager[Any] | None = None,
+    kernels: Callable[[Schedule], object] | None = None,
     seed: int = 0,
 ) -> MemoryTrace:
     """Traces the build and two steps of a rank. Nothing is computed, and no device is needed.
@@ -140,6 +142,7 @@ def trace_memory(
         rank, world_size: the rank. `torch.distributed` must not be initialised; afterwards it is not.
         gloo: include the copies that gloo makes of what it gathers and reduces; NCCL makes none.
         operators: a mode to trace under, such as one that allocates what operators of another device allocate.
+        kernels: as that of `Training`, for modules of another device.
         seed: seed of the data.
 
     Raises:
@@ -159,7 +162,7 @@ def trace_memory(
         stack.enter_context(watch.resizes())
         stack.enter_context(operators or nullcontext())
         stack.enter_context(WithoutCompute(watch))
-        training = Training(workload, config, torch.device("cpu"), seed, rank, world_size)
+        training = Training(workload, config, torch.device("cpu"), seed, rank, world_size, kernels=kernels)
         _label_built(training, watch)
         for name, param in training.model.named_parameters():
             if param.requires_grad:

@@ -93,6 +93,7 @@ class Training:
         own_data: make the workload's own data of the first few steps, which dry runs repeat; False if `passes` gets
             the data of every step.
         collective_timeout_s: timeout of collectives of its mesh, s; None leaves torch's default.
+        kernels: replaces modules for the knob of that name; None for Liger-Kernel's where they run.
 
     Raises:
         WorkloadError: a function of the workload returns an invalid value, or the configuration does not fit it.
@@ -130,6 +131,7 @@ class Training:
         world_size: int = 1,
         own_data: bool = True,
         collective_timeout_s: float | None = None,
+        kernels: "Callable[[Schedule], object] | None" = None,
     ) -> None:
         import torch
 
@@ -144,6 +146,7 @@ class Training:
         self.tokens_per_step = workload.seq_len * self.samples_per_step if workload.seq_len else None
         self.precision = Precision(self.strategy.precision, self.device, world_size)
         self._mesh = self.world.mesh(self.device, collective_timeout_s)
+        self._kernels = kernels
         self.model, self.optimizer = self._build()
         self.model.train()
         self._resident = False
@@ -289,8 +292,9 @@ class Training:
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
         self.outline = ModelStructure.of(module, [each.path for each in standard.blocks(sch)])
-        if schedule is standard and self.strategy.kernels and not liger_obstacle(self.device.type):
-            replace_modules(sch)  # before it is cut
+        replace = self._kernels or (None if liger_obstacle(self.device.type) else replace_modules)
+        if schedule is standard and self.strategy.kernels and replace is not None:
+            replace(sch)  # before it is cut
         schedule(sch, self.config)
         self._distribute(sch)
         self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)

@@ -12,6 +12,7 @@ need Triton and values, so that a trace runs functions of the same form instead,
 Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3; src/liger_kernel/ops of liger-kernel 0.8.
 """
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +22,27 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+Forward = Callable[..., Any]
 
-def put_modules(model: "nn.Module") -> None:
-    """Gives every module that Liger's would replace a forward of the same form, in place."""
-    for module in model.modules():
+
+def forwards_of(model: "nn.Module") -> "dict[str, Forward]":
+    """The forward of the same form for every module that Liger's would replace, by its path. Modules run on a few numbers to
+    find them, so that no mode may be on that does not compute."""
+    found: dict[str, Forward] = {}
+    for path, module in model.named_modules():
         if rms_norm_of(module) is not None or is_layer_norm(module):
-            forward = _normalise
+            found[path] = _normalise
         elif gated_by(module) is not None:
-            forward = _gate
+            found[path] = _gate
         elif rotates(module):
-            forward = forward_with(type(module).forward, _rotate)
-        else:
-            continue
+            found[path] = forward_with(type(module).forward, _rotate)
+    return found
+
+
+def put_forwards(model: "nn.Module", forwards: "Mapping[str, Forward]") -> None:
+    """Gives modules these forwards, in place."""
+    for path, forward in forwards.items():
+        module = model.get_submodule(path)
         module.__class__ = _with_forward(type(module), forward)
 
 

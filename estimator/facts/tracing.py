@@ -74,9 +74,9 @@ def trace_step(
     with torch.random.fork_rng(devices=[]), quiet():
         model = fake_model(workload, config, fake).train()
     if liger and isinstance(workload.schedule or generic_schedule, StandardSchedule):
-        from .liger_modules import put_modules
+        from .liger_modules import forwards_of, put_forwards
 
-        put_modules(model)
+        put_forwards(model, forwards_of(model))
     with fake:
         inputs = each_tensor(batch, fake.from_tensor)
         if precision == "bf16_pure":

@@ -87,10 +87,26 @@ def test_recomputation_runs_with_the_operators_of_the_device():
 def test_knobs_that_a_cpu_lacks_are_traced_as_what_is_alike_or_left_out():
     config = {"fusion": True, "kernels": True, "precision": "fp8", "attention": "flash_attention_2"}
     assert traceable(config, "cuda") == (
-        {"fusion": False, "kernels": False, "precision": "bf16", "attention": "sdpa"},
-        ["fusion", "kernels", "precision"],
+        {"fusion": False, "kernels": True, "precision": "bf16", "attention": "sdpa"},
+        ["fusion", "precision"],
     )
     assert traceable({"precision": "tf32"}, "cuda") == ({"precision": "fp32"}, [])
+
+
+def test_kernels_keep_no_logits_and_on_gpus_less_of_norms_and_gates(monkeypatch):
+    workload = rl.workload("llama-tiny", global_batch=8)
+    peaks = {}
+    for installed in (False, True):
+        monkeypatch.setattr(
+            "redline.runners.memory_timeline.liger_obstacle", lambda kind, there=installed: "" if there else "missing"
+        )
+        for kind in ("cuda", "cpu"):
+            for kernels in (False, True):
+                config = {"micro_batch": 8, "precision": "bf16", "kernels": kernels}
+                peaks[installed, kind, kernels] = memory_timeline(workload, config, kind=kind).live_bytes
+    assert peaks[True, "cuda", True] < peaks[False, "cuda", True] < peaks[False, "cuda", False]
+    assert peaks[True, "cuda", False] == peaks[False, "cuda", False]
+    assert peaks[True, "cpu", True] == peaks[False, "cpu", True] < peaks[False, "cpu", False]
 
 
 def test_requests_that_cannot_be_traced_are_refused():

@@ -14,7 +14,7 @@ sys.path.append(os.path.join(sys.prefix, "beside"))  # see the Makefile
 import numpy as np
 import torch
 import triton.language as tl
-from redline.estimator.facts.liger_modules import put_modules
+from redline.estimator.facts.liger_modules import forwards_of, put_forwards
 from redline.schedule import create_schedule, rounding
 from redline.schedule.liger import replace_modules
 from redline.testing import numerics
@@ -84,7 +84,7 @@ def compared(family, seed, fault):
         norm = next(each for each in other.modules() if hasattr(each, "offset"))
         norm.offset = 1.0 - norm.offset
     traced = copy.deepcopy(model)
-    put_modules(traced)
+    put_forwards(traced, forwards_of(traced))
     loss, logits, gradients, plain_bytes = passed(model, seed)
     found_loss, found_logits, found, kept_bytes = passed(other, seed)
     *_, traced_bytes = passed(traced, seed)
