@@ -18,12 +18,6 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def can_fork() -> bool:
-    """True if a forked process can run beside this one: on Linux, with a second core, and without another thread, which may hold
-    a lock."""
-    return sys.platform == "linux" and usable_cores() > 1 and threading.active_count() == 1
-
-
 class ForkedCall(Generic[T]):
     """A call in a forked process, which inherits all that is imported and built here, and sends its result back.
 
@@ -32,6 +26,9 @@ class ForkedCall(Generic[T]):
 
     Args:
         function: returns something that can be pickled. Changes of this process's objects are lost.
+
+    Raises:
+        OSError: the kernel has no memory or no number for another process.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -65,10 +62,21 @@ class ForkedCall(Generic[T]):
             self._end()
 
 
+def started(function: Callable[[], T]) -> ForkedCall[T] | None:
+    """Starts a call in a forked process; None where that cannot run beside this one: without Linux or a second core, beside
+    another thread, which may hold a lock, or if the kernel refuses."""
+    if sys.platform != "linux" or usable_cores() < 2 or threading.active_count() > 1:
+        return None
+    with suppress(OSError):
+        return ForkedCall(function)
+    return None
+
+
 def beside(function: Callable[[], T]) -> Callable[[], T]:
-    """Starts a call in a forked process if this process can fork, and returns a function that returns its result. Otherwise that
-    function makes the call."""
-    return ForkedCall(function).result if can_fork() else function
+    """Starts a call in a forked process, and returns a function that returns its result. Where none can be started, that function
+    makes the call."""
+    call = started(function)
+    return function if call is None else call.result
 
 
 def _end(parent: int, pid: int, channel: Connection) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from ...base.collection import without_collection
 from ...base.device import usable_cores
 from ...base.errors import WorkloadError
-from ...base.forked import can_fork
 from ...space import Space
 from ..setup import TrainingSetup
 from .model_facts import FactsSource, Variant
@@ -26,11 +25,10 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
 
 
 def trace_ahead(source: TracedFacts, variants: Iterable[Variant]) -> None:
-    """Starts tracing variants in other processes while this one does something else; facts that are requested wait for them. Does
-    nothing if this process cannot fork."""
-    if can_fork():
-        for group in _missing(source, variants)[: usable_cores() - 1]:
-            source.begin(group)
+    """Starts tracing variants in other processes while this one does something else, where processes can be forked; facts that
+    are requested wait for them."""
+    for group in _missing(source, variants)[: usable_cores() - 1]:
+        source.begin(group)
 
 
 def trace_space(
@@ -50,23 +48,24 @@ def trace_concurrently(
     """Traces missing variants, one process a core, and waits for them and for those that were begun; failures are left for later.
     `progress` is called with the number of finished variants and the total.
 
-    If this process cannot fork, nothing happens, and variants are traced when they are requested.
+    Where no process can be forked, variants are traced when they are requested.
     """
     groups = _missing(source, variants)
     workers = min(usable_cores(), len(groups) + len(source.begun))
-    if workers < 2 or not can_fork():
+    if workers < 2:
         return
     try:
         with without_collection():
             source.prepare(any(variant[2] for some in groups for variant in some))
     except WorkloadError:
         return  # raised again when a variant is requested
-    if not can_fork():  # what was imported has a thread
-        return
     done, total = 0, sum(map(len, groups))
-    while groups or source.begun:
+    while True:
         while groups and len(source.begun) < workers:
-            source.begin(groups.pop(0))
+            if not source.begin(groups.pop(0)):
+                groups = []
+        if not source.begun:
+            return
         ready = wait([call.channel for call in source.begun.values()])
         for key in [key for key, call in source.begun.items() if call.channel in ready]:
             done += source.finish(key)

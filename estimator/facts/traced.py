@@ -10,7 +10,7 @@ from typing import Any
 
 from ...base.collection import without_collection
 from ...base.errors import WorkloadError
-from ...base.forked import ForkedCall
+from ...base.forked import ForkedCall, started
 from ...models import Workload
 from ...models.architecture import Architecture
 from . import disk_cache
@@ -96,9 +96,12 @@ class TracedFacts:
         """The forked processes that trace a step."""
         return self._begun
 
-    def begin(self, variants: Sequence[Variant]) -> None:
-        """Starts tracing variants that share a step in a forked process; requires `can_fork()`."""
-        self._begun[step_of(variants[0])] = ForkedCall(partial(self._trace_all, variants))
+    def begin(self, variants: Sequence[Variant]) -> bool:
+        """Starts tracing variants that share a step in a forked process. False if none can be started."""
+        call = started(partial(self._trace_all, variants))
+        if call is not None:
+            self._begun[step_of(variants[0])] = call
+        return call is not None
 
     def finish(self, step: Step) -> int:
         """Waits for the variants of a step that is being traced. Returns their number."""

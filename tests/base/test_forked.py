@@ -100,3 +100,14 @@ def test_beside_another_thread_or_on_one_core_the_call_is_made_here(monkeypatch)
     finally:
         end.set()
         thread.join()
+
+
+def test_a_call_is_made_here_if_the_kernel_refuses_a_process(monkeypatch):
+    def refused():
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(forked, "usable_cores", lambda: 2)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(forked.os, "fork", refused)
+    assert forked.started(os.getpid) is None
+    assert beside(os.getpid)() == os.getpid()

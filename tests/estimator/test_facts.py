@@ -6,6 +6,7 @@ import threading
 import pytest
 import redline as rl
 import torch
+from redline.base import forked
 from redline.estimator import ModelFacts
 from redline.estimator.facts import concurrent, disk_cache
 from redline.estimator.facts.layout import Layout, _sharded
@@ -221,8 +222,9 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
     variants = concurrent.variants_of(space, TrainingSetup())
     assert variants == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
     source = TracedFacts(workload, folder=tmp_path / "ahead")
-    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
+    for module in (concurrent, forked):
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     concurrent.trace_concurrently(source, variants)
     monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
     made = [source.facts(precision=each, attention="sdpa", fusion=False) for each in ("fp32", "bf16")]
@@ -233,8 +235,9 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
 def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeypatch):
     from redline.estimator.facts.traced import TracedFacts
 
-    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
+    for module in (concurrent, forked):
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     workload = rl.workload("gpt2-tiny")
     variants = [(each, "sdpa", fusion, False) for each in ("fp32", "bf16") for fusion in (False, True)]
     source = TracedFacts(workload, folder=tmp_path / "ahead")
@@ -251,6 +254,19 @@ def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeyp
     ]
 
 
+def test_without_another_process_variants_are_traced_when_they_are_requested(tmp_path, monkeypatch):
+    from redline.estimator.facts.traced import TracedFacts
+
+    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 2)
+    source = TracedFacts(rl.workload("gpt2-tiny"), folder=tmp_path)
+    variants = [(each, "sdpa", False, False) for each in ("fp32", "bf16")]
+    concurrent.trace_ahead(source, variants)
+    concurrent.trace_concurrently(source, variants)
+    assert not source.begun and not (tmp_path / "facts").exists()
+    assert source.facts(precision="bf16", attention="sdpa", fusion=False).precision == "bf16"
+
+
 def test_tf32_is_not_traced_beside_fp32(monkeypatch):
     began = []
 
@@ -263,9 +279,10 @@ def test_tf32_is_not_traced_beside_fp32(monkeypatch):
 
         def begin(self, variants):
             began.append(variants)
+            return True
 
     monkeypatch.setattr(concurrent, "usable_cores", lambda: 3)
-    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     names = ("tf32", "fp32", "bf16")
     concurrent.trace_ahead(Source(), [(each, "sdpa", True, kernels) for each in names for kernels in (False, True)])
     assert began == [[("fp32", "sdpa", True, False)], [("bf16", "sdpa", True, False)]]
@@ -276,8 +293,9 @@ def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_pa
     from redline.estimator.facts.traced import TracedFacts
 
     source = TracedFacts(rl.Workload(model=Reads, batch=own_batch, loss=own_loss), folder=tmp_path)
-    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent, "can_fork", lambda: True)
+    for module in (concurrent, forked):
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     concurrent.trace_concurrently(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
     for _ in range(2):
         with pytest.raises(TracingError, match="683 parameters"):
