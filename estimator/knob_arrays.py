@@ -152,16 +152,18 @@ class KnobArrays:
         for code in np.unique(codes[plain]).tolist():
             at = np.flatnonzero(plain & (codes == code))
             yield Split(code // 2 // chunks, code // 2 % chunks, bool(code % 2), None), at
-        named: dict[Split, list[int]] = {}
+        # Parts outside blocks follow the configuration's own knobs.
+        named: dict[tuple[Split, tuple[int, ...]], list[int]] = {}
         for index in np.flatnonzero(~plain).tolist():
             pp, many, turned = int(self.pp[index]), int(self.virtual_stages[index]), v_shaped[index]
             own = self.followed(index)
             text, stages = self.strategy[index], self.stage_blocks[index]
             layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
             sizes = None if stages is None else blocks_of_stages(stages)
-            named.setdefault(Split(pp, many, bool(turned), layers, sizes), []).append(index)
-        for key, found in named.items():
-            yield key, np.array(found)
+            key = Split(pp, many, bool(turned), layers, sizes), tuple(own.values())
+            named.setdefault(key, []).append(index)
+        for (split, _), found in named.items():
+            yield split, np.array(found)
 
     def followed(self, index: int) -> dict[str, Any]:
         """The knobs of one configuration that its blocks follow where a run lacks the item, as `layers.own_knobs`."""

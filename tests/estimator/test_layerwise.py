@@ -125,6 +125,24 @@ def test_the_refined_configuration_is_predicted_as_it_was_reported(asked):
     assert table.step_ms[0] == pytest.approx(found.ranked[0].estimate.step_ms, rel=1e-9)
 
 
+def test_plans_with_equal_blocks_and_other_knobs_are_predicted_together_as_alone():
+    """Embedding and head follow the knobs, blocks their strategies."""
+    asked = {"devices": 8, "seq_len": 2048, "global_batch": 64, "fix": {"precision": "bf16", "sp": 1, "cp": 1}}
+    predict = estimate_request(SHAPE, "a100-80gb", **asked).estimator
+    shared = {"pp": 1, "micro_batch": 4, "fusion": False}
+    plans = [
+        {**shared, "tp": 2, "zero": 2, "strategy": "0-15:tp1,zero3,ckpt 16-23:tp1,zero3"},
+        {**shared, "tp": 1, "zero": 3, "strategy": "0-15:ckpt 16-23:-"},
+        {**shared, "tp": 1, "zero": 2, "strategy": "0-15:zero3,ckpt 16-23:zero3"},
+    ]
+    table = predict.table(plans)
+    for index, plan in enumerate(plans):
+        alone = predict(plan)
+        assert table.step_ms[index] == pytest.approx(alone.step_ms, rel=1e-9)
+        assert table.peak_memory_mib[index] == pytest.approx(alone.peak_memory_mib, rel=1e-9)
+    assert len(set(np.round(table.step_ms, 6))) == 3
+
+
 def estimator(zero=1, pp=1, **more):
     options = {"devices": 8, "seq_len": 2048, "global_batch": 256, **more}
     request = estimate_request(SHAPE, "a100-80gb", fix={"precision": "bf16", "offload": "none"}, **options)
