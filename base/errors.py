@@ -21,6 +21,10 @@ class ScheduleError(UsageError):
     """A primitive cannot be applied. The schedule is left unchanged."""
 
 
+class MissingModuleError(ScheduleError):
+    """A model has no module at a path."""
+
+
 class TraceError(ScheduleError):
     """A module cannot be traced. The message names the operation and the line of model code that caused it."""
 

@@ -12,7 +12,7 @@ from typing import Any, Self, overload
 from torch import fx, nn
 
 from ..base._torch import children_of
-from ..base.errors import ScheduleError, unknown
+from ..base.errors import MissingModuleError, ScheduleError, unknown
 from .calls import PrimitiveCall, to_recipe
 from .deferred import recorded_operations
 from .forward import layers_of
@@ -137,7 +137,7 @@ class ScheduledModule:
             if isinstance(path, slice):
                 return Slice(self[name] for name in names[path])
             if not -len(names) <= path < len(names):
-                raise ScheduleError(f"'{self.name}' has {len(names)} children, but got the position {path}")
+                raise MissingModuleError(f"'{self.name}' has {len(names)} children, but got the position {path}")
             path = names[path]
         full = join(self.path, str(path))
         find_module(self.tree.module, full)
@@ -206,10 +206,10 @@ def find_module(root: nn.Module, path: str) -> nn.Module:
     for part in path.split(".") if path else ():
         if part not in children_of(module):
             where = walked or type(root).__name__
-            raise ScheduleError(f"no module '{path}': {unknown(f'child of {where}', part, children_of(module))}")
+            raise MissingModuleError(f"no module '{path}': {unknown(f'child of {where}', part, children_of(module))}")
         child = children_of(module)[part]
         if child is None:
-            raise ScheduleError(f"no module '{path}': '{join(walked, part)}' is None in this model")
+            raise MissingModuleError(f"no module '{path}': '{join(walked, part)}' is None in this model")
         module, walked = child, join(walked, part)
     return module
 

@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...base.errors import ScheduleError, UsageError
+from ...base.errors import MissingModuleError, ScheduleError, UsageError
 from ...knobs.layers import BlockStrategy, of_blocks, own_knobs
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement, blocks_of_stages
@@ -281,8 +281,8 @@ class _Cut:
 class _Trials:
     """Tries primitives on copies of a model without weights.
 
-    Equal blocks are cut equally, so a copy with a few blocks of each kind is tried first. If it fails, the whole model
-    gives the reason.
+    Equal blocks are cut equally, so a copy with a few blocks of each kind is tried, and the whole model only if the copy lacks a
+    module.
     """
 
     def __init__(self, schedule: StandardSchedule, sch: "Schedule") -> None:
@@ -302,13 +302,11 @@ class _Trials:
 
     def cut(self, ranks: int, sequence_parallel: bool = False) -> _Cut:
         """The model cut over this number of ranks."""
-        model, paths = self._short
         try:
-            return self._cut(model, paths, ranks, sequence_parallel)
-        except (ScheduleError, LookupError, AttributeError):  # also for a missing block
-            pass
-        try:
-            return self._cut(self._whole, self._paths, ranks, sequence_parallel)
+            try:
+                return self._cut(*self._short, ranks, sequence_parallel)
+            except (MissingModuleError, LookupError, AttributeError):
+                return self._cut(self._whole, self._paths, ranks, sequence_parallel)
         except ScheduleError as error:
             return _Cut(obstacle=str(error))
 
