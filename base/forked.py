@@ -1,5 +1,6 @@
-"""Calls in forked processes, which run beside this one."""
+"""Forked processes: calls that run beside this one, and processes that end with their parent."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -15,14 +16,15 @@ from typing import Generic, NoReturn, TypeVar
 from .device import usable_cores
 
 T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ForkedCall(Generic[T]):
     """A call in a forked process, which inherits all that is imported and built here, and sends its result back.
 
-    The process is killed when this object is deleted, and at exit. `concurrent.futures` and `multiprocessing.Pool` are not used:
-    they start threads in this process, beside which it could not fork again.
+    The process is killed when this object is deleted, and when this process ends. `concurrent.futures` and `multiprocessing.Pool`
+    are not used: they start threads in this process, beside which it could not fork again.
 
     Args:
         function: returns something that can be pickled. Changes of this process's objects are lost.
@@ -36,15 +38,15 @@ class ForkedCall(Generic[T]):
         self.channel, sender = Pipe(duplex=False)
         """Readable when the process has its result or has ended."""
         # A process that is terminated before it has its own handlers would run this one's, and stay.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        before, me = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS), os.getpid()
         try:
             pid = os.fork()
             if pid == 0:
-                _run(function, sender)
+                _run(function, sender, me)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         sender.close()
-        self._end = weakref.finalize(self, _end, os.getpid(), pid, self.channel)
+        self._end = weakref.finalize(self, _end, me, pid, self.channel)
 
     def result(self) -> T:
         """The result of the call, once. If the process ended without one, after an exception or killed, the function is called
@@ -57,9 +59,10 @@ class ForkedCall(Generic[T]):
             found: T = self.channel.recv()
             return found
         except (EOFError, OSError):
-            return self._function()
+            pass  # called below
         finally:
             self._end()
+        return self._function()
 
 
 def started(function: Callable[[], T]) -> ForkedCall[T] | None:
@@ -79,6 +82,25 @@ def beside(function: Callable[[], T]) -> Callable[[], T]:
     return function if call is None else call.result
 
 
+def prctl(option: int, value: int) -> None:
+    """Calls `prctl` with one argument (`man 2 prctl`).
+
+    Raises:
+        OSError: it failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), f"prctl({option}, {value})")
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when `parent`, which forked it, ends (`man 2 PR_SET_PDEATHSIG`)."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _end(parent: int, pid: int, channel: Connection) -> None:
     channel.close()
     if os.getpid() != parent:  # a fork of it deletes its copy
@@ -88,10 +110,11 @@ def _end(parent: int, pid: int, channel: Connection) -> None:
         os.waitpid(pid, 0)
 
 
-def _run(function: Callable[[], object], sender: Connection) -> NoReturn:
+def _run(function: Callable[[], object], sender: Connection, parent: int) -> NoReturn:
     """Calls a function in a forked process."""
     code = 1
     try:
+        die_with_parent(parent)
         # The parent ends this process; the parent's signal handlers must not run here.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGHUP):

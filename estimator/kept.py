@@ -158,7 +158,7 @@ class KeptFacts:
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant; raises as `TracedFacts.facts`."""
-        found = self._on_disk((precision, attention, fusion, kernels))
+        found = self._on_disk(traced_variant((precision, attention, fusion, kernels), self.liger))
         if found is not None:
             return derived(found, precision, kernels)
         self._made = self._made or self.remake()
@@ -166,9 +166,7 @@ class KeptFacts:
 
     def has_all(self, variants: Iterable[Variant]) -> bool:
         """True if every (precision, attention, fusion, kernels) is on disk."""
-        wanted = {traced_variant(each, self.liger): each for each in variants}
-        return all(self._on_disk(each) is not None for each in wanted.values())
+        return all(self._on_disk(each) is not None for each in {traced_variant(each, self.liger) for each in variants})
 
-    def _on_disk(self, variant: Variant) -> ModelFacts | None:
-        traced = named(traced_variant(variant, self.liger), self.device_type)
-        return disk_cache.load(disk_cache.key_of(self.model_id, traced))
+    def _on_disk(self, traced: Variant) -> ModelFacts | None:
+        return disk_cache.load(disk_cache.key_of(self.model_id, named(traced, self.device_type)))

@@ -310,7 +310,8 @@ def _plans(
     uneven = split.pp > 1 and split.chunks == 1 and split.sizes is None
     ends = _ends(estimator, cut, facts, cols)
     filling = 1 + (split.pp - 1) / (split.chunks * float(cols.grad_accum[0]))
-    for kept in dict.fromkeys(map(tuple, (on_device, same_tp, same_ep, same_cut))):
+    offloading = [same_cut] if len(on_device) < len(options) else []
+    for kept in dict.fromkeys(map(tuple, (on_device, same_tp, same_ep, *offloading))):
         ways = [
             (
                 [each for each in choices if each.layer in kept],

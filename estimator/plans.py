@@ -56,9 +56,9 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
-    found = predict(estimator, space, most=DRAWN, seed=seed)
-    if not found.whole:
-        found = climbed(found, lambda found, count: _to_improve(found, count if count == 1 else max(top, count)))
+    found = _searched(
+        estimator, space, lambda found, count: _to_improve(found, count if count == 1 else max(top, count)), seed
+    )
     ranks = by_expected_throughput(found.table)
     best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
     safest, small = _safer_plans(found.table, ranks)
@@ -72,11 +72,19 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
 
 def fastest(estimator: Estimator, space: Space, *, seed: int = 0) -> Ranked | None:
     """The first of the plans that `choose` picks, found with fewer predictions; None if none fits."""
-    found = predict(estimator, space, most=DRAWN, seed=seed)
-    if not found.whole:
-        found = climbed(found, lambda found, count: distinct(found, by_expected_throughput(found.table), count))
+    found = _searched(
+        estimator, space, lambda found, count: distinct(found, by_expected_throughput(found.table), count), seed
+    )
     ranks = by_expected_throughput(found.table)
     return found.ranked(int(ranks[0])) if len(ranks) else None
+
+
+def _searched(
+    estimator: Estimator, space: Space, wanted: Callable[[Predicted, int], Sequence[int]], seed: int
+) -> Predicted:
+    """Predictions of a space, or of a sample and the neighbours of those that are wanted of it, as for `climbed`."""
+    found = predict(estimator, space, most=DRAWN, seed=seed)
+    return found if found.whole else climbed(found, wanted)
 
 
 def _to_improve(found: Predicted, count: int) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.collection import without_collection
-from ..base.device import Device
+from ..base.device import Device, fusion_obstacle
 from ..base.errors import UsageError
 from ..knobs.meaning import FORMATS
 from ..models import Workload
@@ -177,7 +177,8 @@ def _expected(request: TrainingRequest, workload: Workload, device: Device) -> l
     precision, attention = (next(iter(asked.get(name, ())), value) for name, value in usual.items())
     if precision not in tuple(FORMATS) or attention not in ("eager", *FLASH):
         return []  # refused with the rest of the space
-    return [(precision, attention, bool(fusion), False) for fusion in asked.get("fusion", (False, True))]
+    fusions = asked.get("fusion", (False, True) if fusion_obstacle(device) is None else (False,))
+    return [(precision, attention, bool(fusion), False) for fusion in fusions]
 
 
 def _of_shape(

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
+from ..base.forked import die_with_parent
 from ..results import Status
 from . import failure
 from .job import Job, RankOutcome
 from .load import CHANGED_CORES, Watch, family_s, foreign_cores
-from .process import die_with_parent
 
 YOURS, ENOUGH = "yours", "enough"
 FEWEST_TURNS = 2

@@ -10,36 +10,23 @@ from dataclasses import dataclass
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+from ..base.forked import prctl
+
 _PR_SET_NAME = 15
 LONGEST_NAME = 15
 """Longest name of a process, bytes."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), f"prctl({option}, {value})")
-
-
-def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when `parent`, which forked it, ends (`man 2 PR_SET_PDEATHSIG`)."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def call_this_process(name: str) -> None:
     """Sets the name of this process in `ps` and `top`. A fork otherwise has the name of its parent."""
     text = ctypes.create_string_buffer(name.encode()[:LONGEST_NAME])
-    _prctl(_PR_SET_NAME, ctypes.addressof(text))
+    prctl(_PR_SET_NAME, ctypes.addressof(text))
 
 
 def adopt_orphans() -> None:
     """Makes orphaned descendants children of this process, so that `kill_descendants` finds them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def offer_to_oom_killer() -> None:

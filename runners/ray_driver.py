@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..base.errors import RedlineError, RunnerError, UsageError
+from ..base.forked import die_with_parent
 from ..base.scratch import remove
 from . import failure
 from .job import Job, Outcome
-from .process import adopt_orphans, die_with_parent, kill_descendants
+from .process import adopt_orphans, kill_descendants
 from .protocol import Channel, keep_alive, receive_call, serve
 from .ray_host import RayHost, RayWorker
 from .worker_group import Layout, WorkerGroup, lay_out

@@ -11,12 +11,13 @@ from dataclasses import InitVar, dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from ..base.forked import die_with_parent
 from ..results import Status
 from . import failure
 from .job import Begun, Compiling, Job, Outcome, RankOutcome
 from .log import LogFile
 from .memory import SAMPLE_S, Shortage, wait_for_room
-from .process import Deadline, adopt_orphans, die_with_parent, kill_descendants, offer_to_oom_killer
+from .process import Deadline, adopt_orphans, kill_descendants, offer_to_oom_killer
 from .protocol import CANCEL, Received
 from .rank import DUMP_STACKS, run_rank
 

@@ -292,9 +292,8 @@ class Training:
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
         self.outline = ModelStructure.of(module, [each.path for each in standard.blocks(sch)])
-        replace = self._kernels or (None if liger_obstacle(self.device.type) else replace_modules)
-        if schedule is standard and self.strategy.kernels and replace is not None:
-            replace(sch)  # before it is cut
+        if schedule is standard and self.strategy.kernels and (self._kernels or not liger_obstacle(self.device.type)):
+            (self._kernels or replace_modules)(sch)  # before it is cut
         schedule(sch, self.config)
         self._distribute(sch)
         self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)

@@ -84,8 +84,8 @@ def usable(estimator: "Estimator", space: Space, warn: Callable[[str], None]) ->
     """
     from ..estimator.facts.concurrent import trace_space
 
-    trace_space(estimator.source, space, estimator.training)
     try:
+        trace_space(estimator.source, space, estimator.training)
         table = estimator.table(space.sample(min(SAMPLE, len(space)) if space.enumerable else SAMPLE, seed=0))
     except UsageError as error:
         warn(f"the search begins without an estimate: {error}")

@@ -52,7 +52,7 @@ def trace_concurrently(
     """
     groups = _missing(source, variants)
     workers = min(usable_cores(), len(groups) + len(source.begun))
-    if workers < 2:
+    if not groups or workers < 2:
         return
     try:
         with without_collection():

@@ -3,9 +3,13 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 from redline.base import forked
 from redline.base.forked import ForkedCall, beside
@@ -111,3 +115,22 @@ def test_a_call_is_made_here_if_the_kernel_refuses_a_process(monkeypatch):
     monkeypatch.setattr(forked.os, "fork", refused)
     assert forked.started(os.getpid) is None
     assert beside(os.getpid)() == os.getpid()
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "pass", "sys.exit('an error')"])
+@pytest.mark.parametrize("work", ["time.sleep(60)", "b'x' * 3_000_000"], ids=["works", "sends"])
+def test_no_process_outlives_the_one_that_started_it(end, work):
+    """Neither one that works nor one whose result nobody takes."""
+    program = f"""
+import os, signal, sys, time
+from redline.base.forked import ForkedCall
+call = ForkedCall(lambda: [print(os.getpid(), flush=True), {work}])
+time.sleep(0.5)
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=30, check=False)
+    with suppress(psutil.NoSuchProcess):
+        process, deadline = psutil.Process(int(done.stdout)), time.monotonic() + 20
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -254,6 +254,43 @@ def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeyp
     ]
 
 
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ({}, ("bf16", "sdpa")),
+        ({"fix": {"precision": "fp16", "attention": "eager"}}, ("fp16", "eager")),
+        ({"override": {"precision": ["fp32", "bf16"]}, "fix": {"fusion": True}}, ("fp32", "sdpa")),
+        ({"baseline": "fp32"}, ("fp32", "sdpa")),
+    ],
+)
+def test_what_is_traced_while_the_space_is_made_is_in_the_space(asked, first, monkeypatch, tmp_path):
+    from redline.estimator import request
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = []
+    monkeypatch.setattr(request, "trace_ahead", lambda source, variants: expected.extend(variants))
+    made = request.estimate_request("llama-tiny", "h100-80gb", seq_len=32, **asked)
+    in_space = concurrent.variants_of(made.space, made.estimator.training)
+    assert set(expected) <= set(in_space) and {each[:2] for each in expected} == {first}
+    assert {each for each in in_space if each[:2] == first and not each[3]} == set(expected)
+
+
+def test_nothing_is_traced_ahead_of_a_space_that_is_refused_or_the_users(monkeypatch, tmp_path):
+    from redline.estimator import request
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expected = []
+    monkeypatch.setattr(request, "trace_ahead", lambda source, variants: expected.extend(variants))
+    for wrong in ("fp7", ["bf16"], 3):
+        with pytest.raises(rl.SpaceError):
+            request.estimate_request("gpt2-tiny", "h100-80gb", fix={"precision": wrong})
+    space = rl.Space()
+    space.choice("micro_batch", [1, 2])
+    request.estimate_request("gpt2-tiny", "h100-80gb", space=space)
+    request.estimate_request("gpt2-tiny", "h100-80gb", framework="megatron")
+    assert expected == []
+
+
 def test_without_another_process_variants_are_traced_when_they_are_requested(tmp_path, monkeypatch):
     from redline.estimator.facts.traced import TracedFacts
 
