@@ -127,7 +127,8 @@ def test_memory_with_fusion_is_measured_without_compiling_for_this_cpu(emulate):
     assert measured.ok, measured.reason
     assert measured.seconds_compile == 0
     assert "without fusion" in measured.reason and "without fusion" not in plain.reason
-    assert measured.peak_memory_mib == pytest.approx(plain.peak_memory_mib, rel=0.1)
+    # The peak is of resident pages: files mapped after it count out of it. Compiling adds almost half of the plain peak.
+    assert measured.peak_memory_mib == pytest.approx(plain.peak_memory_mib, rel=0.25)
     assert measured.step_ms < plain.step_ms, "the estimate knows that it is fused"
 
 
