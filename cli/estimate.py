@@ -3,12 +3,15 @@
 import json
 import shlex
 import shutil
+import sys
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from ..base.errors import UsageError
+from ..base.forked import started
 from ..base.option import Option, check_options, options_of as declared
 from ..base.reading import path_of
 from ..base.writing import as_data, write_atomic
@@ -105,21 +108,25 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
     with _Status() as status, without_collection():
         status.update("reading the model")
-        request = estimate_request(
-            hardware=asked.hardware, memory_limit_mib=limit_mib, framework=asked.framework, **given
-        )
+        terms: dict[str, Any] = {
+            "hardware": asked.hardware,
+            "memory_limit_mib": limit_mib,
+            "framework": asked.framework,
+        }
+        beside: list[Any] = []
+
+        def before_tracing() -> None:
+            if shape is None and asked.hardware is not None and single is None and trials is None and not as_json:
+                beside.append(started(partial(_first_answer, {**terms, **given}, width)))
+
+        request = estimate_request(**terms, **given, before_tracing=before_tracing)
         more = {**given, "global_batch": request.global_batch or given["global_batch"]}
 
         def fewer(devices: int) -> "EstimateRequest":
-            return estimate_request(
-                hardware=asked.hardware,
-                memory_limit_mib=limit_mib,
-                framework=asked.framework,
-                like=request,
-                **{**more, "devices": devices},
-            )
+            return estimate_request(**terms, like=request, **{**more, "devices": devices})
 
         def show(document: "EstimateDocument") -> None:
+            beside.clear()  # ends it: this answer replaces the first one
             if not as_json:
                 status.clear()  # otherwise the text starts after it
                 click.echo("\n".join(estimate_text.head(document, width)))
@@ -151,6 +158,19 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             "\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then, timeline=timeline))
         )
     return 0 if document.ranked else NOTHING_FITS
+
+
+def _first_answer(asked: dict[str, Any], width: int) -> None:
+    """Prints the fastest plan by the sizes that the model's configuration states, while the model is built and traced."""
+    from ..estimator.plans import fastest
+    from ..estimator.request import first_request
+    from . import estimate_text
+
+    request = first_request(**asked)
+    best = None if request is None else fastest(request.estimator, request.space)
+    if best is not None:
+        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the status
+        click.echo(clear + "\n".join(estimate_text.first(best, width)), err=True)
 
 
 def _check_traced(shape: Any, framework: str) -> None:

@@ -37,6 +37,17 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     return lines
 
 
+def first(best: "Ranked", width: int = 100) -> list[str]:
+    """Returns the plan that is shown while the model is traced."""
+    estimate = best.estimate
+    slow, fast = (estimate.throughput * estimate.step_ms / end for end in (estimate.step_ms_high, estimate.step_ms_low))
+    text = (
+        f"first answer, by the model's sizes alone: {estimate.throughput:,.0f} {estimate.unit} ({_range(slow, fast)}), "
+        f"{estimate.peak_memory_mib / 1024:.1f} GiB with {_config(best.config, best.lossy)}"
+    )
+    return _wrapped(text, "", width)
+
+
 def body(
     document: "EstimateDocument",
     *,

@@ -15,17 +15,19 @@ from ..frameworks.reading import Change, TrainerConfig
 from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
-from ..models import Workload
-from ..models.architecture import shape_of
 from ..models.presets import PRESETS
-from ..models.resolve import workload as resolve_workload
+from ..models.request import ModelRequest
+from ..models.resolve import stated, workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..space import Config
 from .document import finite
 from .estimate import Estimate, EstimateTable, joined
 from .estimator import Estimator
+from .facts.model_facts import FactsSource
+from .facts.traced import TracedFacts
 from .fullest import FullestRank, fullest_rank
 from .hardware import Hardware, find_hardware
+from .kept import KeptFacts, KeptModel, kept_model, key_of_model, load_model, store
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
 from .trainers import Trainer, assumed, built, find_trainer, trainer_of
@@ -179,20 +181,17 @@ def check(
     trainer = trainer.on(devices)
     if "micro_batch" not in trainer.config:
         raise UsageError(f"{trainer.framework}: the file does not state the micro-batch: give --set micro_batch=N")
-    workload = _workload(trainer, model, seq_len)
-    trainer = replace(trainer, seq_len=workload.seq_len, model=workload.name)
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
+    found, source = _model(trainer, model, seq_len, facts, machine)
+    trainer = replace(trainer, seq_len=found.seq_len, model=found.name)
     setup = TrainingSetup(
         devices=trainer.devices or 1,
-        seq_len=workload.seq_len,
+        seq_len=found.seq_len,
         global_batch=trainer.global_batch,
         memory_limit_mib=memory_limit_mib,
     )
-    own = None if trainer.lora else built(shape_of(workload.model), facts)
-    asked = _Asked(
-        trainer, facts, framework is not None, Estimator(own or workload, machine, setup, framework=facts.name)
-    )
-    context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=workload.seq_len)
+    asked = _Asked(trainer, facts, framework is not None, Estimator(source, machine, setup, framework=facts.name))
+    context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=found.seq_len)
     if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
         raise UsageError(reason)
     estimate = asked(trainer.config)
@@ -200,13 +199,13 @@ def check(
     conventions = asked.conventions(trainer.config)
     return Check(
         trainer=replace(trainer, conventions=conventions),
-        model=workload.name,
+        model=found.name,
         parameters=_parameters(asked.estimator),
         hardware=machine,
         estimate=estimate,
         fullest=str(asked.fullest(trainer.config)),
         shares=_shares(estimate, trainer.strategy(), machine),
-        faster=_faster(asked, workload, estimate, machine, context),
+        faster=_faster(asked, found.shape, estimate, machine, context),
         assumed=assumed(conventions),
         framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
@@ -277,24 +276,42 @@ def preset_of(name: str) -> str | None:
     return family if named is not None and size == f"{named.parameters / 1e9:.0f}b" else None
 
 
-def _workload(trainer: TrainerConfig, model: str | None, seq_len: int | None) -> Workload:
-    name = model or trainer.model
-    length = seq_len or trainer.seq_len
+def _model(
+    trainer: TrainerConfig, model: str | None, seq_len: int | None, facts: Trainer, hardware: Hardware
+) -> tuple[KeptModel, FactsSource]:
+    """The model of a training and the source of its facts: shape numbers if the trainer builds a known family from its own
+    modules, otherwise transformers' modules, from the cache if they are there."""
+    name, length = model or trainer.model, seq_len or trainer.seq_len
     target: Any = name
+    shown = None
     if model is None and trainer.architecture is not None:
         target = ServerModel.of(trainer.architecture)
         sizes = [trainer.architecture.get(each) for each in ("num_hidden_layers", "n_layer", "hidden_size", "n_embd")]
-        name = "{} of {} x {}".format(target.name, *(each for each in sizes if each is not None))
+        shown = "{} of {} x {}".format(target.name, *(each for each in sizes if each is not None))
     elif name is None:
         raise UsageError(f"{trainer.framework}: the file does not name a model that is known: give --model")
     elif not Path(name).exists():
         target = preset_of(name) or name
-    made = resolve_workload(target, seq_len=length, global_batch=trainer.global_batch, lora=trainer.lora)
-    if not isinstance(made, Workload):  # pragma: no cover - a name is always one
-        raise UsageError(f"{name} is not a model")
-    return (
-        replace(made, name=name) if target is not name and trainer.architecture is not None and model is None else made
-    )
+    known = None if trainer.lora else stated(target, length)
+    if known is not None and (own := built(known.shape, facts)) is not None:
+        shape = {"shape": known.shape}
+        return KeptModel(name=shown or known.name, model_id="", seq_len=known.seq_len, trains=shape), own
+
+    def made() -> TracedFacts:
+        workload = resolve_workload(target, seq_len=length, lora=trainer.lora)
+        return TracedFacts(workload, hardware.operators, hardware.liger)
+
+    key = key_of_model(ModelRequest(target, seq_len=length, lora=trainer.lora))
+    kept = None if key is None else load_model(key)
+    if kept is not None:
+        source: FactsSource = KeptFacts(kept.model_id, hardware.operators, hardware.liger, made)
+    else:
+        source = traced = made()
+        kept = kept_model(traced.workload)
+        if key is not None:
+            store(key, kept)
+    found = kept if shown is None else replace(kept, name=shown)
+    return found, (None if trainer.lora else built(kept.shape, facts)) or source
 
 
 def _estimated(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,11 +402,11 @@ def _setting(trainer: TrainerConfig, knob: str) -> str:
 
 
 def _faster(
-    asked: _Asked, workload: Workload, estimate: Estimate, hardware: Hardware, context: RuleContext
+    asked: _Asked, shape: Mapping[str, Any], estimate: Estimate, hardware: Hardware, context: RuleContext
 ) -> tuple[Faster, ...]:
     """The fastest configurations that change one, two and three knobs, each if it is faster than the previous one."""
     trainer = asked.trainer
-    found = _neighbours(trainer, workload, hardware, context)
+    found = _neighbours(trainer, shape, hardware, context)
     if not found:
         return ()
     table, taken = asked.table([config for config, _ in found])
@@ -415,12 +432,11 @@ def _faster(
 
 
 def _neighbours(
-    trainer: TrainerConfig, workload: Workload, hardware: Hardware, context: RuleContext
+    trainer: TrainerConfig, shape: Mapping[str, Any], hardware: Hardware, context: RuleContext
 ) -> list[tuple[dict[str, Any], int]]:
     """Configurations on the same devices with the same global batch that differ in up to three knobs, and the number of changed
     knobs."""
     base, now = dict(trainer.config), trainer.strategy()
-    shape = shape_of(workload.model) or {}
     heads, kv_heads, layers = (
         shape.get("heads", 1),
         shape.get("kv_heads") or shape.get("heads", 1),

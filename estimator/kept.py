@@ -1,9 +1,10 @@
-"""Disk cache of resolved requests: a later estimate of the same model and hardware needs neither torch nor transformers.
+"""Disk cache of resolved requests and models: a later estimate of the same model needs neither torch nor transformers.
 
 Facts of traced models have their own cache (`facts/disk_cache.py`). An entry is valid only for the same code, packages, model and
 request; everything else is resolved again.
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -16,51 +17,71 @@ from ..base.device import Device
 from ..base.errors import SpaceError
 from ..models.architecture import shape_of
 from ..models.fingerprint import digest
-from ..models.request import Resolved, TrainingRequest
+from ..models.presets import PRESETS
+from ..models.request import ModelRequest, Resolved, TrainingRequest
+from ..models.resolve import configuration_file
+from ..models.server_model import ServerModel
+from ..models.workload import Workload
 from ..space import Space
 from .facts import disk_cache
 from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .facts.traced import derived, named, traced_variant
 
-FORMAT = 2
+FORMAT = 3
 ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
 """Code that decides how a model is resolved."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A resolved request without its workload."""
+class KeptModel:
+    """A resolved model without its workload."""
 
     name: str
     model_id: str
     seq_len: int | None
+    trains: Mapping[str, Any]
+    """The training, in run.yaml's terms."""
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """Its shape, as returned by `redline.models.architecture.shape_of`; empty if that is None."""
+        return self.trains.get("shape") or {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(KeptModel):
+    """A resolved request without its workload."""
+
     global_batch: int
     """Samples of a step."""
     free_batch: bool
     """True if the samples of a step vary with `grad_accum`."""
     space: Space
     notes: tuple[str, ...]
-    trains: Mapping[str, Any]
-    """The training, in run.yaml's terms."""
 
     @staticmethod
     def of(found: Resolved) -> "Kept":
         """The cacheable part of a resolved request."""
-        workload = found.workload
-        lora = getattr(workload.model, "lora", None)
-        what = {"id": workload.id, "spec": str(workload.spec), **({"lora": str(lora)} if lora is not None else {})}
-        shape = shape_of(workload.model)
-        experts = _of_experts(shape or {}, found.space)
+        model = kept_model(found.workload)
         return Kept(
-            name=workload.name,
-            model_id=workload.model_id,
-            seq_len=workload.seq_len,
-            global_batch=workload.global_batch,
+            **vars(model),
+            global_batch=found.workload.global_batch,
             free_batch=found.free_batch,
             space=found.space,
-            notes=found.notes + experts,
-            trains={"model": workload.name, "workload": what, **({"shape": shape} if shape else {})},
+            notes=found.notes + _of_experts(model.shape, found.space),
         )
+
+
+def kept_model(workload: Workload) -> KeptModel:
+    """The cacheable part of a workload."""
+    lora, shape = getattr(workload.model, "lora", None), shape_of(workload.model)
+    what = {"id": workload.id, "spec": str(workload.spec), **({"lora": str(lora)} if lora is not None else {})}
+    return KeptModel(
+        name=workload.name,
+        model_id=workload.model_id,
+        seq_len=workload.seq_len,
+        trains={"model": workload.name, "workload": what, **({"shape": shape} if shape else {})},
+    )
 
 
 def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
@@ -80,30 +101,33 @@ def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
 
 def key_of(request: TrainingRequest, device: Device, devices: int) -> str | None:
     """Cache key of a request; None if it depends on files of code or data, or on models of the hub."""
-    target = request.target
-    if not isinstance(target, (str, Path)) or request.data is not None:
-        return None
     if request.space is not None or request.taken_from is not None:
         return None
-    from ..models.presets import PRESETS
+    asked = {name: getattr(request, name) for name in ("global_batch", "allow", "baseline", "override", "fix")}
+    return key_of_model(request, {"asked": repr(asked), "device": repr(device), "devices": devices})
 
-    path, contents = Path(target).expanduser(), ""
-    if str(target) not in PRESETS:
-        file = path / "config.json" if path.is_dir() else path
-        if file.suffix != ".json" or not file.is_file():
+
+def key_of_model(request: ModelRequest, more: Mapping[str, Any] | None = None) -> str | None:
+    """Cache key of a request's model, and of `more`; None if it depends on files of code or data, or on models of the hub."""
+    target, contents = request.target, ""
+    if request.data is not None:
+        return None
+    if isinstance(target, ServerModel) and target.contents is not None:
+        contents = json.dumps(target.contents, default=str)
+    elif not isinstance(target, (str, Path)):
+        return None
+    elif str(target) not in PRESETS:
+        file = configuration_file(Path(target).expanduser())
+        if file is None:
             return None
         contents = f"{file.resolve()} {file.read_text(encoding='utf-8', errors='replace')}"
-    asked = {
-        name: getattr(request, name)
-        for name in ("seq_len", "global_batch", "lora", "allow", "baseline", "override", "fix")
-    }
-    where = {"device": repr(device), "devices": devices}
+    model = {"target": str(target), "contents": contents, "seq_len": request.seq_len, "lora": request.lora}
     made_by = {"format": FORMAT, "version": __version__, "code": _code(), "packages": _packages()}
-    return digest({"target": str(target), "contents": contents, "asked": repr(asked), **where, **made_by})
+    return digest({**model, **made_by, **(more or {})})
 
 
 def load(key: str) -> Kept | None:
-    """The entry of a key; None if there is none, or it cannot be read."""
+    """The request of a key; None if there is none, or it cannot be read."""
     data = disk_cache.load_json(_file(key))
     try:
         if not isinstance(data, dict):
@@ -113,13 +137,24 @@ def load(key: str) -> Kept | None:
         return None
 
 
-def store(key: str, kept: Kept) -> None:
-    """Stores a resolved request, unless its space has rules that cannot be written as text."""
+def load_model(key: str) -> KeptModel | None:
+    """The model of a key; None if there is none, or it cannot be read."""
+    data = disk_cache.load_json(_file(key))
     try:
-        space = kept.space.to_dict()
-    except SpaceError:
-        return
-    disk_cache.store_json(_file(key), {**vars(kept), "space": space, "notes": list(kept.notes)})
+        return KeptModel(**data) if isinstance(data, dict) else None
+    except TypeError:  # written by another version, or damaged
+        return None
+
+
+def store(key: str, kept: KeptModel) -> None:
+    """Stores a model or a request, unless its space has rules that cannot be written as text."""
+    data = dict(vars(kept))
+    if isinstance(kept, Kept):
+        try:
+            data |= {"space": kept.space.to_dict(), "notes": list(kept.notes)}
+        except SpaceError:
+            return
+    disk_cache.store_json(_file(key), data)
 
 
 def _file(key: str) -> Path:

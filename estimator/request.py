@@ -7,12 +7,13 @@ from typing import Any
 
 from ..base.collection import without_collection
 from ..base.device import Device, fusion_obstacle
-from ..base.errors import UsageError
+from ..base.errors import SpaceError, UsageError
 from ..knobs.meaning import FORMATS
 from ..models import Workload
 from ..models.architecture import Architecture
-from ..models.global_batch import too_few
+from ..models.global_batch import shareable, too_few
 from ..models.request import TrainingRequest, resolve
+from ..models.resolve import stated
 from ..models.server_model import ServerModel
 from ..models.spaces import usual_precision
 from ..space import Space
@@ -24,7 +25,7 @@ from .hardware import Hardware, find_hardware
 from .kept import Kept, KeptFacts, key_of, load, store
 from .setup import TrainingSetup
 from .survey import device_of, shape_space
-from .trainers import Trainer, built, find_trainer
+from .trainers import Trainer, built, find_trainer, numbers_of
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens of a sequence if only shape numbers are given."""
@@ -60,6 +61,7 @@ def estimate_request(
     memory_limit_mib: float | None = None,
     framework: str = "redline",
     like: EstimateRequest | None = None,
+    before_tracing: Callable[[], None] = lambda: None,
     **asked: Any,
 ) -> EstimateRequest:
     """Resolves the arguments. Nothing is run; a model is traced when it is first estimated.
@@ -70,6 +72,7 @@ def estimate_request(
         memory_limit_mib: of a device; None for its memory.
         framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
         like: an earlier request of the same model and data, which is not built and traced again.
+        before_tracing: called before a model is built, which takes seconds, if its facts are not in the cache.
         asked: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
             or of a node, without `space` the default one of that hardware.
 
@@ -91,7 +94,8 @@ def estimate_request(
     else:
         before = None if like is None else like.estimator.source
         ahead = trainer.name == "redline"  # others fix formats, or build modules of their own
-        model, kept = _resolved(request, machine, count, before if isinstance(before, TracedFacts) else None, ahead)
+        like_traced = before if isinstance(before, TracedFacts) else None
+        model, kept = _resolved(request, machine, count, like_traced, ahead, before_tracing)
         space, space_notes, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
         samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
         model = (None if request.lora else built(kept.trains.get("shape"), trainer)) or model
@@ -117,6 +121,24 @@ def estimate_request(
     )
 
 
+def first_request(
+    target: str | Path, hardware: str | Path, *, devices: int | None = None, **asked: Any
+) -> EstimateRequest | None:
+    """A request like `estimate_request`'s of the sizes that a model's configuration states, which needs neither torch nor
+    transformers. None if these sizes do not answer it: of an unknown family, of adapters, or with values of knobs that shape
+    numbers do not have."""
+    found = None if asked.get("lora") else stated(target, asked.get("seq_len"))
+    if found is None or asked.get("taken_from") is not None:
+        return None
+    total = asked.get("global_batch") or shareable(found.global_batch, devices or 1)
+    sizes = {"seq_len": found.seq_len, "global_batch": total, "data": None}
+    try:
+        shape = numbers_of(found.shape)
+        return None if shape is None else estimate_request(shape, hardware, devices=devices, **{**asked, **sizes})
+    except (SpaceError, UsageError):
+        return None
+
+
 def settled(space: Space, trainer: Trainer) -> Space:
     """A space in which knobs that a trainer's facts determine are fixed: at that value, or at the nearest one."""
     facts = trainer.setup
@@ -133,7 +155,12 @@ def settled(space: Space, trainer: Trainer) -> Space:
 
 
 def _resolved(
-    request: TrainingRequest, machine: Hardware, devices: int, before: TracedFacts | None, ahead: bool
+    request: TrainingRequest,
+    machine: Hardware,
+    devices: int,
+    before: TracedFacts | None,
+    ahead: bool,
+    before_tracing: Callable[[], None],
 ) -> tuple[FactsSource, Kept]:
     """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
     otherwise resolved, with the model of an earlier request if there is one. With `ahead`, tracing begins while the space is
@@ -151,6 +178,8 @@ def _resolved(
         if source.has_all(variants_of(kept.space, setup)):
             return source, kept
     sources = [] if before is None else [before]
+    if before is None:
+        before_tracing()
 
     def on_workload(workload: Workload) -> None:
         if before is None:

@@ -79,7 +79,15 @@ def shape_space(
 
     support = Support(tp=uncut, sequences=apart, pp=undivided, sequence_parallel="", zero="", offload="")
     spread = parallel.declare(
-        space, global_batch, device, devices, support, any_batch=False, seq_len=seq_len, own_loss=False
+        space,
+        global_batch,
+        device,
+        devices,
+        support,
+        any_batch=False,
+        seq_len=seq_len,
+        own_loss=False,
+        experts=shape.experts > 0,
     )
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(global_batch // dp)})
     micro = space.choice("micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1)
@@ -97,7 +105,12 @@ def shape_space(
     space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
     parallel.compose(space, device, devices, support)
     context = RuleContext(
-        devices=devices, global_batch=global_batch, seq_len=seq_len, blocks=shape.layers, heads=shape.heads
+        devices=devices,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        blocks=shape.layers,
+        heads=shape.heads,
+        experts=(shape.experts,) if shape.experts else (),
     )
     require_rules(space, context)
     return space

@@ -11,6 +11,7 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 from ..frameworks.registry import find_framework
 from ..knobs.strategy import STANDARD
+from ..models.architecture import STATED
 from .constants import Constants
 from .facts.model_facts import Shape
 from .hardware import Hardware
@@ -130,15 +131,17 @@ def find_trainer(name: str) -> Trainer:
     return TRAINERS[name]
 
 
-_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
-
-
 def built(shape: Mapping[str, Any] | None, trainer: Trainer) -> Shape | None:
     """The model as a trainer's own modules build it, from its shape as returned by `redline.models.architecture.shape_of`; None
     if transformers' modules run, or the shape is neither Llama's nor GPT-2's."""
-    if shape is None or not trainer.builds or shape.get("family") not in (*_LLAMAS, "gpt2"):
+    return numbers_of(shape) if trainer.builds else None
+
+
+def numbers_of(shape: Mapping[str, Any] | None) -> Shape | None:
+    """Shape numbers of a shape in run.yaml's terms; None if its family is neither Llama's nor GPT-2's."""
+    if shape is None or shape.get("family") not in STATED:
         return None
-    llama = shape["family"] in _LLAMAS
+    llama = shape["family"] != "gpt2"
     sizes = {name: shape[name] for name in ("layers", "hidden", "heads", "intermediate", "vocabulary")}
     own = (
         *("kv_heads", "head_dim", "experts", "experts_per_token", "expert_intermediate", "dense_layers"),

@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -231,16 +231,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-# Names in run.yaml, and in the families' configurations; the first one present counts.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers",),
-    "hidden": ("hidden_size",),
-    "heads": ("num_attention_heads",),
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("qk_nope_head_dim", "head_dim"),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary": ("vocab_size",),
-    "positions": ("max_position_embeddings",),
+    "positions": ("max_position_embeddings", "n_positions"),
     "tied": ("tie_word_embeddings",),
     "activation": ("hidden_act", "activation_function"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
@@ -261,6 +260,47 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "v_head_dim": ("v_head_dim",),
     "parallel_residual": ("use_parallel_residual",),
 }
+"""Names of sizes in run.yaml, and in the families' configurations; the first one present counts."""
+_LLAMA = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary")
+_MIXTURE = (*_LLAMA, "experts", "experts_per_token")
+STATED: Mapping[str, tuple[str, ...]] = {
+    "gpt2": ("layers", "hidden", "heads", "vocabulary"),
+    **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
+    "qwen3": (*_LLAMA, "head_dim"),
+    "mixtral": _MIXTURE,
+    "qwen3_moe": (*_MIXTURE, "head_dim", "expert_intermediate"),
+    "deepseek_v3": (
+        *(*_MIXTURE, "head_dim", "expert_intermediate", "shared_experts", "dense_layers"),
+        *("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"),
+    ),
+}
+"""Families of plain decoders, and the sizes that describe each, beside `_DEFAULTS`."""
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {"positions": 1024, "tied": True, "dropout": 0.1}}
+"""Sizes of transformers' configuration classes where a configuration leaves them out; every other family unties the head."""
+
+
+def stated_shape(model_type: object, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Shape of a model by `shape_of`, as far as `Shape` of the estimator needs it, read from the arguments of its configuration
+    without transformers. None if the family is not in `STATED`, or the arguments leave out a size."""
+    if not isinstance(model_type, str) or (needed := STATED.get(model_type)) is None:
+        return None
+    found = {"family": model_type, **_DEFAULTS.get(model_type, {"tied": False}), **_sizes(arguments.get)}
+    return _with_inner_size(found) if all(isinstance(found.get(name), int) for name in needed) else None
+
+
+def _sizes(value_of: Callable[[str], Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word, names in NAMES.items():
+        value = next((each for each in map(value_of, names) if each is not None), None)
+        if value is not None:
+            found[word] = dict(value) if isinstance(value, Mapping) else value
+    return found
+
+
+def _with_inner_size(sizes: dict[str, Any]) -> dict[str, Any]:
+    # GPT-2, GPT-Neo and others do not set it.
+    sizes.setdefault("intermediate", 4 * sizes["hidden"])
+    return sizes
 
 
 def shape_of(model: Any) -> dict[str, Any] | None:
@@ -272,12 +312,5 @@ def shape_of(model: Any) -> dict[str, Any] | None:
     if not isinstance(model, Architecture) or model.task not in ("causal", "masked"):
         return None
     configuration = model.configuration().get_text_config()
-    found: dict[str, Any] = {"family": model.model_type}
-    for word, names in _NAMES.items():
-        values = (getattr(configuration, name, None) for name in names)
-        value = next((each for each in values if each is not None), None)
-        if value is not None:
-            found[word] = dict(value) if isinstance(value, Mapping) else value
-    # GPT-2, GPT-Neo and others do not set it.
-    found.setdefault("intermediate", 4 * found["hidden"])
-    return found
+    sizes = _sizes(lambda name: getattr(configuration, name, None))
+    return _with_inner_size({"family": model.model_type, **sizes})

@@ -4,15 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .architecture import NAMES
 from .data import Task
-
-# A family's names of the four numbers that describe a transformer.
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "vocabulary": ("vocab_size",),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +29,8 @@ class Preset:
     def shape(self) -> dict[str, int]:
         """`layers` (an encoder's and a decoder's together), `hidden`, `heads` and `vocabulary`; 0 if it does not apply."""
         found = {
-            word: next((self.arguments[name] for name in names if name in self.arguments), 0)
-            for word, names in _NAMES.items()
+            word: next((self.arguments[name] for name in NAMES[word] if name in self.arguments), 0)
+            for word in ("layers", "hidden", "heads", "vocabulary")
         }
         if self.task == "seq2seq":
             found["layers"] *= 2

@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from ..base.errors import WorkloadError, nearest, unknown
 from ..base.reading import absolute
+from .architecture import stated_shape
 from .server_model import ServerModel
-from .workload import Workload, default_name
+from .workload import DEFAULT_GLOBAL_BATCH, Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
@@ -94,6 +95,65 @@ def workload(
     )
 
 
+class Stated(NamedTuple):
+    """A decoder whose configuration states all of its sizes."""
+
+    name: str
+    shape: dict[str, Any]
+    """As returned by `redline.models.architecture.stated_shape`."""
+    seq_len: int
+    """Tokens of a sample."""
+    global_batch: int
+    """Usual samples of one optimizer step."""
+
+
+def stated(spec: Any, seq_len: int | None = None) -> Stated | None:
+    """Returns the sizes of a preset, a folder, a `config.json` or a configuration's contents, without transformers; None if they
+    are not all there, or transformers has to say whether they are valid."""
+    from .huggingface import MAX_DEFAULT_SEQ_LEN
+    from .presets import PRESETS
+
+    text = str(spec)
+    usual = PRESETS.get(text) if isinstance(spec, (str, Path)) else None
+    if isinstance(spec, ServerModel) and spec.contents is not None:
+        name, contents = spec.name, spec.contents
+    elif usual is not None:
+        name, contents = text, {"model_type": usual.model_type, **usual.arguments}
+    elif isinstance(spec, (str, Path)) and (file := configuration_file(Path(text).expanduser())) is not None:
+        name, contents = _file_name(file), _content(file)
+    else:
+        return None
+    if not isinstance(contents, Mapping) or not _is_decoder(contents.get("architectures")):
+        return None
+    found = stated_shape(contents.get("model_type"), contents)
+    if found is None or min(found[each] for each in ("layers", "hidden", "heads", "vocabulary")) < 1:
+        return None
+    positions = found["positions"] if found["family"] == "gpt2" else MAX_DEFAULT_SEQ_LEN
+    default = usual.seq_len if usual is not None and usual.seq_len else min(positions, MAX_DEFAULT_SEQ_LEN)
+    length = seq_len if seq_len is not None else default
+    if length < 2 or (found["family"] == "gpt2" and length > positions):
+        return None
+    return Stated(name, found, length, usual.global_batch if usual else DEFAULT_GLOBAL_BATCH)
+
+
+def _is_decoder(architectures: Any) -> bool:
+    """True if a configuration names a language model that predicts the next token, or no model."""
+    named = architectures if isinstance(architectures, list) else []
+    return not named or str(named[0]).endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def configuration_file(path: Path) -> Path | None:
+    """The `config.json` of a folder, or a JSON file; None if there is none."""
+    file = path / "config.json" if os.path.isdir(path) else path
+    return file if file.suffix == ".json" and os.path.isfile(file) else None
+
+
+def _file_name(file: Path) -> str:
+    """Name of the model of a configuration file."""
+    resolved = file.resolve()
+    return resolved.parent.name if resolved.name == "config.json" else resolved.stem
+
+
 def _no_python_file(text: str) -> WorkloadError:
     """Error of a FILE:NAME whose FILE does not end in `.py`."""
     path = Path(text).expanduser()
@@ -146,9 +206,7 @@ def _local(path: Path, text: str, given: _Given) -> Workload:
     if not file.is_file():
         raise WorkloadError(f"{text} contains no config.json, as a Hugging Face model's folder does")
     content = _content(file)
-    resolved = file.resolve()
-    name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
-    return _of_contents(content, str(file), given, name=name, spec=absolute(path), folder=file.parent)
+    return _of_contents(content, str(file), given, name=_file_name(file), spec=absolute(path), folder=file.parent)
 
 
 def _content(file: Path) -> Any:

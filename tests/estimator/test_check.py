@@ -184,3 +184,32 @@ def test_hub_ids_of_presets_need_no_network():
     assert {name: preset_of(name) for name in names} == names
     assert preset_of("deepseek_v3-16B") is None, "another size of the family"
     assert preset_of("somebody/unknown-9b") is None
+
+
+MEGATRON = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2 --hidden-size 512 --num-attention-heads 8 "
+    "--group-query-attention --num-query-groups 4 --ffn-hidden-size 1024 --swiglu --seq-length 512 "
+    "--max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 64 --bf16 --vocab-size 32000 "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"
+)
+
+
+@pytest.mark.parametrize("command, runs", [(MEGATRON, 1), (f"{RUN} --per_device_train_batch_size 4", 2)])
+def test_a_check_needs_no_torch_if_the_sizes_are_known_or_the_model_is_cached(tmp_path, command, runs):
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        f"import sys\nfrom redline.cli import main\n"
+        f"try:\n main(['check', {command!r}, '--hardware', 'a100-80gb', '--json'])\n"
+        "except SystemExit: pass\nprint('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    answers = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        .stdout.splitlines()
+        for _ in range(runs)
+    ]  # fmt: skip
+    assert [each[1] for each in answers] == ["True", "False"][-runs:]
+    assert len({each[0] for each in answers}) == 1, "what is cached answers as what is traced"
