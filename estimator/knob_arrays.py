@@ -343,7 +343,10 @@ class _Table:
         if name not in self._columns:
             return np.full(self.size, default)
         column = self._columns[name]
-        if column.dtype.kind not in "fO":
+        if column.dtype.kind == "f":
+            missing = np.isnan(column)
+            return np.where(missing, default, column) if missing.any() else column
+        if column.dtype.kind != "O":
             return column
         return [default if each is None or each != each else each for each in column]
 

@@ -285,12 +285,12 @@ def columns_of(space: Space, estimator: Estimator, choices: Choices) -> dict[str
             continue
         codes = choices.codes.get(knob.name)
         if codes is None:  # fixed
-            out[knob.name] = np.full(choices.rows, knob.values[0], dtype=object)
-            continue
-        taken = np.array(list(knob.values), dtype=object)[np.maximum(codes, 0)]
-        if (codes < 0).any():
-            taken = np.where(codes < 0, getattr(estimator.training, knob.name, None), taken)
-        out[knob.name] = taken
+            codes = np.zeros(choices.rows, int)
+        # An inactive knob has the code -1: the last value.
+        absent = [getattr(estimator.training, knob.name, None)] if (codes < 0).any() else []
+        values = [*knob.values, *absent]
+        plain = {type(each) for each in values} in ({bool}, {int}, {float}, {int, float})
+        out[knob.name] = np.array(values, None if plain else object)[codes]
     return out
 
 

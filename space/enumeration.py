@@ -60,8 +60,9 @@ class Choices:
         """Distinct rows, without those of another table of the same knobs."""
         first = 0 if without is None else without.rows
         both = self if without is None else without.followed_by(self)
-        codes = np.stack([column.astype(np.int32) for column in both.codes.values()], axis=1)
-        _, at = np.unique(codes, axis=0, return_index=True)
+        columns = [column.astype(np.int64) - _ABSENT for column in both.codes.values()]
+        keys, _ = _keys(columns, [int(column.max(initial=0)) + 1 for column in columns])
+        _, at = np.unique(keys, return_index=True)
         return self.take(np.sort(at[at >= first]) - first)
 
     def changes(self, codes: Mapping[str, int], names: Sequence[str]) -> np.ndarray:
@@ -445,14 +446,22 @@ def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
     return np.asarray(high) > 0
 
 
-def _distinct(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices of the distinct combinations of code columns, and the index of the combination for every row."""
+def _keys(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
+    """A number for each row of code columns, the same for equal rows, and an upper bound of the numbers. numpy sorts numbers
+    ten times as fast as rows.
+    """
     key, span = columns[0].astype(np.int64), sizes[0]
     for codes, size in zip(columns[1:], sizes[1:]):
         if span * size >= 2**62:
             values, key = np.unique(key, return_inverse=True)
             span = len(values)
         key, span = key * size + codes, span * size
+    return key, span
+
+
+def _distinct(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices of the distinct combinations of code columns, and the index of the combination for every row."""
+    key, span = _keys(columns, sizes)
     if span > _DENSE:
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         return first, inverse

@@ -199,12 +199,12 @@ class _Run:
     def planned(self, target: str, count: int, batch: int | None, options: dict[str, Any]) -> tuple[Config, ...]:
         """The winner planned for so many devices: the best by the estimate that the run's trials correct; empty if nothing is
         predicted to fit."""
-        from ..estimator.survey import survey
+        from ..estimator.plans import fastest
 
         known = _estimates(target, self.devices, self.global_batch, options).estimator.calibrate(self.trials)
         request = _estimates(target, count, batch, options)
-        found = survey(known.on(request.estimator.training, request.hardware), request.space, top=1).best
-        return tuple(each.config for each in found)
+        best = fastest(known.on(request.estimator.training, request.hardware), request.space)
+        return () if best is None else (best.config,)
 
 
 def counts_of(devices: Sequence[int] | str) -> tuple[int, ...]:
@@ -299,7 +299,12 @@ def _measured(count: int, batch: int | None, result: Result) -> ScalePoint:
 
 
 def _estimates(
-    target: Any, count: int, batch: int | None, options: dict[str, Any], framework: str = "redline"
+    target: Any,
+    count: int,
+    batch: int | None,
+    options: dict[str, Any],
+    framework: str = "redline",
+    like: "EstimateRequest | None" = None,
 ) -> "EstimateRequest":
     from ..estimator.request import estimate_request
     from .budget import parse_memory
@@ -307,7 +312,9 @@ def _estimates(
     given = {name: options[name] for name in _TRAINING if name in options}
     limit = parse_memory(options.get("memory_limit"))
     given |= {"devices": count, "global_batch": batch}
-    return estimate_request(target, options.get("hardware"), memory_limit_mib=limit, framework=framework, **given)
+    return estimate_request(
+        target, options.get("hardware"), memory_limit_mib=limit, framework=framework, like=like, **given
+    )
 
 
 def _predicted(
@@ -330,7 +337,9 @@ def _predicted(
         last = predict_to or (tried[-1] if request.hardware.kind == "cpu" else max(tried[-1], FARTHEST))
         farther = [1 << i for i in range(last.bit_length()) if tried[-1] < 1 << i <= last]
         points = [*scaling.points, *(ScalePoint(devices=each, global_batch=batch_of(each)) for each in farther)]
-        scaling = replace(scaling, points=tuple(_with_prediction(each, target, options, known) for each in points))
+        scaling = replace(
+            scaling, points=tuple(_with_prediction(each, target, options, known, request) for each in points)
+        )
         return _with_trainer(scaling, target, options, known) if trainer else scaling
     except WorkloadError as error:
         return replace(scaling, notes=(f"nothing is predicted: {error}",))
@@ -368,22 +377,24 @@ def _trainer(
     return trainer_measured(trained, point.devices, parse_memory(options.get("memory_limit")))
 
 
-def _with_prediction(point: ScalePoint, target: Any, options: dict[str, Any], known: "Estimator") -> ScalePoint:
-    from ..estimator.survey import survey
+def _with_prediction(
+    point: ScalePoint, target: Any, options: dict[str, Any], known: "Estimator", like: "EstimateRequest"
+) -> ScalePoint:
+    from ..estimator.plans import fastest
 
     try:
-        request = _estimates(target, point.devices, point.global_batch, options)
+        request = _estimates(target, point.devices, point.global_batch, options, like=like)
     except (SpaceError, UsageError) as error:
         return replace(point, why=point.why or str(error))
-    found = survey(known.on(request.estimator.training, request.hardware), request.space, top=1).best
-    if not found:
+    best = fastest(known.on(request.estimator.training, request.hardware), request.space)
+    if best is None:
         return replace(point, why=point.why or "no configuration is predicted to fit")
-    estimate = found[0].estimate
+    estimate = best.estimate
     units = estimate.throughput * estimate.step_ms
     return replace(
         point,
         unit=point.unit or estimate.unit,
-        config=point.config or found[0].config.to_dict(),
+        config=point.config or best.config.to_dict(),
         predicted_throughput=estimate.throughput,
         predicted_low=units / estimate.step_ms_high,
         predicted_high=units / estimate.step_ms_low,

@@ -32,6 +32,7 @@ def without_ray_and_optuna(tmp_path):
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_every_check_runs_on_a_cpu_at_tiny_sizes(tmp_path, without_ray_and_optuna):
     begin = time.monotonic()
     command = [sys.executable, "bench/gpu.py", "--out", str(tmp_path), "--tiny", "--device", "cpu"]
