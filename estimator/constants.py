@@ -107,23 +107,23 @@ class Constants:
     """Factor of the step time if the allocator must free and retry, which stops the device."""
 
     # Uncertainty before any measurement, as standard deviations of natural logarithms.
-    compute_std: float = 0.15
+    compute_std: float = 0.07
     launch_std: float = 0.3
     link_std: float = 0.35
     """For links within a node."""
     network_std: float = 0.5
     """For links between nodes."""
     stall_std: float = 0.5
-    time_noise: float = 0.12
+    time_noise: float = 0.15
     """Noise of a single measured step time about a perfectly calibrated prediction, within a node."""
-    network_noise: float = 0.16
+    network_noise: float = 0.18
     """The same for a run over several nodes."""
     scale_std: float = 0.04
     """Further uncertainty of a step time for each doubling of the nodes beyond the most on which trials were measured."""
     static_std: float = 0.04
-    activation_std: float = 0.15
+    activation_std: float = 0.06
     overhead_std: float = 0.5
-    memory_noise: float = 0.11
+    memory_noise: float = 0.14
     """Noise of a single measured peak about a perfectly calibrated prediction."""
 
     def replace(self, **changes: Any) -> "Constants":
