@@ -23,10 +23,10 @@ from redline.space import Space
 
 folder = Path(sys.argv[1])
 os.chdir(folder)
-Path("train.py").write_text('''TRAIN''')
+Path("on_a_host.py").write_text('''TRAIN''')
 command = Command(command=(
     f"{sys.executable} -m torch.distributed.run --nnodes {{hosts}} --node-rank {{node_rank}} "
-    "--nproc-per-node {devices_per_host} --master-addr {master_addr} --master-port {master_port} train.py {mode}"
+    "--nproc-per-node {devices_per_host} --master-addr {master_addr} --master-port {master_port} on_a_host.py {mode}"
 ), samples="4")
 space = Space()
 space.choice("mode", ["train", "oom", "crash", "silent"])
@@ -47,7 +47,7 @@ try:
                 at = float(log.read_text().rpartition("at ")[2].split()[0])
                 print("WITHIN", time.time() - at < 5)
             words = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
-            print("LEFT", [each for each in words if "train.py" in each])
+            print("LEFT", [each for each in words if "on_a_host.py" in each])
 finally:
     cluster.shutdown()
 """
