@@ -44,7 +44,6 @@ class Entry:
     number: int
     """Unique in its study, from 0."""
     attributes: dict[str, Any]
-    """Its user attributes."""
     finished: bool = False
     """True if it cannot change any more."""
 
@@ -55,9 +54,7 @@ class Recorded:
 
     name: str
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Its user attributes."""
     entries: list[Entry] = field(default_factory=list)
-    """Its trials, by number."""
 
 
 def replay(data: bytes, where: str) -> dict[int, Recorded]:

@@ -172,17 +172,13 @@ def _differences(key: str, before: Any, after: Any) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         names = [*before, *(name for name in after if name not in before)]
         return [each for name in names for each in _differences(f"{key}.{name}", before.get(name), after.get(name))]
-    if _is_number(before) and _is_number(after):
+    if schema.number(before) and schema.number(after):
         # A kernel update can change the reported memory of a machine slightly.
         tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0
         same = math.isclose(before, after, rel_tol=tolerance)
     else:
         same = _flow(before) == _flow(after)  # unlike ==, distinguishes True from 1
     return [] if same else [f"{key}: was {_words(before)}, now {_words(after)}"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _by_name(value: Any) -> Any:

@@ -240,10 +240,6 @@ class RunFolder:
         """Stores the number of attempts of a pending trial (see `Ledger.attempt`)."""
         return self.ledger.attempt(number, attempts)
 
-    def log_name(self, number: int) -> str:
-        """Returns the path of a trial's log relative to the folder, as stored in `Measurement.log`."""
-        return f"{LOGS}/{number}.log"
-
     def log_path(self, number: int) -> Path:
         """Returns the path of a trial's log. Its folder exists, and an existing link is removed."""
         path = self.path / LOGS / f"{number}.log"

@@ -192,11 +192,6 @@ def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any
 def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[str]]:
     """Returns the valid parts of a document, and the invalid ones in words. A null is valid; it is left out if a
     mapping or list is expected.
-
-    Args:
-        document: a mapping.
-        shape: its shape.
-        name: its name for messages.
     """
     faults: list[str] = []
     cleaned = _clean(document, shape, "", faults)

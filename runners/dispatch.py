@@ -36,12 +36,7 @@ LEAST_COMPILE_TIMEOUT_S = 300.0
 
 
 class DryRunner(Runner):
-    """Runs trials in fresh processes. Subclasses define where.
-
-    Args:
-        what: the workload to dry-run, or other work.
-        terms: settings of all trials.
-    """
+    """Runs trials in fresh processes. Subclasses define where."""
 
     def __init__(self, what: Workload | Work, terms: TrialTerms) -> None:
         self.work = what if isinstance(what, Work) else DryRuns(what)

@@ -67,7 +67,6 @@ class Call:
     function: bytes
     """The callable, cloudpickled."""
     config: Config
-    """Its argument."""
 
     def __call__(self, context: "RankContext") -> Measurement:
         import cloudpickle

@@ -101,13 +101,6 @@ def memory_timeline(
 ) -> MemoryTimeline:
     """Traces a rank and replays it. Nothing is computed, and no device is needed.
 
-    Args:
-        workload: what is trained.
-        config: its configuration.
-        rank: the rank, among `devices`.
-        devices: number of ranks.
-        kind: `cuda` or `cpu`.
-
     Raises:
         WorkloadError: the configuration is invalid for the workload or for this number of ranks.
         UsageError: the kind is unknown.

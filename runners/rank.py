@@ -37,9 +37,7 @@ class RankContext:
     init_method: str
     """URL of the rendezvous of torch.distributed."""
     memory_limit_mib: float | None
-    """Memory limit of this rank, MiB."""
     memory: MemoryMeter
-    """Measures this rank's memory."""
     reports: Connection | None = None
     """To the supervisor; None without one."""
     local_world_size: int = 1
@@ -47,7 +45,6 @@ class RankContext:
     collective_timeout_s: float | None = None
     """How long this rank may wait for others in a collective, s; None for torch's default."""
     phase_name: str = "start"
-    """Current phase."""
     turn: Turn | None = None
     """When it may run, if other programs of the job are in memory too."""
     used_mib: float = 0.0

@@ -78,7 +78,6 @@ class Placed:
     per_host: int
     """Devices of a trial on each host."""
     slots: int
-    """Trials at once."""
 
 
 JOIN, START, READY, RUN_JOB = "join", "start", "ready", "job"

@@ -76,11 +76,8 @@ class SimulateRunner(Runner):
     """
 
     estimator: Estimator
-    """Predicts, with uncertainty."""
     terms: SimulationTerms
-    """Settings of all trials."""
     slots: int = 1
-    """Number of concurrent trials on the cluster."""
     _repeats: dict[Config, int] = field(default_factory=dict, init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 

@@ -72,11 +72,7 @@ class SoakPlan:
         return replace(plan, seconds=0.0, max_steps=plan.min_steps)
 
     def seconds(self, step_ms: float) -> float:
-        """Returns the time limit in addition to that of a dry run, without compilation, s.
-
-        Args:
-            step_ms: measured time of a step.
-        """
+        """Returns the time limit in addition to that of a dry run, without compilation, s."""
         return SLACK * (self.steps + 2) * step_ms / 1e3
 
 
@@ -88,11 +84,9 @@ class SoakReport:
     shortest: int | None
     """Tokens of the shortest sample; None if samples have a fixed length."""
     longest: int | None
-    """Tokens of the longest sample."""
     seconds: float
     """Total time, including compilation, s."""
     seconds_compile: float
-    """Time of compilation, s."""
     compiled: int
     """Number of steps in which code was compiled."""
     refused: bool

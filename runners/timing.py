@@ -26,9 +26,7 @@ class TimingPlan:
     steady_within: float = 0.05
     """Relative difference of two successive steps below which they are steady."""
     min_steps: int = 3
-    """Smallest number of measured steps."""
     max_steps: int = 200
-    """Largest number of measured steps."""
     seconds: float = 3.0
     """Time budget of the measurement (never fewer than `min_steps`), s."""
     precision: float = 0.02
@@ -60,9 +58,7 @@ class Timing:
     warmup_steps: int
     """Number of steps before them."""
     seconds_warmup: float
-    """Wall time of the warm-up, s."""
     seconds_measure: float
-    """Wall time of the measured steps, s."""
     seconds_settle: float = 0.0
     """Time until clocks had settled, part of the warm-up, s."""
     seconds_compile: float = 0.0
@@ -137,7 +133,6 @@ class Turns(Protocol):
     """The turns of an interleaved candidate."""
 
     seconds: float
-    """Duration of a turn, s."""
 
     def wait(self) -> bool:
         """Waits for the next turn; returns False when all are over."""

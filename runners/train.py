@@ -66,7 +66,6 @@ class TrainRank:
     folder: Path
     """Contains checkpoints and the log; shared by all ranks."""
     data: DataPlan = field(default_factory=DataPlan)
-    """The training data."""
     weights: str | None = None
     """A checkpoint of another tool with the initial weights; None to initialise them from the seed."""
     seed: int = 0
@@ -194,11 +193,7 @@ def weights_to_begin_with(workload: Workload, path: str) -> Weights:
 
 
 class Trainings(Work):
-    """A training in one configuration after another.
-
-    Args:
-        program: of its ranks, with any configuration.
-    """
+    """A training in one configuration after another."""
 
     in_turns = False
     confirms = False

@@ -21,7 +21,6 @@ class TrialTerms:
     """Settings of all trials of a run."""
 
     device: Device
-    """Kind of device."""
     devices: int = 1
     """Devices of one trial, which is also its number of ranks."""
     memory_limit_mib: float | None = None
@@ -31,7 +30,6 @@ class TrialTerms:
     threads: int | None = None
     """CPU threads of a rank."""
     plan: TimingPlan = field(default_factory=TimingPlan)
-    """Durations of warm-up and measurement."""
     seed: int = 0
     """Seed of weights and data."""
 

@@ -32,13 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dispatcher(threading.Thread):
-    """Assigns dry runs to workers.
-
-    Args:
-        store: contains the dry runs.
-        lease_s: duration of a lease, s.
-        monotonic: clock that never goes back, s.
-    """
+    """Assigns dry runs to workers."""
 
     def __init__(
         self, store: Store, *, lease_s: float = LEASE_S, monotonic: Callable[[], float] = time.monotonic

@@ -123,12 +123,8 @@ class Known:
 
 
 def fingerprint(asked: Mapping[str, Any], request: Mapping[str, Any], software: Mapping[str, Any]) -> str:
-    """Returns a digest of everything that affects the measurement of a configuration.
-
-    Args:
-        asked: the request as stored in run.yaml.
-        request: the request as submitted.
-        software: versions that the workers run.
+    """Returns a digest of everything that affects the measurement of a configuration: `asked` is the request in run.yaml,
+    `request` the submitted one.
     """
     devices = asked["devices"]
     parts = {name: asked.get(name) for name in _DECIDES}

@@ -19,11 +19,7 @@ from .logs import SEARCHES, folder_of
 
 
 class Runs:
-    """The folders of searches in a server's data. Thread-safe.
-
-    Args:
-        data: the server's folder.
-    """
+    """The folders of searches in a server's data. Thread-safe."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -88,9 +84,6 @@ class Runs:
 class SearchLibrary(Library):
     """Gives the dashboard's pages access to the runs of searches, one at a time. It lists none, since the service
     lists searches from the database; only the folder of the requested search is read.
-
-    Args:
-        runs: the folders.
     """
 
     def __init__(self, runs: Runs) -> None:

@@ -74,15 +74,7 @@ def share_slots(
     shares: Iterable[Share],
     most: int,
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the searches that get a slot now, in order, and those that must give up theirs with the reason.
-
-    Args:
-        contenders: running and queued searches.
-        running: running dry runs.
-        workers: workers in the pool.
-        shares: of the users, as for `decide`.
-        most: number of slots.
-    """
+    """Returns the searches that get a slot now, in order, and those that must give up theirs with the reason."""
     slots = _Slots(contenders, running, workers, shares)
     room = most - sum(each.runs for each in contenders)
     # A slot given up now is free at the next decision.

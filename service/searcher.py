@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 
 
 class StoreListener(SearchListener):
-    """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`.
-
-    Args:
-        store: where they are stored.
-        search: id of the search.
-    """
+    """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`."""
 
     def __init__(self, store: Store, search: str) -> None:
         self._store, self._search = store, search

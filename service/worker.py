@@ -54,7 +54,6 @@ class _Lease:
 
     assignment: Assignment
     logs: Path
-    """Folder of its log."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the outcome is not needed any more, or another worker has the lease."""
     thread: threading.Thread | None = None

@@ -43,14 +43,9 @@ class Soaking:
     say: Callable[[str], None]
     """Receives a message about the outcome of each soak."""
     watch: Stopwatch
-    """Remaining time of the search."""
 
     def expected_s(self, typical_s: float) -> float:
-        """Expected time of a soak of the winner, s.
-
-        Args:
-            typical_s: typical time of a trial, s.
-        """
+        """Expected time of a soak of the winner, s."""
         winner = summary.best(self.run_folder.trials())
         step_ms = None if winner is None else winner.measured.step_ms
         return 0.0 if step_ms is None else typical_s + (self.plan.steps + 2) * step_ms / 1e3
@@ -126,7 +121,6 @@ class Confirmation:
     """
     listener: SearchListener
     watch: Stopwatch
-    """Remaining time of the search."""
     settle_s: float = 0.0
     """Time that a re-measurement takes beyond that of the first measurement, s."""
     rounds: list[dict[int, Measurement]] = field(default_factory=list)

@@ -182,14 +182,7 @@ class EmulateFirst(WrappingRunner):
 def corrected_by_emulation(
     estimator: "Estimator", space: Space, runner: Runner, say: Callable[[str], None]
 ) -> "Estimator":
-    """Returns the estimator, corrected by emulated trials of the estimate's best plans.
-
-    Args:
-        estimator: estimator of the task.
-        space: space of the search.
-        runner: emulates with times.
-        say: receives messages.
-    """
+    """Returns the estimator, corrected by emulated trials of the estimate's best plans."""
     trials = []
     for number, each in enumerate(choose(estimator, space, top=AHEAD).best):
         config = each.config

@@ -33,7 +33,6 @@ class Place:
     """Position of this process among the ranks of a launcher."""
 
     rank: int
-    """Rank among all ranks."""
     local_rank: int
     """Rank on this host."""
     size: int

@@ -69,7 +69,6 @@ class Search:
     fallback: Config | None = None
     """Configuration with less memory that is tried after the first if that fails."""
     trial_timeout_s: float | None = None
-    """Deadline of one trial, s."""
     listener: SearchListener = field(default_factory=SearchListener)
     judge: "Judge | None" = None
     """Forecasts the gain that is left, for `budget.patience`; None never stops early."""
@@ -84,7 +83,6 @@ class Search:
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None if unknown."""
     soak_plan: SoakPlan | None = None
-    """Plan of the winner's soak; None for no soak."""
     watch: Stopwatch | None = None
     """Remaining time of `budget.seconds`; by default it starts now.
 
@@ -406,11 +404,7 @@ class Search:
             return None  # measured one by one, trials are attempted again if the machinery fails
 
     def soak(self, say: Callable[[str], None]) -> None:
-        """Soaks the winner before it is named (see `Soaking`), if requested.
-
-        Args:
-            say: receives messages about the outcome.
-        """
+        """Soaks the winner before it is named (see `Soaking`), if requested."""
         if self.soak_plan is None:
             return
         try:

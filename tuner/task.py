@@ -59,7 +59,6 @@ class Task:
     lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of each knob in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
-    """Notes for the user."""
 
     @property
     def shown(self) -> Device:

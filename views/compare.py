@@ -198,10 +198,6 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
     def best(field: str) -> Any:
         return lambda side: getattr(side.best.measurement, field) if side.best else None
 
-    def error(side: Side) -> float | None:
-        found = relative_error(side.best) if side.best else None
-        return None if found is None else 100 * Z95 * found
-
     precisions = {str(side.best.config.get("precision", "")) for side in sides if side.best}
 
     def utilisation(side: Side) -> str:
@@ -223,7 +219,7 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
 
     rows = [
         row(unit or "throughput", lambda side: side.throughput),
-        row("95 % interval, +/- %", error, 3),
+        row("95 % interval, +/- %", lambda side: None if side.error is None else 100 * Z95 * side.error, 3),
         row("gain over the default", lambda side: (found := summary.gain(side.trials)) and found.ratio, 4),
         row("its 95 % interval, +/-", lambda side: (found := summary.gain(side.trials)) and found.half_width, 3),
         row("step ms", best("step_ms")),

@@ -45,11 +45,6 @@ class Column:
         object.__setattr__(self, "name", fold(self.name))
         object.__setattr__(self, "cells", [fold(each) for each in self.cells])
 
-    @property
-    def heading(self) -> str:
-        """The name broken into lines, for a column as narrow as its cells."""
-        return self.name.replace("_", "\n").replace(" ", "\n")
-
 
 def render(
     run: RunFolder | View,
@@ -241,7 +236,9 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
 
     drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for each in columns:
-        drawn.add_column(Text(each.heading), justify=each.side, no_wrap=each.name != "configuration")
+        # One word a line, so that a column is as narrow as its cells.
+        heading = Text(each.name.replace("_", "\n").replace(" ", "\n"))
+        drawn.add_column(heading, justify=each.side, no_wrap=each.name != "configuration")
     for i, trial in enumerate(trials):
         style = "" if trial.pending else STATUS_STYLES[trial.measured.status]
         drawn.add_row(*(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns))

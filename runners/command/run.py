@@ -58,13 +58,10 @@ class RunTerms:
     environment: tuple[tuple[str, Any], ...]
     """Templates of environment variables."""
     files: tuple[Rendered, ...]
-    """Files written before the start."""
     values: Mapping[str, Any]
     """Values of the knobs and of the trial."""
     folder: str
-    """The trial's folder."""
     cwd: str
-    """Working directory."""
     lines: Lines
     """Reads the output."""
     grows: str | None
@@ -78,9 +75,7 @@ class RunTerms:
     to_the_end: bool
     """True if the last value counts, False if it ends once the value is steady."""
     requirements: tuple[Requirement, ...]
-    """Bounds on metrics."""
     plan: TimingPlan
-    """Durations and precision of the measurement."""
     best: float | None
     """Highest throughput so far."""
     memory_limit_mib: float | None

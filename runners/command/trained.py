@@ -41,7 +41,6 @@ class Trained:
     architecture: Architecture | None = None
     """A model given by its sizes, as with the flags of Megatron-LM."""
     seq_len: int | None = None
-    """Tokens per sample."""
     global_batch: int | None = None
     """Samples per step, given by the launcher's option."""
     precision: str | None = None

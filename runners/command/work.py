@@ -55,13 +55,7 @@ class Comparison:
     """Losses of the first run, by step."""
 
     def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float]) -> str:
-        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded.
-
-        Args:
-            measured: measurement of the run.
-            samples: samples per step; None if unknown.
-            losses: reported losses, by step.
-        """
+        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded."""
         if not self.unit:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
         if measured.unit != self.unit:

@@ -26,13 +26,7 @@ _MOST_BUCKETS = 10_000
 
 
 class Rates:
-    """Token buckets that limit the requests per second of each key, with bursts.
-
-    Args:
-        per_second: mean rate.
-        burst: number of requests at once.
-        clock: s.
-    """
+    """Token buckets that limit the requests per second of each key, with bursts."""
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._burst, self._clock = per_second, burst, clock

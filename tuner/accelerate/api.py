@@ -106,7 +106,7 @@ def accelerate(
     )  # fmt: skip
     resolved = resolve_arguments(arguments)
     request = StrategyRequest(
-        strategy=strategy, devices=here.size, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, seed=seed
+        strategy=strategy, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, seed=seed
     )  # fmt: skip
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here.size))
     decision, joined = decide_once(here, lambda: decide(resolved.workload, request, here, local_ranks))

@@ -16,10 +16,6 @@ class Tracker:
 
     A tracker that fails is reported once and not used again: it must not end the search or training.
 
-    Args:
-        folder: folder of the run or the training.
-        say: receives messages for the user.
-
     Raises:
         MissingDependency: the tracker's package is not installed.
     """
@@ -69,12 +65,7 @@ METRICS = (
 
 
 class TrialLogger(Tracker, SearchListener):
-    """Logs each trial to a tracker. A subclass defines `open`, `log`, `summarise` and `close`.
-
-    Args:
-        folder: the run's folder.
-        say: receives messages for the user.
-    """
+    """Logs each trial to a tracker. A subclass defines `open`, `log`, `summarise` and `close`."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)

@@ -33,10 +33,6 @@ class TrainLogger(Tracker, TrainListener):
 
     A resumed training continues its run in the tracker. Steps after the checkpoint are trained again: if the tracker
     can remove them (`purges`), they are logged again, otherwise not.
-
-    Args:
-        folder: the training's folder.
-        say: receives messages for the user.
     """
 
     purges = False

@@ -13,11 +13,7 @@ from .posterior import SearchPosterior, SurrogatePrior
 
 
 class Predictor:
-    """Returns the predictions of a search's estimate.
-
-    Args:
-        knowledge: prior of the space.
-    """
+    """Returns the predictions of a search's estimate."""
 
     def __init__(self, knowledge: SurrogatePrior) -> None:
         self.knowledge = knowledge
@@ -57,11 +53,7 @@ class Outlook:
 
 
 class Judge:
-    """Forecasts what further trials can gain.
-
-    Args:
-        knowledge: prior of the space.
-    """
+    """Forecasts what further trials can gain."""
 
     def __init__(self, knowledge: SurrogatePrior) -> None:
         self.knowledge = knowledge

@@ -22,6 +22,7 @@ from ...models.flops import flops_of
 from ...models.layouts.save import main_dtype
 from ...models.lora import AdaptedArchitecture
 from ...results import Measurement, Status
+from ...results.names import fresh_folder
 from ...results.trained import (
     CHECKPOINTS,
     DATA,
@@ -29,7 +30,6 @@ from ...results.trained import (
     OUT_OF_MEMORY,
     STOP,
     LogReader,
-    fresh_folder,
     holds_training,
     log_size,
     read_document,
@@ -114,7 +114,7 @@ class Driver:
         path = Path(request.out or request.source) if request.resume or request.out is not None else None
         source = None if request.resume else read_source(request.source)
         if source is not None and path is None:
-            path = Path("train", source.name) if again else fresh_folder(source.name)
+            path = Path("train", source.name) if again else fresh_folder("train", source.name)
         assert path is not None, "a resumed training has a folder"
         self.document: dict[str, Any] = {}
         note = ""
