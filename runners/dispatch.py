@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from ..base.device import Device
+from ..base.host_memory import MIB
 from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
@@ -17,7 +18,6 @@ from .failure import is_damaged_library
 from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
-from .memory import MIB
 from .runner import Runner, TrialRequest
 from .work import Known, TrialTerms, Work
 

@@ -19,6 +19,7 @@ from ..estimator.fullest import fullest_rank
 from ..estimator.wire import Price, Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
+from ..results.again import Z95
 from ..space import Config
 from ..training.world import World
 from .dispatch import LEAST_COMPILE_TIMEOUT_S, DryRuns
@@ -40,8 +41,6 @@ RANKS = ("deciding", "all")
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment in which PyTorch asks Linux for pages of 2 MiB. A rank that measures memory only and computes no products
 otherwise spends its time on page faults."""
-Z95 = 1.959964
-"""Half-width of a 95 % interval, in standard deviations."""
 NCCL_CHANNEL_MIB = 1.0
 """NCCL's buffers of one channel to one peer, MiB: those of the protocols Simple (512 KiB a direction), LL and LL128 as
 NCCL_BUFFSIZE and its documentation state them, halved since most channels use one of them."""
@@ -135,7 +134,7 @@ class EmulateRunner(Runner):
         except WorkloadError as error:
             failed = Outcome(status=Status.CRASH, reason=str(error))
         else:
-            deadline = self._deadline(request)
+            deadline = request.timeout_s or self.terms.timeout_s
             for number, rank in enumerate(self._ranks(world, request.config)):
                 left = None if deadline is None else max(1.0, deadline - (time.perf_counter() - begin))
                 outcome = self._agent.run(self._job(request, rank, left, first=number == 0), key=str(request.log or ""))
@@ -167,9 +166,6 @@ class EmulateRunner(Runner):
         if self._estimator is not None and self.emulation.memory_only and world.pp > 1:
             fullest = fullest_rank(self._estimator, config).rank
         return emulated_ranks(world, config, self.emulation, fullest)
-
-    def _deadline(self, request: TrialRequest) -> float | None:
-        return request.timeout_s or self.terms.timeout_s
 
     def _runs_eagerly(self, config: Mapping[str, Any]) -> bool:
         """True if a configuration with fusion is run without: code that is compiled for this CPU computes its products, which

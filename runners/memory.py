@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.gpus import GpuUse, gpu_use
-from ..base.host_memory import free_memory_mib, memory_groups, total_memory_mib
+from ..base.host_memory import MIB, free_memory_mib, memory_groups, total_memory_mib
 
 if TYPE_CHECKING:
     import torch
 
 
-MIB = 1024 * 1024
 _STACK = 2 * MIB
 """Size of a thread's stack if RLIMIT_STACK is unlimited, on x86-64, bytes."""
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from ..base.device import usable_cores
-from ..base.host_memory import shared_memory
+from ..base.host_memory import MIB, shared_memory
 from ..results import Status
 from . import failure
 from .compiling import share_compile_threads, sweep_compiled
 from .interleaved import Turn, run_interleaved
 from .job import Job, RankOutcome
-from .memory import MIB, CudaMemoryMeter, HostMemoryMeter, MemoryMeter
+from .memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 
 DUMP_STACKS = signal.SIGUSR1
 """Signal that makes a rank print the stack of every thread to its log."""

@@ -215,7 +215,7 @@ def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> I
 
     heap = [rank_of(user) for user in queues]
     heapq.heapify(heap)
-    while heap and pool.any_free:
+    while heap and pool.unused > 0:
         user = heapq.heappop(heap)[-1]
         if users.obstacle(user):
             continue
@@ -310,11 +310,6 @@ class _Pool:
         self._bound: dict[str, _Kind] = {}
         self._wanted: dict[tuple[str, str], list[_Kind]] = {}
         self._words: dict[tuple[str, str, int], tuple[str, str]] = {}
-
-    @property
-    def any_free(self) -> bool:
-        """True if any device is free."""
-        return self.unused > 0
 
     def place(self, each: Waiting) -> str | None:
         """Takes devices for a dry run and returns their worker; None if it has to wait."""

@@ -206,7 +206,7 @@ class Search:
             blocked = None
             if sampler == self.sampler.name:
                 blocked = self._knowledge.blocked_by(config, trials)
-            throughput, memory = self._prediction(config)
+            throughput, memory = (None, None) if self.predictor is None else self.predictor.prediction(config)
             started = self.run_folder.start(
                 config, sampler=sampler, predicted_throughput=throughput, predicted_memory_mib=memory
             )
@@ -215,9 +215,6 @@ class Search:
             reason = self._knowledge.say(blocked, config)
             skipped = Measurement(status=Status.SKIPPED, reason=reason)
             self.listener.on_trial_end(self.run_folder.finish(started.number, skipped))
-
-    def _prediction(self, config: Config) -> tuple[float | None, float | None]:
-        return (None, None) if self.predictor is None else self.predictor.prediction(config)
 
     @cached_property
     def _knowledge(self) -> OutOfMemoryKnowledge:

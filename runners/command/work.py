@@ -22,7 +22,7 @@ from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import HIDDEN, Command
 from .files import read_files
-from .objective import PREFERRED, Requirement, objective_of
+from .objective import PREFERRED, Requirement, smaller_is_better
 from .reading import check_installed, lines_for, of_events
 from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
@@ -127,7 +127,8 @@ class Commands(Work):
         self._samples = Template.read(command.samples, knobs, "--samples") if command.samples else None
         self._grows = Template.read(command.metric_file, knobs, "--metric-file") if command.metric_file else None
         self._lines = lines_for(command.metric)
-        self._wanted, self._smaller = objective_of(self._lines.first, command.direction)
+        self._wanted = self._lines.first
+        self._smaller = smaller_is_better(self._wanted, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
         self._comparison = Comparison()
         templates = (

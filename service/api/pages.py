@@ -1,7 +1,6 @@
 """The pages: queue, devices, a form to submit a search, live events, and the dashboard's pages of each search."""
 
 import html
-from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -23,7 +22,8 @@ from .problems import Problem
 LARGEST_FORM = 4096
 _SCRIPTS = ("dom", "format")
 _PAGES = ("asking", "queue", "submit", "search", "service")
-_POLICY = HEADERS["content-security-policy"].replace("form-action 'none'", "form-action 'self'")
+_POLICY = "content-security-policy"
+_HEADERS = {**HEADERS, _POLICY: HEADERS[_POLICY].replace("form-action 'none'", "form-action 'self'")}
 RUNS = "/runs"
 """Path of the dashboard's pages of searches."""
 LIST = "../"
@@ -138,7 +138,7 @@ class Headers:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        added = [(name.encode(), value.encode()) for name, value in _headers().items()]
+        added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
 
         async def send_with_headers(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -147,10 +147,6 @@ class Headers:
             await send(message)
 
         await self.app(scope, receive, send_with_headers)
-
-
-def _headers() -> Mapping[str, str]:
-    return {**HEADERS, "content-security-policy": _POLICY}
 
 
 class _LoggedIn:

@@ -57,11 +57,6 @@ def attempts_when_lost(attempts: int, latest: int, *, with_server: bool, with_ot
     return attempts - 1 if (with_server or with_others) and latest <= FORGIVEN else attempts
 
 
-def attempts_when_given_back(attempts: int) -> int:
-    """Returns the number of counted leases after the latest one was given back."""
-    return attempts - 1
-
-
 class DryRuns(Part):
     """Operations on dry runs."""
 
@@ -232,7 +227,7 @@ class DryRuns(Part):
         if row.state == DryRunState.DONE:
             raise LeaseOver(f"the dry run {dry_run} has its outcome")
         if row.state == DryRunState.LEASED:
-            self._requeue(connection, row, attempts=attempts_when_given_back(row.attempts), until=None)
+            self._requeue(connection, row, attempts=row.attempts - 1, until=None)
 
     def expire(self, *, renewed_after: float = float("-inf"), overdue_s: float = 0.0) -> list[DryRun]:
         """Returns expired dry runs to the queue, or ends them as crashes after `MOST_ATTEMPTS` counted leases.

@@ -12,9 +12,9 @@ from redline.results import Measurement, Status
 from redline.runners import Runner
 from redline.service import worker as work
 from redline.service.logs import read_log
-from redline.service.pool import StorePool
 from redline.service.records import DryRunState
 from redline.service.worker import Worker
+from store_pool import StorePool
 
 LEASE_S = 2.0
 

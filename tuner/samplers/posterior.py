@@ -216,7 +216,8 @@ class SearchPosterior:
             estimates.append((answers.of([trial.config for trial in self.known]).joined(ahead), share))
         predictions = estimates[0][0] if estimates else None
         self.cost = self._costs(points, at)
-        self.works = self._chance(points, at, everything, predictions)
+        self.works = self._memory(points, at, everything, predictions) * self._others(points, at)
+        """Probability of success of each candidate, shape (m,)."""
         self.best, self.speed = None, None
         rows = np.flatnonzero(self.seen.ok)
         values = self.seen.objective[rows]
@@ -244,16 +245,10 @@ class SearchPosterior:
         self.speed = self.surrogate(beliefs, points[rows], values, at)
         self.best = float(values.max()) if n else None
 
-    def _chance(
-        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
-    ) -> np.ndarray:
-        """Probability of success of each candidate, shape (m,)."""
-        memory = self._memory(points, at, everything, predictions)
-        return memory * self._others(points, at)
-
     def _memory(
         self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
     ) -> np.ndarray:
+        """Probability that each candidate fits, shape (m,)."""
         measured = [_need(trial.measured) for trial in self.known]
         limit = self._limit(predictions)
         bound = 0.0 if limit is None else np.log(limit)
