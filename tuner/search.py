@@ -24,7 +24,7 @@ from .listener import SearchListener
 from .samplers import Sampler
 
 if TYPE_CHECKING:
-    from .samplers.judge import Judge, Predictor
+    from .samplers.judge import Judge
 
 ATTEMPTS = 3
 """Number of attempts at a trial if the machinery, not the candidate, fails."""
@@ -71,11 +71,9 @@ class Search:
     trial_timeout_s: float | None = None
     listener: SearchListener = field(default_factory=SearchListener)
     judge: "Judge | None" = None
-    """Forecasts the gain that is left, for `budget.patience`; None never stops early."""
+    """Predicts each trial, and forecasts the gain that is left, for `budget.patience`; None for neither."""
     devices: int = 1
     """Devices of a trial, for device-hours."""
-    predictor: "Predictor | None" = None
-    """Predicts each trial's throughput and memory; None for no predictions."""
     user_code_errors: str = ""
     """Name of the user code to blame if the first two trials crash in the same way, which ends the search; empty to
     continue.
@@ -206,7 +204,7 @@ class Search:
             blocked = None
             if sampler == self.sampler.name:
                 blocked = self._knowledge.blocked_by(config, trials)
-            throughput, memory = (None, None) if self.predictor is None else self.predictor.prediction(config)
+            throughput, memory = (None, None) if self.judge is None else self.judge.prediction(config)
             started = self.run_folder.start(
                 config, sampler=sampler, predicted_throughput=throughput, predicted_memory_mib=memory
             )

@@ -46,7 +46,7 @@ from .refinement import check_refinable
 from .request import IN_PROCESS, Request
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
-from .samplers.judge import Judge, Predictor
+from .samplers.judge import Judge
 from .samplers.posterior import SurrogatePrior
 from .task import Task, resolve_task
 from .transfer import Transferred, calibrations, read_runs, take
@@ -84,7 +84,6 @@ class SearchSetup:
     notes: tuple[str, ...]
     sampler: Sampler
     judge: Judge
-    predictor: Predictor
 
     def runner(self, earlier: Sequence[Trial]) -> Runner:
         """Returns the runner of the trials; `earlier` are those of a resumed run."""
@@ -189,7 +188,6 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         notes=notes,
         sampler=sampler,
         judge=Judge(posterior),
-        predictor=Predictor(posterior),
     )
 
 

@@ -125,13 +125,13 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     winner, base = summary.best(trials), summary.default(trials)
     if winner is None:
         return [counts if trials else "no trials yet", fold(summary.why_nothing(trials))]
-    lines = [counts, f"best: trial {winner.number}, {_speed(winner)}"]
+    lines = [counts, f"best: trial {winner.number}, {speed_of(winner)}"]
     gain = summary.gain(trials)
     if base is not None and base.number == winner.number:
         reason = summary.only_default(trials)
         lines[-1] += f", the default configuration{f': {reason}' if reason else ''}"
     elif base is not None and gain is not None:
-        lines[-1] += f"; the default configuration (trial {base.number}): {_speed(base)}; gain {gain}"
+        lines[-1] += f"; the default configuration (trial {base.number}): {speed_of(base)}; gain {gain}"
     elif base is not None and not base.pending and not base.ok:
         lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
     if winner.remeasured and winner.first is not None:
@@ -153,10 +153,11 @@ def _exact(trial: Trial | None, winner: Trial) -> str:
     differing = ", ".join(
         f"{name}={knob_text(trial, name)}" for name in trial.config if trial.config[name] != winner.config.get(name)
     )
-    return f"trial {trial.number}, {_speed(trial)}, {ratio:.2f} times the best; {differing}"
+    return f"trial {trial.number}, {speed_of(trial)}, {ratio:.2f} times the best; {differing}"
 
 
-def _speed(trial: Trial) -> str:
+def speed_of(trial: Trial) -> str:
+    """Returns the speed of a trial and its uncertainty."""
     measured = trial.measured
     doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
     return speed(trial.throughput, measured.unit) + doubt

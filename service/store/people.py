@@ -6,6 +6,7 @@ import hmac
 import math
 import secrets
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
@@ -222,18 +223,7 @@ class People(Part):
         query = select(tokens).order_by(tokens.c.created, tokens.c.id)
         if user is not None:
             query = query.where(tokens.c.user == user)
-        return [
-            Token(
-                id=each.id,
-                user=each.user,
-                name=each.name,
-                created=each.created,
-                expires=each.expires,
-                revoked=each.revoked,
-                used=each.used,
-            )
-            for each in connection.execute(query)
-        ]
+        return [_record(each) for each in connection.execute(query)]
 
     @writes
     def revoke(self, connection: Connection, token: str) -> Token:
@@ -256,8 +246,7 @@ class People(Part):
         (row,) = found
         revoked = self.clock() if row.revoked is None else row.revoked
         connection.execute(update(tokens).where(tokens.c.id == row.id).values(revoked=revoked))
-        fields = {name: getattr(row, name) for name in ("id", "user", "name", "created", "expires", "used")}
-        return Token(**fields, revoked=revoked)
+        return replace(_record(row), revoked=revoked)
 
     @writes
     def audit(self, connection: Connection, user: str, action: str, subject: str = "", detail: Any = None) -> None:
@@ -290,6 +279,10 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
 def _user(row: Row[Any] | None) -> User:
     assert row is not None
     return User(**{**row._mapping, "role": Role(row.role)})
+
+
+def _record(row: Row[Any]) -> Token:
+    return Token(**{each.name: getattr(row, each.name) for each in fields(Token)})
 
 
 def _role(role: Role | str) -> str:
