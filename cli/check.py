@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..knobs.strategy import STANDARD
+from ..results.columns import KNOB, cell
 from . import exit_codes
 from .options import TRAINERS, fixes_of
 
@@ -82,7 +83,7 @@ def render(found: "Check") -> str:
     shown = {
         knob: each for knob, each in trainer.config.items() if knob == "micro_batch" or each != STANDARD[knob].neutral
     }
-    config = " ".join(f"{knob}={str(each).lower() if isinstance(each, bool) else each}" for knob, each in shown.items())
+    config = " ".join(f"{knob}={cell(each, KNOB)}" for knob, each in shown.items())
     margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
     verdict = "fits" if found.fits else "does not fit"
     lines = [

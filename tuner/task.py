@@ -18,6 +18,7 @@ from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..models.spaces import lossy_of_space
+from ..results.columns import KNOB, cell
 from ..runners.command.command import Command
 from ..runners.command.trained import Trained, completed
 from ..runners.command.work import SPLITS, Commands
@@ -303,10 +304,9 @@ def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
         try:
             space.copy().require(when)
         except SpaceError:
-            shown = str(value).lower() if isinstance(value, bool) else value
             raise UsageError(
-                f"{name}={shown} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
-                "left has that"
+                f"{name}={cell(value, KNOB)} would have no effect: {name} exists where `{when.text}`, and no "
+                "configuration that is left has that"
             ) from None
 
 
