@@ -17,7 +17,7 @@ from ..base.writing import as_data
 from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
 from .measurement import Measurement, Status, Trial
-from .records import LARGEST_LEDGER, Recorded, replay, stored, trials_of
+from .records import LARGEST_LEDGER, StoredStudy, replay, stored, trials_of
 from .storage import contained, is_path, open_storage, open_study, quiet, words
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Ledger:
 
     def __init__(
         self,
-        study: Recorded,
+        study: StoredStudy,
         *,
         where: str,
         make_config: Callable[[Mapping[str, Any]], Any],

@@ -19,7 +19,7 @@ from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
 from .runner import Runner, TrialRequest
-from .work import Known, TrialTerms, Work
+from .work import CommonFields, TrialTerms, Work
 
 MEMORY_SHARE = 0.7
 """Largest share of the available memory that interleaved candidates may use together, by their peaks alone."""
@@ -54,7 +54,7 @@ class DryRunner(Runner):
         if outcome.status is Status.CRASH and is_damaged_library(outcome.reason):
             # Another trial was killed while it linked; the ranks of the second run remove the damaged library.
             outcome = self.dispatch(self.work.job(request, self.terms))
-        known: Known = {
+        known: CommonFields = {
             "devices": self.terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
@@ -95,7 +95,7 @@ class DryRunner(Runner):
         outcome = self.dispatch(together)
         if outcome.status is not Status.OK:  # one candidate ended all of them
             return None
-        known: Known = {
+        known: CommonFields = {
             "devices": terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
@@ -148,7 +148,9 @@ class DryRuns(Work):
             log=str(request.log) if request.log else None,
         )
 
-    def measurement(self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: Known) -> Measurement:
+    def measurement(
+        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: CommonFields
+    ) -> Measurement:
         reports = _reports(outcome)
         common: _Common = {
             **known,
@@ -241,7 +243,7 @@ class DryRuns(Work):
         )
 
 
-class _Common(Known):
+class _Common(CommonFields):
     """Fields that all measurements of a workload's dry runs have."""
 
     memory_limit_mib: float

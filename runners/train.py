@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from .runner import TrialRequest
-    from .work import Known, TrialTerms
+    from .work import CommonFields, TrialTerms
 
 
 _SYNCED = ("checkpoint", "end")
@@ -218,7 +218,7 @@ class Trainings(Work):
         )
 
     def measurement(
-        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
     ) -> Measurement:
         """Returns the status of the training and its throughput."""
         unit = self.program.workload.unit

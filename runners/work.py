@@ -34,7 +34,7 @@ class TrialTerms:
     """Seed of weights and data."""
 
 
-class Known(TypedDict):
+class CommonFields(TypedDict):
     """Fields of a measurement that do not depend on the work."""
 
     devices: int
@@ -69,7 +69,9 @@ class Work(ABC):
         return [measured]
 
     @abstractmethod
-    def measurement(self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: Known) -> Measurement:
+    def measurement(
+        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: CommonFields
+    ) -> Measurement:
         """Returns the measurement for the outcome of a job.
 
         Args:

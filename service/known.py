@@ -29,7 +29,7 @@ _DECIDES = ("workload", "seq_len", "global_batch", "seed")
 _OF_DEVICES = ("type", "name", "capability", "used")
 
 
-class Known:
+class EarlierResults:
     """Earlier results in the store that a search can use.
 
     Args:

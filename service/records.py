@@ -329,7 +329,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class StoredMeasurement:
     """A stored measurement of a configuration."""
 
     id: int
@@ -345,7 +345,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Audited:
+class AuditEntry:
     """An action of a user, for the audit log."""
 
     id: int

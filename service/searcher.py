@@ -23,7 +23,7 @@ from ..tuner import Result, tune
 from ..tuner.listener import SearchListener, SearchPlan
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
-from .known import Known
+from .known import EarlierResults
 from .limits import SearcherLimits
 from .logs import folder_of
 from .placing import Placed, place
@@ -196,7 +196,7 @@ class Searcher:
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
         placed = None if search.simulated else self._placed()
         self._placed_at = time.monotonic()
-        known = Known(self._store, search, self._folder, placed)
+        known = EarlierResults(self._store, search, self._folder, placed)
         listener.finished_one = known.note
         if placed is not None:
             more |= self._on_the_pool(Request(target, **asked), placed, known, listener)
@@ -211,7 +211,9 @@ class Searcher:
                     raise
             time.sleep(LOOK_S)
 
-    def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: StoreListener) -> dict[str, Any]:
+    def _on_the_pool(
+        self, asked: Request, placed: Placed, known: EarlierResults, listener: StoreListener
+    ) -> dict[str, Any]:
         """Returns the arguments of `tune` for a search on the pool, besides those of the request."""
         devices = self._search.devices
         at_once = asked.concurrency

@@ -22,7 +22,7 @@ _ENDINGS = (".in", ".tmpl")
 
 
 @dataclass(frozen=True)
-class Rendered:
+class TrialFile:
     """A file that is written for every trial."""
 
     name: str
@@ -42,7 +42,7 @@ class Rendered:
         return path
 
 
-def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[Rendered, ...]:
+def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[TrialFile, ...]:
     """Reads the files to render.
 
     Args:
@@ -74,7 +74,7 @@ def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tup
     names = [_written_name(path) for path in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two files to render would both be written as {repeated}; give them different names")
-    return tuple(Rendered(_written_name(path), document) for path, document in found.items())
+    return tuple(TrialFile(_written_name(path), document) for path, document in found.items())
 
 
 def _written_name(path: Path) -> str:

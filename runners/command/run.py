@@ -23,7 +23,7 @@ from ..load import Watch, family_s, foreign_cores
 from ..memory import GpuMemory, Shortage
 from ..process import family
 from ..timing import Clock, Timing, TimingPlan, measure
-from .files import Rendered
+from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
 from .reading import Appended, Events, Lines, Reported, StepNumbers, of_events
 from .template import CommandLine, ShellLine
@@ -57,7 +57,7 @@ class RunTerms:
     command: CommandLine | ShellLine
     environment: tuple[tuple[str, Any], ...]
     """Templates of environment variables."""
-    files: tuple[Rendered, ...]
+    files: tuple[TrialFile, ...]
     values: Mapping[str, Any]
     """Values of the knobs and of the trial."""
     folder: str

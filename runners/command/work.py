@@ -30,7 +30,7 @@ from .trial import CommandReport, CommandTrial
 
 if TYPE_CHECKING:
     from ..runner import TrialRequest
-    from ..work import Known, TrialTerms
+    from ..work import CommonFields, TrialTerms
 
 
 FAR = 0.2
@@ -44,7 +44,7 @@ LEAST_STEPS = 3
 
 
 @dataclass
-class Comparison:
+class FirstRunComparison:
     """Compares successful runs of a search with the first one."""
 
     unit: str = ""
@@ -130,7 +130,7 @@ class Commands(Work):
         self._wanted = self._lines.first
         self._smaller = smaller_is_better(self._wanted, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
-        self._comparison = Comparison()
+        self._comparison = FirstRunComparison()
         templates = (
             self._line,
             *(value for _, value in self._environment),
@@ -283,7 +283,7 @@ class Commands(Work):
         )
 
     def measurement(
-        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
     ) -> Measurement:
         whole, losses = _together(outcome)
         measured = own_measurement(whole, terms.memory_limit_mib, known)

@@ -22,7 +22,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, func, or_, select, update
 
 from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
-from ..records import Assignment, DryRun, DryRunState, Measured, SearchState
+from ..records import Assignment, DryRun, DryRunState, SearchState, StoredMeasurement
 from ..scheduling import matches
 from ..tables import dry_runs, measured, searches, workers
 from .part import Part, add, add_event, add_usage, as_count, as_text, beats, locked, one, reads, writes
@@ -378,7 +378,9 @@ class Knowledge(Part):
         add(connection, measured, values | more)
 
     @reads
-    def measured(self, connection: Connection, fingerprint: str, *, counts_for: int | None = None) -> list[Measured]:
+    def measured(
+        self, connection: Connection, fingerprint: str, *, counts_for: int | None = None
+    ) -> list[StoredMeasurement]:
         """Returns the measurements under a fingerprint, in order of arrival.
 
         Args:
@@ -389,4 +391,4 @@ class Knowledge(Part):
         if counts_for is not None:
             query = query.outerjoin(searches, searches.c.id == measured.c.search)
             query = query.where(or_(measured.c.search.is_(None), counting_for(counts_for)))
-        return [Measured(**each._mapping) for each in connection.execute(query)]
+        return [StoredMeasurement(**each._mapping) for each in connection.execute(query)]

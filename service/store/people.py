@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from ...base.errors import KeyTaken, NotFound, StorageUnavailable, UsageError, unknown
-from ..records import MOST_PRIORITY, Audited, Role, Token, User
+from ..records import MOST_PRIORITY, AuditEntry, Role, Token, User
 from ..tables import audit, sessions, tokens, users
 from .part import Part, add, as_count, as_text, beats, one, reads, writes
 
@@ -255,12 +255,12 @@ class People(Part):
         connection.execute(insert(audit).values(time=self.clock(), **values))
 
     @reads
-    def audited(self, connection: Connection, limit: int = 1000, *, user: str | None = None) -> list[Audited]:
+    def audited(self, connection: Connection, limit: int = 1000, *, user: str | None = None) -> list[AuditEntry]:
         """Returns the latest entries of the audit log, in order, of all users or of the user of that name."""
         query = select(audit).order_by(audit.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(audit.c.user == user)
-        return [Audited(**each._mapping) for each in connection.execute(query)][::-1]
+        return [AuditEntry(**each._mapping) for each in connection.execute(query)][::-1]
 
 
 _CHANGES: dict[str, Callable[[Any], Any]] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.errors import UsageError, WorkloadError
 from ..budget import parse_memory
-from ..ranks import Joined, decide_once, place
+from ..ranks import JoinedRanks, decide_once, place
 from .arguments import ModelArguments, Resolved, resolve_arguments
 from .decision import Decision, StrategyRequest, decide
 
@@ -116,7 +116,7 @@ def accelerate(
 def _prepared(
     resolved: Resolved,
     decision: Decision,
-    joined: Joined,
+    joined: JoinedRanks,
     arguments: ModelArguments,
     clip: float | None,
     weights: str | Path | None,

@@ -102,7 +102,7 @@ class Unfrozen(Architecture):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Copied:
+class ModuleCopies:
     """Builds copies of a module."""
 
     module: "nn.Module"
@@ -153,7 +153,10 @@ def _of_module(arguments: ModelArguments, module: "nn.Module") -> Workload:
     kind = type(module)
     shapes = {name: list(each.shape) for name, each in module.state_dict().items()}
     return _own(
-        arguments, Copied(module=module), kind.__name__, {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes}
+        arguments,
+        ModuleCopies(module=module),
+        kind.__name__,
+        {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes},
     )
 
 

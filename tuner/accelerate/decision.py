@@ -14,7 +14,7 @@ from ...models import Workload
 from ...models.spaces import make_space
 from ...space import Config, Knob
 from ..planning import plan, with_samples_of
-from ..ranks import Place
+from ..ranks import RankPlace
 from ..train.chosen import in_words
 from ..train.strategy import read_source
 from .optimisations import NEUTRAL, Followed, follow, read_list
@@ -44,7 +44,7 @@ class Decision:
     """Parts of the strategy that are not followed."""
 
 
-def decide(workload: Workload, request: StrategyRequest, here: Place, local_ranks: int) -> Decision:
+def decide(workload: Workload, request: StrategyRequest, here: RankPlace, local_ranks: int) -> Decision:
     """Returns the configuration for all ranks.
 
     Raises:
