@@ -91,7 +91,7 @@ class TrainRank:
             written = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
             log = written or _discard
             context.phase("data")
-            samples = self._samples()
+            samples = training_data(self.data, self.workload, self.folder / DATA)
             context.phase("build")
             training = Training(
                 self.workload.with_optimizer(self.hyperparameters.optimizer),
@@ -110,9 +110,8 @@ class TrainRank:
             saver = Saver(folder, context.rank, group)
             stack.callback(saver.close)
             step, position = self._begin(training, state, saver, group, log)
-            saver.gathered(
-                None
-            )  # waits here: collectives of steps have a shorter timeout for a rank that reads more than others
+            # Waits here: collectives of steps have a shorter timeout for a rank that reads more than others.
+            saver.gathered(None)
             loop = Loop(
                 training,
                 samples,
@@ -132,9 +131,6 @@ class TrainRank:
             context.phase("training")
             end = loop.run()
             return replace(end, unlogged=written.unwritten) if written is not None else end
-
-    def _samples(self) -> TrainingData:
-        return training_data(self.data, self.workload, self.folder / DATA)
 
     def _begin(
         self,

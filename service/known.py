@@ -12,6 +12,7 @@ from ..base.errors import UsageError
 from ..results import Measurement, Status, Trial, request as run_yaml
 from ..results.names import RUN
 from ..space import Config
+from ..tuner.predicting import described
 from ..tuner.record import asked_of
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
@@ -113,7 +114,8 @@ class EarlierResults:
             if each.ended is None or each.ended > start or not (folder / RUN).is_file():
                 continue
             try:
-                task = task or resolve_task(asked, device=device, simulated=_simulated(asked))
+                simulated = described(asked.hardware) if asked.runs_on == "simulate" else None
+                task = task or resolve_task(asked, device=device, simulated=simulated)
                 [run] = read_runs([folder])
                 taken = take(run, task.space, asked_of(asked, task), task.own.unit if task.own else "")
             except UsageError:  # another space, or another kind of target
@@ -131,12 +133,6 @@ def fingerprint(asked: Mapping[str, Any], request: Mapping[str, Any], software: 
     parts |= {"devices": {name: devices.get(name) for name in _OF_DEVICES}, "software": dict(software)}
     parts["measure_time"] = request.get("measure_time")
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _simulated(asked: Request) -> Any:
-    from ..tuner.predicting import described
-
-    return described(asked.hardware) if asked.runs_on == "simulate" else None
 
 
 def _holds(measured: Measurement, limit_mib: float) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import RunnerError
@@ -335,10 +334,11 @@ class Search:
     def _request(self, trial: Trial, free: bool = False) -> TrialRequest:
         history = self._history.update()
         best = None if free else history.best
+        log = self.run_folder.log_path(trial.number)
         return TrialRequest(
             config=trial.config,
             number=trial.number,
-            log=self._log(trial, free),
+            log=log.with_suffix(".again.log") if free else log,
             timeout_s=self.trial_timeout_s,
             best_throughput=None if best is None else best * self._conditions.speed,
             reference=history.reference(trial.number),
@@ -361,10 +361,6 @@ class Search:
         mfu = measured.tflops_per_device * 1e12 / self.peak_rate(config)
         # An exceeded peak is wrong: it was measured while this machine was busy with something else.
         return replace(measured, mfu=mfu) if mfu <= 1 else measured
-
-    def _log(self, trial: Trial, free: bool) -> Path:
-        path = self.run_folder.log_path(trial.number)
-        return path.with_suffix(".again.log") if free else path
 
     def confirm(self) -> None:
         """Measures the leaders again, in turns, so that the winner is not merely the luckiest (see `Confirmation`)."""

@@ -158,11 +158,6 @@ class People(Part):
         user = None if found is None else self._good(connection, found)
         return None if found is None or user is None else (user, found.used)
 
-    def _owner(self, connection: Connection, text: str) -> User | None:
-        """Returns the owner of a token; None as for `user_of`."""
-        found = self._token(connection, text)
-        return None if found is None else self._good(connection, found)
-
     def _token(self, connection: Connection, text: str) -> Row[Any] | None:
         """Returns the token of that text; None if it is unknown."""
         number = _id_of(text)
@@ -192,7 +187,8 @@ class People(Part):
 
     @writes
     def _keep_session(self, connection: Connection, digest: str, token: str, seconds: float) -> None:
-        if self._owner(connection, token) is None:
+        found = self._token(connection, token)
+        if found is None or self._good(connection, found) is None:
             raise NotFound("the token is not known, was revoked or has expired")
         if one(connection, select(sessions.c.digest).where(sessions.c.digest == digest)):
             return

@@ -96,8 +96,9 @@ def accelerate(
     """
     here = place()
     if devices is not None and devices != here.size:
+        started = "this is the only process" if here.size == 1 else f"{here.size} ranks were started"
         raise UsageError(
-            f"devices={devices}, but {_ranks(here.size)}: start the script by `torchrun --nproc-per-node {devices}` (fewer on "
+            f"devices={devices}, but {started}: start the script by `torchrun --nproc-per-node {devices}` (fewer on "
             "each of several hosts), or leave devices out"
         )
     arguments = ModelArguments(
@@ -187,7 +188,3 @@ def _broadcast(module: "torch.nn.Module", group: Any) -> None:
             host = tensor.detach().cpu().contiguous()
             dist.broadcast(host, src=0, group=group)
             tensor.copy_(host)
-
-
-def _ranks(size: int) -> str:
-    return "this is the only process" if size == 1 else f"{size} ranks were started"

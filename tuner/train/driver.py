@@ -391,7 +391,8 @@ class Driver:
 
     def _watched(self, runner: Runner) -> Measurement:
         """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""
-        log = self.path / LOGS / f"{1 + max((int(each.stem) for each in self._logs()), default=-1)}.log"
+        numbers = [int(each.stem) for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit()]
+        log = self.path / LOGS / f"{1 + max(numbers, default=-1)}.log"
         log.parent.mkdir(exist_ok=True)
         reader = LogReader(self.path, log_size(self.path))
         asked = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
@@ -415,9 +416,6 @@ class Driver:
             )
         else:
             self.listener.on_message("saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint")
-
-    def _logs(self) -> Iterator[Path]:
-        return (each for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit())
 
     def _follow(self, future: "Future[Measurement]", reader: LogReader) -> None:
         over, full = False, False
