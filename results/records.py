@@ -58,11 +58,8 @@ class StoredStudy:
 
 
 def replay(data: bytes, where: str) -> dict[int, StoredStudy]:
-    """Returns the studies of a journal by id. An unfinished last line is ignored, since it may be being written.
-
-    Args:
-        data: the file's contents.
-        where: its name, for messages.
+    """Returns the studies in the contents of a journal by id; messages call it `where`. An unfinished last line is
+    ignored, since it may be being written.
 
     Raises:
         StudyError: a line is not a record of a study, or there are more or longer ones than `MOST_RECORDS`,

@@ -128,10 +128,8 @@ class RunFolder:
     def resumable(
         path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
     ) -> bool:
-        """Returns True if `path` contains the run to resume. Changes nothing.
-
-        Args:
-            path, asked, storage, resume: as for `open`.
+        """Returns True if `path` contains the run that `open` with these arguments would resume. Changes
+        nothing.
 
         Raises:
             StudyError: it contains a run without `resume` or none with it, or the request was different.

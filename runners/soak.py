@@ -46,14 +46,10 @@ class SoakPlan:
         return COMPILED_ANEW * self.compiling_s
 
     def lengths(self, workload: Workload, seed: int, multiple: int = 1) -> list[int | None]:
-        """Returns the tokens per sample of each step; None if the workload's samples have a fixed length.
+        """Returns the tokens per sample of each step, multiples of `multiple`; None if the workload's samples have a
+        fixed length.
 
         The longest come first, when the allocator's cache is empty, and last, when it is fragmented.
-
-        Args:
-            workload: the workload.
-            seed: of the lengths.
-            multiple: lengths are multiples of this.
         """
         if not varies(workload):
             return [None] * (self.steps + 2)

@@ -268,10 +268,6 @@ class _Log:
     """Appends JSON lines to a training's log. A full disk must not end a training: a line that cannot be written is
     printed, and unless its kind is in `_PASSING` it is written once there is room again, on a line of its own
     after a truncated one.
-
-    Args:
-        folder: of the training.
-        on_line: called after every line.
     """
 
     def __init__(self, folder: Path, on_line: Callable[[], None] | None) -> None:
