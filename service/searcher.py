@@ -23,7 +23,7 @@ from ..tuner import Result, tune
 from ..tuner.listener import SearchListener, SearchPlan
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
-from .known import EarlierResults
+from .earlier_results import EarlierResults
 from .limits import SearcherLimits
 from .logs import folder_of
 from .placing import Placed, place
@@ -196,12 +196,12 @@ class Searcher:
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
         placed = None if search.simulated else self._placed()
         self._placed_at = time.monotonic()
-        known = EarlierResults(self._store, search, self._folder, placed)
-        listener.finished_one = known.note
+        earlier = EarlierResults(self._store, search, self._folder, placed)
+        listener.finished_one = earlier.note
         if placed is not None:
-            more |= self._on_the_pool(Request(target, **asked), placed, known, listener)
+            more |= self._on_the_pool(Request(target, **asked), placed, earlier, listener)
         if asked.get("sampler", "bayes") == "bayes":
-            more["warm_start"] = known.earlier(Request(target, **{**asked, **more}))
+            more["warm_start"] = earlier.similar(Request(target, **{**asked, **more}))
         start = time.monotonic()
         while True:
             try:
@@ -212,7 +212,7 @@ class Searcher:
             time.sleep(LOOK_S)
 
     def _on_the_pool(
-        self, asked: Request, placed: Placed, known: EarlierResults, listener: StoreListener
+        self, asked: Request, placed: Placed, earlier: EarlierResults, listener: StoreListener
     ) -> dict[str, Any]:
         """Returns the arguments of `tune` for a search on the pool, besides those of the request."""
         devices = self._search.devices
@@ -229,7 +229,7 @@ class Searcher:
             slots=at_once,
             in_turns="command" not in self._search.request,
             finished=lambda: listener.done,
-            known=known.measurement,
+            known=earlier.measurement,
         )
         return {
             "runner": runner,

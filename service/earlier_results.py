@@ -98,7 +98,7 @@ class EarlierResults:
         assert self._placed is not None
         return fingerprint(document["asked"], self._search.request, self._placed.software)
 
-    def earlier(self, asked: Request) -> list[Path]:
+    def similar(self, asked: Request) -> list[Path]:
         """Returns the folders of the earlier searches that this one learns from, the most similar first.
 
         Considers searches that ended before this one began, are of the same user or visible to all, and have trials

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from pools import PLACED, Hands, a_space, a_store, a_whole_search
 from redline.results import Measurement, Status, Trial
-from redline.service.known import EarlierResults, fingerprint
+from redline.service.earlier_results import EarlierResults, fingerprint
 from redline.space import Config, Space
 from redline.tuner.request import Request
 
@@ -115,19 +115,19 @@ def test_a_search_learns_from_those_that_ended_before_it_began(store, tmp_path):
     new = store.submit(store.ann, {"target": "f"}, devices=1)[0]
     asked = Request(lambda config: 0.0, a_space(), runner="local", devices=1)
     folder = tmp_path / "searches" / new.id
-    assert EarlierResults(store, new, folder, PLACED).earlier(asked) == [tmp_path / "searches" / done.id]
+    assert EarlierResults(store, new, folder, PLACED).similar(asked) == [tmp_path / "searches" / done.id]
     bob = store.add_user("bob", "submitter")
     theirs = store.submit(bob, {"target": "f"}, devices=1)[0]
     for visibility, counts in (("own", False), ("team", False), ("all", True)):
         store.change_search(done.id, visibility=visibility)
-        taken = EarlierResults(store, theirs, tmp_path / "searches" / theirs.id, PLACED).earlier(asked)
+        taken = EarlierResults(store, theirs, tmp_path / "searches" / theirs.id, PLACED).similar(asked)
         assert taken == [tmp_path / "searches" / done.id] * counts
     before = SimpleNamespace(id=new.id, user=new.user, started=done.ended - 1, created=0.0)
-    assert EarlierResults(store, before, folder, PLACED).earlier(asked) == []
+    assert EarlierResults(store, before, folder, PLACED).similar(asked) == []
     other = Space()
     other.choice("tp", [1, 2])
     unlike = Request(lambda config: 0.0, other, runner="local", devices=1)
-    assert EarlierResults(store, new, folder, PLACED).earlier(unlike) == []
+    assert EarlierResults(store, new, folder, PLACED).similar(unlike) == []
 
 
 @pytest.mark.parametrize(
