@@ -161,32 +161,34 @@ def trials_of(
     """Returns the trials of a study. Invalid trials are left out and listed in `problems`. Trials that others
     enqueued, through Optuna's dashboard or API, are ignored.
     """
-    found = StudyTrials()
-    again: dict[int, tuple[float, ...]] = {}
+    study_trials = StudyTrials()
+    remeasured: dict[int, tuple[float, ...]] = {}
     for key, value in _numbered(study.attributes.get("remeasured")):
         if isinstance(value, list | tuple) and all(number(each) for each in value):
-            again[key] = tuple(map(float, value))
+            remeasured[key] = tuple(map(float, value))
         else:
-            found.problems.append(f"{where}: the re-measurements of trial {key} are {shortened(value)}; left out")
+            study_trials.problems.append(
+                f"{where}: the re-measurements of trial {key} are {shortened(value)}; left out"
+            )
     for key, value in _numbered(study.attributes.get("fallen")):
         try:
-            found.fallen[key] = Measurement.from_dict(value)
+            study_trials.fallen[key] = Measurement.from_dict(value)
         except UsageError as error:
-            found.problems.append(f"{where}: the re-measurement of trial {key}: {error}; left out")
+            study_trials.problems.append(f"{where}: the re-measurement of trial {key}: {error}; left out")
     for entry in study.entries:
         if "config" not in entry.attributes:
             continue
         try:
             trial = _trial(entry, make_config, lossy)
         except UsageError as error:
-            found.problems.append(f"{where}: trial {entry.number}: {error}; left out")
+            study_trials.problems.append(f"{where}: trial {entry.number}: {error}; left out")
             continue
-        values = again.get(trial.number, ())
-        if trial.ok and (values or trial.number in found.fallen):
-            found.first[trial.number] = trial.measured
-            trial = judged(trial, values, found.fallen.get(trial.number))
-        found.trials[trial.number] = trial
-    return found
+        values = remeasured.get(trial.number, ())
+        if trial.ok and (values or trial.number in study_trials.fallen):
+            study_trials.first[trial.number] = trial.measured
+            trial = judged(trial, values, study_trials.fallen.get(trial.number))
+        study_trials.trials[trial.number] = trial
+    return study_trials
 
 
 def _numbered(given: Any) -> list[tuple[int, Any]]:

@@ -127,7 +127,7 @@ class EmulateRunner(Runner):
 
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
-        found: list[RankOutcome] = []
+        rank_outcomes: list[RankOutcome] = []
         failed: Outcome | None = None
         try:
             world = World.of(request.config, 0, self.terms.devices)
@@ -138,7 +138,7 @@ class EmulateRunner(Runner):
             for number, rank in enumerate(self._ranks(world, request.config)):
                 left = None if deadline is None else max(1.0, deadline - (time.perf_counter() - begin))
                 outcome = self._agent.run(self._job(request, rank, left, first=number == 0), key=str(request.log or ""))
-                found += outcome.ranks
+                rank_outcomes += outcome.ranks
                 if outcome.status is not Status.OK:
                     failed = outcome
                     break
@@ -148,7 +148,7 @@ class EmulateRunner(Runner):
             "seconds_total": time.perf_counter() - begin,
             "log": request.log_name,
             "memory_limit_mib": self.terms.memory_limit_mib or float(self.terms.device.memory_mib),
-            "emulated_ranks": ",".join(str(each.rank) for each in found),
+            "emulated_ranks": ",".join(str(each.rank) for each in rank_outcomes),
         }
         if failed is not None:
             needs = [each.needed_memory_mib or each.peak_memory_mib for each in failed.ranks]
@@ -156,10 +156,10 @@ class EmulateRunner(Runner):
                 status=failed.status,
                 reason=f"emulated: {failed.reason}",
                 peak_memory_mib=max((each for each in needs if each), default=None),
-                ranks=tuple(_rank_report(each, None) for each in found),
+                ranks=tuple(_rank_report(each, None) for each in rank_outcomes),
                 **common,
             )
-        return self._measured(request, world, found, common)
+        return self._measured(request, world, rank_outcomes, common)
 
     def _ranks(self, world: World, config: Mapping[str, Any]) -> list[int]:
         fullest = 0

@@ -147,7 +147,7 @@ class TrainRank:
 
         folder, damaged = saver.folder, list[str]()
         try:
-            found = latest(folder, group, damaged.append, log)
+            checkpoint = latest(folder, group, damaged.append, log)
         except StudyError:
             repairable = self.weights is not None and state.frozen is not None
             if not repairable or not (damage := frozen_damage(folder, group)):
@@ -156,22 +156,22 @@ class TrainRank:
             weights = weights_to_begin_with(self.workload, str(self.weights))
             keep_again(state, weights, folder, saver, training.world.rank)
             damaged.clear()
-            found = latest(folder, group, damaged.append, log)
+            checkpoint = latest(folder, group, damaged.append, log)
         for note in damaged:
             say(note)
         if training.world.rank == 0:
-            folder.prepare(found)
-        if found is None:
+            folder.prepare(checkpoint)
+        if checkpoint is None:
             if self.weights is not None:
                 weights = weights_to_begin_with(self.workload, self.weights)
                 for note in weights.notes:
                     log({"kind": "note", "text": note})
                 state.load_weights(weights)
             return 0, 0
-        restore(state, found, log)
-        training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
-        log({"kind": "resumed", "step": found.step, "checkpoint": found.path.name})
-        return found.step, int(found.manifest["samples"])
+        restore(state, checkpoint, log)
+        training.precision.restore(float(checkpoint.manifest.get("loss_scale", 1.0)))
+        log({"kind": "resumed", "step": checkpoint.step, "checkpoint": checkpoint.path.name})
+        return checkpoint.step, int(checkpoint.manifest["samples"])
 
 
 def weights_to_begin_with(workload: Workload, path: str) -> Weights:
