@@ -218,7 +218,7 @@ def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[
     again_of: dict[str, tuple[float, tuple[float, ...]]] = {}
     for number, entry in kept.items() if isinstance(kept, Mapping) else ():
         first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, Mapping) else (None, None)
-        if isinstance(again, list) and all(map(schema.number, (first, *again))):
+        if isinstance(again, list) and schema.number(first) and all(map(schema.number, again)):
             again_of[str(number)] = float(first), tuple(map(float, again))
     return [
         replace(trial, first=again_of[str(trial.number)][0], remeasured=again_of[str(trial.number)][1])

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 
@@ -28,7 +28,7 @@ def flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def number(value: Any) -> bool:
+def number(value: Any) -> TypeGuard[float]:
     """a number that measures something"""
     # An int may be too large for a float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -12,10 +12,6 @@ from .containment import one_blas_thread
 from .posterior import SearchPosterior, SurrogatePrior
 
 
-def _number(log: float) -> float | None:
-    return float(np.exp(log)) if np.isfinite(log) else None
-
-
 WORTHWHILE = 0.01
 """Gain in log throughput that is worth further trials."""
 
