@@ -11,7 +11,6 @@ from ...space import Config
 from .containment import one_blas_thread
 from .posterior import SearchPosterior, SurrogatePrior
 
-
 WORTHWHILE = 0.01
 """Gain in log throughput that is worth further trials."""
 
