@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from redline.results import Trial
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.judge import Predictor
+from redline.tuner.samplers.judge import Judge
 from redline.tuner.transfer import EarlierRun, take
 from redline.tuner.warm_start import WarmStart
 from search import estimator_of
@@ -59,7 +59,7 @@ def search(surface: Surface, prior: Any, trials: int, seed: int) -> list[Trial]:
         proposed = sampler.propose(done, 1) if done else [surface.space.default()]
         if not proposed:
             break
-        throughput, memory = Predictor(sampler.knowledge).prediction(proposed[0])
+        throughput, memory = Judge(sampler.knowledge).prediction(proposed[0])
         predicted = {"predicted_throughput": throughput, "predicted_memory_mib": memory}
         measured = surface.rows[proposed[0]]
         done.append(Trial(number=len(done), config=proposed[0], measurement=measured, **predicted))

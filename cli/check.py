@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..knobs.strategy import STANDARD
+from ..results.columns import KNOB, cell
 from . import exit_codes
 from .options import TRAINERS, fixes_of
 
@@ -76,37 +77,37 @@ def check(
     return exit_codes.FOUND if found.fits else exit_codes.NOTHING_FEASIBLE
 
 
-def render(found: "Check") -> str:
+def render(result: "Check") -> str:
     """Returns a check as text."""
-    estimate, trainer = found.estimate, found.trainer
+    estimate, trainer = result.estimate, result.trainer
     shown = {
         knob: each for knob, each in trainer.config.items() if knob == "micro_batch" or each != STANDARD[knob].neutral
     }
-    config = " ".join(f"{knob}={str(each).lower() if isinstance(each, bool) else each}" for knob, each in shown.items())
+    config = " ".join(f"{knob}={cell(each, KNOB)}" for knob, each in shown.items())
     margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
-    verdict = "fits" if found.fits else "does not fit"
+    verdict = "fits" if result.fits else "does not fit"
     lines = [
-        f"{found.model} by {trainer.framework} on {trainer.devices} x {found.hardware.name}: {found.parameters:,} parameters, "
+        f"{result.model} by {trainer.framework} on {trainer.devices} x {result.hardware.name}: {result.parameters:,} parameters, "
         f"sequences of {trainer.seq_len} tokens, global batch {trainer.global_batch}",
         f"read as  {config}",
         "",
-        f"memory   {verdict}: {_memory(estimate)} of {estimate.memory_limit_mib / 1024:.1f} GiB ({found.fullest}), "
+        f"memory   {verdict}: {_memory(estimate)} of {estimate.memory_limit_mib / 1024:.1f} GiB ({result.fullest}), "
         f"{abs(margin):.1f} GiB {'left' if margin >= 0 else 'too much'}; {100 * estimate.probability_fits:.0f} % chance to fit",
         f"step     {_time(estimate.step_ms)} ({_time(estimate.step_ms_low)} to {_time(estimate.step_ms_high)})",
         f"speed    {estimate.throughput:,.0f} {estimate.unit}, MFU {100 * estimate.mfu:.1f} % "
         f"({100 * estimate.mfu * estimate.step_ms / estimate.step_ms_high:.1f} to "
         f"{100 * estimate.mfu * estimate.step_ms / estimate.step_ms_low:.1f} %)",
         f"bound by {estimate.binds}",
-        *(f"         {100 * share:5.1f} %  {name}" for name, share in found.shares.items() if share >= 0.0005),
+        *(f"         {100 * share:5.1f} %  {name}" for name, share in result.shares.items() if share >= 0.0005),
     ]
-    if not found.fits and found.assumed:
-        lines += ["", f"assumed  of {found.framework}: {'; '.join(found.assumed)}"]
-    for number, each in enumerate(found.faster, 1):
+    if not result.fits and result.assumed:
+        lines += ["", f"assumed  of {result.framework}: {'; '.join(result.assumed)}"]
+    for number, each in enumerate(result.faster, 1):
         lines += ["", *_faster(number, each)]
-    if not found.faster:
+    if not result.faster:
         lines += ["", "no faster configuration that fits was found within three changes"]
-    if found.findings:
-        lines += ["", *(f"note: {each}" for each in found.findings)]
+    if result.findings:
+        lines += ["", *(f"note: {each}" for each in result.findings)]
     return "\n".join(lines)
 
 

@@ -108,27 +108,29 @@ def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str,
 
     if kind == "cuda" and ranks is not None and ranks > count:
         raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and each rank needs one")
-    found = measure(ranks=ranks)
-    hardware = found.to_hardware()
-    keep(found)
+    measurement = measure(ranks=ranks)
+    hardware = measurement.to_hardware()
+    keep(measurement)
     try:
         hardware.to_yaml(path)
     except OSError as error:
         raise UsageError(f"--out: '{path}' cannot be written: {error.strerror}") from error
     return {
-        "tflops": {name: {str(size): rate for size, rate in rates.items()} for name, rates in found.tflops.items()},
-        "memory_gb_per_s": found.memory_gb_per_s,
-        "host_gb_per_s": found.host_gb_per_s,
+        "tflops": {
+            name: {str(size): rate for size, rate in rates.items()} for name, rates in measurement.tflops.items()
+        },
+        "memory_gb_per_s": measurement.memory_gb_per_s,
+        "host_gb_per_s": measurement.host_gb_per_s,
         "kernels": None
-        if found.kernels is None
+        if measurement.kernels is None
         else {
             "products": dict(hardware.products or {}),
             "sizes": len(PRODUCT_SIZES),
-            "error": found.kernels.error,
-            "attention": found.kernels.attention,
+            "error": measurement.kernels.error,
+            "attention": measurement.kernels.attention,
         },
-        "links": {name: dict(numbers) for name, numbers in found.links.items()},
-        "ranks": found.ranks,
+        "links": {name: dict(numbers) for name, numbers in measurement.links.items()},
+        "ranks": measurement.ranks,
         "file": str(path),
         "hardware": asdict(hardware),
     }

@@ -110,12 +110,7 @@ def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
 
 
 def command_line(ctx: click.Context, *more: str) -> str:
-    """Returns the current command line, quoted for a shell, with more arguments appended.
-
-    Args:
-        ctx: context of the command.
-        more: arguments.
-    """
+    """Returns the current command line, quoted for a shell, with more arguments appended."""
     words = ["redline", str(ctx.info_name)]
     for each in ctx.command.params:
         name = each.name or ""

@@ -10,6 +10,7 @@ from rich.text import Text
 from ..results import summary
 from ..results.columns import fold, speed
 from ..tuner.result import Candidate, Result
+from ..views.show import speed_of
 from . import words
 
 
@@ -45,11 +46,11 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
     )
     gain = summary.gain(result.all_trials)
     hero = "bold green" if gain is None or gain.shown else "bold"
-    console.print(Text(f"winner   trial {best.trial.number}: {_speed(best)}{kind}", style=hero))
+    console.print(Text(f"winner   trial {best.trial.number}: {speed_of(best.trial)}{kind}", style=hero))
     if default is None:
         console.print(Text(f"default  {_default_failed(result)}"))
     else:
-        console.print(Text(f"default  trial {default.trial.number}: {_speed(default)}"))
+        console.print(Text(f"default  trial {default.trial.number}: {speed_of(default.trial)}"))
         if default.trial.number == best.trial.number:
             reason = summary.only_default(result.all_trials) or "the default configuration is the winner"
             console.print(Text(f"gain     none: {reason}", style="bold"))
@@ -57,7 +58,7 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
             console.print(Text(f"gain     {gain}", style="bold" if gain.shown else "yellow"))
     exact = result.best_exact if best.trial.lossy else None
     if best.trial.lossy:
-        best_exact = f"trial {exact.trial.number}: {_speed(exact)}" if exact is not None else "none succeeded"
+        best_exact = f"trial {exact.trial.number}: {speed_of(exact.trial)}" if exact is not None else "none succeeded"
         console.print(Text(f"{summary.exactness(result.all_trials)}  {best_exact}"))
     if failed := summary.failures(result.all_trials):
         console.print(Text(f"trials   {fold(failed)}", style="yellow"))
@@ -129,12 +130,6 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
         ("reported first" if again else "reported", [fold(each.told) for each in measured]),
         ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
     ]
-
-
-def _speed(candidate: Candidate) -> str:
-    measured = candidate.measurement
-    doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
-    return f"{speed(candidate.throughput, measured.unit)}{doubt}"
 
 
 def _default_failed(result: Result) -> str:

@@ -18,7 +18,7 @@ from ..results.scaling import ScalePoint, Scaling
 from ..tuner.request import SECTIONS
 from . import exit_codes, words
 from .options import options_of, request_of
-from .tune import end_in_order, fresh_folder
+from .tune import end_in_order, run_folder
 
 EXAMPLES = """\b
 Examples:
@@ -68,7 +68,7 @@ def scale(
     if weak and strong:
         raise UsageError("with --weak the global batch grows, with --strong it is constant; give one of them")
     given = request_of(options)
-    given["out"] = given["out"] or fresh_folder(f"scale-{Path(given['target']).name}")
+    given["out"] = given["out"] or run_folder(f"scale-{Path(given['target']).name}")
     stream = sys.stderr if as_json else sys.stdout
 
     def listening(count: int) -> ProgressListener:

@@ -44,13 +44,13 @@ def train(as_json: bool, **options: Any) -> int:
     stated = tuple(each for each in options if context.get_parameter_source(each) is ParameterSource.COMMANDLINE)
     options["fix"] = fixes_of(options["fix"]) or None
     request = TrainRequest(**options, stated=stated)
-    from ..tuner.ranks import Place
+    from ..tuner.ranks import RankPlace
     from ..tuner.train.driver import train as start
     from ..tuner.train.launched import train_rank
     from .train_progress import listening
 
     end_in_order()
-    if place := Place.of(os.environ):
+    if place := RankPlace.of(os.environ):
         with listening(sys.stdout, silent=place.rank > 0) as listener:
             return exit_codes.INTERRUPTED if train_rank(request, place, listener) else exit_codes.FOUND
     with listening(sys.stderr if as_json else sys.stdout, silent=as_json) as listener:

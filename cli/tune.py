@@ -15,6 +15,7 @@ from ..base.errors import UsageError
 from ..base.reading import path_of
 from ..models.request import SpaceRequest
 from ..results.best import is_plan, load
+from ..results.names import fresh_folder
 from ..runners.command.command import Command
 from ..tuner.request import SECTIONS
 from . import exit_codes
@@ -100,7 +101,7 @@ def tune(
     from .outcome import print_result
     from .progress import listener_for
 
-    given["out"] = given["out"] or fresh_folder(command.name if command else given["target"])
+    given["out"] = given["out"] or run_folder(command.name if command else given["target"])
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
     with listener:
@@ -150,18 +151,14 @@ def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
         click.echo(f"note: {note}", err=True)
     configs = dict.fromkeys([task.space.default(), *task.space.sample(DRY_COMMANDS - 1, seed=request.seed)])
     for number, config in enumerate(configs):
-        folder = Path(given["out"] or fresh_folder(command.name), "trials", str(number))
+        folder = Path(given["out"] or run_folder(command.name), "trials", str(number))
         click.echo(task.command.rendered(config, number, folder))
 
 
-def fresh_folder(target: str) -> str:
+def run_folder(target: str) -> str:
     """Returns a folder for a new run of a target that does not exist yet."""
     name = Path(target.split(":")[0]).stem if ".py:" in target else Path(target).name.removesuffix(".json")
-    path, number = Path("runs", name), 1
-    while path.exists():
-        number += 1
-        path = Path("runs", f"{name}-{number}")
-    return str(path)
+    return str(fresh_folder("runs", name))
 
 
 def end_in_order() -> None:

@@ -5,12 +5,11 @@ unconfirmed one. Readers without the ledger add the re-measurements stored in be
 command, page and export names the same winner, `summary.best`.
 """
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..base.errors import NothingFound, StudyError, UsageError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
@@ -219,7 +218,7 @@ def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[
     again_of: dict[str, tuple[float, tuple[float, ...]]] = {}
     for number, entry in kept.items() if isinstance(kept, Mapping) else ():
         first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, Mapping) else (None, None)
-        if isinstance(again, list) and _is_speed(first) and all(_is_speed(each) for each in again):
+        if isinstance(again, list) and schema.number(first) and all(map(schema.number, again)):
             again_of[str(number)] = float(first), tuple(map(float, again))
     return [
         replace(trial, first=again_of[str(trial.number)][0], remeasured=again_of[str(trial.number)][1])
@@ -234,7 +233,3 @@ def _describes(found: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
     if not isinstance(counted, Mapping) or not all(isinstance(each, int) for each in counted.values()):
         return False
     return sum(counted.values()) == len(trials)
-
-
-def _is_speed(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

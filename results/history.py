@@ -1,6 +1,5 @@
 """The log of a training as curves, read as it grows and thinned so that millions of steps become a few hundred points."""
 
-import math
 import time
 from bisect import bisect_right
 from collections import deque
@@ -8,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import schema
 from .trained import LogReader, step_before
 
 STRETCHES = 256
@@ -86,11 +86,7 @@ def _widen(kept: list[_Point], point: _Point) -> None:
 
 
 class History:
-    """The contents of a training's log so far. Repeated steps count once, with their latest values.
-
-    Args:
-        folder: of the training.
-    """
+    """The contents of a training's log so far. Repeated steps count once, with their latest values."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = LogReader(folder)
@@ -183,13 +179,7 @@ class History:
 
 def number(value: Any) -> float | None:
     """Returns a finite number as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
+    return float(value) if schema.number(value) else None
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from ..base.writing import as_data
 from ..knobs.lossy import Lossy, lossy_in
 from .again import judged
 from .measurement import Measurement, Status, Trial
-from .records import LARGEST_LEDGER, Recorded, replay, stored, trials_of
+from .records import LARGEST_LEDGER, StoredStudy, replay, stored, trials_of
 from .storage import contained, is_path, open_storage, open_study, quiet, words
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Ledger:
 
     def __init__(
         self,
-        study: Recorded,
+        study: StoredStudy,
         *,
         where: str,
         make_config: Callable[[Mapping[str, Any]], Any],
@@ -353,7 +353,8 @@ class Ledger:
                 self._fallen[number] = failure
             else:
                 self._fallen.pop(number, None)
-            done = self._judge(trial, first, values)
+            self._first[number] = first
+            done = self._trials[number] = judged(trial, values, failure, first=first)
             attributes = {
                 "remeasured": {str(n): each.remeasured for n, each in self._trials.items() if each.remeasured},
                 "fallen": {str(n): each.to_dict() for n, each in self._fallen.items()},
@@ -391,13 +392,6 @@ class Ledger:
             self._journal.close()
         if self._storage is not None:
             self._storage.remove_session()
-
-    def _judge(self, trial: Trial, first: Measurement, throughputs: tuple[float, ...]) -> Trial:
-        """Applies the re-measurements to a trial and records it."""
-        self._first[trial.number] = first
-        done = judged(trial, throughputs, self._fallen.get(trial.number), first=first)
-        self._trials[trial.number] = done
-        return done
 
     def _store(self, trial_id: int, measurement: Measurement) -> None:
         from optuna.trial import TrialState

@@ -8,7 +8,7 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 from . import summary
 from .columns import FIXED, KNOB, cell, fold, header, knob_text, line, number
-from .measurement import Status, Trial
+from .measurement import Status, Trial, to_json
 
 FORMATS = ("table", "csv", "json", "markdown")
 PENDING = "pending"
@@ -107,7 +107,7 @@ def write(trials: Sequence[Trial], columns: Sequence[str], form: str) -> str:
         UsageError: the format is unknown.
     """
     if form == "json":
-        records = [{name: _json(value(trial, name)) for name in columns} for trial in trials]
+        records = [{name: to_json(value(trial, name)) for name in columns} for trial in trials]
         return json.dumps(records, indent=2) + "\n"
     # CSV is for programs, Markdown for people.
     shown = text if form == "csv" else marked_text
@@ -164,12 +164,3 @@ def best_so_far_line(trials: Sequence[Trial], encoding: str = "utf-8") -> str:
 
 def _markdown(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-
-
-def _json(found: Any) -> Any:
-    import math
-
-    if not isinstance(found, (str, int, float, type(None))) and hasattr(found, "item"):
-        found = found.item()
-    # JSON has no infinity or NaN.
-    return str(found) if isinstance(found, float) and not math.isfinite(found) else found

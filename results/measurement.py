@@ -75,8 +75,8 @@ def _names(cls: "type[Measurement | RankReport]") -> tuple[str, ...]:
     return tuple(each.name for each in fields(cls))
 
 
-def _to_json(value: Any) -> Any:
-    # json supports neither numpy and torch scalars nor NaN.
+def to_json(value: Any) -> Any:
+    """Converts a scalar of numpy or torch to Python's, and a number that JSON cannot represent to text."""
     if isinstance(value, Status):
         return str(value)
     if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
@@ -258,11 +258,11 @@ class Measurement:
         for name in _names(Measurement):
             value = getattr(self, name)
             if name == "ranks":
-                value = [{each: _to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value]
+                value = [{each: to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value]
             elif name == "probe":
                 value = None if value is None else value.to_dict()
             else:
-                value = _to_json(value)
+                value = to_json(value)
             if value is not None and value != "" and value != []:
                 out[name] = value
         return out

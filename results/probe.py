@@ -24,7 +24,6 @@ class Computed:
     parts of these hardly change the total norm.
     """
     samples: int
-    """Number of samples."""
 
     @classmethod
     def together(cls, shares: "Sequence[Computed]") -> "Computed":

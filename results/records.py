@@ -36,7 +36,7 @@ _KEPT = frozenset({"config", "sampler", "attempts", "predicted_throughput", "pre
 
 
 @dataclass(slots=True)
-class Entry:
+class StoredTrial:
     """A trial in a storage."""
 
     id: int
@@ -44,35 +44,29 @@ class Entry:
     number: int
     """Unique in its study, from 0."""
     attributes: dict[str, Any]
-    """Its user attributes."""
     finished: bool = False
     """True if it cannot change any more."""
 
 
 @dataclass(slots=True)
-class Recorded:
+class StoredStudy:
     """A study in a storage."""
 
     name: str
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Its user attributes."""
-    entries: list[Entry] = field(default_factory=list)
-    """Its trials, by number."""
+    entries: list[StoredTrial] = field(default_factory=list)
 
 
-def replay(data: bytes, where: str) -> dict[int, Recorded]:
-    """Returns the studies of a journal by id. An unfinished last line is ignored, since it may be being written.
-
-    Args:
-        data: the file's contents.
-        where: its name, for messages.
+def replay(data: bytes, where: str) -> dict[int, StoredStudy]:
+    """Returns the studies in the contents of a journal by id; messages call it `where`. An unfinished last line is
+    ignored, since it may be being written.
 
     Raises:
         StudyError: a line is not a record of a study, or there are more or longer ones than `MOST_RECORDS`,
             `LONGEST_RECORD` and `MOST_TRIALS`.
     """
-    studies: dict[int, Recorded] = {}
-    by_id: list[Entry | None] = []
+    studies: dict[int, StoredStudy] = {}
+    by_id: list[StoredTrial | None] = []
     created = 0
     for place, line in enumerate(io.BytesIO(data), start=1):
         if not line.endswith(b"\n"):
@@ -89,7 +83,7 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
             if kind == _CREATE_STUDY:
                 name = _field(record, "study_name", str)
                 if all(each.name != name for each in studies.values()):
-                    studies[created] = Recorded(name)
+                    studies[created] = StoredStudy(name)
                     created += 1
             elif kind == _DELETE_STUDY:
                 studies.pop(_field(record, "study_id", int), None)
@@ -103,7 +97,7 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
                     continue
                 if len(by_id) >= MOST_TRIALS:
                     raise StudyError(f"{where} has more than {MOST_TRIALS:,} trials")
-                entry = Entry(len(by_id), len(study.entries), {}, record.get("state") in _FINISHED)
+                entry = StoredTrial(len(by_id), len(study.entries), {}, record.get("state") in _FINISHED)
                 _keep(entry, record.get("user_attrs", {}))
                 study.entries.append(entry)
                 by_id.append(entry)
@@ -130,18 +124,18 @@ def _field(record: Any, name: str, kind: type) -> Any:
     return value
 
 
-def _keep(entry: Entry, attributes: Any) -> None:
+def _keep(entry: StoredTrial, attributes: Any) -> None:
     if isinstance(attributes, dict):
         entry.attributes.update((name, value) for name, value in attributes.items() if name in _KEPT)
 
 
-def stored(storage: "BaseStorage", study_id: int, name: str) -> Recorded:
+def stored(storage: "BaseStorage", study_id: int, name: str) -> StoredStudy:
     """Reads a study of an Optuna storage."""
-    return Recorded(
+    return StoredStudy(
         name,
         storage.get_study_user_attrs(study_id),
         [
-            Entry(trial_id(each), each.number, each.user_attrs, each.state.is_finished())
+            StoredTrial(trial_id(each), each.number, each.user_attrs, each.state.is_finished())
             for each in storage.get_all_trials(study_id, deepcopy=False)
         ],
     )
@@ -162,37 +156,39 @@ class StudyTrials:
 
 
 def trials_of(
-    study: Recorded, where: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy
+    study: StoredStudy, where: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy
 ) -> StudyTrials:
     """Returns the trials of a study. Invalid trials are left out and listed in `problems`. Trials that others
     enqueued, through Optuna's dashboard or API, are ignored.
     """
-    found = StudyTrials()
-    again: dict[int, tuple[float, ...]] = {}
+    study_trials = StudyTrials()
+    remeasured: dict[int, tuple[float, ...]] = {}
     for key, value in _numbered(study.attributes.get("remeasured")):
         if isinstance(value, list | tuple) and all(number(each) for each in value):
-            again[key] = tuple(map(float, value))
+            remeasured[key] = tuple(map(float, value))
         else:
-            found.problems.append(f"{where}: the re-measurements of trial {key} are {shortened(value)}; left out")
+            study_trials.problems.append(
+                f"{where}: the re-measurements of trial {key} are {shortened(value)}; left out"
+            )
     for key, value in _numbered(study.attributes.get("fallen")):
         try:
-            found.fallen[key] = Measurement.from_dict(value)
+            study_trials.fallen[key] = Measurement.from_dict(value)
         except UsageError as error:
-            found.problems.append(f"{where}: the re-measurement of trial {key}: {error}; left out")
+            study_trials.problems.append(f"{where}: the re-measurement of trial {key}: {error}; left out")
     for entry in study.entries:
         if "config" not in entry.attributes:
             continue
         try:
             trial = _trial(entry, make_config, lossy)
         except UsageError as error:
-            found.problems.append(f"{where}: trial {entry.number}: {error}; left out")
+            study_trials.problems.append(f"{where}: trial {entry.number}: {error}; left out")
             continue
-        values = again.get(trial.number, ())
-        if trial.ok and (values or trial.number in found.fallen):
-            found.first[trial.number] = trial.measured
-            trial = judged(trial, values, found.fallen.get(trial.number))
-        found.trials[trial.number] = trial
-    return found
+        values = remeasured.get(trial.number, ())
+        if trial.ok and (values or trial.number in study_trials.fallen):
+            study_trials.first[trial.number] = trial.measured
+            trial = judged(trial, values, study_trials.fallen.get(trial.number))
+        study_trials.trials[trial.number] = trial
+    return study_trials
 
 
 def _numbered(given: Any) -> list[tuple[int, Any]]:
@@ -200,7 +196,7 @@ def _numbered(given: Any) -> list[tuple[int, Any]]:
     return [(int(key), value) for key, value in found if str(key).isdecimal() and len(str(key)) < 18]
 
 
-def _trial(entry: Entry, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy) -> Trial:
+def _trial(entry: StoredTrial, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy) -> Trial:
     """Converts an entry to a trial.
 
     Raises:

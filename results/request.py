@@ -107,7 +107,7 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
             f"--storage '{stored}', with the password if it needs one"
         )
     # A run that was killed at its start has no ledger yet, but then it has no rows either.
-    if not stored and not (path / LEDGER).exists() and _rows(path / TABLE):
+    if not stored and not (path / LEDGER).exists() and (path / TABLE).exists() and len(table.read(path / TABLE)[0]):
         raise StudyError(
             f"'{path}' cannot be resumed: its ledger {LEDGER} is missing and {TABLE} has trials that "
             "would be lost; restore it or give another --out"
@@ -172,17 +172,13 @@ def _differences(key: str, before: Any, after: Any) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         names = [*before, *(name for name in after if name not in before)]
         return [each for name in names for each in _differences(f"{key}.{name}", before.get(name), after.get(name))]
-    if _is_number(before) and _is_number(after):
+    if schema.number(before) and schema.number(after):
         # A kernel update can change the reported memory of a machine slightly.
         tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0
         same = math.isclose(before, after, rel_tol=tolerance)
     else:
         same = _flow(before) == _flow(after)  # unlike ==, distinguishes True from 1
     return [] if same else [f"{key}: was {_words(before)}, now {_words(after)}"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _by_name(value: Any) -> Any:
@@ -202,10 +198,6 @@ def _flow(value: Any) -> str:
 def _words(value: Any) -> str:
     text = "not given" if value is None else _flow(value)
     return text if len(text) <= 200 else text[:199] + "…"
-
-
-def _rows(path: Path) -> int:
-    return len(table.read(path)[0]) if path.exists() else 0
 
 
 def _now() -> str:

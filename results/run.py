@@ -128,10 +128,8 @@ class RunFolder:
     def resumable(
         path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
     ) -> bool:
-        """Returns True if `path` contains the run to resume. Changes nothing.
-
-        Args:
-            path, asked, storage, resume: as for `open`.
+        """Returns True if `path` contains the run that `open` with these arguments would resume. Changes
+        nothing.
 
         Raises:
             StudyError: it contains a run without `resume` or none with it, or the request was different.
@@ -239,10 +237,6 @@ class RunFolder:
     def attempt(self, number: int, attempts: int) -> Trial:
         """Stores the number of attempts of a pending trial (see `Ledger.attempt`)."""
         return self.ledger.attempt(number, attempts)
-
-    def log_name(self, number: int) -> str:
-        """Returns the path of a trial's log relative to the folder, as stored in `Measurement.log`."""
-        return f"{LOGS}/{number}.log"
 
     def log_path(self, number: int) -> Path:
         """Returns the path of a trial's log. Its folder exists, and an existing link is removed."""

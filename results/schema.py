@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 
@@ -28,7 +28,7 @@ def flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def number(value: Any) -> bool:
+def number(value: Any) -> TypeGuard[float]:
     """a number that measures something"""
     # An int may be too large for a float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
@@ -192,11 +192,6 @@ def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any
 def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[str]]:
     """Returns the valid parts of a document, and the invalid ones in words. A null is valid; it is left out if a
     mapping or list is expected.
-
-    Args:
-        document: a mapping.
-        shape: its shape.
-        name: its name for messages.
     """
     faults: list[str] = []
     cleaned = _clean(document, shape, "", faults)

@@ -30,15 +30,6 @@ def holds_training(path: Path) -> bool:
     return (path / DOCUMENT).is_file()
 
 
-def fresh_folder(name: str) -> Path:
-    """Returns `train/NAME`, or the first of NAME-2 and so on that does not exist."""
-    path, number = Path("train", name), 1
-    while path.exists():
-        number += 1
-        path = Path("train", f"{name}-{number}")
-    return path
-
-
 def read_document(path: Path) -> dict[str, Any]:
     """Returns the contents of train.yaml.
 

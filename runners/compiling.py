@@ -96,13 +96,9 @@ class Compilation:
         self._waits = False
         self._reported = False
         self._since: float | None = None
-        self._seconds = 0.0
-        on_compilation(self._on_begin, self._on_end)
-
-    @property
-    def seconds(self) -> float:
+        self.seconds = 0.0
         """Total time of finished compilations, s."""
-        return self._seconds
+        on_compilation(self._on_begin, self._on_end)
 
     def expected(self) -> None:
         """Records that the next steps may compile."""
@@ -120,7 +116,7 @@ class Compilation:
 
     def _on_end(self) -> None:
         if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
+            self.seconds += time.perf_counter() - self._since
             self._since = None
         self._update()
 

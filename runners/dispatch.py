@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from ..base.device import Device
+from ..base.host_memory import MIB
 from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
@@ -17,9 +18,8 @@ from .failure import is_damaged_library
 from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
-from .memory import MIB
 from .runner import Runner, TrialRequest
-from .work import Known, TrialTerms, Work
+from .work import CommonFields, TrialTerms, Work
 
 MEMORY_SHARE = 0.7
 """Largest share of the available memory that interleaved candidates may use together, by their peaks alone."""
@@ -36,12 +36,7 @@ LEAST_COMPILE_TIMEOUT_S = 300.0
 
 
 class DryRunner(Runner):
-    """Runs trials in fresh processes. Subclasses define where.
-
-    Args:
-        what: the workload to dry-run, or other work.
-        terms: settings of all trials.
-    """
+    """Runs trials in fresh processes. Subclasses define where."""
 
     def __init__(self, what: Workload | Work, terms: TrialTerms) -> None:
         self.work = what if isinstance(what, Work) else DryRuns(what)
@@ -59,7 +54,7 @@ class DryRunner(Runner):
         if outcome.status is Status.CRASH and is_damaged_library(outcome.reason):
             # Another trial was killed while it linked; the ranks of the second run remove the damaged library.
             outcome = self.dispatch(self.work.job(request, self.terms))
-        known: Known = {
+        known: CommonFields = {
             "devices": self.terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
@@ -100,7 +95,7 @@ class DryRunner(Runner):
         outcome = self.dispatch(together)
         if outcome.status is not Status.OK:  # one candidate ended all of them
             return None
-        known: Known = {
+        known: CommonFields = {
             "devices": terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
@@ -153,7 +148,9 @@ class DryRuns(Work):
             log=str(request.log) if request.log else None,
         )
 
-    def measurement(self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: Known) -> Measurement:
+    def measurement(
+        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: CommonFields
+    ) -> Measurement:
         reports = _reports(outcome)
         common: _Common = {
             **known,
@@ -246,7 +243,7 @@ class DryRuns(Work):
         )
 
 
-class _Common(Known):
+class _Common(CommonFields):
     """Fields that all measurements of a workload's dry runs have."""
 
     memory_limit_mib: float

@@ -52,9 +52,7 @@ class DryRunReport:
     seconds_warmup: float
     """Time until steps were steady, s."""
     seconds_measure: float
-    """Time of the measured steps, s."""
     peak_memory_mib: float
-    """Peak memory of this rank, MiB."""
     peak_allocated_mib: float | None
     """CUDA: peak of live tensors, MiB."""
     allocation_retries: int
@@ -137,7 +135,6 @@ class DryRun:
     workload: Workload
     config: Config
     plan: TimingPlan = field(default_factory=TimingPlan)
-    """Durations of warm-up and measurement."""
     best_throughput: float | None = None
     """Best throughput so far, in the workload's unit, to stop slow candidates early."""
     seed: int = 0

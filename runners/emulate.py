@@ -19,6 +19,7 @@ from ..estimator.fullest import fullest_rank
 from ..estimator.wire import Price, Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
+from ..results.again import Z95
 from ..space import Config
 from ..training.world import World
 from .dispatch import LEAST_COMPILE_TIMEOUT_S, DryRuns
@@ -40,8 +41,6 @@ RANKS = ("deciding", "all")
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Environment in which PyTorch asks Linux for pages of 2 MiB. A rank that measures memory only and computes no products
 otherwise spends its time on page faults."""
-Z95 = 1.959964
-"""Half-width of a 95 % interval, in standard deviations."""
 NCCL_CHANNEL_MIB = 1.0
 """NCCL's buffers of one channel to one peer, MiB: those of the protocols Simple (512 KiB a direction), LL and LL128 as
 NCCL_BUFFSIZE and its documentation state them, halved since most channels use one of them."""
@@ -128,18 +127,18 @@ class EmulateRunner(Runner):
 
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
-        found: list[RankOutcome] = []
+        rank_outcomes: list[RankOutcome] = []
         failed: Outcome | None = None
         try:
             world = World.of(request.config, 0, self.terms.devices)
         except WorkloadError as error:
             failed = Outcome(status=Status.CRASH, reason=str(error))
         else:
-            deadline = self._deadline(request)
+            deadline = request.timeout_s or self.terms.timeout_s
             for number, rank in enumerate(self._ranks(world, request.config)):
                 left = None if deadline is None else max(1.0, deadline - (time.perf_counter() - begin))
                 outcome = self._agent.run(self._job(request, rank, left, first=number == 0), key=str(request.log or ""))
-                found += outcome.ranks
+                rank_outcomes += outcome.ranks
                 if outcome.status is not Status.OK:
                     failed = outcome
                     break
@@ -149,7 +148,7 @@ class EmulateRunner(Runner):
             "seconds_total": time.perf_counter() - begin,
             "log": request.log_name,
             "memory_limit_mib": self.terms.memory_limit_mib or float(self.terms.device.memory_mib),
-            "emulated_ranks": ",".join(str(each.rank) for each in found),
+            "emulated_ranks": ",".join(str(each.rank) for each in rank_outcomes),
         }
         if failed is not None:
             needs = [each.needed_memory_mib or each.peak_memory_mib for each in failed.ranks]
@@ -157,19 +156,16 @@ class EmulateRunner(Runner):
                 status=failed.status,
                 reason=f"emulated: {failed.reason}",
                 peak_memory_mib=max((each for each in needs if each), default=None),
-                ranks=tuple(_rank_report(each, None) for each in found),
+                ranks=tuple(_rank_report(each, None) for each in rank_outcomes),
                 **common,
             )
-        return self._measured(request, world, found, common)
+        return self._measured(request, world, rank_outcomes, common)
 
     def _ranks(self, world: World, config: Mapping[str, Any]) -> list[int]:
         fullest = 0
         if self._estimator is not None and self.emulation.memory_only and world.pp > 1:
             fullest = fullest_rank(self._estimator, config).rank
         return emulated_ranks(world, config, self.emulation, fullest)
-
-    def _deadline(self, request: TrialRequest) -> float | None:
-        return request.timeout_s or self.terms.timeout_s
 
     def _runs_eagerly(self, config: Mapping[str, Any]) -> bool:
         """True if a configuration with fusion is run without: code that is compiled for this CPU computes its products, which

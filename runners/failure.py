@@ -10,9 +10,8 @@ import re
 import signal
 from collections.abc import Iterator
 
+from ..base.host_memory import MIB
 from ..results import Status
-
-MIB = 1024 * 1024
 
 # Whole sentences of allocators rather than single words, since other messages may mention memory.
 _OOM_SENTENCES = (

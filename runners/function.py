@@ -20,7 +20,7 @@ from .work import Work
 
 if TYPE_CHECKING:
     from .rank import RankContext
-    from .work import Known, TrialTerms
+    from .work import CommonFields, TrialTerms
 
 _OFTEN_NEEDED = ("numpy", "torch", "transformers")
 """Modules that the host agent imports once if this process has imported them, since the callable probably needs them."""
@@ -47,7 +47,7 @@ class Calls(Work):
         import cloudpickle
 
         return Job(
-            program=cloudpickle.dumps(Call(function=self._function, config=request.config)),
+            program=cloudpickle.dumps(FunctionTrial(function=self._function, config=request.config)),
             # Without a limit the callable uses devices as it likes, possibly none.
             device_type="cpu" if terms.memory_limit_mib is None else terms.device.type,
             threads=terms.threads,
@@ -56,18 +56,19 @@ class Calls(Work):
             log=str(request.log) if request.log else None,
         )
 
-    def measurement(self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "Known") -> Measurement:
+    def measurement(
+        self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
+    ) -> Measurement:
         return own_measurement(outcome, terms.memory_limit_mib, known)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class FunctionTrial:
     """The program of a trial's single process."""
 
     function: bytes
     """The callable, cloudpickled."""
     config: Config
-    """Its argument."""
 
     def __call__(self, context: "RankContext") -> Measurement:
         import cloudpickle
@@ -106,7 +107,7 @@ class FunctionRunner(Runner):
         return _completed(measured, started=started, seconds_total=time.perf_counter() - begin)
 
 
-def own_measurement(outcome: Outcome, limit_mib: float | None, known: "Known") -> Measurement:
+def own_measurement(outcome: Outcome, limit_mib: float | None, known: "CommonFields") -> Measurement:
     """Returns the measurement that a trial's single process reported, or one with the reason why it reported none."""
     rank = next(iter(outcome.ranks), None)
     peak = None

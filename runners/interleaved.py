@@ -36,7 +36,6 @@ class Turn:
     """Tells a program when it may run."""
 
     seconds: float
-    """Duration of a turn, s."""
     channel: Connection | None = None
     """To the process that gives turns; None on other ranks, which follow."""
 

@@ -43,7 +43,6 @@ class Job:
     one_a_host: bool = False
     """True if every host has one process, whatever its devices. The first of these that returns ends the job."""
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    """How the ranks connect to each other."""
     device_type: str = "cpu"
     """`cpu` or `cuda`."""
     device_ids: tuple[str, ...] = ()
@@ -65,7 +64,6 @@ class Job:
     beside: tuple[bytes, ...] = ()
     """Further programs, which are in memory with the first and take turns with it (see `turns`)."""
     turn_s: float = 0.5
-    """Duration of a turn, s."""
     turns: int = 12
     """Number of turns of each program, if time allows."""
     turns_s: float = 0.0
@@ -130,7 +128,6 @@ class RankOutcome:
     status: Status
     """`ok`, or the kind of failure."""
     reason: str = ""
-    """Reason of a failure."""
     report: Any = None
     """Result of the program if `ok`."""
     peak_memory_mib: float | None = None
@@ -148,7 +145,6 @@ class Outcome:
     status: Status
     """The worst status of the ranks."""
     reason: str = ""
-    """The reason in one line."""
     ranks: tuple[RankOutcome, ...] = ()
     """Outcomes of the ranks that ended on their own, in order of rank."""
     secondary: bool = False

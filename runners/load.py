@@ -25,7 +25,6 @@ class HostLoad:
     """Load of a host's CPUs in a period, as seen by one process."""
 
     host: str
-    """The host's name."""
     seconds: float
     """Length of the period, s."""
     busy: float

@@ -6,7 +6,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
-MIB = 1024 * 1024
+from ..base.host_memory import MIB
 
 
 class LogFile:

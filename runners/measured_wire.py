@@ -172,25 +172,25 @@ def _calls(
     import torch.distributed as dist
 
     count = max(size, num_bytes // 4 // size * size)
-    whole, other, piece = torch.ones(count), torch.ones(count), torch.ones(count // size)
+    buffer, output, piece = torch.ones(count), torch.ones(count), torch.ones(count // size)
     first = dist.get_global_rank(group, 0)
     next_rank, previous_rank = ((place + step) % size for step in (1, -1))
 
     def ring() -> None:
         for work in dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, whole, group=group, group_peer=next_rank),
-                dist.P2POp(dist.irecv, other, group=group, group_peer=previous_rank),
+                dist.P2POp(dist.isend, buffer, group=group, group_peer=next_rank),
+                dist.P2POp(dist.irecv, output, group=group, group_peer=previous_rank),
             ]
         ):
             work.wait()
 
-    yield "all-reduce", lambda: dist.all_reduce(whole, group=group)
-    yield "all-gather", lambda: dist.all_gather_into_tensor(whole, piece, group=group)
-    yield "reduce-scatter", lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
-    yield "all-to-all", lambda: dist.all_to_all_single(other, whole, group=group)
-    yield "broadcast", lambda: dist.broadcast(whole, first, group=group)
-    yield "reduce", lambda: dist.reduce(whole, first, group=group)
+    yield "all-reduce", lambda: dist.all_reduce(buffer, group=group)
+    yield "all-gather", lambda: dist.all_gather_into_tensor(buffer, piece, group=group)
+    yield "reduce-scatter", lambda: dist.reduce_scatter_tensor(piece, buffer, group=group)
+    yield "all-to-all", lambda: dist.all_to_all_single(output, buffer, group=group)
+    yield "broadcast", lambda: dist.broadcast(buffer, first, group=group)
+    yield "reduce", lambda: dist.reduce(buffer, first, group=group)
     yield "send", ring
     yield "barrier", lambda: dist.barrier(group=group)
 

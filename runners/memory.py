@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.gpus import GpuUse, gpu_use
-from ..base.host_memory import free_memory_mib, memory_groups, total_memory_mib
+from ..base.host_memory import MIB, free_memory_mib, memory_groups, total_memory_mib
 
 if TYPE_CHECKING:
     import torch
 
 
-MIB = 1024 * 1024
 _STACK = 2 * MIB
 """Size of a thread's stack if RLIMIT_STACK is unlimited, on x86-64, bytes."""
 
@@ -251,21 +250,21 @@ def wait_for_room(
         given_up: returns True when the trial is not needed any more.
         use: reads the used memory.
     """
-    begin, found = time.monotonic(), use(names)
+    begin, uses = time.monotonic(), use(names)
     files = (
-        {each.name: Path(folder, FLOOR + each.name.replace("/", "-")) for each in found} if folder is not None else {}
+        {each.name: Path(folder, FLOOR + each.name.replace("/", "-")) for each in uses} if folder is not None else {}
     )
     floors = {name: float(file.read_text()) for name, file in files.items() if file.exists()}
 
-    def over(found: list[GpuUse]) -> list[GpuUse]:
-        return [each for each in found if each.used_mib > floors.get(each.name, each.used_mib) + NEAR_MIB]
+    def over(uses: list[GpuUse]) -> list[GpuUse]:
+        return [each for each in uses if each.used_mib > floors.get(each.name, each.used_mib) + NEAR_MIB]
 
-    held = over(found)
-    while over(found) and time.monotonic() - begin < WAIT_S and not given_up():
+    held = over(uses)
+    while over(uses) and time.monotonic() - begin < WAIT_S and not given_up():
         time.sleep(POLL_S)
-        found = use(names)
+        uses = use(names)
     if held:
-        seconds, late = time.monotonic() - begin, over(found)
+        seconds, late = time.monotonic() - begin, over(uses)
         for each in late:
             say(
                 f"GPU {each.name}: after {seconds:.0f} s {each.used_mib:,.0f} of {each.total_mib:,.0f} MiB are still used, "
@@ -275,10 +274,10 @@ def wait_for_room(
             say(
                 f"waited {seconds:.1f} s until the memory of GPU {', '.join(each.name for each in held)} was free again"
             )
-    for each in found if files else ():
+    for each in uses if files else ():
         # Memory that was not freed belongs to other processes: later trials do not wait for it.
         files[each.name].write_text(f"{each.used_mib}")
-    return max((each.used_mib for each in found), default=0.0)
+    return max((each.used_mib for each in uses), default=0.0)
 
 
 NEAR = 0.9

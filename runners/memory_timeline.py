@@ -26,7 +26,7 @@ POINTS = 120
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class TimelinePoint:
     """Memory during one interval of the last step: the largest totals in it."""
 
     phase: str
@@ -57,7 +57,7 @@ class MemoryTimeline:
     """Bytes of tensors at that peak by purpose, the largest first."""
     largest: "tuple[Block, ...]"
     """The largest tensors at that peak."""
-    points: tuple[Point, ...]
+    points: tuple[TimelinePoint, ...]
     """The last step."""
     untraced: tuple[str, ...] = ()
     """Knobs whose effect on memory is not traced."""
@@ -100,13 +100,6 @@ def memory_timeline(
     kind: str = "cuda",
 ) -> MemoryTimeline:
     """Traces a rank and replays it. Nothing is computed, and no device is needed.
-
-    Args:
-        workload: what is trained.
-        config: its configuration.
-        rank: the rank, among `devices`.
-        devices: number of ranks.
-        kind: `cuda` or `cpu`.
 
     Raises:
         WorkloadError: the configuration is invalid for the workload or for this number of ranks.
@@ -236,7 +229,7 @@ def replayed(trace: "MemoryTrace", allocator: Allocator) -> list[int]:
     return out
 
 
-def _points(trace: "MemoryTrace", totals: list[int], reserved: list[int]) -> list[Point]:
+def _points(trace: "MemoryTrace", totals: list[int], reserved: list[int]) -> list[TimelinePoint]:
     """Maxima of the last step in intervals that do not cross phases."""
     last = max(each.step for each in trace.parts)
     ends = [*(each.begin for each in trace.parts), trace.num_events]
@@ -245,7 +238,7 @@ def _points(trace: "MemoryTrace", totals: list[int], reserved: list[int]) -> lis
     ]
     width = max(1, sum(end - begin for _, begin, end in spans) // POINTS)
     return [
-        Point(
+        TimelinePoint(
             phase=phase,
             live_bytes=max(totals[at : min(at + width, end)]),
             reserved_bytes=max(reserved[at : min(at + width, end)]),

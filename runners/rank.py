@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from ..base.device import usable_cores
-from ..base.host_memory import shared_memory
+from ..base.host_memory import MIB, shared_memory
 from ..results import Status
 from . import failure
 from .compiling import share_compile_threads, sweep_compiled
 from .interleaved import Turn, run_interleaved
 from .job import Job, RankOutcome
-from .memory import MIB, CudaMemoryMeter, HostMemoryMeter, MemoryMeter
+from .memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 
 DUMP_STACKS = signal.SIGUSR1
 """Signal that makes a rank print the stack of every thread to its log."""
@@ -37,9 +37,7 @@ class RankContext:
     init_method: str
     """URL of the rendezvous of torch.distributed."""
     memory_limit_mib: float | None
-    """Memory limit of this rank, MiB."""
     memory: MemoryMeter
-    """Measures this rank's memory."""
     reports: Connection | None = None
     """To the supervisor; None without one."""
     local_world_size: int = 1
@@ -47,7 +45,6 @@ class RankContext:
     collective_timeout_s: float | None = None
     """How long this rank may wait for others in a collective, s; None for torch's default."""
     phase_name: str = "start"
-    """Current phase."""
     turn: Turn | None = None
     """When it may run, if other programs of the job are in memory too."""
     used_mib: float = 0.0

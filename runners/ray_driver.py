@@ -72,13 +72,12 @@ class RaySetup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
+class PlacedHosts:
     """The reply to `START`, after the hosts of trials are placed."""
 
     per_host: int
     """Devices of a trial on each host."""
     slots: int
-    """Trials at once."""
 
 
 JOIN, START, READY, RUN_JOB = "join", "start", "ready", "job"
@@ -129,7 +128,7 @@ def _use_ray(parent: Channel) -> NoReturn:
         except RedlineError as error:
             start.fail(error)
         else:
-            start.done(Placed(per_host=cluster.layout.per_host, slots=cluster.slots))
+            start.done(PlacedHosts(per_host=cluster.layout.per_host, slots=cluster.slots))
             try:
                 _serve(cluster, parent)
             finally:

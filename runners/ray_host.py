@@ -48,11 +48,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 class RayWorker(HostWorker):
-    """The handle of a `RayHost`, called through Ray.
-
-    Args:
-        actor: Ray's handle.
-    """
+    """The handle of a `RayHost`, called through Ray."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

@@ -13,7 +13,7 @@ from .dispatch import DryRunner
 from .helper_process import HelperProcess
 from .job import Job, Outcome
 from .protocol import Call, Caller
-from .ray_driver import JOIN, READY, RUN_JOB, START, Joining, Placed, RaySetup
+from .ray_driver import JOIN, READY, RUN_JOB, START, Joining, PlacedHosts, RaySetup
 from .work import TrialTerms, Work
 
 STARTS = 3
@@ -80,11 +80,11 @@ class RayRunner(DryRunner):
             self.per_host, self.slots, self._placed = placed.per_host, placed.slots, True
         self._running().caller.call(READY)
 
-    def _wait_placed(self) -> Placed:
+    def _wait_placed(self) -> PlacedHosts:
         """Waits for the first start, which is repeated if the process dies before it can answer."""
         for start in range(1, STARTS + 1):
             try:
-                placed: Placed = self._driver.start.result()
+                placed: PlacedHosts = self._driver.start.result()
                 return placed
             except BaseException as error:
                 self._driver.close(0 if self._driver.lost else CLOSE_S)
@@ -147,7 +147,7 @@ class RayDriver:
         )
         self.caller.begin(JOIN, joining)
         self.start: Call
-        """The placement of trials, whose result is a `Placed`. An error that the process replies would be that of a restart
+        """The placement of trials, whose result is a `PlacedHosts`. An error that the process replies would be that of a restart
         too."""
 
     def place(self, setup: RaySetup) -> None:

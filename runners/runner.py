@@ -22,7 +22,6 @@ class Reference:
     """The results that a correct candidate must reproduce."""
 
     probe: Probe
-    """The probe of the reference configuration."""
     config_id: str = ""
     """Id of that configuration."""
 

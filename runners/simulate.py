@@ -76,11 +76,8 @@ class SimulateRunner(Runner):
     """
 
     estimator: Estimator
-    """Predicts, with uncertainty."""
     terms: SimulationTerms
-    """Settings of all trials."""
     slots: int = 1
-    """Number of concurrent trials on the cluster."""
     _repeats: dict[Config, int] = field(default_factory=dict, init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
@@ -159,7 +156,7 @@ class SimulateRunner(Runner):
             seconds_build=phases.build,
             seconds_warmup=phases.warmup,
             seconds_measure=phases.measure,
-            log=self._log_name(request),
+            log=request.log_name,
             peak_memory_mib=peak,
             memory_limit_mib=limit,
         )
@@ -181,7 +178,7 @@ class SimulateRunner(Runner):
             reason=f"simulated: {reason}",
             devices=self.terms.devices,
             seconds_total=seconds,
-            log=self._log_name(request),
+            log=request.log_name,
         )
 
     def _unexplained(self, config: Mapping[str, Any], quantity: str, noise: float) -> float:
@@ -195,9 +192,6 @@ class SimulateRunner(Runner):
     def _random(self, *parts: Any) -> np.random.Generator:
         text = "|".join(map(str, (self.terms.seed, *parts)))
         return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
-
-    def _log_name(self, request: TrialRequest) -> str:
-        return f"logs/{request.log.name}" if request.log is not None else ""
 
     def _log(self, request: TrialRequest, outcome: str, breakdown: Mapping[str, float]) -> None:
         if request.log is None:

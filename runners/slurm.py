@@ -305,12 +305,7 @@ def _wait_at_most(connected: socket.socket, seconds: float) -> None:
 
 
 class _Slice(HostWorker):
-    """Some of a node's GPUs.
-
-    Args:
-        worker: the node.
-        indices: which of its allocated GPUs.
-    """
+    """Some of a node's allocated GPUs, by their indices."""
 
     def __init__(self, worker: HostWorker, indices: Sequence[int]) -> None:
         self._worker, self.here = worker, worker.here

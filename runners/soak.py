@@ -46,14 +46,10 @@ class SoakPlan:
         return COMPILED_ANEW * self.compiling_s
 
     def lengths(self, workload: Workload, seed: int, multiple: int = 1) -> list[int | None]:
-        """Returns the tokens per sample of each step; None if the workload's samples have a fixed length.
+        """Returns the tokens per sample of each step, multiples of `multiple`; None if the workload's samples have a
+        fixed length.
 
         The longest come first, when the allocator's cache is empty, and last, when it is fragmented.
-
-        Args:
-            workload: the workload.
-            seed: of the lengths.
-            multiple: lengths are multiples of this.
         """
         if not varies(workload):
             return [None] * (self.steps + 2)
@@ -72,11 +68,7 @@ class SoakPlan:
         return replace(plan, seconds=0.0, max_steps=plan.min_steps)
 
     def seconds(self, step_ms: float) -> float:
-        """Returns the time limit in addition to that of a dry run, without compilation, s.
-
-        Args:
-            step_ms: measured time of a step.
-        """
+        """Returns the time limit in addition to that of a dry run, without compilation, s."""
         return SLACK * (self.steps + 2) * step_ms / 1e3
 
 
@@ -88,11 +80,9 @@ class SoakReport:
     shortest: int | None
     """Tokens of the shortest sample; None if samples have a fixed length."""
     longest: int | None
-    """Tokens of the longest sample."""
     seconds: float
     """Total time, including compilation, s."""
     seconds_compile: float
-    """Time of compilation, s."""
     compiled: int
     """Number of steps in which code was compiled."""
     refused: bool

@@ -26,9 +26,7 @@ class TimingPlan:
     steady_within: float = 0.05
     """Relative difference of two successive steps below which they are steady."""
     min_steps: int = 3
-    """Smallest number of measured steps."""
     max_steps: int = 200
-    """Largest number of measured steps."""
     seconds: float = 3.0
     """Time budget of the measurement (never fewer than `min_steps`), s."""
     precision: float = 0.02
@@ -60,9 +58,7 @@ class Timing:
     warmup_steps: int
     """Number of steps before them."""
     seconds_warmup: float
-    """Wall time of the warm-up, s."""
     seconds_measure: float
-    """Wall time of the measured steps, s."""
     seconds_settle: float = 0.0
     """Time until clocks had settled, part of the warm-up, s."""
     seconds_compile: float = 0.0
@@ -137,7 +133,6 @@ class Turns(Protocol):
     """The turns of an interleaved candidate."""
 
     seconds: float
-    """Duration of a turn, s."""
 
     def wait(self) -> bool:
         """Waits for the next turn; returns False when all are over."""
@@ -232,16 +227,13 @@ class _Timed:
         compile_max_steps: int,
     ) -> None:
         self._step, self._clock, self._agree, self._mean, self._compiled = step, clock, agree, mean, compiled
-        self._compiling = _Compiling(compile_max_steps)
+        self._left_out, self._until = compile_max_steps, 0.0
         self._begin = time.perf_counter()
         self._own, self._means = 0.0, 0.0
         self.seconds = 0.0
         """Time from the beginning to the last step, without steps in which any rank compiled, s."""
-
-    @property
-    def seconds_compile(self) -> float:
+        self.seconds_compile = 0.0
         """Time of the steps in which any rank compiled, s."""
-        return self._compiling.seconds
 
     def __call__(self, count: int) -> list[float]:
         """Runs `count` steps and returns the milliseconds of each. Their sum is that of the slowest rank.
@@ -260,11 +252,15 @@ class _Timed:
             elapsed, within = time.perf_counter() - self._begin, self._compiled() - before
             own, means = self._own + sum(times), self._mean(times)
             longest, elapsed, within = self._agree([own, elapsed, within])
-            if not self._compiling.left_out(count, elapsed, within):
-                self.seconds = elapsed - self._compiling.seconds
-                self._own, self._means = own, self._means + sum(means)
-                scale = longest / max(self._means, 1e-12)
-                return [each * scale for each in means]
+            since, self._until = self._until, elapsed
+            if within > 0 and self._left_out > 0:  # all ranks decide alike
+                self._left_out -= count
+                self.seconds_compile += elapsed - since
+                continue
+            self.seconds = elapsed - self.seconds_compile
+            self._own, self._means = own, self._means + sum(means)
+            scale = longest / max(self._means, 1e-12)
+            return [each * scale for each in means]
 
     def restart(self) -> None:
         """Resets the totals by which steps are scaled."""
@@ -332,20 +328,3 @@ def _in_turns(
         medians.append(statistics.median(turn_times))
         expected_ms = statistics.median(times)
     return times, medians
-
-
-class _Compiling:
-    """Counts the steps that are left out because any rank compiled in them."""
-
-    def __init__(self, most: int) -> None:
-        self.seconds = 0.0
-        self._left, self._until = most, 0.0
-
-    def left_out(self, steps: int, elapsed: float, compiled: float) -> bool:
-        """Returns True if the last steps, up to `elapsed` seconds, are left out. All ranks decide alike."""
-        out = compiled > 0 and self._left > 0
-        if out:
-            self._left -= steps
-            self.seconds += elapsed - self._until
-        self._until = elapsed
-        return out

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from .runner import TrialRequest
-    from .work import Known, TrialTerms
+    from .work import CommonFields, TrialTerms
 
 
 _SYNCED = ("checkpoint", "end")
@@ -66,7 +66,6 @@ class TrainRank:
     folder: Path
     """Contains checkpoints and the log; shared by all ranks."""
     data: DataPlan = field(default_factory=DataPlan)
-    """The training data."""
     weights: str | None = None
     """A checkpoint of another tool with the initial weights; None to initialise them from the seed."""
     seed: int = 0
@@ -92,7 +91,7 @@ class TrainRank:
             written = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
             log = written or _discard
             context.phase("data")
-            samples = self._samples()
+            samples = training_data(self.data, self.workload, self.folder / DATA)
             context.phase("build")
             training = Training(
                 self.workload.with_optimizer(self.hyperparameters.optimizer),
@@ -111,9 +110,8 @@ class TrainRank:
             saver = Saver(folder, context.rank, group)
             stack.callback(saver.close)
             step, position = self._begin(training, state, saver, group, log)
-            saver.gathered(
-                None
-            )  # waits here: collectives of steps have a shorter timeout for a rank that reads more than others
+            # Waits here: collectives of steps have a shorter timeout for a rank that reads more than others.
+            saver.gathered(None)
             loop = Loop(
                 training,
                 samples,
@@ -134,9 +132,6 @@ class TrainRank:
             end = loop.run()
             return replace(end, unlogged=written.unwritten) if written is not None else end
 
-    def _samples(self) -> TrainingData:
-        return training_data(self.data, self.workload, self.folder / DATA)
-
     def _begin(
         self,
         training: Training,
@@ -152,7 +147,7 @@ class TrainRank:
 
         folder, damaged = saver.folder, list[str]()
         try:
-            found = latest(folder, group, damaged.append, log)
+            checkpoint = latest(folder, group, damaged.append, log)
         except StudyError:
             repairable = self.weights is not None and state.frozen is not None
             if not repairable or not (damage := frozen_damage(folder, group)):
@@ -161,22 +156,22 @@ class TrainRank:
             weights = weights_to_begin_with(self.workload, str(self.weights))
             keep_again(state, weights, folder, saver, training.world.rank)
             damaged.clear()
-            found = latest(folder, group, damaged.append, log)
+            checkpoint = latest(folder, group, damaged.append, log)
         for note in damaged:
             say(note)
         if training.world.rank == 0:
-            folder.prepare(found)
-        if found is None:
+            folder.prepare(checkpoint)
+        if checkpoint is None:
             if self.weights is not None:
                 weights = weights_to_begin_with(self.workload, self.weights)
                 for note in weights.notes:
                     log({"kind": "note", "text": note})
                 state.load_weights(weights)
             return 0, 0
-        restore(state, found, log)
-        training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
-        log({"kind": "resumed", "step": found.step, "checkpoint": found.path.name})
-        return found.step, int(found.manifest["samples"])
+        restore(state, checkpoint, log)
+        training.precision.restore(float(checkpoint.manifest.get("loss_scale", 1.0)))
+        log({"kind": "resumed", "step": checkpoint.step, "checkpoint": checkpoint.path.name})
+        return checkpoint.step, int(checkpoint.manifest["samples"])
 
 
 def weights_to_begin_with(workload: Workload, path: str) -> Weights:
@@ -194,11 +189,7 @@ def weights_to_begin_with(workload: Workload, path: str) -> Weights:
 
 
 class Trainings(Work):
-    """A training in one configuration after another.
-
-    Args:
-        program: of its ranks, with any configuration.
-    """
+    """A training in one configuration after another."""
 
     in_turns = False
     confirms = False
@@ -223,7 +214,7 @@ class Trainings(Work):
         )
 
     def measurement(
-        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
     ) -> Measurement:
         """Returns the status of the training and its throughput."""
         unit = self.program.workload.unit
@@ -277,10 +268,6 @@ class _Log:
     """Appends JSON lines to a training's log. A full disk must not end a training: a line that cannot be written is
     printed, and unless its kind is in `_PASSING` it is written once there is room again, on a line of its own
     after a truncated one.
-
-    Args:
-        folder: of the training.
-        on_line: called after every line.
     """
 
     def __init__(self, folder: Path, on_line: Callable[[], None] | None) -> None:

@@ -21,7 +21,6 @@ class TrialTerms:
     """Settings of all trials of a run."""
 
     device: Device
-    """Kind of device."""
     devices: int = 1
     """Devices of one trial, which is also its number of ranks."""
     memory_limit_mib: float | None = None
@@ -31,12 +30,11 @@ class TrialTerms:
     threads: int | None = None
     """CPU threads of a rank."""
     plan: TimingPlan = field(default_factory=TimingPlan)
-    """Durations of warm-up and measurement."""
     seed: int = 0
     """Seed of weights and data."""
 
 
-class Known(TypedDict):
+class CommonFields(TypedDict):
     """Fields of a measurement that do not depend on the work."""
 
     devices: int
@@ -71,7 +69,9 @@ class Work(ABC):
         return [measured]
 
     @abstractmethod
-    def measurement(self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: Known) -> Measurement:
+    def measurement(
+        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: CommonFields
+    ) -> Measurement:
         """Returns the measurement for the outcome of a job.
 
         Args:

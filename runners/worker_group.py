@@ -161,12 +161,7 @@ def lay_out(devices: int, cuda: bool, capacities: Sequence[float]) -> Layout | N
 
 
 class WorkerGroup:
-    """The agents of one trial, one per host. Trials run on them one after the other.
-
-    Args:
-        workers: in the order of ranks.
-        per_host: ranks on each.
-    """
+    """The agents of one trial in the order of ranks, one per host. Trials run on them one after the other."""
 
     def __init__(self, workers: Sequence[HostWorker], per_host: int) -> None:
         self.workers = list(workers)

@@ -22,13 +22,7 @@ from .worker import run_dry_run
 
 
 class CodeProcess:
-    """Runs assignments on devices that are lent to it for each one.
-
-    Args:
-        channel: to the worker.
-        folder: the process's own folder.
-        devices: number of devices of the worker.
-    """
+    """Runs assignments on devices that are lent to it for each one."""
 
     def __init__(self, channel: Channel, folder: Path, devices: int) -> None:
         self._channel = channel

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError as FutureTimeout
+from concurrent.futures import Future
 from functools import cache
 
 from ..base.errors import LeaseOver, NotFound, Refused, StorageUnavailable
@@ -32,13 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dispatcher(threading.Thread):
-    """Assigns dry runs to workers.
-
-    Args:
-        store: contains the dry runs.
-        lease_s: duration of a lease, s.
-        monotonic: clock that never goes back, s.
-    """
+    """Assigns dry runs to workers."""
 
     def __init__(
         self, store: Store, *, lease_s: float = LEASE_S, monotonic: Callable[[], float] = time.monotonic
@@ -69,16 +63,6 @@ class Dispatcher(threading.Thread):
             self._asked[worker] = self._monotonic()
         self.wake()
         return future
-
-    def take(self, worker: str, timeout_s: float) -> Assignment | None:
-        """Leases a dry run to a worker and returns it; None if there is none within `timeout_s`."""
-        future = self.ask(worker)
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            if future.cancel():
-                return None
-            return future.result()  # it was assigned just before the cancellation
 
     @property
     def reasons(self) -> dict[str, str]:

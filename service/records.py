@@ -1,4 +1,8 @@
-"""Records that the service stores, as frozen dataclasses. Times are seconds since 1970 (UTC)."""
+"""Records that the service stores, as frozen dataclasses.
+
+Times are seconds since 1970 (UTC). Fields named after another record (`user`, `search`, `worker`, `dry_run`) are its id.
+Fields that `User`, `Search` or `DryRun` has as well mean the same.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -106,7 +110,6 @@ class Token:
     id: str
     """The token's first characters after `redline_`."""
     user: int
-    """Id of the owner."""
     name: str
     """The owner's description of its purpose."""
     created: float
@@ -125,13 +128,11 @@ class Search:
     id: str
     """12 hexadecimal digits."""
     user: int
-    """Id of the owner."""
     owner: str
     """Name of the owner."""
     key: str
     """Idempotency key, unique per user; the id if none was given."""
     name: str
-    """Name given by the owner."""
     request: dict[str, Any]
     """The fields of `Request`, as a mapping."""
     state: SearchState
@@ -173,21 +174,13 @@ class Contender:
     """A running or queued search, as input to the assignment of searcher slots."""
 
     search: str
-    """Id of the search."""
     user: int
-    """Id of the owner."""
     priority: int
-    """The higher starts first."""
     device: str
-    """See `Search.device`."""
     kind: str
-    """See `Search.kind`."""
     devices: int
-    """Devices of one dry run."""
     simulated: bool
-    """True if it needs no devices."""
     held: bool
-    """True if it must not start."""
     submitted: float
     runs: bool
     """True if it has a slot."""
@@ -201,7 +194,6 @@ class DryRun:
 
     id: int
     search: str
-    """Id of the search."""
     key: str
     """Idempotency key, unique within the search."""
     kind: str
@@ -241,7 +233,6 @@ class Worker:
     device: dict[str, Any]
     """Its kind of device, in the form of `Device.to_dict`."""
     devices: int
-    """Number of devices."""
     memory_mib: int
     """Memory of one device, MiB."""
     software: dict[str, Any]
@@ -276,27 +267,18 @@ class Assignment:
     """A dry run leased to a worker, with everything the worker needs to run it."""
 
     dry_run: int
-    """Id of the dry run."""
     lease: int
     """Number of the lease, which every answer must contain."""
     worker: str
-    """Id of the worker."""
     until: float
     """When the lease expires unless it is renewed."""
     search: str
-    """Id of the search."""
     attempt: int
-    """The search's attempt."""
     user: int
-    """Id of the search's owner."""
     request: dict[str, Any]
-    """The search's request."""
     kind: str
-    """`run` or `turns`."""
     payload: dict[str, Any]
-    """The arguments of the run."""
     devices: int
-    """Number of devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,19 +286,13 @@ class Waiting:
     """A waiting dry run, as input to scheduling."""
 
     dry_run: int
-    """Id of the dry run."""
     search: str
-    """Id of the search."""
     user: int
-    """Id of the search's owner."""
     priority: int
-    """Priority of the search."""
     device: str
     """The kind of device that the search requested; empty for any."""
     devices: int
-    """Devices it takes at once."""
     submitted: float
-    """When the search was submitted."""
     seconds: float | None
     """Mean duration of the search's dry runs, s; None before the first has ended."""
     kind: str = ""
@@ -328,18 +304,12 @@ class Running:
     """A leased dry run, as input to scheduling."""
 
     dry_run: int
-    """Id of the dry run."""
     search: str
-    """Id of the search."""
     user: int
-    """Id of the search's owner."""
     worker: str
-    """Id of the worker."""
     devices: int
-    """Number of devices."""
     started: float
     seconds: float | None
-    """See `Waiting.seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,9 +317,7 @@ class Share:
     """A user's use of the devices and their limits."""
 
     user: int
-    """Id of the user."""
     weight: float = 1.0
-    """See `User.weight`."""
     recent: float = 0.0
     """Recent device-seconds, discounted by age."""
     week: float = 0.0
@@ -357,13 +325,11 @@ class Share:
     used_hours: float = 0.0
     """Device-hours in the period of the quota."""
     device_hours: float | None = None
-    """See `User.device_hours`."""
     running: int | None = None
-    """See `User.running`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class StoredMeasurement:
     """A stored measurement of a configuration."""
 
     id: int
@@ -379,7 +345,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Audited:
+class AuditEntry:
     """An action of a user, for the audit log."""
 
     id: int
@@ -388,5 +354,4 @@ class Audited:
     """Name of the user; empty if unknown."""
     action: str
     subject: str
-    """The object of the action."""
     detail: dict[str, Any]

@@ -17,12 +17,6 @@ from .store import Store
 def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], object]) -> None:
     """Deletes a search that has ended, with its folder and its ledger.
 
-    Args:
-        store: contains the search.
-        runs: contains its folder.
-        search: its id.
-        forget: deletes the ledger of a name.
-
     Raises:
         NotFound: the search does not exist.
         UsageError: it has not ended, or its searcher is still ending.

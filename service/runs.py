@@ -19,11 +19,7 @@ from .logs import SEARCHES, folder_of
 
 
 class Runs:
-    """The folders of searches in a server's data. Thread-safe.
-
-    Args:
-        data: the server's folder.
-    """
+    """The folders of searches in a server's data. Thread-safe."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -73,7 +69,9 @@ class Runs:
             name: found[name]
             for name in ("best", "best_exact", "default", "gain", "gain_interval", "why", "trials", "failures")
         }
-        return as_json({**out, "problems": _public_problems(view.problems if view else (), self.searches)})
+        # Without this machine's paths, and without that of a run whose trials are in the database.
+        problems = [each for each in (view.problems if view else ()) if "in the storage" not in each]
+        return as_json({**out, "problems": [each.replace(f"{self.searches}/", "") for each in problems]})
 
     def export(self, search: str, target: str, trial: int | None, form: str | None) -> Export:
         """Returns a trial's configuration, by default the winner's, as a file of an export target.
@@ -88,9 +86,6 @@ class Runs:
 class SearchLibrary(Library):
     """Gives the dashboard's pages access to the runs of searches, one at a time. It lists none, since the service
     lists searches from the database; only the folder of the requested search is read.
-
-    Args:
-        runs: the folders.
     """
 
     def __init__(self, runs: Runs) -> None:
@@ -109,8 +104,3 @@ class SearchLibrary(Library):
         if not holds_run(folder):
             raise NoSuchRun(f"the search {run} has not begun, or was deleted")
         return folder
-
-
-def _public_problems(problems: Any, root: Path) -> list[str]:
-    """Returns the problems without this machine's paths, and without that of a run whose trials are in the database."""
-    return [each.replace(f"{root}/", "") for each in problems if "in the storage" not in each]

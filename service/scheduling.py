@@ -74,15 +74,7 @@ def share_slots(
     shares: Iterable[Share],
     most: int,
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the searches that get a slot now, in order, and those that must give up theirs with the reason.
-
-    Args:
-        contenders: running and queued searches.
-        running: running dry runs.
-        workers: workers in the pool.
-        shares: of the users, as for `decide`.
-        most: number of slots.
-    """
+    """Returns the searches that get a slot now, in order, and those that must give up theirs with the reason."""
     slots = _Slots(contenders, running, workers, shares)
     room = most - sum(each.runs for each in contenders)
     # A slot given up now is free at the next decision.
@@ -223,7 +215,7 @@ def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> I
 
     heap = [rank_of(user) for user in queues]
     heapq.heapify(heap)
-    while heap and pool.any_free:
+    while heap and pool.unused > 0:
         user = heapq.heappop(heap)[-1]
         if users.obstacle(user):
             continue
@@ -318,11 +310,6 @@ class _Pool:
         self._bound: dict[str, _Kind] = {}
         self._wanted: dict[tuple[str, str], list[_Kind]] = {}
         self._words: dict[tuple[str, str, int], tuple[str, str]] = {}
-
-    @property
-    def any_free(self) -> bool:
-        """True if any device is free."""
-        return self.unused > 0
 
     def place(self, each: Waiting) -> str | None:
         """Takes devices for a dry run and returns their worker; None if it has to wait."""

@@ -23,7 +23,7 @@ from ..tuner import Result, tune
 from ..tuner.listener import SearchListener, SearchPlan
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
-from .known import Known
+from .earlier_results import EarlierResults
 from .limits import SearcherLimits
 from .logs import folder_of
 from .placing import Placed, place
@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 
 
 class StoreListener(SearchListener):
-    """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`.
-
-    Args:
-        store: where they are stored.
-        search: id of the search.
-    """
+    """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`."""
 
     def __init__(self, store: Store, search: str) -> None:
         self._store, self._search = store, search
@@ -201,12 +196,12 @@ class Searcher:
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
         placed = None if search.simulated else self._placed()
         self._placed_at = time.monotonic()
-        known = Known(self._store, search, self._folder, placed)
-        listener.finished_one = known.note
+        earlier = EarlierResults(self._store, search, self._folder, placed)
+        listener.finished_one = earlier.note
         if placed is not None:
-            more |= self._on_the_pool(Request(target, **asked), placed, known, listener)
+            more |= self._on_the_pool(Request(target, **asked), placed, earlier, listener)
         if asked.get("sampler", "bayes") == "bayes":
-            more["warm_start"] = known.earlier(Request(target, **{**asked, **more}))
+            more["warm_start"] = earlier.similar(Request(target, **{**asked, **more}))
         start = time.monotonic()
         while True:
             try:
@@ -216,7 +211,9 @@ class Searcher:
                     raise
             time.sleep(LOOK_S)
 
-    def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: StoreListener) -> dict[str, Any]:
+    def _on_the_pool(
+        self, asked: Request, placed: Placed, earlier: EarlierResults, listener: StoreListener
+    ) -> dict[str, Any]:
         """Returns the arguments of `tune` for a search on the pool, besides those of the request."""
         devices = self._search.devices
         at_once = asked.concurrency
@@ -232,7 +229,7 @@ class Searcher:
             slots=at_once,
             in_turns="command" not in self._search.request,
             finished=lambda: listener.done,
-            known=known.measurement,
+            known=earlier.measurement,
         )
         return {
             "runner": runner,

@@ -53,7 +53,6 @@ class SearchTask(AgentTask):
     data: Path
     """The server's data folder."""
     search: str
-    """Id of the search."""
     log: Path
     """File to which its output is appended."""
     code: bool = True

@@ -36,13 +36,7 @@ _log = logging.getLogger("redline.searchers")
 
 
 class SearcherSlots:
-    """Assigns searcher slots. Thread-safe.
-
-    Args:
-        store: contains the searches.
-        most: number of slots.
-        monotonic: clock that never goes back, s.
-    """
+    """Assigns searcher slots. Thread-safe."""
 
     def __init__(self, store: Store, most: int = MOST, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -157,14 +151,12 @@ class Searchers:
 
     store: Store
     url: str
-    """URL of the store's database."""
     data: Path
     """The server's data folder."""
     slots: SearcherSlots
     workloads: bool = True
     """True if searchers may run workload files, as this process's user."""
     limits: SearcherLimits = field(default_factory=SearcherLimits)
-    """Limits of each searcher."""
     task: Callable[..., AgentTask] = SearchTask
     """Makes the task of a search; called as `SearchTask`."""
     imports: tuple[str, ...] = IMPORTS

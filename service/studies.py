@@ -49,7 +49,9 @@ def begin(url: str, study: str, form: Mapping[str, Any]) -> dict[str, Any]:
     ledger = Ledger.open(
         url, name=PREFIX + study, metadata={_FORM: dict(form)}, knobs=knobs, make_config=Config, exist_ok=True
     )
-    _keep(url, study, _Study(form=form, ledger=ledger, sampler=sampler, space=space))
+    _open[url, study] = _Study(form=form, ledger=ledger, sampler=sampler, space=space)
+    while len(_open) > OPEN:
+        _open.popitem(last=False)[1].ledger.close()
     return look(url, study)
 
 
@@ -173,9 +175,3 @@ def _form_of(url: str, study: str) -> Mapping[str, Any]:
             storage.remove_session()
     found: Mapping[str, Any] = names[PREFIX + study].user_attrs[_FORM]
     return found
-
-
-def _keep(url: str, study: str, opened: _Study) -> None:
-    _open[url, study] = opened
-    while len(_open) > OPEN:
-        _open.popitem(last=False)[1].ledger.close()

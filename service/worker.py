@@ -24,7 +24,7 @@ from ..runners.unix_user import UnixUser
 from .code_runners import CodeRunners
 from .logs import MOST_AT_ONCE
 from .placing import described
-from .pool import LARGEST_OUTCOME, Pool
+from .pool import LARGEST_OUTCOME, ServerPool
 from .records import Assignment
 from .request import is_code
 from .store.dry_runs import FORGIVEN, lost_outcome
@@ -54,7 +54,6 @@ class _Lease:
 
     assignment: Assignment
     logs: Path
-    """Folder of its log."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the outcome is not needed any more, or another worker has the lease."""
     thread: threading.Thread | None = None
@@ -85,7 +84,7 @@ class Worker:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ServerPool,
         *,
         name: str,
         host: str,
@@ -225,7 +224,8 @@ class Worker:
                     # Dry runs lost together are repeated one at a time, to find the one at fault.
                     stack.enter_context(self._again)
                 try:
-                    run = self._code_runner(lease) or stack.enter_context(self._warm.runner(lease.assignment))
+                    code = self._code if is_code(lease.assignment.request) else None
+                    run = code or stack.enter_context(self._warm.runner(lease.assignment))
                 except RunnerError as error:
                     self._not_ready(error)
                     return None
@@ -243,10 +243,6 @@ class Worker:
                     _log.warning("dry run %d was lost: %s", lease.assignment.dry_run, error)
                     trouble = str(error)
         return lost_outcome(f"its runner was lost {MOST_LOST} times: {trouble}")
-
-    def _code_runner(self, lease: _Lease) -> CodeRunners | None:
-        """Returns the runner for code as another user; None if the dry run runs as this process's user."""
-        return self._code if is_code(lease.assignment.request) else None
 
     def _not_ready(self, error: RunnerError) -> None:
         """Counts a failed start of a runner. After several in a row the worker ends, so that it does not take dry
@@ -390,31 +386,3 @@ def _part(lease: _Lease, begin: int) -> bytes:
             return file.read(MOST_AT_ONCE)
     except FileNotFoundError:  # no output yet
         return b""
-
-
-def main() -> None:
-    """Runs a worker directly on the service's database, without a server: for tests, and for one host."""
-    import argparse
-    import signal
-    import socket
-
-    from .dispatcher import LEASE_S
-    from .pool import StorePool
-    from .store import Store
-
-    parser = argparse.ArgumentParser(prog="redline.service.worker", description=main.__doc__)
-    parser.add_argument("--storage", required=True, help="URL of the service's database")
-    parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
-    parser.add_argument("--user", required=True, type=int, help="id of the user who owns the worker")
-    parser.add_argument("--devices", type=int, default=1, help="number of devices")
-    given = parser.parse_args()
-    pool = StorePool(Store.open(given.storage, create=False), user=given.user, data=given.data, lease_s=LEASE_S)
-    host = socket.gethostname()
-    worker = Worker(pool, name=host, host=host, devices=given.devices)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.stop())
-    worker.run()
-
-
-if __name__ == "__main__":
-    main()

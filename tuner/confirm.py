@@ -43,14 +43,9 @@ class Soaking:
     say: Callable[[str], None]
     """Receives a message about the outcome of each soak."""
     watch: Stopwatch
-    """Remaining time of the search."""
 
     def expected_s(self, typical_s: float) -> float:
-        """Expected time of a soak of the winner, s.
-
-        Args:
-            typical_s: typical time of a trial, s.
-        """
+        """Expected time of a soak of the winner, s."""
         winner = summary.best(self.run_folder.trials())
         step_ms = None if winner is None else winner.measured.step_ms
         return 0.0 if step_ms is None else typical_s + (self.plan.steps + 2) * step_ms / 1e3
@@ -126,7 +121,6 @@ class Confirmation:
     """
     listener: SearchListener
     watch: Stopwatch
-    """Remaining time of the search."""
     settle_s: float = 0.0
     """Time that a re-measurement takes beyond that of the first measurement, s."""
     rounds: list[dict[int, Measurement]] = field(default_factory=list)
@@ -278,27 +272,27 @@ class Confirmation:
             return self._contenders(())
         if any(self._times[trial.number] < FEWEST_ROUNDS for trial in active):
             return active
-        found = self.comparison()
-        top = max(found.level, key=lambda number: found.level[number])
+        comparison = self.comparison()
+        top = max(comparison.level, key=lambda number: comparison.level[number])
         by_number = {trial.number: trial for trial in self.run_folder.trials()}
         # Estimates how fast trials that were never measured again would have been beside the best.
         # The default configuration shows the change best: it was not selected for a high first measurement.
-        shifts = {n: found.level[n] - math.log(_at_first(by_number[n])) for n in found.level}
+        shifts = {n: comparison.level[n] - math.log(_at_first(by_number[n])) for n in comparison.level}
         base = next((n for n in shifts if by_number[n].sampler == "default"), None)
         shift = statistics.median(shifts.values()) if base is None else shifts[base]
         challengers = [
             trial
-            for trial in self._contenders(found.level)
-            if math.log(_at_first(trial)) + shift > found.level[top] + math.log(CHALLENGE_WITHIN)
+            for trial in self._contenders(comparison.level)
+            if math.log(_at_first(trial)) + shift > comparison.level[top] + math.log(CHALLENGE_WITHIN)
         ]
         rivals = [
             trial
             for trial in active
             if trial.number != top
-            and not found.ahead(top, trial.number, len(found.level) - 1)
-            and (trial.sampler != "default" or found.gap(top, trial.number) < EQUAL)
+            and not comparison.ahead(top, trial.number, len(comparison.level) - 1)
+            and (trial.sampler != "default" or comparison.gap(top, trial.number) < EQUAL)
         ]
-        close = all(found.gap(top, trial.number) < EQUAL for trial in rivals)
+        close = all(comparison.gap(top, trial.number) < EQUAL for trial in rivals)
         if close and all(self._times[trial.number] >= ROUNDS_TO_TIE for trial in rivals):
             rivals = []
         return [by_number[top], *rivals, *challengers] if rivals or challengers else []

@@ -13,6 +13,9 @@ from ..estimator.measuring import table_entry
 from ..estimator.plans import choose
 from ..estimator.time import BINDS
 from ..frameworks.registry import find_launcher
+from ..models import Workload
+from ..models.architecture import Architecture
+from ..models.families.standard import StandardSchedule
 from ..results import Measurement, Status, Trial
 from ..runners import Runner, TimingPlan, TrialTerms
 from ..runners.command.command import Command
@@ -42,7 +45,7 @@ def memory_of_emulated(hardware: Any, device: Device, devices: int, given_mib: f
     """
     if device.type == "cuda":
         named = None if hardware is None else find_hardware(hardware).memory_mib - Constants().context_mib
-        return _least(given_mib, named)
+        return min((each for each in (given_mib, named) if each is not None), default=None)
     room = float(int(available_memory_mib() * HOST_SHARE))
     if given_mib is not None:
         return min(given_mib, room)
@@ -52,8 +55,12 @@ def memory_of_emulated(hardware: Any, device: Device, devices: int, given_mib: f
     return float(int(min(found.memory_mib - (Constants().context_mib if found.kind != "cpu" else 0.0), room)))
 
 
-def _least(*values: float | None) -> float | None:
-    return min((each for each in values if each is not None), default=None)
+def may_compile(workload: Workload, space: Space) -> bool:
+    """True if configurations may compile: some have `fusion`, or the user defines the model or its schedule."""
+    if not isinstance(workload.model, Architecture) or not isinstance(workload.schedule, StandardSchedule):
+        return True
+    fusion = space.by_name.get("fusion")
+    return fusion is not None and (fusion.derived or True in fusion.values)
 
 
 def emulator(
@@ -61,9 +68,8 @@ def emulator(
     task: "Task",
     limit_mib: float | None,
     estimator: "Estimator | None",
-    plan: TimingPlan,
-    agent: HostAgent | None,
-    compiles: bool,
+    *,
+    agent: HostAgent | None = None,
     memory_only: bool | None = None,
 ) -> Runner:
     """Returns the runner of emulated trials, ready for the first trial.
@@ -72,9 +78,7 @@ def emulator(
         request, task: the request, and the task it was resolved to.
         limit_mib: memory of a rank, MiB.
         estimator: estimator of the task.
-        plan: how long steps are measured.
         agent: an agent that was started beforehand.
-        compiles: True if any configuration may compile.
         memory_only: replaces the request's value.
 
     Raises:
@@ -100,7 +104,7 @@ def emulator(
         memory_limit_mib=limit_mib,
         timeout_s=request.timeout_s,
         threads=(usable_cores() if memory_only else threads) if device.type == "cpu" else None,
-        plan=plan,
+        plan=TimingPlan(seconds=request.measure_s),
         seed=request.seed,
     )
     made = EmulateRunner(
@@ -109,7 +113,7 @@ def emulator(
         EmulationTerms(hardware=hardware, ranks=request.ranks, memory_only=memory_only),
         wire=wire_here(hardware, task.devices, threads or 1),
         estimator=estimator,
-        compiles=compiles,
+        compiles=may_compile(task.workload, task.space),
         agent=agent,
     )
     try:
@@ -182,14 +186,7 @@ class EmulateFirst(WrappingRunner):
 def corrected_by_emulation(
     estimator: "Estimator", space: Space, runner: Runner, say: Callable[[str], None]
 ) -> "Estimator":
-    """Returns the estimator, corrected by emulated trials of the estimate's best plans.
-
-    Args:
-        estimator: estimator of the task.
-        space: space of the search.
-        runner: emulates with times.
-        say: receives messages.
-    """
+    """Returns the estimator, corrected by emulated trials of the estimate's best plans."""
     trials = []
     for number, each in enumerate(choose(estimator, space, top=AHEAD).best):
         config = each.config

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..base.errors import SpaceError, UsageError
 from ..models.spaces import TRAINER_MICRO_BATCH
+from ..results.columns import KNOB, cell
 from ..space import Config, Space
 from ..space.knob import Knob
 
@@ -164,7 +165,7 @@ def _needs(estimator: Any, configs: Sequence[Config]) -> np.ndarray:
 def _note(config: Config, default: Config, need_mib: float, limit_mib: float, headroom: float, *, fits: bool) -> str:
     derived = ("dp", "grad_accum")
     changed = [
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        f"{name}={cell(value, KNOB)}"
         for name, value in config.items()
         if name not in derived and default.get(name) != value
     ]

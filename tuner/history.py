@@ -47,12 +47,7 @@ class Conditions:
     _reported: float = 1.0
 
     def judge(self, trials: Sequence[Trial], measured: Measurement) -> Measurement:
-        """Returns the measurement with the machine's speed at its time.
-
-        Args:
-            trials: finished trials.
-            measured: the new measurement.
-        """
+        """Returns the measurement with the machine's speed at its time."""
         canary = next((trial for trial in trials if trial.ok), None)
         if canary is None:
             self._seen = [] if measured.foreign_cores is None else [(measured.foreign_cores, 1.0)]

@@ -13,7 +13,7 @@ from ..knobs.strategy import ON_REQUEST
 from ..models import Workload
 from ..models.spaces import fix_knob, make_space
 from ..results import Trial
-from ..results.columns import speed
+from ..results.columns import KNOB, cell, speed
 from ..space import Config, Space
 from .default_prior import assumed_hardware
 from .feasibility import OutOfMemoryKnowledge
@@ -412,7 +412,7 @@ def _nothing_fits(site: _Site, outlook: _Outlook) -> str:
         f"{site.words}, with {_mib(limit_mib)} each."
     )
     if least is not None:
-        knobs = " ".join(f"{name}={_text(value)}" for name, value in least.config.items())
+        knobs = " ".join(f"{name}={cell(value, KNOB)}" for name, value in least.config.items())
         text += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({knobs})."
     return text + _remedy(site, outlook)
 
@@ -472,7 +472,3 @@ def _needing(at_most_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
 
 def _mib(value: float) -> str:
     return f"{value:,.0f} MiB"
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

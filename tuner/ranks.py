@@ -29,48 +29,47 @@ _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankPlace:
     """Position of this process among the ranks of a launcher."""
 
     rank: int
-    """Rank among all ranks."""
     local_rank: int
     """Rank on this host."""
     size: int
     """Number of ranks."""
 
     @staticmethod
-    def of(environment: Mapping[str, str]) -> "Place | None":
+    def of(environment: Mapping[str, str]) -> "RankPlace | None":
         """Reads the launcher's environment variables; None without a launcher."""
         if not all(environment.get(name, "").isdigit() for name in _NAMES):
             return None
         rank, local_rank, size = (int(environment[name]) for name in _NAMES)
-        return Place(rank=rank, local_rank=local_rank, size=size)
+        return RankPlace(rank=rank, local_rank=local_rank, size=size)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinedRanks:
     """This process after all ranks have joined."""
 
-    place: Place
+    place: RankPlace
     device: "torch.device"
     """Device that this rank trains on."""
     group: "ProcessGroup | None"
     """Gloo group of all ranks; None for a single rank."""
 
 
-def place() -> Place:
+def place() -> RankPlace:
     """Returns the rank of this process, which is the only one without a launcher."""
     import torch.distributed as dist
 
-    found = Place.of(os.environ) or Place(rank=0, local_rank=0, size=1)
+    found = RankPlace.of(os.environ) or RankPlace(rank=0, local_rank=0, size=1)
     if not dist.is_initialized():
         return found
     local_rank = found.local_rank if found.size > 1 else dist.get_rank()
-    return Place(rank=dist.get_rank(), local_rank=local_rank, size=dist.get_world_size())
+    return RankPlace(rank=dist.get_rank(), local_rank=local_rank, size=dist.get_world_size())
 
 
-def decide_once(here: Place, decide: Callable[[], Any]) -> tuple[Any, Joined]:
+def decide_once(here: RankPlace, decide: Callable[[], Any]) -> tuple[Any, JoinedRanks]:
     """Returns rank 0's decision on every rank, after all ranks have joined.
 
     Raises:
@@ -79,17 +78,17 @@ def decide_once(here: Place, decide: Callable[[], Any]) -> tuple[Any, Joined]:
     import torch.distributed as dist
 
     if here.size == 1 and not dist.is_initialized():
-        return decide(), Joined(place=here, device=_device(here), group=None)
+        return decide(), JoinedRanks(place=here, device=_device(here), group=None)
     if dist.is_initialized():  # by the user's loop
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         box = [_serialized(decide) if here.rank == 0 else b""]
         dist.broadcast_object_list(box, src=0, group=group)
-        return _read(box[0]), Joined(place=here, device=_device(here), group=group)
+        return _read(box[0]), JoinedRanks(place=here, device=_device(here), group=group)
     found = _at_the_store(here, decide)
-    return found, Joined(place=here, device=_device(here), group=patient_group())
+    return found, JoinedRanks(place=here, device=_device(here), group=patient_group())
 
 
-def _at_the_store(here: Place, decide: Callable[[], Any]) -> Any:
+def _at_the_store(here: RankPlace, decide: Callable[[], Any]) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -173,7 +172,7 @@ def _read(found: bytes) -> Any:
     return what
 
 
-def _device(here: Place) -> "torch.device":
+def _device(here: RankPlace) -> "torch.device":
     import torch
 
     if not torch.cuda.is_available():

@@ -60,7 +60,7 @@ def refiner(
         try:
             learned = estimator.calibrate([trial for trial in trials if not trial.pending])
             facts = learned.facts_of(knob_arrays([winner.config], learned.training), 0)
-            found = refine(
+            refinement = refine(
                 learned,
                 Ranked(config=winner.config, estimate=learned(winner.config)),
                 facts,
@@ -72,15 +72,15 @@ def refiner(
         except UsageError as error:
             warn(f"the winner is not refined layer by layer: {error}")
             return None
-        known = found.amounts_to()
-        if found.gain <= 0 or any(dict(trial.config) == known for trial in trials):
+        amounts = refinement.amounts_to()
+        if refinement.gain <= 0 or any(dict(trial.config) == amounts for trial in trials):
             return None
         return Refinement(
-            config=Config(found.config),
+            config=Config(refinement.config),
             # Only the gain is predicted: the speed of the uniform configuration was measured.
-            predicted_throughput=(1 + found.gain) * winner.throughput,
-            predicted_memory_mib=found.peak_memory_mib,
-            summary="\n".join(found.lines()),
+            predicted_throughput=(1 + refinement.gain) * winner.throughput,
+            predicted_memory_mib=refinement.peak_memory_mib,
+            summary="\n".join(refinement.lines()),
         )
 
     return refined

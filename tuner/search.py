@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import RunnerError
@@ -24,7 +23,7 @@ from .listener import SearchListener
 from .samplers import Sampler
 
 if TYPE_CHECKING:
-    from .samplers.judge import Judge, Predictor
+    from .samplers.judge import Judge
 
 ATTEMPTS = 3
 """Number of attempts at a trial if the machinery, not the candidate, fails."""
@@ -69,14 +68,11 @@ class Search:
     fallback: Config | None = None
     """Configuration with less memory that is tried after the first if that fails."""
     trial_timeout_s: float | None = None
-    """Deadline of one trial, s."""
     listener: SearchListener = field(default_factory=SearchListener)
     judge: "Judge | None" = None
-    """Forecasts the gain that is left, for `budget.patience`; None never stops early."""
+    """Predicts each trial, and forecasts the gain that is left, for `budget.patience`; None for neither."""
     devices: int = 1
     """Devices of a trial, for device-hours."""
-    predictor: "Predictor | None" = None
-    """Predicts each trial's throughput and memory; None for no predictions."""
     user_code_errors: str = ""
     """Name of the user code to blame if the first two trials crash in the same way, which ends the search; empty to
     continue.
@@ -84,7 +80,6 @@ class Search:
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None if unknown."""
     soak_plan: SoakPlan | None = None
-    """Plan of the winner's soak; None for no soak."""
     watch: Stopwatch | None = None
     """Remaining time of `budget.seconds`; by default it starts now.
 
@@ -208,7 +203,7 @@ class Search:
             blocked = None
             if sampler == self.sampler.name:
                 blocked = self._knowledge.blocked_by(config, trials)
-            throughput, memory = self._prediction(config)
+            throughput, memory = (None, None) if self.judge is None else self.judge.prediction(config)
             started = self.run_folder.start(
                 config, sampler=sampler, predicted_throughput=throughput, predicted_memory_mib=memory
             )
@@ -217,9 +212,6 @@ class Search:
             reason = self._knowledge.say(blocked, config)
             skipped = Measurement(status=Status.SKIPPED, reason=reason)
             self.listener.on_trial_end(self.run_folder.finish(started.number, skipped))
-
-    def _prediction(self, config: Config) -> tuple[float | None, float | None]:
-        return (None, None) if self.predictor is None else self.predictor.prediction(config)
 
     @cached_property
     def _knowledge(self) -> OutOfMemoryKnowledge:
@@ -342,10 +334,11 @@ class Search:
     def _request(self, trial: Trial, free: bool = False) -> TrialRequest:
         history = self._history.update()
         best = None if free else history.best
+        log = self.run_folder.log_path(trial.number)
         return TrialRequest(
             config=trial.config,
             number=trial.number,
-            log=self._log(trial, free),
+            log=log.with_suffix(".again.log") if free else log,
             timeout_s=self.trial_timeout_s,
             best_throughput=None if best is None else best * self._conditions.speed,
             reference=history.reference(trial.number),
@@ -368,10 +361,6 @@ class Search:
         mfu = measured.tflops_per_device * 1e12 / self.peak_rate(config)
         # An exceeded peak is wrong: it was measured while this machine was busy with something else.
         return replace(measured, mfu=mfu) if mfu <= 1 else measured
-
-    def _log(self, trial: Trial, free: bool) -> Path:
-        path = self.run_folder.log_path(trial.number)
-        return path.with_suffix(".again.log") if free else path
 
     def confirm(self) -> None:
         """Measures the leaders again, in turns, so that the winner is not merely the luckiest (see `Confirmation`)."""
@@ -406,11 +395,7 @@ class Search:
             return None  # measured one by one, trials are attempted again if the machinery fails
 
     def soak(self, say: Callable[[str], None]) -> None:
-        """Soaks the winner before it is named (see `Soaking`), if requested.
-
-        Args:
-            say: receives messages about the outcome.
-        """
+        """Soaks the winner before it is named (see `Soaking`), if requested."""
         if self.soak_plan is None:
             return
         try:

@@ -13,8 +13,6 @@ from ..base.gpus import gpu_use
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
 from ..models import Workload
-from ..models.architecture import Architecture
-from ..models.families.standard import StandardSchedule
 from ..models.flops import flops_of
 from ..models.server_model import ServerModel
 from ..results import RunFolder, Trial
@@ -27,7 +25,7 @@ from ..runners.local import SharedDevices
 from ..runners.ray_runner import RayDriver, RayRunner
 from ..runners.registry import runner_on
 from ..runners.work import Work
-from ..space import Config, Space
+from ..space import Config
 from .default_prior import assumed_hardware, default_prior
 from .emulating import (
     EMULATE,
@@ -37,6 +35,7 @@ from .emulating import (
     corrected_by_emulation,
     emulates_command,
     emulator,
+    may_compile,
     memory_of_emulated,
 )
 from .first_trial import FirstTrial, first_trial
@@ -47,7 +46,7 @@ from .refinement import check_refinable
 from .request import IN_PROCESS, Request
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
-from .samplers.judge import Judge, Predictor
+from .samplers.judge import Judge
 from .samplers.posterior import SurrogatePrior
 from .task import Task, resolve_task
 from .transfer import Transferred, calibrations, read_runs, take
@@ -85,7 +84,6 @@ class SearchSetup:
     notes: tuple[str, ...]
     sampler: Sampler
     judge: Judge
-    predictor: Predictor
 
     def runner(self, earlier: Sequence[Trial]) -> Runner:
         """Returns the runner of the trials; `earlier` are those of a resumed run."""
@@ -101,7 +99,7 @@ class SearchSetup:
         )
         if not self.request.emulate_first:
             return made
-        return EmulateFirst(_emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True), made)
+        return EmulateFirst(emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True), made)
 
 
 def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
@@ -160,7 +158,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         stack.callback(starting.close)
     estimator = _estimator(request, task, limit_mib, starting or agent, warn)
     if request.emulate_first and estimator is not None:
-        with _emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
+        with emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
             say = request.listener.on_wait if request.listener is not None else lambda what: None
             estimator = corrected_by_emulation(estimator, task.space, ahead, say)
     prior = _prior(request, task, estimator, transferred, warn)
@@ -190,7 +188,6 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         notes=notes,
         sampler=sampler,
         judge=Judge(posterior),
-        predictor=Predictor(posterior),
     )
 
 
@@ -320,14 +317,6 @@ def imports_early(target: Any) -> bool:
     if isinstance(target, (Workload, ServerModel)):
         return True
     return isinstance(target, (str, Path)) and ".py" not in str(target)
-
-
-def may_compile(workload: Workload, space: Space) -> bool:
-    """True if configurations may compile: some have `fusion`, or the user defines the model or its schedule."""
-    if not isinstance(workload.model, Architecture) or not isinstance(workload.schedule, StandardSchedule):
-        return True
-    fusion = space.by_name.get("fusion")
-    return fusion is not None and (fusion.derived or True in fusion.values)
 
 
 def check_honoured(request: Request, task: Task) -> None:
@@ -488,7 +477,7 @@ def make_runner(
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
         return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
     if task.emulated and task.command is None:
-        return _emulator(request, task, limit_mib, estimator, agent=agent)
+        return emulator(request, task, limit_mib, estimator, agent=agent)
     if work is None:
         return FunctionRunner(task.callable)
     runner = starting or _start_runner(request, task, work, limit_mib, agent=agent, shared=shared)
@@ -534,26 +523,4 @@ def _start_runner(
         agent=agent,
         shared=shared,
         driver=driver,
-    )
-
-
-def _emulator(
-    request: Request,
-    task: Task,
-    limit_mib: float | None,
-    estimator: "Estimator | None",
-    *,
-    agent: HostAgent | None = None,
-    memory_only: bool | None = None,
-) -> Runner:
-    """The runner that emulates trials of this task."""
-    return emulator(
-        request,
-        task,
-        limit_mib,
-        estimator,
-        TimingPlan(seconds=request.measure_s),
-        agent,
-        compiles=task.workload is not None and may_compile(task.workload, task.space),
-        memory_only=memory_only,
     )

@@ -18,8 +18,9 @@ from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..models.spaces import lossy_of_space
+from ..results.columns import KNOB, cell
 from ..runners.command.command import Command
-from ..runners.command.trained import Trained, completed
+from ..runners.command.trained import CommandTraining, completed
 from ..runners.command.work import SPLITS, Commands
 from ..space import Config, Space
 
@@ -46,7 +47,7 @@ class Task:
     """Callable to tune, in place of a training."""
     command: Commands | None = None
     """Command to tune, in place of redline's own training."""
-    trained: Trained | None = None
+    trained: CommandTraining | None = None
     """Description of the command's training."""
     free_batch: bool = False
     """True if the samples per step vary with `grad_accum`, because no global batch was given."""
@@ -59,7 +60,6 @@ class Task:
     lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of each knob in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
-    """Notes for the user."""
 
     @property
     def shown(self) -> Device:
@@ -170,7 +170,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     foreign = request.source.read(count, total) if request.source is not None else None
     if foreign is not None:
         target = completed(target, foreign)
-    trained = Trained.by(target)
+    trained = CommandTraining.by(target)
     if request.data is not None:
         raise UsageError("data is for a workload; a command has its own data")
     workload, model_notes = _trained(target, trained, request)
@@ -208,7 +208,9 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     )
 
 
-def _trained(command: Command, trained: Trained, request: TrainingRequest) -> tuple[Workload | None, tuple[str, ...]]:
+def _trained(
+    command: Command, trained: CommandTraining, request: TrainingRequest
+) -> tuple[Workload | None, tuple[str, ...]]:
     """Returns the workload that a command trains, None if unknown, and notes about it."""
     name = command.named(command.model) if command.model is not None else trained.model
     if name is None and trained.architecture is None:
@@ -304,10 +306,9 @@ def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
         try:
             space.copy().require(when)
         except SpaceError:
-            shown = str(value).lower() if isinstance(value, bool) else value
             raise UsageError(
-                f"{name}={shown} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
-                "left has that"
+                f"{name}={cell(value, KNOB)} would have no effect: {name} exists where `{when.text}`, and no "
+                "configuration that is left has that"
             ) from None
 
 

@@ -327,7 +327,8 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
     )
     if reason:
         raise UsageError(f"warm start from {run.name}: nothing can be taken: {reason}")
-    parts = [_share(len(trials), len(run.trials), like), f"knobs in both: {', '.join(shared)}"]
+    share = f"{len(trials)} of {len(run.trials)} trials count" + (f", {like}" if like.differences else "")
+    parts = [share, f"knobs in both: {', '.join(shared)}"]
     if only_here := sorted(knobs - their_knobs):
         parts.append(f"only here: {', '.join(only_here)}")
     if only_there := sorted(their_knobs - knobs - set(default)):
@@ -343,10 +344,6 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
         weight=like.weight,
         summary=summary,
     )
-
-
-def _share(count: int, of: int, like: TaskSimilarity) -> str:
-    return f"{count} of {of} trials count" + (f", {like}" if like.differences else "")
 
 
 def _unlike(succeeded: Sequence[Trial], shared: Sequence[str], their_knobs: Sequence[str], like: TaskSimilarity) -> str:

@@ -19,7 +19,7 @@ _NOTED = ("workload", "seq_len", "global_batch", "devices", "memory_limit_mib")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class ComparedRun:
     """One run of a comparison."""
 
     name: str
@@ -68,7 +68,7 @@ class Difference:
 class Comparison:
     """Several runs; each is compared with the first."""
 
-    sides: tuple[Side, ...]
+    sides: tuple[ComparedRun, ...]
     knobs: tuple[tuple[str, tuple[str, ...]], ...]
     """Name of each knob and its value in each winner, `-` where the winner does not have it."""
     numbers: tuple[tuple[str, tuple[str, ...]], ...]
@@ -110,7 +110,9 @@ def compare(views: Sequence[View]) -> Comparison:
     """
     if len(views) < 2:
         raise UsageError(f"a comparison needs two runs or more, but got {len(views)}")
-    sides = tuple(Side(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views)
+    sides = tuple(
+        ComparedRun(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views
+    )
     _check_same_knobs(sides)
     return Comparison(
         sides=sides,
@@ -138,7 +140,7 @@ def probability(ratio: float, error: float, other: float) -> float:
     return math.erfc(abs(math.log(ratio)) / spread / math.sqrt(2))
 
 
-def _difference(first: Side, other: Side) -> Difference | None:
+def _difference(first: ComparedRun, other: ComparedRun) -> Difference | None:
     if not first.throughput or not other.throughput:
         return None
     ratio = other.throughput / first.throughput
@@ -147,7 +149,7 @@ def _difference(first: Side, other: Side) -> Difference | None:
     return Difference(ratio=ratio, p=p)
 
 
-def _knob_sets(side: Side) -> set[str]:
+def _knob_sets(side: ComparedRun) -> set[str]:
     """Returns the knobs of a run's space.
 
     Without run.yaml they are those of its trials, where conditional knobs may be missing.
@@ -158,7 +160,7 @@ def _knob_sets(side: Side) -> set[str]:
     return names | {name for trial in side.trials for name in trial.config}
 
 
-def _check_same_knobs(sides: Sequence[Side]) -> None:
+def _check_same_knobs(sides: Sequence[ComparedRun]) -> None:
     first = _knob_sets(sides[0])
     for side in sides[1:]:
         own = _knob_sets(side)
@@ -179,7 +181,7 @@ def _check_same_knobs(sides: Sequence[Side]) -> None:
         raise UsageError(f"these runs do not count in the same unit: {units_text}")
 
 
-def _knobs(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
+def _knobs(sides: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
     winners = [side.best for side in sides]
     names = dict.fromkeys(name for each in winners if each for name in each.config)
     return [
@@ -188,7 +190,7 @@ def _knobs(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
+def _numbers(sides: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
     unit = next((side.best.measured.unit for side in sides if side.best), "")
 
     def row(name: str, value_of: Any, digits: int = 5) -> tuple[str, tuple[str, ...]]:
@@ -198,19 +200,15 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
     def best(field: str) -> Any:
         return lambda side: getattr(side.best.measurement, field) if side.best else None
 
-    def error(side: Side) -> float | None:
-        found = relative_error(side.best) if side.best else None
-        return None if found is None else 100 * Z95 * found
-
     precisions = {str(side.best.config.get("precision", "")) for side in sides if side.best}
 
-    def utilisation(side: Side) -> str:
+    def utilisation(side: ComparedRun) -> str:
         mfu = best("mfu")(side)
         # Shares of the peaks of two formats are not comparable: that of the faster one may be smaller.
         suffix = f" of {side.best.config['precision']}" if len(precisions) > 1 and side.best and mfu is not None else ""
         return "" if mfu is None else f"{number(mfu, 3)}{suffix}"
 
-    def spent(side: Side) -> float | None:
+    def spent(side: ComparedRun) -> float | None:
         known = [
             trial.measured.seconds_total * (trial.measured.devices or 1)
             for trial in side.trials
@@ -223,7 +221,7 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
 
     rows = [
         row(unit or "throughput", lambda side: side.throughput),
-        row("95 % interval, +/- %", error, 3),
+        row("95 % interval, +/- %", lambda side: None if side.error is None else 100 * Z95 * side.error, 3),
         row("gain over the default", lambda side: (found := summary.gain(side.trials)) and found.ratio, 4),
         row("its 95 % interval, +/-", lambda side: (found := summary.gain(side.trials)) and found.half_width, 3),
         row("step ms", best("step_ms")),
@@ -241,7 +239,7 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
     return [(name, cells) for name, cells in rows if any(each not in ("", "0") for each in cells)]
 
 
-def _notes(sides: Sequence[Side]) -> list[str]:
+def _notes(sides: Sequence[ComparedRun]) -> list[str]:
     notes = []
     first = (sides[0].document or {}).get("asked", {})
     for side in sides:

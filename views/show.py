@@ -45,11 +45,6 @@ class Column:
         object.__setattr__(self, "name", fold(self.name))
         object.__setattr__(self, "cells", [fold(each) for each in self.cells])
 
-    @property
-    def heading(self) -> str:
-        """The name broken into lines, for a column as narrow as its cells."""
-        return self.name.replace("_", "\n").replace(" ", "\n")
-
 
 def render(
     run: RunFolder | View,
@@ -130,13 +125,13 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     winner, base = summary.best(trials), summary.default(trials)
     if winner is None:
         return [counts if trials else "no trials yet", fold(summary.why_nothing(trials))]
-    lines = [counts, f"best: trial {winner.number}, {_speed(winner)}"]
+    lines = [counts, f"best: trial {winner.number}, {speed_of(winner)}"]
     gain = summary.gain(trials)
     if base is not None and base.number == winner.number:
         reason = summary.only_default(trials)
         lines[-1] += f", the default configuration{f': {reason}' if reason else ''}"
     elif base is not None and gain is not None:
-        lines[-1] += f"; the default configuration (trial {base.number}): {_speed(base)}; gain {gain}"
+        lines[-1] += f"; the default configuration (trial {base.number}): {speed_of(base)}; gain {gain}"
     elif base is not None and not base.pending and not base.ok:
         lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
     if winner.remeasured and winner.first is not None:
@@ -158,10 +153,11 @@ def _exact(trial: Trial | None, winner: Trial) -> str:
     differing = ", ".join(
         f"{name}={knob_text(trial, name)}" for name in trial.config if trial.config[name] != winner.config.get(name)
     )
-    return f"trial {trial.number}, {_speed(trial)}, {ratio:.2f} times the best; {differing}"
+    return f"trial {trial.number}, {speed_of(trial)}, {ratio:.2f} times the best; {differing}"
 
 
-def _speed(trial: Trial) -> str:
+def speed_of(trial: Trial) -> str:
+    """Returns the speed of a trial and its uncertainty."""
     measured = trial.measured
     doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
     return speed(trial.throughput, measured.unit) + doubt
@@ -241,7 +237,9 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
 
     drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for each in columns:
-        drawn.add_column(Text(each.heading), justify=each.side, no_wrap=each.name != "configuration")
+        # One word a line, so that a column is as narrow as its cells.
+        heading = Text(each.name.replace("_", "\n").replace(" ", "\n"))
+        drawn.add_column(heading, justify=each.side, no_wrap=each.name != "configuration")
     for i, trial in enumerate(trials):
         style = "" if trial.pending else STATUS_STYLES[trial.measured.status]
         drawn.add_row(*(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns))

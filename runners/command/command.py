@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from ...base.errors import UsageError, WorkloadError, unknown
 from ...base.option import Option, either
@@ -89,6 +89,10 @@ class Command:
     ] = ()
     shell: Annotated[bool, Option("Start it in a shell.", sent=True)] = False
     emulate: Annotated[bool, Option("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
+    reads_files: ClassVar[bool] = True
+    """True if files that it names may be read before it is started."""
+    hides_env: ClassVar[bool] = False
+    """True if the values of its environment must not be shown."""
 
     @property
     def name(self) -> str:
@@ -97,16 +101,6 @@ class Command:
         script = next((word for word in words if word.endswith((".py", ".sh"))), None)
         program = next((word for word in words if "=" not in word), "command")
         return Path(script or program).stem
-
-    @property
-    def reads_files(self) -> bool:
-        """True if files that it names may be read before it is started."""
-        return True
-
-    @property
-    def hides_env(self) -> bool:
-        """True if the values of its environment must not be shown."""
-        return False
 
     def named(self, model: str) -> str | ServerModel | None:
         """Returns the model of a name given by it or in its text, for `redline.workload`; None if it
@@ -160,19 +154,14 @@ class ServerCommand(Command):
     its environment are passed to its process only and appear in no file of the run.
     """
 
+    reads_files = False
+    hides_env = True
+
     def __post_init__(self) -> None:
         if self.render:
             raise UsageError(
                 "a command's --render reads files of the submitting machine and cannot be sent to a server; leave it out"
             )
-
-    @property
-    def reads_files(self) -> bool:
-        return False
-
-    @property
-    def hides_env(self) -> bool:
-        return True
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), **({"env": hidden(self.env)} if self.env else {})}

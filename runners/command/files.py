@@ -22,7 +22,7 @@ _ENDINGS = (".in", ".tmpl")
 
 
 @dataclass(frozen=True)
-class Rendered:
+class TrialFile:
     """A file that is written for every trial."""
 
     name: str
@@ -42,7 +42,7 @@ class Rendered:
         return path
 
 
-def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[Rendered, ...]:
+def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[TrialFile, ...]:
     """Reads the files to render.
 
     Args:
@@ -70,11 +70,11 @@ def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tup
             found[path] = _with_templates(document, knobs, str(path))
         if match["path"] is not None:
             where = f"{path}: {match['path']}"
-            _put(found[path], match["path"], _template(match["value"], knobs, where), where)
+            _put(found[path], match["path"], Template.read(match["value"], knobs, where), where)
     names = [_written_name(path) for path in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two files to render would both be written as {repeated}; give them different names")
-    return tuple(Rendered(_written_name(path), document) for path, document in found.items())
+    return tuple(TrialFile(_written_name(path), document) for path, document in found.items())
 
 
 def _written_name(path: Path) -> str:
@@ -112,11 +112,7 @@ def _with_templates(value: Any, knobs: Mapping[str, Expression], where: str) -> 
         return {key: _with_templates(each, knobs, f"{where}: {key}") for key, each in value.items()}
     if isinstance(value, list):
         return [_with_templates(each, knobs, f"{where}[{at}]") for at, each in enumerate(value)]
-    return _template(value, knobs, where) if isinstance(value, str) and "{" in value else value
-
-
-def _template(text: str, knobs: Mapping[str, Expression], where: str) -> Template:
-    return Template.read(text, knobs, where)
+    return Template.read(value, knobs, where) if isinstance(value, str) and "{" in value else value
 
 
 def _put(document: Any, path: str, value: Template, where: str) -> None:
@@ -158,18 +154,10 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
     return [_filled(each, values) for each in value] if isinstance(value, list) else value
 
 
-def _read_yaml(data: bytes) -> Any:
-    return parse_yaml(data)
-
-
 def _write_yaml(document: Any) -> str:
     import yaml
 
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-
-
-def _read_json(data: bytes) -> Any:
-    return json.loads(data)
 
 
 def _write_json(document: Any) -> str:
@@ -211,9 +199,9 @@ def _write_ini(document: Any) -> str:
 
 
 _FORMATS: Mapping[str, tuple[Callable[[bytes], Any], Callable[[Any], str]]] = {
-    ".yaml": (_read_yaml, _write_yaml),
-    ".yml": (_read_yaml, _write_yaml),
-    ".json": (_read_json, _write_json),
+    ".yaml": (parse_yaml, _write_yaml),
+    ".yml": (parse_yaml, _write_yaml),
+    ".json": (json.loads, _write_json),
     ".toml": (_read_toml, _write_toml),
     ".ini": (_read_ini, _write_ini),
     ".cfg": (_read_ini, _write_ini),

@@ -64,9 +64,9 @@ class Objective:
         return self.throughput(throughput)  # throughput = factor / cost is its own inverse
 
 
-def objective_of(name: str | None, direction: str | None) -> tuple[str | None, bool]:
-    """Returns the requested metric, or None for the first of `PREFERRED` that is reported, and whether smaller is
-    better.
+def smaller_is_better(name: str | None, direction: str | None) -> bool:
+    """True if smaller values of the requested metric are better. The metric is None for the first of `PREFERRED` that is
+    reported.
 
     Raises:
         UsageError: the direction is unknown, or wrong for a throughput or step time.
@@ -77,7 +77,7 @@ def objective_of(name: str | None, direction: str | None) -> tuple[str | None, b
         raise UsageError(f"{name} is a throughput, so larger is better; leave --direction out")
     if direction == "max" and name in STEP_TIMES:
         raise UsageError(f"{name} is a time, so smaller is better; leave --direction out")
-    return name, direction == "min"
+    return direction == "min"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..load import Watch, family_s, foreign_cores
 from ..memory import GpuMemory, Shortage
 from ..process import family
 from ..timing import Clock, Timing, TimingPlan, measure
-from .files import Rendered
+from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
 from .reading import Appended, Events, Lines, Reported, StepNumbers, of_events
 from .template import CommandLine, ShellLine
@@ -57,14 +57,11 @@ class RunTerms:
     command: CommandLine | ShellLine
     environment: tuple[tuple[str, Any], ...]
     """Templates of environment variables."""
-    files: tuple[Rendered, ...]
-    """Files written before the start."""
+    files: tuple[TrialFile, ...]
     values: Mapping[str, Any]
     """Values of the knobs and of the trial."""
     folder: str
-    """The trial's folder."""
     cwd: str
-    """Working directory."""
     lines: Lines
     """Reads the output."""
     grows: str | None
@@ -78,9 +75,7 @@ class RunTerms:
     to_the_end: bool
     """True if the last value counts, False if it ends once the value is steady."""
     requirements: tuple[Requirement, ...]
-    """Bounds on metrics."""
     plan: TimingPlan
-    """Durations and precision of the measurement."""
     best: float | None
     """Highest throughput so far."""
     memory_limit_mib: float | None

@@ -94,12 +94,7 @@ class Template:
 
     @classmethod
     def read(cls, text: str, knobs: Mapping[str, Expression], where: str) -> "Template":
-        """Parses a text.
-
-        Args:
-            text: to parse.
-            knobs: available in expressions.
-            where: names the text in errors.
+        """Parses a text, which errors call `where`.
 
         Raises:
             UsageError: an expression is invalid, contains an unknown knob, or a brace is unbalanced.

@@ -33,7 +33,7 @@ _OFF = ("false", "no", "none", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class CommandTraining:
     """A command's training; None for values that it does not give, or gives as templates."""
 
     model: str | ServerModel | None = None
@@ -41,14 +41,13 @@ class Trained:
     architecture: Architecture | None = None
     """A model given by its sizes, as with the flags of Megatron-LM."""
     seq_len: int | None = None
-    """Tokens per sample."""
     global_batch: int | None = None
     """Samples per step, given by the launcher's option."""
     precision: str | None = None
     """`bf16`, `fp16` or `fp32`."""
 
     @classmethod
-    def by(cls, command: Command) -> "Trained":
+    def by(cls, command: Command) -> "CommandTraining":
         """Reads options `--name value`, `--name=value` and `name=value`, also with hyphens, and, if the command reads
         files, keys of the YAML and JSON files that it names or has rendered.
         """

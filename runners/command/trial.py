@@ -142,7 +142,6 @@ class CommandTrial:
 
     terms: RunTerms
     takes_port: bool
-    """True if the command uses the port."""
 
     def __call__(self, context: "RankContext") -> CommandReport:
         Path(self.terms.folder).mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import HIDDEN, Command
 from .files import read_files
-from .objective import PREFERRED, Requirement, objective_of
+from .objective import PREFERRED, Requirement, smaller_is_better
 from .reading import check_installed, lines_for, of_events
 from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
@@ -30,7 +30,7 @@ from .trial import CommandReport, CommandTrial
 
 if TYPE_CHECKING:
     from ..runner import TrialRequest
-    from ..work import Known, TrialTerms
+    from ..work import CommonFields, TrialTerms
 
 
 FAR = 0.2
@@ -44,7 +44,7 @@ LEAST_STEPS = 3
 
 
 @dataclass
-class Comparison:
+class FirstRunComparison:
     """Compares successful runs of a search with the first one."""
 
     unit: str = ""
@@ -55,13 +55,7 @@ class Comparison:
     """Losses of the first run, by step."""
 
     def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float]) -> str:
-        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded.
-
-        Args:
-            measured: measurement of the run.
-            samples: samples per step; None if unknown.
-            losses: reported losses, by step.
-        """
+        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded."""
         if not self.unit:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
         if measured.unit != self.unit:
@@ -133,9 +127,10 @@ class Commands(Work):
         self._samples = Template.read(command.samples, knobs, "--samples") if command.samples else None
         self._grows = Template.read(command.metric_file, knobs, "--metric-file") if command.metric_file else None
         self._lines = lines_for(command.metric)
-        self._wanted, self._smaller = objective_of(self._lines.first, command.direction)
+        self._wanted = self._lines.first
+        self._smaller = smaller_is_better(self._wanted, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
-        self._comparison = Comparison()
+        self._comparison = FirstRunComparison()
         templates = (
             self._line,
             *(value for _, value in self._environment),
@@ -288,7 +283,7 @@ class Commands(Work):
         )
 
     def measurement(
-        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
     ) -> Measurement:
         whole, losses = _together(outcome)
         measured = own_measurement(whole, terms.memory_limit_mib, known)

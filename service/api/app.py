@@ -61,10 +61,10 @@ def make_app(parts: Parts) -> Any:
     pages.add(app, parts)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
     # Outermost, because FastAPI itself answers bodies that are too large and requests that fail.
-    return pages.Headers(Counted(TooLarge(app), parts))
+    return pages.Headers(RequestCounter(TooLarge(app), parts))
 
 
-class Counted:
+class RequestCounter:
     """ASGI middleware that counts, times and logs requests."""
 
     def __init__(self, app: Any, parts: Parts) -> None:

@@ -26,13 +26,7 @@ _MOST_BUCKETS = 10_000
 
 
 class Rates:
-    """Token buckets that limit the requests per second of each key, with bursts.
-
-    Args:
-        per_second: mean rate.
-        burst: number of requests at once.
-        clock: s.
-    """
+    """Token buckets that limit the requests per second of each key, with bursts."""
 
     def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._burst, self._clock = per_second, burst, clock
@@ -89,7 +83,7 @@ OTHER_FILES = 512
 """Files that a server needs besides connections."""
 
 
-class Door:
+class ConnectionLimits:
     """Counts the connections of a server and limits their number.
 
     Args:
@@ -101,10 +95,10 @@ class Door:
     def __init__(self, most: int, an_address: int, proxy: str = "") -> None:
         self._most, self._an_address, self._proxy = most, an_address, proxy
         self._of: Counter[str] = Counter()
-        self._opening: OrderedDict[Guard, None] = OrderedDict()
-        self._opening_of: dict[str, OrderedDict[Guard, None]] = {}
+        self._opening: OrderedDict[LimitedProtocol, None] = OrderedDict()
+        self._opening_of: dict[str, OrderedDict[LimitedProtocol, None]] = {}
 
-    def enter(self, guard: "Guard") -> bool:
+    def enter(self, guard: "LimitedProtocol") -> bool:
         """Counts a new connection. Returns False if it must be closed."""
         address = guard.address
         bound = address != self._proxy
@@ -121,7 +115,7 @@ class Door:
             next(iter(self._opening)).end()
         return True
 
-    def opened(self, guard: "Guard") -> None:
+    def opened(self, guard: "LimitedProtocol") -> None:
         """Records that a connection has a complete request."""
         if guard in self._opening:
             del self._opening[guard]
@@ -130,7 +124,7 @@ class Door:
             if not opening:
                 del self._opening_of[guard.address]
 
-    def left(self, guard: "Guard") -> None:
+    def left(self, guard: "LimitedProtocol") -> None:
         """Records that a connection has ended."""
         self.opened(guard)
         if guard.counted:
@@ -140,10 +134,10 @@ class Door:
                 del self._of[guard.address]
 
 
-class Guard(H11Protocol):
-    """uvicorn's protocol with deadlines and the limits of its `Door`."""
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with deadlines and the limits of its `ConnectionLimits`."""
 
-    door: Door
+    door: ConnectionLimits
     """The server's door. Each server has its own subclass, since uvicorn creates the connections."""
     address = ""
     counted = False
@@ -220,9 +214,9 @@ def guarded(app: Any, *, proxy: str = "127.0.0.1", **more: Any) -> Config:
     """
     most = _room()
     # One address must not use up all connections, except a proxy on another host.
-    door = Door(most, most // 2, proxy if proxy not in ("127.0.0.1", "::1") else "")
+    door = ConnectionLimits(most, most // 2, proxy if proxy not in ("127.0.0.1", "::1") else "")
     return Config(
-        app, http=type("GuardOfServer", (Guard,), {"door": door}), loop="asyncio", ws="none", log_config=None,
+        app, http=type("GuardOfServer", (LimitedProtocol,), {"door": door}), loop="asyncio", ws="none", log_config=None,
         access_log=False, server_header=False, timeout_keep_alive=IDLE_S, limit_concurrency=most,
         h11_max_incomplete_event_size=LARGEST_HEADER, forwarded_allow_ips=proxy, **more,
     )  # fmt: skip

@@ -60,12 +60,7 @@ def _entry(event: Event) -> _Entry:
 
 
 class Feed:
-    """The live events of a store. To be used only in the event loop that `run` runs in.
-
-    Args:
-        store: contains the events.
-        every: interval between reads, s.
-    """
+    """The live events of a store. To be used only in the event loop that `run` runs in."""
 
     def __init__(self, store: Store, every: float = EVERY_S) -> None:
         self._store, self._every = store, every

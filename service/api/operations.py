@@ -7,7 +7,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ... import __version__
 from ...base.errors import ServiceError
-from ..records import Role, Search, SearchState
+from ..records import Role, SearchState
 from .access import TOO_MANY_STRANGERS, Guarded, Reader, address_of
 from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
 from .problems import Problem
@@ -33,7 +33,7 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
         for state in (SearchState.RUNNING, SearchState.QUEUED)
         for each in store.searches(state=state, limit=MOST_SHOWN, seen_by=user)
     ]
-    found.sort(key=_turn)
+    found.sort(key=lambda search: (-search.priority, search.created))
     workers, reasons = store.workers(), why_waiting(parts, found)
     running, names = store.running(), {each.id: each.name for each in store.users()}
     used = {names[each]: seconds / 3600 for each, seconds in store.usage().items() if each in names}
@@ -45,10 +45,6 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
         busy=sum(each.devices for each in running),
         usage=used,
     )
-
-
-def _turn(search: Search) -> tuple[int, float]:
-    return -search.priority, search.created
 
 
 @router.get("/v1/events", response_class=StreamingResponse, responses=STREAM)

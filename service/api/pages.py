@@ -1,7 +1,6 @@
 """The pages: queue, devices, a form to submit a search, live events, and the dashboard's pages of each search."""
 
 import html
-from collections.abc import Mapping
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -12,9 +11,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from ...views.dashboard.app import asset_file as of_dashboard, make_app as make_dashboard
-from ...views.dashboard.guard import HEADERS
+from ...views.dashboard.guard import HEADERS, with_headers
 from ...views.report.page import asset, bundle
-from ..records import Role, User
+from ..records import Role
 from ..runs import SearchLibrary
 from .access import CSRF, SESSION_S, TOO_MANY_STRANGERS, address_of, cookie_name, csrf_of, user_of
 from .parts import Parts
@@ -23,7 +22,8 @@ from .problems import Problem
 LARGEST_FORM = 4096
 _SCRIPTS = ("dom", "format")
 _PAGES = ("asking", "queue", "submit", "search", "service")
-_POLICY = HEADERS["content-security-policy"].replace("form-action 'none'", "form-action 'self'")
+_POLICY = "content-security-policy"
+_HEADERS = {**HEADERS, _POLICY: HEADERS[_POLICY].replace("form-action 'none'", "form-action 'self'")}
 RUNS = "/runs"
 """Path of the dashboard's pages of searches."""
 LIST = "../"
@@ -135,22 +135,7 @@ class Headers:
         self.app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        added = [(name.encode(), value.encode()) for name, value in _headers().items()]
-
-        async def send_with_headers(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                kept = [each for each in message["headers"] if each[0].lower().decode("latin-1") not in HEADERS]
-                message = message | {"headers": [*kept, *added]}
-            await send(message)
-
-        await self.app(scope, receive, send_with_headers)
-
-
-def _headers() -> Mapping[str, str]:
-    return {**HEADERS, "content-security-policy": _POLICY}
+        await self.app(scope, receive, with_headers(send, _HEADERS) if scope["type"] == "http" else send)
 
 
 class _LoggedIn:
@@ -158,11 +143,6 @@ class _LoggedIn:
 
     def __init__(self, app: Any, parts: Parts) -> None:
         self.app, self._parts = app, parts
-
-    def _seen(self, user: User, search: str) -> None:
-        """Raises a Problem if a search is not visible to a user."""
-        if not self._parts.store.sees(user, search):
-            raise Problem(404, "not_found", "there is no such search")
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -181,8 +161,9 @@ class _LoggedIn:
                 raise Problem(
                     403, "role", f"{user.name} has the role worker, which may not view pages", given=str(user.role)
                 )
-            if search := request.query_params.get("run", ""):
-                await run_sync(self._seen, user, search)
+            search = request.query_params.get("run", "")
+            if search and not await run_sync(self._parts.store.sees, user, search):
+                raise Problem(404, "not_found", "there is no such search")
         except Problem as error:
             await error.answer()(scope, receive, send)
             return

@@ -68,13 +68,9 @@ class Parts:
 
     store: Store
     dispatcher: "Dispatcher"
-    """Assigns dry runs to workers."""
     slots: "SearcherSlots"
-    """Assigns searcher slots."""
     runs: "Runs"
-    """The folders of searches."""
     feed: "Feed"
-    """Live events."""
     estimates: "Estimates"
     studies: "Helper"
     """Calls the functions of `studies.py`."""

@@ -54,17 +54,7 @@ def _sendable(text: str) -> str:
 
 
 class Problem(Exception):
-    """An answer with a status of 400 or above.
-
-    Args:
-        status: HTTP status.
-        code: a word for programs.
-        message: a sentence for people.
-        field: the field of the request.
-        given: its value.
-        rule: the rule it broke.
-        headers: additional headers.
-    """
+    """An answer with a status of 400 or above. The arguments are the fields of `ErrorDetail`, and additional headers."""
 
     def __init__(
         self,

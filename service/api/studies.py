@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Callable
-from functools import cache
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter
@@ -18,7 +17,7 @@ from .problems import Problem
 from .searches import PartsOf
 
 router = APIRouter(prefix="/v1/studies", tags=["studies"], route_class=Guarded)
-AT_ONCE = 64
+_CALLS = CapacityLimiter(64)
 """Number of requests that wait for the process of the studies, which handles one at a time."""
 StudyId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Id of a study.")]
 
@@ -27,12 +26,7 @@ async def _called(parts: Parts, function: Callable[..., Any], *args: Any) -> Any
     """Calls a function of `studies` in a thread of a separate limiter, so that waiting requests do not block other
     routes.
     """
-    return await run_sync(parts.studies.call, function, *args, limiter=_threads())
-
-
-@cache
-def _threads() -> CapacityLimiter:
-    return CapacityLimiter(AT_ONCE)
+    return await run_sync(parts.studies.call, function, *args, limiter=_CALLS)
 
 
 async def _check_owner(parts: Parts, user: User, study: str) -> None:

@@ -25,14 +25,14 @@ class Demand(Part):
         """Returns the dry runs that wait for devices, in no particular order."""
         rows = connection.execute(
             select(
-                dry_runs.c.id,
+                dry_runs.c.id.label("dry_run"),
                 dry_runs.c.search,
                 searches.c.user,
                 searches.c.priority,
                 searches.c.device,
                 dry_runs.c.devices,
-                searches.c.created,
-                _average(),
+                searches.c.created.label("submitted"),
+                _average().label("seconds"),
                 searches.c.kind,
             )
             .join(searches, searches.c.id == dry_runs.c.search)
@@ -43,28 +43,26 @@ class Demand(Part):
             )
             .order_by(dry_runs.c.id)
         )
-        names = ("dry_run", "search", "user", "priority", "device", "devices", "submitted", "seconds", "kind")
-        return [Waiting(**dict(zip(names, row, strict=True))) for row in rows]
+        return [Waiting(**row._mapping) for row in rows]
 
     @reads
     def running(self, connection: Connection) -> list[Running]:
         """Returns the leased dry runs."""
         rows = connection.execute(
             select(
-                dry_runs.c.id,
+                dry_runs.c.id.label("dry_run"),
                 dry_runs.c.search,
                 searches.c.user,
                 dry_runs.c.worker,
                 dry_runs.c.devices,
                 dry_runs.c.started,
-                _average(),
+                _average().label("seconds"),
             )
             .join(searches, searches.c.id == dry_runs.c.search)
             .where(dry_runs.c.state == DryRunState.LEASED)
             .order_by(dry_runs.c.id)
         )
-        names = ("dry_run", "search", "user", "worker", "devices", "started", "seconds")
-        return [Running(**dict(zip(names, row, strict=True))) for row in rows]
+        return [Running(**row._mapping) for row in rows]
 
     @reads
     def contenders(self, connection: Connection) -> list[Contender]:

@@ -22,7 +22,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, func, or_, select, update
 
 from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
-from ..records import Assignment, DryRun, DryRunState, Measured, SearchState
+from ..records import Assignment, DryRun, DryRunState, SearchState, StoredMeasurement
 from ..scheduling import matches
 from ..tables import dry_runs, measured, searches, workers
 from .part import Part, add, add_event, add_usage, as_count, as_text, beats, locked, one, reads, writes
@@ -55,11 +55,6 @@ def attempts_when_lost(attempts: int, latest: int, *, with_server: bool, with_ot
         with_others: whether others of its worker were lost at the same time.
     """
     return attempts - 1 if (with_server or with_others) and latest <= FORGIVEN else attempts
-
-
-def attempts_when_given_back(attempts: int) -> int:
-    """Returns the number of counted leases after the latest one was given back."""
-    return attempts - 1
 
 
 class DryRuns(Part):
@@ -232,7 +227,7 @@ class DryRuns(Part):
         if row.state == DryRunState.DONE:
             raise LeaseOver(f"the dry run {dry_run} has its outcome")
         if row.state == DryRunState.LEASED:
-            self._requeue(connection, row, attempts=attempts_when_given_back(row.attempts), until=None)
+            self._requeue(connection, row, attempts=row.attempts - 1, until=None)
 
     def expire(self, *, renewed_after: float = float("-inf"), overdue_s: float = 0.0) -> list[DryRun]:
         """Returns expired dry runs to the queue, or ends them as crashes after `MOST_ATTEMPTS` counted leases.
@@ -383,7 +378,9 @@ class Knowledge(Part):
         add(connection, measured, values | more)
 
     @reads
-    def measured(self, connection: Connection, fingerprint: str, *, counts_for: int | None = None) -> list[Measured]:
+    def measured(
+        self, connection: Connection, fingerprint: str, *, counts_for: int | None = None
+    ) -> list[StoredMeasurement]:
         """Returns the measurements under a fingerprint, in order of arrival.
 
         Args:
@@ -394,4 +391,4 @@ class Knowledge(Part):
         if counts_for is not None:
             query = query.outerjoin(searches, searches.c.id == measured.c.search)
             query = query.where(or_(measured.c.search.is_(None), counting_for(counts_for)))
-        return [Measured(**each._mapping) for each in connection.execute(query)]
+        return [StoredMeasurement(**each._mapping) for each in connection.execute(query)]

@@ -6,12 +6,13 @@ import hmac
 import math
 import secrets
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from ...base.errors import KeyTaken, NotFound, StorageUnavailable, UsageError, unknown
-from ..records import MOST_PRIORITY, Audited, Role, Token, User
+from ..records import MOST_PRIORITY, AuditEntry, Role, Token, User
 from ..tables import audit, sessions, tokens, users
 from .part import Part, add, as_count, as_text, beats, one, reads, writes
 
@@ -157,11 +158,6 @@ class People(Part):
         user = None if found is None else self._good(connection, found)
         return None if found is None or user is None else (user, found.used)
 
-    def _owner(self, connection: Connection, text: str) -> User | None:
-        """Returns the owner of a token; None as for `user_of`."""
-        found = self._token(connection, text)
-        return None if found is None else self._good(connection, found)
-
     def _token(self, connection: Connection, text: str) -> Row[Any] | None:
         """Returns the token of that text; None if it is unknown."""
         number = _id_of(text)
@@ -191,7 +187,8 @@ class People(Part):
 
     @writes
     def _keep_session(self, connection: Connection, digest: str, token: str, seconds: float) -> None:
-        if self._owner(connection, token) is None:
+        found = self._token(connection, token)
+        if found is None or self._good(connection, found) is None:
             raise NotFound("the token is not known, was revoked or has expired")
         if one(connection, select(sessions.c.digest).where(sessions.c.digest == digest)):
             return
@@ -222,18 +219,7 @@ class People(Part):
         query = select(tokens).order_by(tokens.c.created, tokens.c.id)
         if user is not None:
             query = query.where(tokens.c.user == user)
-        return [
-            Token(
-                id=each.id,
-                user=each.user,
-                name=each.name,
-                created=each.created,
-                expires=each.expires,
-                revoked=each.revoked,
-                used=each.used,
-            )
-            for each in connection.execute(query)
-        ]
+        return [_record(each) for each in connection.execute(query)]
 
     @writes
     def revoke(self, connection: Connection, token: str) -> Token:
@@ -256,8 +242,7 @@ class People(Part):
         (row,) = found
         revoked = self.clock() if row.revoked is None else row.revoked
         connection.execute(update(tokens).where(tokens.c.id == row.id).values(revoked=revoked))
-        fields = {name: getattr(row, name) for name in ("id", "user", "name", "created", "expires", "used")}
-        return Token(**fields, revoked=revoked)
+        return replace(_record(row), revoked=revoked)
 
     @writes
     def audit(self, connection: Connection, user: str, action: str, subject: str = "", detail: Any = None) -> None:
@@ -266,12 +251,12 @@ class People(Part):
         connection.execute(insert(audit).values(time=self.clock(), **values))
 
     @reads
-    def audited(self, connection: Connection, limit: int = 1000, *, user: str | None = None) -> list[Audited]:
+    def audited(self, connection: Connection, limit: int = 1000, *, user: str | None = None) -> list[AuditEntry]:
         """Returns the latest entries of the audit log, in order, of all users or of the user of that name."""
         query = select(audit).order_by(audit.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(audit.c.user == user)
-        return [Audited(**each._mapping) for each in connection.execute(query)][::-1]
+        return [AuditEntry(**each._mapping) for each in connection.execute(query)][::-1]
 
 
 _CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -290,6 +275,10 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
 def _user(row: Row[Any] | None) -> User:
     assert row is not None
     return User(**{**row._mapping, "role": Role(row.role)})
+
+
+def _record(row: Row[Any]) -> Token:
+    return Token(**{each.name: getattr(row, each.name) for each in fields(Token)})
 
 
 def _role(role: Role | str) -> str:

@@ -78,7 +78,8 @@ class Searches(Part):
 
     @writes
     def _submit(self, connection: Connection, values: dict[str, Any], most_queued: int | None) -> tuple[Search, bool]:
-        known = one(connection, _search_rows().where(_keyed(values["user"], values["key"])))
+        own = searches.c.user == values["user"]
+        known = one(connection, _search_rows().where(own, searches.c.key == values["key"]))
         if known is not None:
             if any(getattr(known, each) != values[each] for each in SAME):
                 raise KeyTaken(
@@ -88,7 +89,8 @@ class Searches(Part):
             return _search(known), known.id == values["id"]
         if one(connection, select(users.c.id).where(users.c.id == values["user"])) is None:
             raise NotFound(f"there is no user {values['user']}")
-        if most_queued is not None and _queued_by(connection, values["user"]) >= most_queued:
+        queued = select(func.count()).select_from(searches).where(own, searches.c.state == SearchState.QUEUED)
+        if most_queued is not None and connection.execute(queued).scalar_one() >= most_queued:
             raise Refused(
                 f"you have {most_queued} searches queued, which is this server's limit for a user; wait, or cancel some"
             )
@@ -397,11 +399,6 @@ class Searches(Part):
         return _get(connection, search)
 
 
-def _queued_by(connection: Connection, user: int) -> int:
-    own = and_(searches.c.user == user, searches.c.state == SearchState.QUEUED)
-    return int(connection.execute(select(func.count()).select_from(searches).where(own)).scalar_one())
-
-
 def check_attempt(row: Row[Any], attempt: int) -> None:
     """Checks that `attempt` is the latest one.
 
@@ -436,10 +433,6 @@ def _visibility(value: str) -> str:
 def _search_rows() -> Select[Any]:
     columns = [each for each in searches.c if each.name not in _INTERNAL]
     return select(*columns, users.c.name.label("owner")).join(users, users.c.id == searches.c.user)
-
-
-def _keyed(user: int, key: str) -> Any:
-    return and_(searches.c.user == user, searches.c.key == key)
 
 
 def _search(row: Row[Any]) -> Search:

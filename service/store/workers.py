@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, insert, or_, select, update
+from sqlalchemy import Connection, Row, and_, insert, select, update
 
 from ...base.errors import NotFound
 from ..records import DryRunState, User, Worker
@@ -124,11 +124,10 @@ class Workers(Part):
         return _get(connection, worker)
 
     @reads
-    def workers(self, connection: Connection, *, since: float | None = None) -> list[Worker]:
-        """Returns the workers in the pool, and those that left after `since`, by id."""
-        present = workers.c.left.is_(None)
-        wanted = present if since is None else or_(present, workers.c.left > since)
-        return [_worker(each) for each in connection.execute(select(workers).where(wanted).order_by(workers.c.id))]
+    def workers(self, connection: Connection) -> list[Worker]:
+        """Returns the workers in the pool, by id."""
+        present = select(workers).where(workers.c.left.is_(None)).order_by(workers.c.id)
+        return [_worker(each) for each in connection.execute(present)]
 
     def _gone(self, connection: Connection, row: Row[Any], how: str) -> None:
         now = self.clock()

@@ -42,7 +42,7 @@ def test_a_new_run_leaves_the_files_of_the_design(tmp_path, open_run, asked, poi
         assert run.log_path(0) == run.path / "logs" / "0.log"
         assert run.log_path(0).parent.is_dir()
         trial = run.start(point(0), sampler="default")
-        run.finish(trial.number, ok(10.0, log=run.log_name(0)))
+        run.finish(trial.number, ok(10.0, log="logs/0.log"))
         trial = run.start(point(1), sampler="tpe")
         assert [each.number for each in run.pending()] == [1]
         run.finish(trial.number, oom(2000.0))

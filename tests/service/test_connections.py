@@ -157,7 +157,7 @@ class FakeGuard:
 
 
 def test_an_address_has_a_part_of_all_connections_and_a_proxy_may_have_them_all():
-    door = module.Door(10, 5, proxy="proxy")
+    door = module.ConnectionLimits(10, 5, proxy="proxy")
     guards = [FakeGuard(door, "a") for _ in range(6)]
     assert [door.enter(each) for each in guards] == [True] * 5 + [False]
     many = [FakeGuard(door, "proxy") for _ in range(6)]

@@ -119,7 +119,7 @@ def test_the_dispatcher_notices_requests_of_other_processes(sqlite_url):
         got = []
 
         def work():
-            while (assignment := dispatcher.take(pool.worker.id, 30)) is not None:
+            while (assignment := dispatcher.ask(pool.worker.id).result(30)) is not None:
                 other.answer(assignment.dry_run, assignment.lease, {"number": assignment.payload["number"]})
                 got.append(assignment.dry_run)
 
@@ -129,7 +129,7 @@ def test_the_dispatcher_notices_requests_of_other_processes(sqlite_url):
         asked = [pool.ask(str(number)).id for number in range(20)]
         while len(got) < 20:
             threading.Event().wait(0.01)
-        assert dispatcher.take("nobody", 0.01) is None
+        assert not dispatcher.ask("nobody").done()
         dispatcher.close()
         for each in threads:
             each.join()

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 
 import pytest
+import store_pool
 from pools import a_store
 from redline.results import View
 from redline.service.records import SearchState
@@ -29,8 +30,7 @@ class Workers:
     """A worker process that is restarted when it has ended."""
 
     def __init__(self, url, data, user):
-        command = ["-m", "redline.service.worker", "--storage", url, "--data", str(data), "--user", str(user)]
-        self._command = [sys.executable, *command]
+        self._command = [sys.executable, store_pool.__file__, url, str(data), str(user)]
         self.process = None
         self.look()
 

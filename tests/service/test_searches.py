@@ -129,7 +129,7 @@ def test_silent_workers_count_as_left_until_they_report(store, ann, clock):
     assert store.forget_unseen(60) == [] and [each.id for each in store.workers()] == [worker.id]
     clock.pass_by(11)
     assert [each.id for each in store.forget_unseen(60)] == [worker.id]
-    assert store.workers() == [] and [each.id for each in store.workers(since=clock.now - 1)] == [worker.id]
+    assert store.workers() == [] and store.worker(worker.id).left == clock.now
     assert store.seen(worker.id).left is None
     assert [each.id for each in store.workers()] == [worker.id]
     states = [each.data["state"] for each in store.events() if each.kind == "worker"]

@@ -113,7 +113,7 @@ def a_runner(store, search, **more):
 
 def a_whole_search(store, search, folder, killed_after=None, known=None):
     """Runs a search to its end, or until its searcher dies after `killed_after` finished trials; `known` is the
-    search's `Known`."""
+    search's `EarlierResults`."""
 
     class Dying(StoreListener):
         def on_trial_end(self, trial):

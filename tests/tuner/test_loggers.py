@@ -9,7 +9,7 @@ import redline as rl
 from redline.base.errors import MissingDependency, UsageError
 from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener
-from redline.tuner.loggers import Listeners, logger_names, logging_to
+from redline.tuner.loggers import forwarding, logger_names, logging_to
 from redline.tuner.loggers.tracker import TrialLogger, metrics_of
 
 
@@ -176,7 +176,7 @@ def test_every_listener_hears_everything():
         def on_remeasure(self, leaders, done, total, seconds=0.0):
             received.append((leaders, done, total))
 
-    both = Listeners([Receiver(), Receiver()])
+    both = forwarding(SearchListener, [Receiver(), Receiver()])
     both.on_message("a")
     both.on_remeasure([], 1, 2)
     both.on_wait("for nothing")

@@ -11,7 +11,7 @@ from redline.knobs.strategy import BLOCK_KNOBS
 from redline.tuner.accelerate import decision
 from redline.tuner.accelerate.decision import KNOBS, StrategyRequest, decide
 from redline.tuner.accelerate.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list
-from redline.tuner.ranks import Place
+from redline.tuner.ranks import RankPlace
 
 LISTS = {
     "nothing": ([], {}),
@@ -162,7 +162,7 @@ def test_entries_that_the_model_does_not_support_are_reported():
     (["zero3", "tensor_parallel"], "zero=3 is not followed: it has no effect with tp=2 pp=1 dp=1"),
 ])  # fmt: skip
 def test_entries_without_effect_are_reported(strategy, message):
-    workload, place = redline.workload("llama-tiny", seq_len=32), Place(rank=0, local_rank=0, size=2)
+    workload, place = redline.workload("llama-tiny", seq_len=32), RankPlace(rank=0, local_rank=0, size=2)
     assert decide(workload, StrategyRequest(strategy=strategy), place, 2).notes == (message,)
     here = decide(workload, StrategyRequest(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)
     assert here.config["sequence_parallel"] is True and here.notes == ()

@@ -10,7 +10,7 @@ import yaml
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.judge import Predictor
+from redline.tuner.samplers.judge import Judge
 from redline.tuner.transfer import EarlierRun, read_runs, take, task_similarity
 from redline.tuner.warm_start import WarmStart
 
@@ -97,9 +97,9 @@ def test_the_level_of_an_earlier_run_says_nothing():
 def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anything():
     space = make_space()
     sampler = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space)))
-    assert Predictor(sampler.knowledge).prediction(space.default()) == (None, None)
+    assert Judge(sampler.knowledge).prediction(space.default()) == (None, None)
     based = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space), base=lambda config: 7.0))
-    assert Predictor(based.knowledge).prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
+    assert Judge(based.knowledge).prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
         space, earlier(space), base=lambda config: 1.0)(space.default()).throughput)  # fmt: skip
 
 

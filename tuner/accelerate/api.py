@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.errors import UsageError, WorkloadError
 from ..budget import parse_memory
-from ..ranks import Joined, decide_once, place
+from ..ranks import JoinedRanks, decide_once, place
 from .arguments import ModelArguments, Resolved, resolve_arguments
 from .decision import Decision, StrategyRequest, decide
 
@@ -96,8 +96,9 @@ def accelerate(
     """
     here = place()
     if devices is not None and devices != here.size:
+        started = "this is the only process" if here.size == 1 else f"{here.size} ranks were started"
         raise UsageError(
-            f"devices={devices}, but {_ranks(here.size)}: start the script by `torchrun --nproc-per-node {devices}` (fewer on "
+            f"devices={devices}, but {started}: start the script by `torchrun --nproc-per-node {devices}` (fewer on "
             "each of several hosts), or leave devices out"
         )
     arguments = ModelArguments(
@@ -106,7 +107,7 @@ def accelerate(
     )  # fmt: skip
     resolved = resolve_arguments(arguments)
     request = StrategyRequest(
-        strategy=strategy, devices=here.size, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, seed=seed
+        strategy=strategy, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, seed=seed
     )  # fmt: skip
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here.size))
     decision, joined = decide_once(here, lambda: decide(resolved.workload, request, here, local_ranks))
@@ -116,7 +117,7 @@ def accelerate(
 def _prepared(
     resolved: Resolved,
     decision: Decision,
-    joined: Joined,
+    joined: JoinedRanks,
     arguments: ModelArguments,
     clip: float | None,
     weights: str | Path | None,
@@ -187,7 +188,3 @@ def _broadcast(module: "torch.nn.Module", group: Any) -> None:
             host = tensor.detach().cpu().contiguous()
             dist.broadcast(host, src=0, group=group)
             tensor.copy_(host)
-
-
-def _ranks(size: int) -> str:
-    return "this is the only process" if size == 1 else f"{size} ranks were started"

@@ -25,30 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
-    """Arguments of `redline.accelerate` that describe the model and its data."""
+    """Arguments of `redline.accelerate` that describe the model and its data, and are documented there."""
 
     model: Any
-    """Name, Workload, module, or builder of a module."""
     dataset: Any = None
-    """Data set, files, or None."""
     loss: "Callable[[Any, Any], torch.Tensor] | None" = None
-    """`loss(output, batch)`; None for the model's own loss."""
     optimizer: "Callable[..., torch.optim.Optimizer] | None" = None
-    """Makes the optimizer of the parameters; None for AdamW."""
     global_batch: int | None = None
-    """Samples of a step; None for the model's default."""
     seq_len: int | None = None
-    """Tokens of a sample; None for the model's default, or the length of the data set's samples."""
     lora: str | None = None
-    """Adapters to train; None trains all weights."""
     collate: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of samples of a data set; None stacks them."""
     shuffle: bool = True
-    """True if each epoch has its own order."""
     seed: int = 0
-    """Seed of the order, of new weights, and of dropout."""
     cache: str | Path = "redline-data"
-    """Folder for tokens of files."""
 
     def __post_init__(self) -> None:
         import torch
@@ -113,7 +102,7 @@ class Unfrozen(Architecture):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Copied:
+class ModuleCopies:
     """Builds copies of a module."""
 
     module: "nn.Module"
@@ -164,7 +153,10 @@ def _of_module(arguments: ModelArguments, module: "nn.Module") -> Workload:
     kind = type(module)
     shapes = {name: list(each.shape) for name, each in module.state_dict().items()}
     return _own(
-        arguments, Copied(module=module), kind.__name__, {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes}
+        arguments,
+        ModuleCopies(module=module),
+        kind.__name__,
+        {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes},
     )
 
 

@@ -14,28 +14,21 @@ from ...models import Workload
 from ...models.spaces import make_space
 from ...space import Config, Knob
 from ..planning import plan, with_samples_of
-from ..ranks import Place
+from ..ranks import RankPlace
 from ..train.chosen import in_words
 from ..train.strategy import read_source
-from .optimisations import Followed, follow, read_list
+from .optimisations import NEUTRAL, Followed, follow, read_list
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRequest:
-    """Arguments that decide on a configuration, apart from the model."""
+    """Arguments of `redline.accelerate` that decide on a configuration, apart from the model."""
 
     strategy: Any = None
-    """A run's folder, best.yaml, a configuration, or a list or file of optimisations; None for a search."""
-    devices: int | None = None
-    """Number of devices; None for the number of ranks."""
     trials: int = 0
-    """Dry runs; 0 uses the estimate's best."""
     memory_limit_mib: float | None = None
-    """Memory of a device that may be used; None for all of it."""
     fix: Mapping[str, Any] | None = None
-    """Values of knobs that do not vary."""
     seed: int = 0
-    """Seed of the dry runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +44,8 @@ class Decision:
     """Parts of the strategy that are not followed."""
 
 
-def decide(workload: Workload, request: StrategyRequest, here: Place, local_ranks: int) -> Decision:
+def decide(workload: Workload, request: StrategyRequest, here: RankPlace, local_ranks: int) -> Decision:
     """Returns the configuration for all ranks.
-
-    Args:
-        workload: the one to train.
-        request: arguments that decide.
-        here: the place of rank 0.
-        local_ranks: number of ranks on this host.
 
     Raises:
         UsageError: the strategy is invalid, or cannot be followed here, or dry runs would need other hosts.
@@ -122,7 +109,7 @@ def _followed(workload: Workload, found: Followed, request: StrategyRequest, siz
     """Plans the knobs that a list of optimisations leaves open, such as the micro-batch."""
     space = make_space(workload, detect(), size)
     fixed, notes = dict(request.fix or {}), list(found.notes)
-    requested = {name: value for name, value in found.knobs.items() if value != found.neutral.get(name)}
+    requested = {name: value for name, value in found.knobs.items() if value != NEUTRAL.get(name)}
     for name, value in found.knobs.items():
         if name in space.by_name:
             if name not in fixed:

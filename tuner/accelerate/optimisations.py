@@ -6,6 +6,7 @@ and saves them. The search chooses the values of tunable knobs. Optimisations th
 
 import io
 import json
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,16 +39,10 @@ class Followed:
     """Values of knobs; those left to the search are missing."""
     notes: list[str] = field(default_factory=list)
     """Settings that are not carried over, one sentence each."""
-    neutral: Mapping[str, Any] = field(default_factory=lambda: NEUTRAL)
-    """Values of the knobs without optimisations."""
 
 
 def follow(strategy: Sequence[Any], devices: int) -> Followed:
     """Converts a list of optimisations to knobs.
-
-    Args:
-        strategy: entries of the list.
-        devices: number of devices.
 
     Raises:
         UsageError: an entry is malformed, has an unknown name, or has a configuration that its optimisation does not
@@ -109,21 +104,21 @@ def _parallel_mode(out: Followed, config: Any) -> None:
         if axis not in AXES:
             raise UsageError(unknown("axis of parallel_mode", axis, AXES))
         degrees[AXES[axis]] = degrees.get(AXES[axis], 1) * int(size)
-    total = 1
-    for size in degrees.values():
-        total *= size
+    total = math.prod(degrees.values())
     if total != out.devices:
-        raise UsageError(f"parallel_mode is for {total} devices ({_words(axes)}), but there are {out.devices}")
+        words = " x ".join(f"{axis} {size}" for axis, size in axes)
+        raise UsageError(f"parallel_mode is for {total} devices ({words}), but there are {out.devices}")
     out.knobs |= {"tp": 1, "pp": 1, "dp": 1, **degrees}
 
 
-def _words(axes: Sequence[Any]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in axes)
+def _sets(name: str, knob: str, value: Any) -> Callable[[Followed, Any], None]:
+    """Converter of an optimisation that is a single value of a knob."""
 
+    def apply(out: Followed, config: Any) -> None:
+        out.knobs[knob] = value
+        _leave(out, name, config)
 
-def _module_replace(out: Followed, config: Any) -> None:
-    out.knobs["kernels"] = True
-    _leave(out, "module_replace", config)
+    return apply
 
 
 def _fsdp(out: Followed, config: Any) -> None:
@@ -181,11 +176,6 @@ def _half(out: Followed, config: Any) -> None:
         )
 
 
-def _fp8(out: Followed, config: Any) -> None:
-    out.knobs["precision"] = "fp8"
-    _leave(out, "fp8", config)
-
-
 def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
     def apply(out: Followed, config: Any) -> None:
         given = dict(config) if isinstance(config, Mapping) else {}
@@ -203,11 +193,6 @@ def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
     return apply
 
 
-def _sequence_parallel(out: Followed, config: Any) -> None:
-    out.knobs["sequence_parallel"] = True
-    _leave(out, "sequence_parallel", config)
-
-
 def _checkpoint(out: Followed, config: Any) -> None:
     out.knobs["checkpoint_ratio"] = 1.0
     ratio = config.get("ratio") if isinstance(config, Mapping) else None
@@ -217,11 +202,6 @@ def _checkpoint(out: Followed, config: Any) -> None:
         out.notes.append(
             "checkpoint: every repeated block of the model is recomputed, not only the classes that its configuration names"
         )
-
-
-def _compile(out: Followed, config: Any) -> None:
-    out.knobs["fusion"] = True
-    _leave(out, "compile", config)
 
 
 def _leave(out: Followed, name: str, config: Any) -> None:
@@ -234,7 +214,7 @@ def _leave(out: Followed, name: str, config: Any) -> None:
 
 OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {
     "parallel_mode": _parallel_mode,
-    "module_replace": _module_replace,
+    "module_replace": _sets("module_replace", "kernels", True),
     "fsdp": _fsdp,
     "fsdp2": _fsdp,
     "zero1": _zero(1),
@@ -246,12 +226,12 @@ OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {
     "amp_apex_o1": _amp("amp_apex_o1", "fp16"),
     "amp_apex_o2": _amp("amp_apex_o2", "fp16"),
     "half": _half,
-    "fp8": _fp8,
+    "fp8": _sets("fp8", "precision", "fp8"),
     "tensor_parallel": _degree("tensor_parallel", "tp"),
     "pipeline_parallel": _degree("pipeline_parallel", "pp"),
-    "sequence_parallel": _sequence_parallel,
+    "sequence_parallel": _sets("sequence_parallel", "sequence_parallel", True),
     "checkpoint": _checkpoint,
-    "compile": _compile,
+    "compile": _sets("compile", "fusion", True),
 }
 """Converters by ATorch's names."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def logging_to(
         MissingDependency: a tracker's package is not installed.
     """
     with _opened(names, folder, "LOGGER", listener.on_message) as trackers:
-        yield Listeners([listener, *trackers]) if trackers else listener
+        yield forwarding(SearchListener, [listener, *trackers]) if trackers else listener
 
 
 @contextlib.contextmanager
@@ -60,7 +61,7 @@ def logging_training_to(
         MissingDependency: a tracker's package is not installed.
     """
     with _opened(names, folder, "TRAINING", listener.on_message) as trackers:
-        yield TrainListeners([listener, *trackers]) if trackers else listener
+        yield forwarding(TrainListener, [listener, *trackers]) if trackers else listener
 
 
 @contextlib.contextmanager
@@ -79,29 +80,14 @@ def _opened(
             tracker.finish()
 
 
-class Listeners(SearchListener):
-    """Forwards events of a search to several listeners, in order."""
+def forwarding(kind: type, listeners: Sequence[Any]) -> Any:
+    """Returns a listener of the class `kind` that forwards each event to all `listeners`, in order."""
 
-    def __init__(self, listeners: Sequence[SearchListener]) -> None:
-        _forward_all(self, SearchListener, listeners)
-
-
-class TrainListeners(TrainListener):
-    """Forwards events of a training to several listeners, in order."""
-
-    def __init__(self, listeners: Sequence[TrainListener]) -> None:
-        _forward_all(self, TrainListener, listeners)
-
-
-def _forward_all(one: Any, kind: type, listeners: Sequence[Any]) -> None:
-    """Makes each method of the listener class `kind` forward to all `listeners`."""
-    for name in (each for each in vars(kind) if not each.startswith("_")):
-        setattr(one, name, _forward(listeners, name))
-
-
-def _forward(listeners: Sequence[Any], name: str) -> Callable[..., None]:
-    def forward(*given: Any) -> None:
+    def forward(name: str, *given: Any) -> None:
         for listener in listeners:
             getattr(listener, name)(*given)
 
-    return forward
+    out = kind()
+    for name in (each for each in vars(kind) if not each.startswith("_")):
+        setattr(out, name, partial(forward, name))
+    return out

@@ -12,7 +12,7 @@ from ..listener import SearchPlan
 from ..result import Result
 from ..train.listener import TrainingStart
 from . import training as trained
-from .tracker import Tracker, TrialLogger, headline_of, knobs_of
+from .tracker import Tracker, TrialLogger, headline_of, plain
 from .training import TrainLogger
 
 DATABASE = "mlflow.db"
@@ -64,7 +64,7 @@ class MLflowLogger(_MLflow, TrialLogger):
             "redline.reason": fold(trial.measured.reason)[:500],
         }
         run = self._client.create_run(self._experiment, run_name=f"trial {trial.number}", tags=tags).info.run_id
-        for knob, chosen in knobs_of(trial).items():
+        for knob, chosen in plain(trial.config).items():
             self._client.log_param(run, knob, chosen)
         for name, value in metrics.items():
             self._client.log_metric(run, name, value)
@@ -77,7 +77,7 @@ class MLflowLogger(_MLflow, TrialLogger):
         for name, value in headline_of(result).items():
             self._client.log_metric(self._run, name, value)
         if result.best is not None:
-            for knob, chosen in knobs_of(result.best.trial).items():
+            for knob, chosen in plain(result.best.trial.config).items():
                 self._client.log_param(self._run, knob, chosen)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class MLflowTraining(_MLflow, TrainLogger):
         self._run = self._client.create_run(self._experiment, run_name=self.folder.name, tags=tags).info.run_id
         self.keep(self._run)
         # The configuration may change and is a tag, because the value of a parameter cannot change.
-        for name, value in trained.hyperparameters_of(training).items():
+        for name, value in plain(training.hyperparameters).items():
             self._client.log_param(self._run, name, value)
 
     def configured(self, training: TrainingStart) -> None:

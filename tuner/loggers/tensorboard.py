@@ -10,7 +10,7 @@ from ..listener import SearchPlan
 from ..result import Result
 from ..train.listener import TrainingStart
 from . import training as trained
-from .tracker import Tracker, TrialLogger, headline_of, knobs_of
+from .tracker import Tracker, TrialLogger, headline_of, plain
 from .training import TrainLogger
 
 FOLDER = "tensorboard"
@@ -47,7 +47,7 @@ class TensorBoardLogger(_TensorBoard, TrialLogger):
             self._writer.add_scalar(f"trial/{name}", value, trial.number)
         if best is not None:
             self._writer.add_scalar("best_so_far", best, trial.number)
-        hparams = {**knobs_of(trial), "status": str(trial.measured.status)}
+        hparams = {**plain(trial.config), "status": str(trial.measured.status)}
         self._writer.add_hparams(
             hparams,
             {f"hparam/{name}": value for name, value in metrics.items()},
@@ -69,7 +69,7 @@ class TensorBoardTraining(_TensorBoard, TrainLogger):
     def open(self, training: TrainingStart, before: str | None) -> None:
         self._write(training.step if (self.folder / FOLDER).exists() else None)
         self._writer.add_text("training", f"{training.name} on {training.where}", training.step)
-        rows = [f"| {name} | {value} |" for name, value in trained.hyperparameters_of(training).items()]
+        rows = [f"| {name} | {value} |" for name, value in plain(training.hyperparameters).items()]
         self._writer.add_text("hyperparameters", "\n".join(["| name | value |", "|---|---|", *rows]), training.step)
 
     def configured(self, training: TrainingStart) -> None:

@@ -16,10 +16,6 @@ class Tracker:
 
     A tracker that fails is reported once and not used again: it must not end the search or training.
 
-    Args:
-        folder: folder of the run or the training.
-        say: receives messages for the user.
-
     Raises:
         MissingDependency: the tracker's package is not installed.
     """
@@ -69,12 +65,7 @@ METRICS = (
 
 
 class TrialLogger(Tracker, SearchListener):
-    """Logs each trial to a tracker. A subclass defines `open`, `log`, `summarise` and `close`.
-
-    Args:
-        folder: the run's folder.
-        say: receives messages for the user.
-    """
+    """Logs each trial to a tracker. A subclass defines `open`, `log`, `summarise` and `close`."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)
@@ -111,13 +102,18 @@ def metrics_of(trial: Trial) -> dict[str, float]:
         "predicted_memory_mib": trial.predicted_memory_mib,
     }
     found = {name: own[name] if name in own else getattr(measured, name) for name in METRICS}
+    return finite(found)
+
+
+def finite(found: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among these."""
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(float(value))}
 
 
-def knobs_of(trial: Trial) -> dict[str, bool | int | float | str]:
-    """The configuration, with values of types that every tracker supports."""
-    plain = (bool, int, float, str)
-    return {name: each if isinstance(each, plain) else str(each) for name, each in trial.config.items()}
+def plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Values of types that every tracker supports, without those that are None."""
+    types = (bool, int, float, str)
+    return {name: each if isinstance(each, types) else str(each) for name, each in values.items() if each is not None}
 
 
 def headline_of(result: Result) -> dict[str, float]:

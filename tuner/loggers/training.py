@@ -1,7 +1,6 @@
 """Logging of a training to an experiment tracker."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from ...base.writing import write_atomic
 from ...results.trained import highest_step, step_before
 from ..train.listener import TrainingStart, TrainListener
-from .tracker import Tracker
+from .tracker import Tracker, finite, plain
 
 METRICS = (
     "loss",
@@ -33,10 +32,6 @@ class TrainLogger(Tracker, TrainListener):
 
     A resumed training continues its run in the tracker. Steps after the checkpoint are trained again: if the tracker
     can remove them (`purges`), they are logged again, otherwise not.
-
-    Args:
-        folder: the training's folder.
-        say: receives messages for the user.
     """
 
     purges = False
@@ -114,28 +109,18 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
         found = {f"checkpoint/{name}": line.get(name) for name in ("seconds", "stalled")}
     else:
         return {}
-    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(float(value))}
+    return finite(found)
 
 
 def knobs_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
     """The configuration and the number of ranks, with values of types that every tracker supports."""
-    return {"devices": training.strategy.devices, **_plain(training.strategy.config)}
-
-
-def hyperparameters_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
-    """Hyperparameters, with values of types that every tracker supports, without those left at None."""
-    return _plain(training.hyperparameters)
+    return {"devices": training.strategy.devices, **plain(training.strategy.config)}
 
 
 def in_words(training: TrainingStart) -> str:
     """The configuration in a line."""
     knobs = " ".join(f"{name}={value}" for name, value in knobs_of(training).items())
     return f"from step {training.step}: {knobs} ({training.strategy.why})"
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    plain = (bool, int, float, str)
-    return {name: each if isinstance(each, plain) else str(each) for name, each in values.items() if each is not None}
 
 
 def _runs(folder: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from ..listener import SearchPlan
 from ..result import Result
 from ..train.listener import TrainingStart
 from . import training as trained
-from .tracker import Tracker, TrialLogger, headline_of, knobs_of
+from .tracker import Tracker, TrialLogger, headline_of, plain
 from .training import TrainLogger
 
 PROJECT = "redline"
@@ -61,7 +61,7 @@ class WandbLogger(_Wandb, TrialLogger):
         self._rows: list[dict[str, object]] = []
 
     def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
-        row = {f"knob.{name}": value for name, value in knobs_of(trial).items()}
+        row = {f"knob.{name}": value for name, value in plain(trial.config).items()}
         status = str(trial.measured.status)
         out = {"trial": trial.number, **metrics, **row, "status": status}
         if best is not None:
@@ -77,7 +77,7 @@ class WandbLogger(_Wandb, TrialLogger):
         self._run.log({"trials": wandb.Table(columns=columns, data=cells)})
         self._run.summary.update(headline_of(result))
         if result.best is not None:
-            self._run.summary.update({f"best.{k}": v for k, v in knobs_of(result.best.trial).items()})
+            self._run.summary.update({f"best.{k}": v for k, v in plain(result.best.trial.config).items()})
 
 
 class WandbTraining(_Wandb, TrainLogger):
@@ -87,7 +87,7 @@ class WandbTraining(_Wandb, TrainLogger):
         import uuid
 
         run = before or uuid.uuid4().hex[:12]
-        config = {"model": training.name, "where": training.where, **trained.hyperparameters_of(training)}
+        config = {"model": training.name, "where": training.where, **plain(training.hyperparameters)}
         self._run = self._begin(training.name, config, id=run, resume="allow")
         self.keep(run)
         self._run.define_metric("step")

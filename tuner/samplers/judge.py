@@ -11,33 +11,6 @@ from ...space import Config
 from .containment import one_blas_thread
 from .posterior import SearchPosterior, SurrogatePrior
 
-
-class Predictor:
-    """Returns the predictions of a search's estimate.
-
-    Args:
-        knowledge: prior of the space.
-    """
-
-    def __init__(self, knowledge: SurrogatePrior) -> None:
-        self.knowledge = knowledge
-
-    def prediction(self, config: Config) -> tuple[float | None, float | None]:
-        """Throughput and peak memory (MiB) that the prior predicts; None if it predicts none."""
-        answers = self.knowledge.answers
-        if answers is None or self.knowledge.relative:
-            return None, None
-        if not answers.knows(config) and self.knowledge.small:
-            answers.of(list(self.knowledge.space))  # all at once, so that warnings about the prior cover all
-        found = answers.of([config])
-        throughput, memory = found.log_throughput[0], found.log_memory[0]
-        return _number(throughput), _number(memory)
-
-
-def _number(log: float) -> float | None:
-    return float(np.exp(log)) if np.isfinite(log) else None
-
-
 WORTHWHILE = 0.01
 """Gain in log throughput that is worth further trials."""
 
@@ -57,14 +30,21 @@ class Outlook:
 
 
 class Judge:
-    """Forecasts what further trials can gain.
-
-    Args:
-        knowledge: prior of the space.
-    """
+    """Forecasts trials, and what further trials can gain."""
 
     def __init__(self, knowledge: SurrogatePrior) -> None:
         self.knowledge = knowledge
+
+    def prediction(self, config: Config) -> tuple[float | None, float | None]:
+        """Throughput and peak memory (MiB) that the prior predicts; None if it predicts none."""
+        answers = self.knowledge.answers
+        if answers is None or self.knowledge.relative:
+            return None, None
+        if not answers.knows(config) and self.knowledge.small:
+            answers.of(list(self.knowledge.space))  # all at once, so that warnings about the prior cover all
+        found = answers.of([config])
+        throughput, memory = found.log_throughput[0], found.log_memory[0]
+        return _number(throughput), _number(memory)
 
     def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
         """Returns the forecast after these trials for the `ahead` most promising candidates."""
@@ -84,3 +64,7 @@ class Judge:
             )
             chances = np.sort((better * beliefs.works)[beliefs.considered()])[-ahead:]
             return Outlook(gain=float(1.0 - np.prod(1.0 - chances)), works=works, need_mib=need)
+
+
+def _number(log: float) -> float | None:
+    return float(np.exp(log)) if np.isfinite(log) else None

@@ -1,7 +1,5 @@
 """Optuna's samplers: TPE and Gaussian process, over the trials so far as an Optuna study."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +10,7 @@ from optuna.samplers import BaseSampler, GPSampler as OptunaGPSampler, TPESample
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from ...results.storage import quiet
 from ...space import Config
 from .candidates import Candidates
 from .containment import one_thread
@@ -64,17 +63,6 @@ def ask(study: Study, encoding: Encoding) -> np.ndarray:
     with quiet():
         params = study.ask(distributions(encoding)).params
     return np.array([params[name] for name in encoding.names], dtype=np.int32)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppresses Optuna's message about a new study, and restores its verbosity."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(max(verbosity, optuna.logging.WARNING))
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(verbosity)
 
 
 class TPESampler(ModelSampler):

@@ -207,16 +207,19 @@ class SearchPosterior:
 
     def _believe(self) -> None:
         self.need: np.ndarray | None = None
-        at = self.features.of(self.candidates.codes)
+        candidate_points = self.features.of(self.candidates.codes)
         points = self.features.of(self.seen.codes)
-        everything = np.concatenate([points, at])
+        everything = np.concatenate([points, candidate_points])
         estimates = []
         for answers, share in self.knowledge.estimates:
             ahead = answers.of_candidates(self.candidates)
             estimates.append((answers.of([trial.config for trial in self.known]).joined(ahead), share))
         predictions = estimates[0][0] if estimates else None
-        self.cost = self._costs(points, at)
-        self.works = self._chance(points, at, everything, predictions)
+        self.cost = self._costs(points, candidate_points)
+        self.works = self._memory(points, candidate_points, everything, predictions) * self._others(
+            points, candidate_points
+        )
+        """Probability of success of each candidate, shape (m,)."""
         self.best, self.speed = None, None
         rows = np.flatnonzero(self.seen.ok)
         values = self.seen.objective[rows]
@@ -228,7 +231,7 @@ class SearchPosterior:
         centre = float(values.mean()) if len(values) else 0.0
         values = (values - centre) / scale
         self.scale = scale
-        n, count = len(rows), len(at)
+        n, count = len(rows), len(candidate_points)
         ones = np.ones((n + count, 1))
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
         beliefs = [
@@ -241,19 +244,13 @@ class SearchPosterior:
         beliefs.append(Belief(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
         if not n:
             beliefs = beliefs[:1]
-        self.speed = self.surrogate(beliefs, points[rows], values, at)
+        self.speed = self.surrogate(beliefs, points[rows], values, candidate_points)
         self.best = float(values.max()) if n else None
 
-    def _chance(
-        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
-    ) -> np.ndarray:
-        """Probability of success of each candidate, shape (m,)."""
-        memory = self._memory(points, at, everything, predictions)
-        return memory * self._others(points, at)
-
     def _memory(
-        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
+        self, points: np.ndarray, candidate_points: np.ndarray, everything: np.ndarray, predictions: Predictions | None
     ) -> np.ndarray:
+        """Probability that each candidate fits, shape (m,)."""
         measured = [_need(trial.measured) for trial in self.known]
         limit = self._limit(predictions)
         bound = 0.0 if limit is None else np.log(limit)
@@ -272,39 +269,41 @@ class SearchPosterior:
                 signs.append(-1.0)
             rows.append(row)
         shape_prior = self.knowledge.shape_prior
-        known = predictions if (limit is not None or shape_prior) and _any_memory(predictions) else None
+        estimates = predictions if (limit is not None or shape_prior) and _any_memory(predictions) else None
         unconstrained = not any(sign >= 0 for sign in signs)
-        if unconstrained and known is None:
-            return np.ones(len(at))
+        if unconstrained and estimates is None:
+            return np.ones(len(candidate_points))
         rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
-        here = everything[rows_all]
+        all_points = everything[rows_all]
         beliefs = []
-        middle_of = at.mean(axis=0)
+        middle_of = candidate_points.mean(axis=0)
         sign = self.features.memory_sign
-        towards = (here - middle_of) * sign
-        trust = 0.0 if known is None else shape_prior.weight if shape_prior else 0.9
+        towards = (all_points - middle_of) * sign
+        trust = 0.0 if estimates is None else shape_prior.weight if shape_prior else 0.9
         beliefs.append(
             Belief(
                 mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
-                basis=np.column_stack([np.ones(len(here)), 0.5 * towards[:, sign != 0]]),
+                basis=np.column_stack([np.ones(len(all_points)), 0.5 * towards[:, sign != 0]]),
                 scales=MEMORY_WITHOUT,
                 weight=1.0 - trust,
             )
         )
-        if known is not None:
+        if estimates is not None:
             # A measured peak is that of the reporting device; the fullest device decides whether it fits.
-            exact = np.array([*(sign == 0 for sign in signs), *[False] * len(at)])
-            estimate = np.where(exact, known.log_memory[rows_all], known.log_need[rows_all])
+            exact = np.array([*(sign == 0 for sign in signs), *[False] * len(candidate_points)])
+            estimate = np.where(exact, estimates.log_memory[rows_all], estimates.log_need[rows_all])
             middle = float(np.nanmean(estimate))
             estimate = np.where(np.isfinite(estimate), estimate, middle)
             basis = np.column_stack(
-                [np.full(len(here), 0.15), 0.2 * (estimate - middle), known.memory_effects[rows_all]]
+                [np.full(len(all_points), 0.15), 0.2 * (estimate - middle), estimates.memory_effects[rows_all]]
             )
             if shape_prior:  # as above: the common level is near the limit
                 estimate = bound - 0.7 + estimate - middle
             scales = MEMORY_WITH_SHAPE if shape_prior else MEMORY_WITH
             beliefs.append(Belief(mean=estimate, basis=basis, scales=scales, weight=trust))
-        mixture = limit_model(beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at)
+        mixture = limit_model(
+            beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), candidate_points
+        )
         if limit is not None:
             # A default prior does not know the scale: bounds alone only raise it, and its values would be too large.
             self.need = mixture.parts()[0][1] if shape_prior else mixture.mean
@@ -314,7 +313,7 @@ class SearchPosterior:
         if predictions is not None:
             # Ruled out without a number, for example by more pipeline stages than blocks.
             hopeless = (predictions.fits == 0) & ~np.isfinite(predictions.log_need)
-            chance = np.where(hopeless[-len(at) :], np.minimum(chance, HOPELESS), chance)
+            chance = np.where(hopeless[-len(candidate_points) :], np.minimum(chance, HOPELESS), chance)
         return chance
 
     def _limit(self, predictions: Predictions | None) -> float | None:

@@ -238,12 +238,7 @@ def _number(value: Any) -> float:
 
 
 class Answers:
-    """Cached predictions of a prior.
-
-    Args:
-        prior: the prior.
-        encoding: encoding of the space.
-    """
+    """Cached predictions of a prior."""
 
     def __init__(self, prior: Prior, encoding: Encoding) -> None:
         self._prior, self._encoding = prior, encoding

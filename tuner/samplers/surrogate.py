@@ -185,11 +185,11 @@ def limit_model(
     return Mixture(posteriors, means, _softmax(evidence), noises)
 
 
-def chance_below(mixture: Mixture, bound: float, softness: float = SOFTNESS) -> np.ndarray:
+def chance_below(mixture: Mixture, bound: float) -> np.ndarray:
     """Probability that the quantity of each candidate is below the bound, shape (m,)."""
     # MacKay's approximation of a logistic averaged over a Gaussian.
     shares = [
-        weight * expit((bound - mean) / np.sqrt(softness**2 + np.pi * variance / 8))
+        weight * expit((bound - mean) / np.sqrt(SOFTNESS**2 + np.pi * variance / 8))
         for weight, mean, variance in mixture.parts()
     ]
     return np.sum(shares, axis=0)

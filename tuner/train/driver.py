@@ -22,6 +22,7 @@ from ...models.flops import flops_of
 from ...models.layouts.save import main_dtype
 from ...models.lora import AdaptedArchitecture
 from ...results import Measurement, Status
+from ...results.names import fresh_folder
 from ...results.trained import (
     CHECKPOINTS,
     DATA,
@@ -29,7 +30,6 @@ from ...results.trained import (
     OUT_OF_MEMORY,
     STOP,
     LogReader,
-    fresh_folder,
     holds_training,
     log_size,
     read_document,
@@ -114,7 +114,7 @@ class Driver:
         path = Path(request.out or request.source) if request.resume or request.out is not None else None
         source = None if request.resume else read_source(request.source)
         if source is not None and path is None:
-            path = Path("train", source.name) if again else fresh_folder(source.name)
+            path = Path("train", source.name) if again else fresh_folder("train", source.name)
         assert path is not None, "a resumed training has a folder"
         self.document: dict[str, Any] = {}
         note = ""
@@ -391,7 +391,8 @@ class Driver:
 
     def _watched(self, runner: Runner) -> Measurement:
         """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""
-        log = self.path / LOGS / f"{1 + max((int(each.stem) for each in self._logs()), default=-1)}.log"
+        numbers = [int(each.stem) for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit()]
+        log = self.path / LOGS / f"{1 + max(numbers, default=-1)}.log"
         log.parent.mkdir(exist_ok=True)
         reader = LogReader(self.path, log_size(self.path))
         asked = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
@@ -415,9 +416,6 @@ class Driver:
             )
         else:
             self.listener.on_message("saving a checkpoint and ending; Ctrl-C again ends at once, without a checkpoint")
-
-    def _logs(self) -> Iterator[Path]:
-        return (each for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit())
 
     def _follow(self, future: "Future[Measurement]", reader: LogReader) -> None:
         over, full = False, False

@@ -17,13 +17,13 @@ from ...runners import failure
 from ...runners.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 from ...runners.rank import RankContext
 from ...runners.train import TrainRank
-from ..ranks import Place, decide_once
+from ..ranks import RankPlace, decide_once
 from .driver import Driver
 from .listener import TrainListener
 from .request import TrainRequest
 
 
-def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> bool:
+def train_rank(request: TrainRequest, place: RankPlace, listener: TrainListener) -> bool:
     """Runs the training on this rank. Returns True if it was ended before its last step.
 
     Raises:
@@ -76,7 +76,7 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
 
 def _decide(
     request: TrainRequest,
-    place: Place,
+    place: RankPlace,
     listeners: list[TrainListener],
     drivers: list[Driver],
     stack: contextlib.ExitStack,

@@ -32,13 +32,11 @@ class TrainingStart:
     """A training as it starts or continues."""
 
     name: str
-    """Name of the target."""
     folder: Path
     strategy: Strategy
     where: str
     """Description of the hardware."""
     data: Mapping[str, Any]
-    """Description of the training data."""
     steps: int
     """Number of steps in all."""
     step: int

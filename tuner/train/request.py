@@ -143,13 +143,7 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
 
     @staticmethod
     def again(source: str | Path, asked: Mapping[str, Any], **starts: Any) -> "TrainRequest":
-        """Restores a request from train.yaml.
-
-        Args:
-            source: folder of the training.
-            asked: its request.
-            starts: arguments of this start.
-        """
+        """Restores a request from train.yaml."""
         known: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in asked.items()}
         return TrainRequest(**{**known, "source": source, **starts})
 
@@ -214,11 +208,6 @@ def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tup
 
     The schedule is stretched to the new number of steps only if that does not change the learning rate at the current
     step, as in the stable part of `wsd`; otherwise the rate would jump.
-
-    Args:
-        request: the new request.
-        before: the previous request.
-        step: number of steps done.
     """
     old, new = before.section(Hyperparameters), request.section(Hyperparameters)
     was, horizon = old.lr_factor(step), old.lr_steps or old.steps

@@ -31,7 +31,6 @@ class Source:
     lora: str | None = None
     """Adapters to train; None for all weights."""
     config: Config | None = None
-    """Known configuration, or None."""
     devices: int | None = None
     """Number of devices of the configuration."""
     limit_mib: float | None = None

@@ -23,7 +23,7 @@ _OF_RUNS = frozenset({RUN, LEDGER, TABLE})
 _NEVER = frozenset({"node_modules", "__pycache__", "site-packages", LOGS})
 
 
-class Found(NamedTuple):
+class FoundFolders(NamedTuple):
     """The runs and trainings below a folder: sorted paths relative to it, with `/`; `.` is the folder itself."""
 
     runs: list[str]
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     """Folders with a train.yaml."""
 
 
-def found_under(root: Path) -> Found:
+def found_under(root: Path) -> FoundFolders:
     """Returns the folders below `root` that contain a run or a training.
 
     A run has a run.yaml, study.log or trials.csv that is a regular file. Links are not followed; hidden and unreadable
@@ -40,7 +40,7 @@ def found_under(root: Path) -> Found:
     """
     found = list(_walk(root))
     runs = sorted(path for path, files in found if files & _OF_RUNS)
-    return Found(runs, sorted(path for path, files in found if DOCUMENT in files))
+    return FoundFolders(runs, sorted(path for path, files in found if DOCUMENT in files))
 
 
 class Folders:
@@ -48,11 +48,11 @@ class Folders:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._found = Found([], [])
+        self._found = FoundFolders([], [])
         self._until = float("-inf")
         self._lock = threading.Lock()
 
-    def found(self) -> Found:
+    def found(self) -> FoundFolders:
         """Returns the runs and trainings of the last search."""
         with self._lock:
             begin = time.monotonic()

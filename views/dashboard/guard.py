@@ -2,7 +2,7 @@
 
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -51,13 +51,7 @@ class Guard:
         if scope["type"] != "http":
             return
 
-        async def guarded(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                kept = [each for each in message["headers"] if each[0].decode("latin-1").lower() not in HEADERS]
-                message = message | {"headers": [*kept, *own]}
-            await send(message)
-
+        guarded = with_headers(send, HEADERS)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if self.hosts is not None and _host(headers.get("host", "")) not in self.hosts:
             await _answer(guarded, 400, "This dashboard accepts only the names of this machine.")
@@ -84,6 +78,19 @@ class Guard:
 
     def _is_token(self, given: str | None) -> bool:
         return given is not None and self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def with_headers(send: Any, headers: Mapping[str, str]) -> Any:
+    """Returns an ASGI `send` that sets these headers in every answer."""
+    own = [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def send_with_headers(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            kept = [each for each in message["headers"] if each[0].decode("latin-1").lower() not in headers]
+            message = message | {"headers": [*kept, *own]}
+        await send(message)
+
+    return send_with_headers
 
 
 def _host(header: str) -> str:

@@ -206,27 +206,14 @@ def _read(run: str, folder: Path) -> Source:
 
 def _signature(folder: Path) -> tuple[Any, ...]:
     """Returns a value that changes when the contents of the run's page may have changed."""
-    found: list[Any] = [run_state.is_running(folder)]
-    for name in _FILES:
-        try:
-            status = os.stat(folder / name, follow_symlinks=False)
-        except OSError:
-            found.append(None)
-        else:
-            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-    return tuple(found)
+    return run_state.is_running(folder), *(run_state.stamp(folder / name) for name in _FILES)
 
 
 def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any]:
     trials = source.trials
     winner = summary.best(trials)
     top = winner.throughput if winner else None
-    times = [each[0] / 1e9 for each in signature[1:4] if each]
-    if not times:
-        try:
-            times = [os.stat(source.folder / LEDGER, follow_symlinks=False).st_mtime]
-        except OSError:
-            times = [0.0]
+    stamps = [each for each in signature[1:4] if each] or [run_state.stamp(source.folder / LEDGER) or (0,)]
     gain = summary.gain(trials)
     return as_json(
         {
@@ -246,7 +233,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "gain_half_width": gain and gain.half_width,
             "gain_shown": gain is not None and gain.shown,
             "spark": _thin(_climb(trials, math.inf if top is None else top)),
-            "changed": max(times),
+            "changed": max(each[0] for each in stamps) / 1e9,
             "problems": len(source.problems),
         }
     )

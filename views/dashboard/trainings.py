@@ -134,7 +134,7 @@ class _Followed:
 
     def read(self, seconds: float) -> None:
         """Reads the changes; a long log for about `seconds`."""
-        signature = (state.is_running(self.folder, (LOG,)), _stamp(self.folder / DOCUMENT))
+        signature = (state.is_running(self.folder, (LOG,)), state.stamp(self.folder / DOCUMENT))
         changed = signature != self._signature
         if changed:
             self._signature = signature
@@ -168,7 +168,7 @@ class _Followed:
         history, whole = self._history, self._whole()
         losses = [value for _, value in history.curves["loss"].points()]
         held_out = history.held_out.points()
-        stamps = [_stamp(self.folder / name) for name in (LOG, DOCUMENT)]
+        stamps = [state.stamp(self.folder / name) for name in (LOG, DOCUMENT)]
         return {
             **whole,
             "loss": history.last.get("loss"),
@@ -261,12 +261,3 @@ def _short(value: Any) -> Any:
     elif isinstance(value, dict):
         value = ", ".join(f"{name}={each}" for name, each in list(value.items())[:40])
     return value[:300] if isinstance(value, str) else value
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes with the file; None without a file."""
-    try:
-        about = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    return about.st_mtime_ns, about.st_size, about.st_ino

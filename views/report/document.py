@@ -42,7 +42,7 @@ def document(
         "problems": source.problems,
         "asked": words.request_rows(source.request),
         "environment": words.environment(source.request, source.best),
-        "reproduce": _reproduce(source),
+        "reproduce": (source.best or {}).get("reproduce"),
         "space": space,
         "lossy": lossy_of(source.request),
         "headline": analysis.headline(trials),
@@ -88,8 +88,3 @@ def as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_json(each) for each in value]
     return str(value)
-
-
-def _reproduce(source: Source) -> str | None:
-    command = (source.best or {}).get("reproduce")
-    return command if isinstance(command, str) else None

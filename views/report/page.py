@@ -27,9 +27,6 @@ def page(document: Mapping[str, Any]) -> str:
 
     Nothing in `document` is interpreted as HTML or script: it is embedded as JSON without `<`, the page shows it as
     text only, and a content security policy forbids all scripts and styles but those of the page.
-
-    Args:
-        document: the result of `document.document`.
     """
     style, script = asset("style.css"), bundle((*SCRIPTS, "report"))
     policy = (

@@ -36,7 +36,8 @@ def is_running(folder: Path, written: tuple[str, ...] = (TABLE, LEDGER)) -> bool
     host = holder.get("host") if isinstance(holder, dict) else None
     if host is None or host == socket.gethostname():
         return _locked(found)
-    return time.time() - _changed(folder, written) < _FRESH_SECONDS
+    changed = max((each[0] for name in written if (each := stamp(folder / name))), default=0)
+    return time.time() - changed / 1e9 < _FRESH_SECONDS
 
 
 def _locked(file: os.stat_result) -> bool:
@@ -50,11 +51,10 @@ def _locked(file: os.stat_result) -> bool:
     return any(len(line) > 5 and line[1] == "FLOCK" and line[5] == here for line in lines)
 
 
-def _changed(folder: Path, written: tuple[str, ...]) -> float:
-    times = [0.0]
-    for name in written:
-        try:
-            times.append(os.stat(folder / name, follow_symlinks=False).st_mtime)
-        except OSError:
-            continue
-    return max(times)
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Returns a value that changes with the file, its time of change in ns first; None without a file."""
+    try:
+        about = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return about.st_mtime_ns, about.st_size, about.st_ino

@@ -6,7 +6,7 @@ import os
 
 import pytest
 from redline.base.errors import UsageError
-from redline.runners.command.objective import Objective, Requirement, objective_of
+from redline.runners.command.objective import Objective, Requirement, smaller_is_better
 from redline.runners.command.reading import Appended, StepNumbers, lines_for, near_misses, number
 
 MEGATRON = (
@@ -250,7 +250,7 @@ def test_reported_metrics_become_a_cost_and_a_throughput(objective, value, cost,
 )
 def test_a_direction_that_turns_a_known_metric_around_is_refused(name, direction, says):
     with pytest.raises(UsageError, match=says):
-        objective_of(name, direction)
+        smaller_is_better(name, direction)
 
 
 def test_a_requirement_says_what_breaks_it():

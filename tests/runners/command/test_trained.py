@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from redline.runners.command.command import Command
-from redline.runners.command.trained import Trained
+from redline.runners.command.trained import CommandTraining
 
 
 @pytest.fixture(autouse=True)
@@ -16,21 +16,24 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("python train.py", Trained()),
-        ("train --model_name_or_path gpt2 --block_size 512 --bf16", Trained(model="gpt2", seq_len=512, precision="bf16")),
-        ("python train.py --model-name-or-path=gpt2 --bf16 False --fp16 true", Trained(model="gpt2", precision="fp16")),
-        ("torchrun pretrain_gpt.py --bf16 --seq-length 4096", Trained(seq_len=4096, precision="bf16")),
-        ("accelerate launch --mixed_precision no train.py --model m", Trained(model="m", precision="fp32")),
-        ("python cli.py fit --trainer.max_steps 3 --precision bf16-true", Trained(precision="bf16")),
-        ("llamafactory-cli train model_name_or_path=m cutoff_len=64 fp16=true", Trained(model="m", seq_len=64, precision="fp16")),
-        ("python train.py --model {size} --seq_len {length} --config_name c.json", Trained(model="c.json")),
-        ("python train.py --block_size many --model", Trained()),
-        (["python", "train.py", "--model", "two words"], Trained(model="two words")),
-        ("python 'train.py", Trained()),
+        ("python train.py", CommandTraining()),
+        ("train --model_name_or_path gpt2 --block_size 512 --bf16", CommandTraining(model="gpt2", seq_len=512, precision="bf16")),
+        ("python train.py --model-name-or-path=gpt2 --bf16 False --fp16 true", CommandTraining(model="gpt2", precision="fp16")),
+        ("torchrun pretrain_gpt.py --bf16 --seq-length 4096", CommandTraining(seq_len=4096, precision="bf16")),
+        ("accelerate launch --mixed_precision no train.py --model m", CommandTraining(model="m", precision="fp32")),
+        ("python cli.py fit --trainer.max_steps 3 --precision bf16-true", CommandTraining(precision="bf16")),
+        (
+            "llamafactory-cli train model_name_or_path=m cutoff_len=64 fp16=true",
+            CommandTraining(model="m", seq_len=64, precision="fp16"),
+        ),
+        ("python train.py --model {size} --seq_len {length} --config_name c.json", CommandTraining(model="c.json")),
+        ("python train.py --block_size many --model", CommandTraining()),
+        (["python", "train.py", "--model", "two words"], CommandTraining(model="two words")),
+        ("python 'train.py", CommandTraining()),
     ],
 )  # fmt: skip
 def test_settings_are_read_from_the_command_s_arguments(command, expected):
-    assert Trained.by(Command(command=command)) == expected
+    assert CommandTraining.by(Command(command=command)) == expected
 
 
 MEGATRON = (
@@ -39,18 +42,20 @@ MEGATRON = (
 
 
 def test_flags_of_megatron_describe_a_model():
-    plain = Trained.by(Command(command=MEGATRON)).architecture
+    plain = CommandTraining.by(Command(command=MEGATRON)).architecture
     assert plain.model_type == "gpt2"
     assert plain.arguments == {
         "n_layer": 32, "n_embd": 4096, "n_head": 32, "vocab_size": 50304, "n_positions": 2048, "n_inner": 16384
     }  # fmt: skip
     llama = "--swiglu --ffn-hidden-size 11008 --group-query-attention --num-query-groups 8 --vocab-size 32000"
-    made = Trained.by(Command(command=f"{MEGATRON} {llama} --untie-embeddings-and-output-weights")).architecture
+    made = CommandTraining.by(Command(command=f"{MEGATRON} {llama} --untie-embeddings-and-output-weights")).architecture
     assert made.model_type == "llama" and made.configuration().num_key_value_heads == 8
     assert made.arguments["intermediate_size"] == 11008 and not made.arguments["tie_word_embeddings"]
     # Megatron's default gives a gated MLP as many parameters as one without a gate.
-    assert Trained.by(Command(command=f"{MEGATRON} --swiglu")).architecture.arguments["intermediate_size"] == 10880
-    assert Trained.by(Command(command=MEGATRON.replace("4096", "{hidden}"))).architecture is None
+    assert (
+        CommandTraining.by(Command(command=f"{MEGATRON} --swiglu")).architecture.arguments["intermediate_size"] == 10880
+    )
+    assert CommandTraining.by(Command(command=MEGATRON.replace("4096", "{hidden}"))).architecture is None
 
 
 @pytest.mark.parametrize(
@@ -63,18 +68,22 @@ def test_flags_of_megatron_describe_a_model():
     ],
 )
 def test_a_recipe_may_have_the_name_of_a_preset(command, model):
-    assert Trained.by(Command(command=command)).model == model
+    assert CommandTraining.by(Command(command=command)).model == model
 
 
 def test_arguments_override_settings_of_files():
     Path("a.yaml").write_text("base_model: one\nsequence_len: 2048\nbf16: auto\nlora: {model: no}\n")
     Path("ds.json").write_text(json.dumps({"model": "of ds", "seq_len": "{length}"}))
-    assert Trained.by(Command(command="axolotl train a.yaml")) == Trained(model="one", seq_len=2048, precision="bf16")
-    assert Trained.by(Command(command="axolotl train a.yaml --base-model two")).model == "two"
-    assert Trained.by(Command(command="train", render=["ds.json:a.b={x}"])) == Trained(model="of ds")
+    assert CommandTraining.by(Command(command="axolotl train a.yaml")) == CommandTraining(
+        model="one", seq_len=2048, precision="bf16"
+    )
+    assert CommandTraining.by(Command(command="axolotl train a.yaml --base-model two")).model == "two"
+    assert CommandTraining.by(Command(command="train", render=["ds.json:a.b={x}"])) == CommandTraining(model="of ds")
 
 
 @pytest.mark.parametrize("text", [b"\xff\x00", b"- 1\n- 2\n", b"a: [", b"&a [*a, *a]"])
 def test_a_file_that_says_nothing_is_passed_over(text):
     Path("a.yaml").write_bytes(text)
-    assert Trained.by(Command(command="train a.yaml missing.yaml --model gpt2")) == Trained(model="gpt2")
+    assert CommandTraining.by(Command(command="train a.yaml missing.yaml --model gpt2")) == CommandTraining(
+        model="gpt2"
+    )

@@ -12,6 +12,7 @@ from ..base.errors import UsageError
 from ..results import Measurement, Status, Trial, request as run_yaml
 from ..results.names import RUN
 from ..space import Config
+from ..tuner.predicting import described
 from ..tuner.record import asked_of
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
@@ -29,7 +30,7 @@ _DECIDES = ("workload", "seq_len", "global_batch", "seed")
 _OF_DEVICES = ("type", "name", "capability", "used")
 
 
-class Known:
+class EarlierResults:
     """Earlier results in the store that a search can use.
 
     Args:
@@ -97,7 +98,7 @@ class Known:
         assert self._placed is not None
         return fingerprint(document["asked"], self._search.request, self._placed.software)
 
-    def earlier(self, asked: Request) -> list[Path]:
+    def similar(self, asked: Request) -> list[Path]:
         """Returns the folders of the earlier searches that this one learns from, the most similar first.
 
         Considers searches that ended before this one began, are of the same user or visible to all, and have trials
@@ -113,7 +114,8 @@ class Known:
             if each.ended is None or each.ended > start or not (folder / RUN).is_file():
                 continue
             try:
-                task = task or resolve_task(asked, device=device, simulated=_simulated(asked))
+                simulated = described(asked.hardware) if asked.runs_on == "simulate" else None
+                task = task or resolve_task(asked, device=device, simulated=simulated)
                 [run] = read_runs([folder])
                 taken = take(run, task.space, asked_of(asked, task), task.own.unit if task.own else "")
             except UsageError:  # another space, or another kind of target
@@ -123,24 +125,14 @@ class Known:
 
 
 def fingerprint(asked: Mapping[str, Any], request: Mapping[str, Any], software: Mapping[str, Any]) -> str:
-    """Returns a digest of everything that affects the measurement of a configuration.
-
-    Args:
-        asked: the request as stored in run.yaml.
-        request: the request as submitted.
-        software: versions that the workers run.
+    """Returns a digest of everything that affects the measurement of a configuration: `asked` is the request in run.yaml,
+    `request` the submitted one.
     """
     devices = asked["devices"]
     parts = {name: asked.get(name) for name in _DECIDES}
     parts |= {"devices": {name: devices.get(name) for name in _OF_DEVICES}, "software": dict(software)}
     parts["measure_time"] = request.get("measure_time")
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _simulated(asked: Request) -> Any:
-    from ..tuner.predicting import described
-
-    return described(asked.hardware) if asked.runs_on == "simulate" else None
 
 
 def _holds(measured: Measurement, limit_mib: float) -> bool:

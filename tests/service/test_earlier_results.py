@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from pools import PLACED, Hands, a_space, a_store, a_whole_search
 from redline.results import Measurement, Status, Trial
-from redline.service.known import Known, fingerprint
+from redline.service.earlier_results import EarlierResults, fingerprint
 from redline.space import Config, Space
 from redline.tuner.request import Request
 
@@ -32,7 +32,7 @@ def store(tmp_path):
 
 def known(store, monkeypatch, reuse=True, placed=PLACED, user=None, **asked):
     search = store.submit(user or store.ann, {"target": "gpt2-tiny"}, devices=1, reuse=reuse)[0]
-    made = Known(store, search, None, placed)
+    made = EarlierResults(store, search, None, placed)
     made.__dict__["_fingerprint"] = fingerprint({**ASKED, **asked}, {}, placed.software)
     return made
 
@@ -115,19 +115,19 @@ def test_a_search_learns_from_those_that_ended_before_it_began(store, tmp_path):
     new = store.submit(store.ann, {"target": "f"}, devices=1)[0]
     asked = Request(lambda config: 0.0, a_space(), runner="local", devices=1)
     folder = tmp_path / "searches" / new.id
-    assert Known(store, new, folder, PLACED).earlier(asked) == [tmp_path / "searches" / done.id]
+    assert EarlierResults(store, new, folder, PLACED).similar(asked) == [tmp_path / "searches" / done.id]
     bob = store.add_user("bob", "submitter")
     theirs = store.submit(bob, {"target": "f"}, devices=1)[0]
     for visibility, counts in (("own", False), ("team", False), ("all", True)):
         store.change_search(done.id, visibility=visibility)
-        taken = Known(store, theirs, tmp_path / "searches" / theirs.id, PLACED).earlier(asked)
+        taken = EarlierResults(store, theirs, tmp_path / "searches" / theirs.id, PLACED).similar(asked)
         assert taken == [tmp_path / "searches" / done.id] * counts
     before = SimpleNamespace(id=new.id, user=new.user, started=done.ended - 1, created=0.0)
-    assert Known(store, before, folder, PLACED).earlier(asked) == []
+    assert EarlierResults(store, before, folder, PLACED).similar(asked) == []
     other = Space()
     other.choice("tp", [1, 2])
     unlike = Request(lambda config: 0.0, other, runner="local", devices=1)
-    assert Known(store, new, folder, PLACED).earlier(unlike) == []
+    assert EarlierResults(store, new, folder, PLACED).similar(unlike) == []
 
 
 @pytest.mark.parametrize(
@@ -173,13 +173,13 @@ def test_a_trial_that_was_answered_says_so_wherever_it_is_shown(store, tmp_path)
     with Hands(store, store.ann) as hands:
         first = store.submit(store.ann, {"target": "f"}, devices=1)[0].id
         a_whole_search(
-            store, first, tmp_path / first, known=Known(store, store.search(first), tmp_path / first, PLACED)
+            store, first, tmp_path / first, known=EarlierResults(store, store.search(first), tmp_path / first, PLACED)
         )
         ran = dict(hands.ran)
         hands.ran.clear()
         again = store.submit(store.ann, {"target": "f"}, devices=1, reuse=True)[0].id
         a_whole_search(
-            store, again, tmp_path / again, known=Known(store, store.search(again), tmp_path / again, PLACED)
+            store, again, tmp_path / again, known=EarlierResults(store, store.search(again), tmp_path / again, PLACED)
         )
     assert ran and not [key for key in hands.ran if key.startswith("trial-")]
     rows = pd.read_csv(tmp_path / again / "trials.csv")
