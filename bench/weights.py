@@ -49,13 +49,13 @@ def make(folder: Path, layers: int, hidden: int, shard_mib: int) -> int:
     from redline.models.architecture import without_memory
     from redline.models.layouts.lazy import Stored, box_shape
     from redline.models.layouts.save import write_hugging_face
-    from redline.models.layouts.weights import LazyWeights
+    from redline.models.layouts.weights import Weights
 
     def drawn(shape: torch.Size) -> Stored:
         return Stored(lambda box: torch.randn(box_shape(box)), shape, torch.float32)
 
     made = architecture(layers, hidden)
-    weights = LazyWeights({name: drawn(each.shape) for name, each in without_memory(made).state_dict().items()})
+    weights = Weights({name: drawn(each.shape) for name, each in without_memory(made).state_dict().items()})
     write_hugging_face(weights, made, folder, max_shard_bytes=shard_mib * MIB)
     return sum(each.nbytes for each in weights.tensors.values())
 
@@ -100,7 +100,6 @@ def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -
     from redline.models.layouts import dcp
     from redline.models.layouts.find import find_weights
     from redline.models.layouts.save import write_hugging_face
-    from redline.models.layouts.weights import lazy_tensors
 
     made = architecture(layers, hidden)
     weights = find_weights(folder, made)
@@ -114,7 +113,7 @@ def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -
             write_hugging_face(weights, made, out, max_shard_bytes=shard_mib * MIB)
         elif what == "written as a DCP folder":
             out.mkdir()
-            dcp.write_dcp(lazy_tensors(weights), out)
+            dcp.write_dcp(weights.tensors, out)
         else:
             for name, (shape, _) in weights.shapes.items():
                 box = share(name, tuple(shape), what)

@@ -77,7 +77,7 @@ def shape_space(
         even = sp == 1 or shape.heads % (sp * tp) == 0
         return "" if even else f"tp * sp, {tp} * {sp}, must divide the {shape.heads} attention heads"
 
-    support = Support(tp=uncut, sequences=apart, pp=undivided, sequence_parallel="", zero="", offload="")
+    support = Support(tp=uncut, sequences=apart, pp=undivided, sequence_parallel="")
     spread = parallel.declare(
         space,
         global_batch,

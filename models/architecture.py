@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base._transformers import quiet, refusals, supports_flash, supports_sdpa
 from ..base.device import Device
@@ -34,31 +34,32 @@ _NOT_ARCHITECTURE = (
 # slash, transformers downloads and runs a kernel of the hub.
 _IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal|_autoset)?|use_kernels|kernel_config")
 _ATTENTION = re.compile(r"\w+", re.ASCII)
-_AUTO: dict[Task, str] = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "image": "AutoModelForImageClassification",
-}
-# transformers' loss for shifted labels is that of masked tokens.
-_LOSS: dict[Task, str] = {
-    "causal": "ForCausalLM",
-    "masked": "ForMaskedLM",
-    "seq2seq": "ForMaskedLM",
-    "image": "ForImageClassification",
-}
-_MAPPING: dict[Task, str] = {
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "masked": "MODEL_FOR_MASKED_LM_MAPPING",
-    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-}
-_ENDINGS: dict[Task, tuple[str, ...]] = {
-    "masked": ("ForMaskedLM", "ForPreTraining"),
-    "causal": ("ForCausalLM", "LMHeadModel"),
-    "seq2seq": ("ForConditionalGeneration",),
-    "image": ("ForImageClassification",),
-}
+
+
+class _Names(NamedTuple):
+    """transformers' names for a task."""
+
+    auto: str
+    """Class that makes a model of a configuration."""
+    mapping: str
+    """Table of the models' classes by those of their configurations."""
+    loss: str
+    endings: tuple[str, ...]
+    """Endings of the models' classes."""
+
+
+_TASKS: Mapping[Task, _Names] = {
+    "causal": _Names("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "ForCausalLM", ("ForCausalLM", "LMHeadModel")),
+    "masked": _Names("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "ForMaskedLM", ("ForMaskedLM", "ForPreTraining")),
+    # Its labels are shifted already, so its loss is that of masked tokens.
+    "seq2seq": _Names(
+        "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "ForMaskedLM", ("ForConditionalGeneration",)
+    ),
+    "image": _Names(
+        "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "ForImageClassification",
+        ("ForImageClassification",),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ class Architecture:
                 "code of the hub's is not loaded"
             )
         with quiet() as transformers:
-            auto = getattr(transformers, _AUTO[self.task])
+            auto = getattr(transformers, _TASKS[self.task].auto)
             try:
                 model = auto.from_config(
                     self.configuration(),
@@ -120,14 +121,14 @@ class Architecture:
                 ) from error
         if getattr(model, "loss_type", "") is None:
             # transformers guesses the loss from the name of the class, and warns if it cannot.
-            model.loss_type = _LOSS[self.task]
+            model.loss_type = _TASKS[self.task].loss
         return model
 
     @cached_property
     def model_class(self) -> type:
         """Class of transformers for this family and task."""
         with quiet() as transformers, gpus_described():
-            mapping = getattr(transformers, _MAPPING[self.task])
+            mapping = getattr(transformers, _TASKS[self.task].mapping)
             return mapping[_config_class(transformers, self.model_type)]
 
     @property
@@ -171,7 +172,7 @@ def from_configuration(configuration: Any, name: str) -> Architecture:
         WorkloadError: transformers has no language model and no image classifier for it.
     """
     with quiet() as transformers:
-        kinds = [task for task in _MAPPING if type(configuration) in getattr(transformers, _MAPPING[task])]
+        kinds = [task for task, each in _TASKS.items() if type(configuration) in getattr(transformers, each.mapping)]
     if not kinds:
         raise WorkloadError(
             f"{name}: transformers has no language model and no image classifier of type "
@@ -190,7 +191,7 @@ def _task(configuration: Any, kinds: list[Task]) -> Task:
         return kinds[0]
     for each in configuration.architectures or ():
         for task in kinds:
-            if each.endswith(_ENDINGS[task]):
+            if each.endswith(_TASKS[task].endings):
                 return task
     if getattr(configuration, "is_encoder_decoder", False) and "seq2seq" in kinds:
         return "seq2seq"

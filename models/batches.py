@@ -44,6 +44,12 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
+def step_seed(seed: int, number: int) -> int:
+    """Seed of a step's batch, by the step's number."""
+    # NumPy's older generators take 32 bits.
+    return (seed * 1_000_003 + number) % 2**31
+
+
 def entries(batch: Batch) -> dict[str | int, Any]:
     """Entries of a batch, by name or by position."""
     return dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
@@ -90,7 +96,6 @@ class ForwardPass:
         """Returns the scalar loss of a batch. No other output of the model is kept alive.
 
         Args:
-            batch: result of `make_batch`.
             watch: called with the model's output.
 
         Raises:

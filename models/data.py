@@ -35,7 +35,6 @@ class TokenText:
     digest: str
     """SHA-256 of the text that was read, hex."""
     mask_id: int | None = None
-    """The tokenizer's mask token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +259,7 @@ class ImageBatches:
 
     channels: int
     height: int
-    """Pixels."""
     width: int
-    """Pixels."""
     classes: int
     """All labels are smaller."""
 

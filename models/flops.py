@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..base._transformers import quiet
 from ..base.errors import WorkloadError
 from .architecture import Architecture
-from .batches import ForwardPass, each_tensor, make_batch
+from .batches import make_batch
 from .reduction import UNABLE, check_mean
+from .skeleton import fake_pass
 from .workload import Workload
 
 
@@ -37,24 +37,14 @@ def count_flops(workload: Workload) -> Flops:
     Raises:
         WorkloadError: the batch or the loss is invalid, for example a loss that is a sum over samples.
     """
-    import torch
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers.initialization import no_init_weights
-
-    from ..base._torch import FakeTensorMode
-    from ..schedule.parallel.partition import by_shapes_alone
 
     config: Mapping[str, Any] = workload.probe
     if isinstance(workload.model, Architecture):
         config = {**config, "attention": "eager"}
     batch = make_batch(workload, 1, 0)
-    # Meta tensors would be enough, but transformers reads values unless it detects tracing.
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.random.fork_rng(devices=[]), quiet(), fake:
-            with no_init_weights():  # some read the values that they draw
-                model = by_shapes_alone(workload.build_model(config).train())
-            step, fakes = ForwardPass(workload, model), each_tensor(batch, fake.from_tensor)
+        with fake_pass(workload, config, batch) as (model, step, fakes):
             with FlopCounterMode(display=False) as counter:
                 args, kwargs = step.inputs(fakes)
                 output = model(*args, **kwargs)

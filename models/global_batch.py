@@ -31,10 +31,7 @@ def shared(workload: Workload, devices: int, *, target: object, asked: int | Non
     workload, is kept.
 
     Args:
-        workload: the resolved workload.
-        devices: devices of one trial.
         target: what it was resolved from.
-        asked: the requested global batch; None for none.
     """
     total = workload.global_batch
     if asked is not None or isinstance(target, Workload) or workload.source is not None:

@@ -30,23 +30,40 @@ def hugging_face_workload(
     data: str | Path | None = None,
     folder: Path | None = None,
 ) -> Workload:
-    """Returns the workload that trains an architecture from scratch: `language_model`, or `image_classifier`.
+    """Returns the workload that trains an architecture from scratch, on tokens or images.
+
+    Args:
+        spec: identifier that is valid from any folder.
+        seq_len: tokens of a sample; None for the model's positions, at most 4096.
+        global_batch: samples of one optimizer step; None for 32.
+        data: a text file; None for random tokens.
+        folder: folder that may contain a tokenizer.
 
     Raises:
-        WorkloadError: as for these; or a sequence length or a text is given for images.
+        WorkloadError: the architecture cannot be built, or has fewer positions or classes; the data does not fit it; or
+            a sequence length or a text is given for images.
     """
-    if architecture.task != "image":
-        return language_model(
-            architecture,
-            name=name,
-            spec=spec,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            data=data,
-            folder=folder,
-        )
-    refuse_text(name, seq_len, data)
-    return image_classifier(architecture, name=name, spec=spec, global_batch=global_batch)
+    if architecture.task == "image":
+        refuse_text(name, seq_len, data)
+        batch: ImageBatches | TokenBatches = _image_batches(architecture, name)
+    else:
+        batch = _token_batches(architecture, name, seq_len, data, folder)
+    text = batch.text if isinstance(batch, TokenBatches) else None
+    return Workload(
+        name=name,
+        spec=spec,
+        model=architecture,
+        batch=batch,
+        loss=None,
+        schedule=schedule_of(architecture.model_type),
+        seq_len=batch.seq_len if isinstance(batch, TokenBatches) else None,
+        global_batch=global_batch if global_batch is not None else DEFAULT_GLOBAL_BATCH,
+        identity={
+            "architecture": described(architecture.configuration()),
+            "task": architecture.task,
+            "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"] if text else None,
+        },
+    )
 
 
 def hugging_face(
@@ -92,8 +109,8 @@ def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None
             raise WorkloadError(f"{name} takes images, so {what} must not be given, but is {value!r}")
 
 
-def image_classifier(architecture: Architecture, *, name: str, spec: str, global_batch: int | None = None) -> Workload:
-    """Returns the workload that trains a classifier on images of the configuration's size, 224 if it has none.
+def _image_batches(architecture: Architecture, name: str) -> ImageBatches:
+    """Images of the configuration's size, 224 if it has none.
 
     Raises:
         WorkloadError: the architecture cannot be built, or has fewer than two classes.
@@ -106,49 +123,23 @@ def image_classifier(architecture: Architecture, *, name: str, spec: str, global
             f"{name}: a classifier must have at least 2 classes, but num_labels is {configuration.num_labels}"
         )
     without_memory(architecture)
-    return Workload(
-        name=name,
-        spec=spec,
-        model=architecture,
-        batch=ImageBatches(
-            channels=getattr(configuration, "num_channels", 3),
-            height=height,
-            width=width,
-            classes=configuration.num_labels,
-        ),
-        loss=None,
-        schedule=schedule_of(architecture.model_type),
-        global_batch=global_batch if global_batch is not None else DEFAULT_GLOBAL_BATCH,
-        identity={"architecture": described(configuration), "task": architecture.task, "data": None},
+    return ImageBatches(
+        channels=getattr(configuration, "num_channels", 3),
+        height=height,
+        width=width,
+        classes=configuration.num_labels,
     )
 
 
-def language_model(
-    architecture: Architecture,
-    *,
-    name: str,
-    spec: str,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    data: str | Path | None = None,
-    folder: Path | None = None,
-) -> Workload:
-    """Returns the workload that trains an architecture from scratch.
-
-    Args:
-        architecture: architecture of the model.
-        name: name of the workload.
-        spec: identifier that is valid from any folder.
-        seq_len: tokens of a sample; None for the model's positions, at most 4096.
-        global_batch: samples of one optimizer step; None for 32.
-        data: a text file; None for random tokens.
-        folder: folder that may contain a tokenizer.
+def _token_batches(
+    architecture: Architecture, name: str, seq_len: int | None, data: str | Path | None, folder: Path | None
+) -> TokenBatches:
+    """Samples of `seq_len` tokens, of the text `data` if there is one.
 
     Raises:
         WorkloadError: the architecture cannot be built, has fewer positions, or the data does not fit it.
     """
-    configuration = architecture.configuration()
-    text_config = configuration.get_text_config()
+    text_config = architecture.configuration().get_text_config()
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise WorkloadError(f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}")
@@ -162,26 +153,12 @@ def language_model(
     text = None
     if data is not None:
         text = read_text(data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder)
-    return Workload(
-        name=name,
-        spec=spec,
-        model=architecture,
-        batch=TokenBatches(
-            task=architecture.task,
-            seq_len=length,
-            vocab_size=vocab_size,
-            pad_id=getattr(text_config, "pad_token_id", None),
-            text=text,
-        ),
-        loss=None,
-        schedule=schedule_of(architecture.model_type),
+    return TokenBatches(
+        task=architecture.task,
         seq_len=length,
-        global_batch=global_batch if global_batch is not None else DEFAULT_GLOBAL_BATCH,
-        identity={
-            "architecture": described(configuration),
-            "task": architecture.task,
-            "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"] if text else None,
-        },
+        vocab_size=vocab_size,
+        pad_id=getattr(text_config, "pad_token_id", None),
+        text=text,
     )
 
 

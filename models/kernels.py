@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ..base._transformers import quiet
 from ..base.errors import ScheduleError, WorkloadError
-from .batches import ForwardPass, each_tensor, make_batch
+from .batches import make_batch
 from .families import generic_schedule
 from .families.standard import StandardSchedule, head_of
 from .reduction import UNABLE
+from .skeleton import fake_pass, skeleton
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
         sch: a schedule of its skeleton, if there is one.
     """
     from ..schedule import create_schedule
-    from .skeleton import skeleton
 
     schedule = workload.schedule or generic_schedule
     if not isinstance(schedule, StandardSchedule):
@@ -49,27 +48,18 @@ def formed_logits(workload: Workload) -> str:
     Its schedule is a StandardSchedule. Its loss is computed for one sample of fake tensors, after the first blocks of
     the model.
     """
-    import torch
-    from transformers.initialization import no_init_weights
-
-    from ..base._torch import FakeTensorMode
     from ..schedule import create_schedule
-    from ..schedule.parallel.partition import by_shapes_alone
     from ..schedule.primitives.fused import formed_for
 
     schedule = workload.schedule or generic_schedule
     assert isinstance(schedule, StandardSchedule)
     batch = make_batch(workload, 1, 0)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.random.fork_rng(devices=[]), quiet(), fake:
-            with no_init_weights():
-                model = by_shapes_alone(workload.build_model(workload.probe).train())
+        with fake_pass(workload, workload.probe, batch) as (model, step, fakes):
             sch = create_schedule(model)
             blocks = schedule.blocks(sch)
             head = head_of(sch, blocks).fused_loss().module
             _shorten(model, [each.path for each in blocks])
-            step, fakes = ForwardPass(workload, model), each_tensor(batch, fake.from_tensor)
             args, kwargs = step.inputs(fakes)
             step.loss(model(*args, **kwargs), fakes)
     except (WorkloadError, ScheduleError):

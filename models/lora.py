@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base._transformers import quiet
 from ..base.errors import MissingDependency, WorkloadError, unknown
-from .architecture import Architecture
+from .architecture import Architecture, one_line
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ class AdaptedArchitecture(Architecture):
         """
         from ..base._torch import unset_fake_temporarily
 
-        peft = _peft()
+        try:
+            import peft
+        except ImportError as error:
+            raise MissingDependency("--lora needs peft: `pip install peft`") from error
         model = super().__call__(config)
         lora = self.lora
         target: Any = list(lora.target) or None
@@ -105,7 +108,7 @@ class AdaptedArchitecture(Architecture):
         except ValueError as error:
             names = sorted({path.rpartition(".")[2] for path, each in model.named_modules() if _linear(each)})
             raise WorkloadError(
-                f"lora cannot adapt this {self.model_type}: {' '.join(str(error).split())[:300]}; its linear "
+                f"lora cannot adapt this {self.model_type}: {one_line(error)}; its linear "
                 f"layers are called {', '.join(names)}: give target=..."
             ) from error
         _materialise(model)
@@ -169,11 +172,3 @@ def _linear(module: "nn.Module") -> bool:
     from torch import nn
 
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingDependency("--lora needs peft: `pip install peft`") from error
-    return peft

@@ -1,6 +1,6 @@
 """Restricts a model's space to the values in another tool's space."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from ..base.errors import SpaceError, UsageError
 from ..frameworks.stated_space import ForeignSpace
@@ -8,22 +8,17 @@ from ..space import Space
 from ..space.expression import Expression
 
 
-def narrow(space: Space, foreign: ForeignSpace, asked: Collection[str] = ()) -> tuple[str, ...]:
+def narrow(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> tuple[str, ...]:
     """Restricts a model's space to another one's values, and everything else to its default. Returns notes.
 
     Args:
-        space: the model's own; it is changed.
-        foreign: the other one.
         asked: knobs that vary anyway, because their values are given.
 
     Raises:
         UsageError: the model has none of its knobs.
         SpaceError: no configuration is left.
     """
-    return (*foreign.notes, *_narrowed(space, foreign, asked))
-
-
-def _narrowed(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> Iterator[str]:
+    notes = list(foreign.notes)
     shared = [knob for knob in foreign.space.knobs if not knob.derived and knob.name in space.by_name]
     if not shared:
         missing = ", ".join(knob.name for knob in foreign.space.knobs if not knob.derived)
@@ -31,7 +26,7 @@ def _narrowed(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> It
     names = [knob.name for knob in shared]
     for knob in foreign.space.knobs:
         if not knob.derived and knob.name not in names:
-            yield f"not carried over: {knob.name}: the model has no such knob on these devices"
+            notes.append(f"not carried over: {knob.name}: the model has no such knob on these devices")
     for knob in shared:
         if knob.name in asked:
             continue
@@ -57,4 +52,5 @@ def _narrowed(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> It
         kept[knob.name] = value
     if kept:
         defaults = ", ".join(f"{name}={value}" for name, value in kept.items())
-        yield f"{foreign.called} has no values for some knobs, so {defaults}; --set gives them values"
+        notes.append(f"{foreign.called} has no values for some knobs, so {defaults}; --set gives them values")
+    return tuple(notes)

@@ -51,15 +51,10 @@ def declare(
     because fewer replicas share the state (ZeRO).
 
     Args:
-        space: receives the knobs.
         total: samples of one optimizer step over all devices.
         device: kind of device, and number of devices of a host.
-        devices: devices of one trial.
-        support: abilities of the model's schedule.
         any_batch: True if the samples of a step are not given, so that any number of replicas can share them.
-        seq_len: tokens of a sample; None if samples have no tokens.
         own_loss: True if the loss is not the model's own.
-        experts: True if the model has mixtures of experts.
 
     Raises:
         SpaceError: no number of replicas divides the global batch.
@@ -237,20 +232,11 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
 
 
 def compose(space: Space, device: Device, devices: int, support: Support) -> None:
-    """Adds `offload`, and the model's requirements on combinations of parallel knobs. Call it last.
-
-    Args:
-        space: receives them.
-        device: kind of device.
-        devices: devices of one trial.
-        support: abilities of the model's schedule.
-    """
+    """Adds `offload`, and the model's requirements on combinations of parallel knobs. Call it last."""
     names = space.by_name
-    if device.type == "cuda" and not support.offload:
+    if device.type == "cuda":
         space.choice("offload", OFFLOADS, others=(), help="what is kept and updated in host memory")
-    if "zero" in names and support.zero:
-        space.require(space["zero"] == 0, support.zero)
-    elif "zero" in names and "pp" in names and support.zero_in_stages:
+    if "zero" in names and "pp" in names and support.zero_in_stages:
         space.require((space["zero"] < 2) | (space["pp"] == 1), support.zero_in_stages)
     if "sequence_parallel" in names and support.sequence_parallel:
         space.require(~space["sequence_parallel"], support.sequence_parallel)

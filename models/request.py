@@ -244,7 +244,6 @@ class Resolved:
     free_batch: bool
     """True if the samples per step vary with `grad_accum`, because no global batch was given."""
     notes: tuple[str, ...]
-    """Notes for the user."""
 
 
 def resolve(
@@ -257,8 +256,6 @@ def resolve(
     """Returns the workload and the space of a request, for a number of devices of a kind.
 
     Args:
-        request: the request.
-        device, devices: the devices.
         known: the workload of an earlier request of the same model, which is not built again.
         on_workload: called with the workload before its space is made, which takes seconds.
 

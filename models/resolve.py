@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..base.errors import WorkloadError, nearest, unknown
 from ..base.reading import absolute
-from .architecture import stated_shape
+from .architecture import Architecture, one_line, stated_shape
 from .server_model import ServerModel
 from .workload import DEFAULT_GLOBAL_BATCH, Workload, default_name
 
@@ -71,7 +71,8 @@ def workload(
         path = Path(file["path"]).expanduser()
         loaded = FileSource.read(path, file["name"] or "").load()
         name = file["name"] if loaded.name == default_name(loaded.model) else loaded.name
-        return _own(loaded.with_name(name, f"{absolute(path)}:{file['name']}"), seq_len, global_batch, data)
+        loaded = replace(loaded, name=name, spec=f"{absolute(path)}:{file['name']}")
+        return _own(loaded, seq_len, global_batch, data)
     from .presets import PRESETS
 
     if text in PRESETS:
@@ -86,7 +87,8 @@ def workload(
             f"there is no file or folder {text}; give a folder or config.json, or one of {', '.join(PRESETS)}"
         )
     if _HUB_ID.fullmatch(text):
-        return _hub(text, given)
+        name = text.rpartition("/")[2]
+        return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
     # A family's name refers to a model of full size.
     full = [name for name in PRESETS if len(text) > 2 and name.startswith(text.lower()) and not name.endswith("-tiny")]
     raise WorkloadError(
@@ -179,25 +181,18 @@ def _own(workload: Workload, seq_len: int | None, global_batch: int | None, data
 
 
 def _preset(name: str, given: _Given) -> Workload:
-    from .architecture import Architecture
-    from .huggingface import hugging_face_workload
+    from .huggingface import hugging_face_workload, refuse_text
     from .presets import PRESETS
 
     preset = PRESETS[name]
+    given["global_batch"] = given["global_batch"] if given["global_batch"] is not None else preset.global_batch
     if preset.model_type == "wide_resnet":
-        from .huggingface import refuse_text
         from .wide_resnet import wide_resnet
 
         refuse_text(name, given["seq_len"], given["data"])
-        return wide_resnet(
-            preset.arguments,
-            name=name,
-            spec=name,
-            global_batch=given["global_batch"] if given["global_batch"] is not None else preset.global_batch,
-        )
+        return wide_resnet(preset.arguments, name=name, spec=name, global_batch=given["global_batch"])
     architecture = Architecture(model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task)
     given["seq_len"] = given["seq_len"] if given["seq_len"] is not None else preset.seq_len
-    given["global_batch"] = given["global_batch"] if given["global_batch"] is not None else preset.global_batch
     return hugging_face_workload(architecture, name=name, spec=name, **given)
 
 
@@ -242,11 +237,7 @@ def _of_contents(
     """Returns the workload of a config.json's contents.
 
     Args:
-        content: parsed contents.
         where: location, for errors.
-        given: sizes and data.
-        name: name of the workload.
-        spec: identifier of the workload.
         folder: folder that may contain a tokenizer.
 
     Raises:
@@ -269,13 +260,8 @@ def _of_contents(
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
         except refusals() as error:
-            raise WorkloadError(f"{where} is not a valid {model_type} configuration: {_one_line(error)}") from error
+            raise WorkloadError(f"{where} is not a valid {model_type} configuration: {one_line(error)}") from error
     return hugging_face_workload(from_configuration(configuration, where), name=name, spec=spec, folder=folder, **given)
-
-
-def _hub(text: str, given: _Given) -> Workload:
-    name = text.rpartition("/")[2]
-    return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
 
 
 def _hub_content(text: str) -> Any:
@@ -296,7 +282,7 @@ def _hub_content(text: str) -> Any:
         try:
             file = hf_hub_download(text, "config.json")
         except refusals(OSError) as error:
-            raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
+            raise WorkloadError(f"the hub's model '{text}' cannot be used: {one_line(error)}") from error
     return _content(Path(file))
 
 
@@ -321,10 +307,6 @@ def _reach_hub(text: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise WorkloadError(f"{without}{where.hostname} cannot be reached ({reason}); {instead}") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def check_workload(workload: Workload) -> None:

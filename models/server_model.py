@@ -66,7 +66,6 @@ class ServerModel:
 
     @property
     def is_preset(self) -> bool:
-        """True for a preset."""
         return self.contents is None and self.name in PRESETS
 
     def __str__(self) -> str:

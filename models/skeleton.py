@@ -1,11 +1,14 @@
 """A workload's model on the meta device, its experts, and its equal repeated blocks."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..base._torch import children_of, parameters_of
+from ..base._transformers import quiet
+from .batches import ForwardPass, each_tensor
 from .user_code import user_code_errors
-from .workload import Workload
+from .workload import Batch, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +30,29 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
                 return workload.build_model(config)
         except RuntimeError:  # including NotImplementedError: a value of a meta tensor was read
             return workload.build_model(config)
+
+
+@contextmanager
+def fake_pass(
+    workload: Workload, config: Mapping[str, Any], batch: Batch
+) -> "Iterator[tuple[nn.Module, ForwardPass, Batch]]":
+    """Context in which the model runs on fake tensors, without memory or arithmetic.
+
+    Yields:
+        The model in training mode, its forward pass, and the batch as fake tensors.
+    """
+    import torch
+    from transformers.initialization import no_init_weights
+
+    from ..base._torch import FakeTensorMode
+    from ..schedule.parallel.partition import by_shapes_alone
+
+    # Meta tensors would be enough, but transformers reads values unless it detects tracing.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(devices=[]), quiet(), fake:
+        with no_init_weights():  # some read the values that they draw
+            model = by_shapes_alone(workload.build_model(config).train())
+        yield model, ForwardPass(workload, model), each_tensor(batch, fake.from_tensor)
 
 
 def experts_of(workload: Workload) -> tuple[int, ...]:
@@ -53,12 +79,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def stand_ins_for(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
-    """Maps blocks between the second and the last of their kind to the second: path -> path.
-
-    Args:
-        model: model with the blocks.
-        blocks: paths of its repeated blocks, in order.
-    """
+    """Maps blocks between the second and the last of their kind to the second: path -> path."""
     kinds: dict[Hashable, list[str]] = {}
     for index, path in enumerate(blocks):
         kinds.setdefault(described(model.get_submodule(path), index), []).append(path)

@@ -22,7 +22,6 @@ class FileSource:
     path: str
     """Absolute path."""
     name: str
-    """Name in the file."""
     text: str
     """The file's text when it was read."""
 

@@ -43,7 +43,6 @@ def make_space(
     """Returns a new space for `devices` devices like `device`: the workload's own space, or `default_space`.
 
     Args:
-        workload: the one to train.
         device, devices, grad_accum, allow: of `default_space`; the last two have no meaning for the workload's own
             space.
 
@@ -73,9 +72,7 @@ def default_space(
     `grad_accum` is free; and every one is the same training, unless lossy values are allowed.
 
     Args:
-        workload: the one to train.
         device: kind of device, and number of devices of a host.
-        devices: devices of one trial.
         grad_accum: values of that knob; it then varies freely, and the samples of a step with it. None derives it from
             the global batch.
         allow: `lossy` adds the values that trade accuracy for speed, if they pay on the device.
@@ -460,13 +457,11 @@ class _Facts:
     followed: set[str]
     """Supported knobs that rewrite the model on one device."""
     runs: Runs
-    """The repeated blocks of the model."""
     parallel: Support
     """Supported parallel knobs."""
     experts: tuple[int, ...]
     """Numbers of experts of the model's mixtures, unique."""
     parameters: int
-    """Number of the model's parameters."""
     no_stage_blocks: str
     """Obstacle to stages with given numbers of blocks."""
 
@@ -506,8 +501,6 @@ def _schedule_facts(workload: Workload) -> _Facts:
             virtual_stages=ignored("virtual_stages"),
             float8=lambda ranks: unconvertible(each.module for each in blocks),
             sequence_parallel=ignored("sequence_parallel"),
-            zero="",
-            offload="",
         ),
         experts=experts,
         parameters=parameters,

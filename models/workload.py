@@ -257,17 +257,17 @@ class Workload:
 
     def once(self, find: "Callable[[Workload], Found]") -> "Found":
         """Calls `find` once for the workload and caches its result; copies made later in other processes have it too."""
-        name = f"{find.__module__}.{find.__qualname__}"
-        if name not in self.known:
-            self.known[name] = find(self)
-        return self.known[name]
+        return self._cached(self.known, find)
 
     def once_here(self, find: "Callable[[Workload], Found]") -> "Found":
         """As `once`, for results that other processes cannot have."""
+        return self._cached(self.here, find)
+
+    def _cached(self, results: dict[str, Any], find: "Callable[[Workload], Found]") -> "Found":
         name = f"{find.__module__}.{find.__qualname__}"
-        if name not in self.here:
-            self.here[name] = find(self)
-        return self.here[name]
+        if name not in results:
+            results[name] = find(self)
+        return results[name]
 
     def with_global_batch(self, samples: int) -> "Workload":
         """A copy with this global batch; cached findings, which do not depend on it, are kept."""
@@ -283,10 +283,6 @@ class Workload:
         copy = replace(self, optimizer=self.optimizer or optimizer)
         copy.known.update(self.known)
         return copy
-
-    def with_name(self, name: str, spec: str) -> "Workload":
-        """A copy with the name `name` and the specification `spec`."""
-        return replace(self, name=name, spec=spec)
 
 
 def default_name(model: Callable[..., Any]) -> str:

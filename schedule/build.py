@@ -20,7 +20,7 @@ from .primitives.data_parallel import Cutting, cutting_of
 from .primitives.formats import final_formats
 from .primitives.tensor_parallel import check_synced
 from .schedule import Schedule
-from .tree import PHASES, find_module
+from .tree import PHASES, find_module, is_within
 
 TARGETS = ("deepspeed",)
 """Engines that `build` supports."""
@@ -92,12 +92,12 @@ def build(
     """
     if sch.tree.built:
         raise ScheduleError("build: a schedule can be built only once, and this one is built already")
-    whole, sch = sch, itself(sch)
+    whole, sch = sch, separated(sch)
     tree = sch.tree
     for each in tree.deferred:
         find_module(tree.module, each.path)
     settings = _engine_settings(sch, target, config, optimizer is not None)
-    place = torch.device(device) if device is not None else home(tree.module)
+    place = torch.device(device) if device is not None else device_of(tree.module)
     context = Context(device=place, optimizer=optimizer, loss=loss)
     phases = PHASES if settings is None else [phase for phase in PHASES if phase != "data"]
     prepare(sch, context, seed, init, broadcast, phases)
@@ -119,7 +119,7 @@ def _engine_settings(sch: Schedule, target: str | None, config: Any, optimizer: 
     return deepspeed.settings_of(sch, config, optimizer)
 
 
-def itself(sch: Schedule) -> Schedule:
+def separated(sch: Schedule) -> Schedule:
     """Returns the schedule of a module as that of a separate model, with everything applied at and below it."""
     return Schedule(sch.tree.below(sch.path)) if sch.path else sch
 
@@ -135,8 +135,6 @@ def prepare(
     """First half of `build`: checks, and weights on the device.
 
     Args:
-        sch, seed, init, broadcast: of `build`.
-        context: state for deferred work.
         early: phases that may be applied to a part of the model before the next weights exist.
     """
     check_synced(sch)
@@ -208,9 +206,7 @@ def _apply(sch: Schedule, context: Context, phase: str, path: str = "") -> None:
     due = [
         (number, each)
         for number, each in enumerate(sch.tree.deferred)
-        if each.phase == phase
-        and number not in context.done
-        and (not path or each.path == path or each.path.startswith(path + "."))
+        if each.phase == phase and number not in context.done and is_within(each.path, path)
     ]
     for number, each in sorted(due, key=lambda item: -item[1].path.count(".") if item[1].path else 1):
         context.done.add(number)
@@ -245,7 +241,7 @@ def complete(
     return module, context.optimizer(params) if context.optimizer is not None and params else None
 
 
-def home(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
     """Device of a model's weights; the CPU if all are on the meta device."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:

@@ -22,11 +22,8 @@ class PrimitiveCall:
     path: str
     """Path of the module it was called on; the root is the empty string."""
     primitive: str
-    """Name of the primitive."""
     args: tuple[Any, ...] = ()
-    """Positional arguments as given."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments as given."""
 
     def __str__(self) -> str:
         given = [_short(each) for each in self.args]
@@ -59,7 +56,6 @@ def as_plain(value: Any, label: str) -> Any:
     """Converts an argument to numbers, strings, lists and mappings.
 
     Args:
-        value: the argument.
         label: its step, for errors.
 
     Raises:

@@ -41,9 +41,6 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis, gradient: str = "scat
     """Concatenates the ranks' tensors along a dimension, in the order of ranks.
 
     Args:
-        tensor: tensor of this rank.
-        dim: dimension of concatenation.
-        axis: the ranks.
         gradient: `scatter` takes this rank's piece of it, if all ranks continue with the same computation;
             `reduce_scatter` sums the pieces of all ranks, if their computations differ.
 

@@ -55,7 +55,6 @@ class Numbers:
 
     @property
     def finite(self) -> bool:
-        """True if all are finite."""
         tensors = [each for kind in DESCRIPTIONS for each in self.of(kind).values() if each is not None]
         return all(bool(each.isfinite().all()) for each in tensors) and math.isfinite(self.noise or 0.0)
 
@@ -85,7 +84,6 @@ class Departure:
 
     @property
     def holds(self) -> bool:
-        """True if it is within the limit."""
         return self.by <= self.allowed
 
     @property
@@ -118,7 +116,6 @@ class Comparison:
         return next(each for each in over if each.share >= least)
 
     def of(self, kind: Kind) -> tuple[Departure, ...]:
-        """Departures of a kind."""
         return tuple(each for each in self.departures if each.kind == kind)
 
     def largest_of(self, kind: Kind) -> Departure:
@@ -127,13 +124,7 @@ class Comparison:
 
 
 def compare(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Comparison:
-    """Compares a model with a reference.
-
-    Args:
-        expected: results of the reference.
-        found: results of the model; for a distributed model, those of this rank.
-        tolerance: rounding of both.
-    """
+    """Compares the results of a model, those of this rank, with a reference's."""
     return Comparison(tuple(_Pair(expected, found, tolerance, largest(expected.gradients)).departures()))
 
 

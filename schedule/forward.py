@@ -12,6 +12,9 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from torch import nn
 
+Inner = Callable[..., Any]
+"""The layers inside another one, as a function: `inner(*args, **kwargs)` returns the module's output."""
+
 
 class Layer(ABC):
     """Code around a module's forward. Instances are plain data and are copied with the module."""
@@ -20,15 +23,12 @@ class Layer(ABC):
     """Layers with a higher order are further outside."""
     alters: ClassVar[bool] = False
     """True if the module's output differs on purpose and is completed outside."""
-
     divisible: ClassVar[bool] = False
     """True if the module's own code runs inside, so that a pipeline can be cut there."""
 
     @abstractmethod
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Returns the module's output; `inner(*args, **kwargs)` runs the inner layers."""
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the module's output."""
 
 
 class Forward:
@@ -56,7 +56,7 @@ class Forward:
         return inspect.signature(type(self.module).forward.__get__(self.module))
 
 
-def _within(layer: Layer, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _within(layer: Layer, module: nn.Module, inner: Inner, *args: Any, **kwargs: Any) -> Any:
     return layer(module, inner, args, kwargs)
 
 

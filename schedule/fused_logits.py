@@ -107,13 +107,7 @@ class FusedLogits(torch.Tensor):
             yield product(part)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ABOUT or _is_property(func):
             with DisableTorchFunctionSubclass():

@@ -18,6 +18,11 @@ def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in both if tensor is not None]
 
 
+def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Replaces a parameter or buffer."""
+    (parameters_of(module) if name in parameters_of(module) else buffers_of(module))[name] = tensor
+
+
 def loose(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Tensors in a module's other attributes and in lists, tuples and dicts there, by the attribute's name.
 
@@ -94,8 +99,7 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
         else:
             del fresh[path]
             parent, _, name = path.rpartition(".")
-            holder = new.get_submodule(parent)
-            (parameters_of(holder) if name in parameters_of(holder) else buffers_of(holder))[name] = tensor
+            replace_tensor(new.get_submodule(parent), name, tensor)
     notes.extend(f"{path} {tuple(tensor.shape)} has the value it came with" for path, tensor in fresh.items())
     give_hooks(old, new)
     new.train(old.training)

@@ -42,10 +42,6 @@ def materialise(
     initialised like the whole. Sharded tensors are made whole and cut at once. The global random state is restored.
 
     Args:
-        root: the model.
-        device: device of the weights.
-        seed: seed of the values.
-        init: see above.
         arrived: called for each tensor that was on the meta device, in the order of initialisation. It may replace the
             tensor, whose memory is then freed before the next is made.
 
@@ -104,7 +100,7 @@ def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: i
             if tensor in loose:
                 kept[tensor] = new
             for module, name in homes.get(tensor, ()):
-                sharding.replace_tensor(module, name, new)
+                held.replace_tensor(module, name, new)
                 here.append((module, name))
         del storage, new
         for module, name in here:
@@ -170,9 +166,9 @@ class _Rules:
         """A recorded tensor in place of one on the meta device, whole if that is a piece."""
         if not tensor.is_meta:
             return tensor
-        *parents, name = path.split(".")
-        shape = sharding.full_shape(self.root.get_submodule(".".join(parents)), name) or tensor.shape
-        new = _with(tensor, self.recording.adopt(shape, tensor.dtype))
+        module, name = sharding.owner(self.root, path)
+        shard = sharding.shards_of(module).get(name)
+        new = _with(tensor, self.recording.adopt(tensor.shape if shard is None else shard.shape, tensor.dtype))
         self.paths[new] = path
         return new
 
@@ -251,7 +247,7 @@ def _cut(root: nn.Module, fresh: dict[torch.Tensor, str]) -> None:
             if tensor in fresh:
                 if tensor not in cut:
                     cut[tensor] = sharding.cut_tensor(tensor, shard)
-                sharding.replace_tensor(module, name, cut[tensor])
+                held.replace_tensor(module, name, cut[tensor])
 
 
 @contextmanager

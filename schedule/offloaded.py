@@ -136,11 +136,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 param.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the result of `state_dict`."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 

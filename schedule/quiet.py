@@ -16,22 +16,31 @@ def quiet(model: nn.Module, *, training: bool) -> Iterator[None]:
     (`attention_dropout`). Recurrent networks also train in evaluation, for which cuDNN has no backward pass; they use
     the mode for nothing else.
     """
-    modes = [(each, each.training) for each in model.modules()]
-    rates = [(each, name, getattr(each, name)) for each, _ in modes for name in rates_of(each)]
+    rates = [(each, name, getattr(each, name)) for each in model.modules() for name in rates_of(each)]
     try:
-        if training:
-            model.train()
-        else:
-            for each, _ in modes:
-                each.training = isinstance(each, nn.RNNBase)
-        for each, name, _ in rates:
-            setattr(each, name, 0.0)
+        with modes_kept(model):
+            if training:
+                model.train()
+            else:
+                for each in model.modules():
+                    each.training = isinstance(each, nn.RNNBase)
+            for each, name, _ in rates:
+                setattr(each, name, 0.0)
+            yield
+    finally:
+        for each, name, value in rates:
+            setattr(each, name, value)
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restores the mode of every module at the end."""
+    modes = [(each, each.training) for each in model.modules()]
+    try:
         yield
     finally:
         for each, mode in modes:
             each.training = mode
-        for each, name, value in rates:
-            setattr(each, name, value)
 
 
 def rates_of(module: nn.Module) -> list[str]:

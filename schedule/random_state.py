@@ -47,7 +47,6 @@ class RandomState:
             self._set(outside)
 
     def advance(self) -> None:
-        """Advances it."""
         for each in self.generators:
             torch.empty(1, device=each.device).uniform_(generator=each)
         self.states = [each.get_state() for each in self.generators]

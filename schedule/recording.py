@@ -98,7 +98,6 @@ class Operation:
     """Arguments, with a `View` for each recorded tensor and a copy of each real one."""
     kwargs: dict[str, Any]
     reads: frozenset[int]
-    """Memory that it reads."""
     writes: frozenset[int]
     """Memory that it writes, wholly or partly."""
     whole: frozenset[int]
@@ -117,17 +116,12 @@ class Reseed:
 
 
 class Recording:
-    """Operations on tensors, in order.
-
-    Args:
-        device: future device of the tensors.
-    """
+    """Operations on tensors, in order."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = full(torch.device(device))
         """Future device of the tensors."""
         self.log: list[Operation | Reseed] = []
-        """Recorded operations."""
         self.memories: list[Memory] = []
         """Allocated memory, by number."""
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []
@@ -138,7 +132,6 @@ class Recording:
         """Reason why it cannot be continued."""
         self.random = RandomState(self.device)
         self.active = False
-        """True while operations are recorded."""
         self.plain = 0
         """Above 0, recorded tensors appear on the meta device."""
 

@@ -28,9 +28,7 @@ def replay(
     once. Sets the global random state.
 
     Args:
-        recording: the recording.
         wanted: numbers of its memory.
-        device: replaces the recording's device.
         seed: seed of draws before a seed is set in the recording.
         made: called with a number and its memory as soon as it has its final values; nothing else keeps it then.
 
@@ -147,7 +145,6 @@ class _Player:
         return self.storages[number]
 
     def take(self, number: int) -> torch.UntypedStorage:
-        """Removes and returns memory."""
         storage = self.storage(number)
         del self.storages[number]
         return storage
@@ -159,6 +156,5 @@ class _Player:
 
 
 def tensor_of(view: View, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor of memory."""
     empty = torch.empty(0, dtype=view.dtype, device=storage.device)
     return empty.set_(storage, view.offset, view.size, view.stride)

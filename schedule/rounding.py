@@ -98,12 +98,12 @@ def allowance(
     return DEVIATIONS * math.sqrt(variance)
 
 
-def loss_allowance(outputs: float, rows: int, dtype: torch.dtype = torch.float32) -> float:
+def loss_allowance(outputs: float, rows: int) -> float:
     """Largest departure of a mean loss, relative to itself, if the outputs may depart by `outputs`.
 
     It is the mean of `rows` terms that round independently; the sum rounds once more.
     """
-    return outputs / math.sqrt(rows) + DEVIATIONS * unit_roundoff(dtype)
+    return outputs / math.sqrt(rows) + DEVIATIONS * unit_roundoff(torch.float32)
 
 
 def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: float, steps: int) -> float:
@@ -118,10 +118,6 @@ def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: fl
 
     Args:
         gradient: largest departure of the gradient, absolute.
-        weight: the weight.
-        lr: learning rate.
-        eps: AdamW's epsilon.
-        steps: number of steps.
     """
     rounded = 4 * steps * unit_roundoff(weight.dtype) * scale(weight)
     return lr / eps * gradient * (2**steps - 1) + rounded
@@ -203,7 +199,6 @@ class Tolerance:
         samples, by a multiple of the noise over the root of their number, and gradients by a multiple of the noise.
 
         Args:
-            sides: both models.
             size: root mean square of the logits.
             noise: relative change of the logits by dropout, if it is on.
             samples: number of samples of the mean loss.

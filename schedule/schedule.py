@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 from torch import fx, nn
 
 from ..base.errors import ScheduleError, unknown
-from . import primitives
 from .forward import layers_of
 from .graph.trace import Traced
 from .primitive import primitive
+from .primitives import (
+    checkpoint as checkpointing,
+    data_parallel,
+    experts,
+    formats,
+    fused,
+    graphs,
+    modules,
+    pipelines,
+    tensor_parallel,
+)
 from .tree import ScheduledModule, Tree
 
 ELSEWHERE = {
@@ -37,33 +47,33 @@ class Schedule(ScheduledModule):
     itself, `sch.path` its path from the root. `register_primitive` adds the user's own primitives.
     """
 
-    annotate = primitives.annotate
-    cast = primitives.cast
-    checkpoint = primitives.checkpoint
-    compile = primitives.compile
-    cut_pipeline_stage = primitives.cut_pipeline_stage
-    cut_sequence = primitives.cut_sequence
-    decompose = primitives.decompose
-    find = primitives.find
-    float8 = primitives.float8
-    fork_rng = primitives.fork_rng
-    fuse = primitives.fuse
-    fused_attention = primitives.fused_attention
-    fused_gelu = primitives.fused_gelu
-    fused_loss = primitives.fused_loss
-    hook = primitives.hook
-    limit_experts = primitives.limit_experts
-    offload = primitives.offload
-    parallel_loss = primitives.parallel_loss
-    pipeline = primitives.pipeline
-    replace = primitives.replace
-    replace_all = primitives.replace_all
-    shard = primitives.shard
-    shard_data = primitives.shard_data
-    shard_experts = primitives.shard_experts
-    share_samples = primitives.share_samples
-    sync = primitives.sync
-    trace = primitives.trace
+    annotate = modules.annotate
+    cast = formats.cast
+    checkpoint = checkpointing.checkpoint
+    compile = modules.compile
+    cut_pipeline_stage = pipelines.cut_pipeline_stage
+    cut_sequence = data_parallel.cut_sequence
+    decompose = graphs.decompose
+    find = graphs.find
+    float8 = formats.float8
+    fork_rng = tensor_parallel.fork_rng
+    fuse = graphs.fuse
+    fused_attention = fused.fused_attention
+    fused_gelu = fused.fused_gelu
+    fused_loss = fused.fused_loss
+    hook = modules.hook
+    limit_experts = experts.limit_experts
+    offload = data_parallel.offload
+    parallel_loss = tensor_parallel.parallel_loss
+    pipeline = pipelines.pipeline
+    replace = modules.replace
+    replace_all = modules.replace_all
+    shard = tensor_parallel.shard
+    shard_data = data_parallel.shard_data
+    shard_experts = experts.shard_experts
+    share_samples = tensor_parallel.share_samples
+    sync = tensor_parallel.sync
+    trace = graphs.trace
 
     @property
     def graph(self) -> fx.Graph:

@@ -37,7 +37,6 @@ class Deferred:
     """Work that a primitive leaves to `build`, when the weights exist."""
 
     path: str
-    """Path of its module."""
     phase: str
     """One of PHASES."""
     apply: Callable[..., Any]
@@ -49,7 +48,7 @@ class Deferred:
 class Tree:
     """State shared by all schedules of one model: the root module, the mesh, and the applied steps."""
 
-    def __init__(self, module: nn.Module, mesh: Any = None) -> None:
+    def __init__(self, module: nn.Module, mesh: Any) -> None:
         self.module = module
         self.mesh = mesh
         self.steps: list[PrimitiveCall] = []
@@ -70,23 +69,20 @@ class Tree:
         Raises:
             ScheduleError: a pipeline is cut there.
         """
-        inside = [cut for cut in self.cuts if cut == path or cut.startswith(path + ".")]
+        inside = [cut for cut in self.cuts if is_within(cut, path)]
         if inside:
             raise ScheduleError(f"'{path}' has the pipeline cut '{inside[0]}', so it cannot be taken by itself")
-
-        def own(full: str) -> bool:
-            return full == path or full.startswith(path + ".")
 
         def rest(full: str) -> str:
             return full[len(path) + 1 :]
 
         new = Tree(find_module(self.module, path), self.mesh)
-        new.steps = [replace(each, path=rest(each.path)) for each in self.steps if own(each.path)]
-        new.deferred = [replace(each, path=rest(each.path)) for each in self.deferred if own(each.path)]
-        new.examples = {rest(at): each for at, each in self.examples.items() if own(at)}
-        new.shared = {rest(at): each for at, each in self.shared.items() if own(at)}
+        new.steps = [replace(each, path=rest(each.path)) for each in self.steps if is_within(each.path, path)]
+        new.deferred = [replace(each, path=rest(each.path)) for each in self.deferred if is_within(each.path, path)]
+        new.examples = {rest(at): each for at, each in self.examples.items() if is_within(at, path)}
+        new.shared = {rest(at): each for at, each in self.shared.items() if is_within(at, path)}
         items = self.annotations.items()
-        new.annotations = {(rest(at), name): dict(each) for (at, name), each in items if own(at)}
+        new.annotations = {(rest(at), name): dict(each) for (at, name), each in items if is_within(at, path)}
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
@@ -240,6 +236,17 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+def is_within(path: str, module: str) -> bool:
+    """True if a path is that of a module, or of one below it."""
+    return not module or path == module or path.startswith(module + ".")
+
+
+def with_ancestors(path: str) -> list[str]:
+    """A path and those of the modules above it, up to the root, whose path is empty."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
 def _matches(pattern: list[str], path: list[str]) -> bool:
     if not pattern:
         return not path
@@ -255,9 +262,7 @@ def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
     Equal neighbours with the same primitives share a line: `1-11: GPT2Block  x11`.
 
     Args:
-        module: root of the drawing.
         path: path of that module from the model's root.
-        steps: steps applied to the model.
     """
     applied: dict[str, list[str]] = {}
     for step in steps:

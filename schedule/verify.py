@@ -13,7 +13,7 @@ from torch import nn
 
 from ..base._torch import tree_leaves, tree_map
 from ..base.errors import ScheduleError
-from .build import Context, complete, home, itself, prepare
+from .build import Context, complete, device_of, prepare, separated
 from .compare import Numbers, compare, gradients_of, weights_of
 from .forward import layers_of
 from .fused_logits import FusedLogits, formed
@@ -23,7 +23,7 @@ from .parallel.collectives import Axis, all_gather, axis_of
 from .parallel.sequences import CutSequence
 from .parallel.sharding import owner, shards_of
 from .parallel.vocabulary import SplitLogits, whole_logits
-from .quiet import quiet, rates_of
+from .quiet import modes_kept, quiet, rates_of
 from .rounding import Tolerance, allowance, departure, noise_ratio
 from .schedule import Schedule
 from .tree import find_module, join
@@ -68,14 +68,14 @@ def verify(
     """
     if sch.tree.built:
         raise ScheduleError("verify: it takes a schedule before build")
-    before = itself(sch).copy()
+    before = separated(sch).copy()
     # Tracing in the body finds the calls of modules here.
     sch.tree.examples.setdefault(sch.path, as_call(example_inputs))
     yield sch
-    target = torch.device(device) if device is not None else home(before.module)
+    target = torch.device(device) if device is not None else device_of(before.module)
     devices = [target] if target.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        _compare(before, itself(sch).copy(), example_inputs, loss, tolerance, target, seed)
+        _compare(before, separated(sch).copy(), example_inputs, loss, tolerance, target, seed)
 
 
 def _compare(
@@ -98,7 +98,7 @@ def _compare(
     pair = []
     for sch in (before, after):
         whole_loss = None if loss is None else lambda output, target: loss(output)
-        context = Context(device=device, optimizer=_sgd, loss=whole_loss)
+        context = Context(device=device, optimizer=partial(torch.optim.SGD, lr=0.1), loss=whole_loss)
         prepare(sch, context, seed=seed)
         pair.append((sch, context))
     _same_weights(before.module, after.module)
@@ -110,9 +110,10 @@ def _compare(
     ]
     for training in (True, False):
         expected, found = (each(training=training) for each in runs)
-        granted = replace(Tolerance.of_tensors(limit), noise=noise_ratio(_numbers_of(expected)))
+        noise_numbers = DRAWS * sum(each.numel() for each in expected.outputs.values() if each is not None)
+        granted = replace(Tolerance.of_tensors(limit), noise=noise_ratio(noise_numbers))
         wrong = compare(expected, found, granted).wrong
-        if not _anywhere(wrong is not None, after.mesh, device):
+        if not _on_any_rank(wrong is not None, after.mesh, device):
             continue
         records: list[dict[str, torch.Tensor]] = []
         for (model, _), each in zip(models, runs):
@@ -126,10 +127,6 @@ def _compare(
             f"mode: {wrong.description if wrong else 'another rank found a departure'} "
             f"(allowed: {limit:g} of the largest magnitude){first}"
         )
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def _first_module(
@@ -204,7 +201,7 @@ def _rounding(before: Schedule, after: Schedule, inputs: Any) -> float:
     return max(allowance(before.module, rows, formats), allowance(after.module, rows, formats))
 
 
-def _anywhere(flag: bool, mesh: Any, device: torch.device) -> bool:
+def _on_any_rank(flag: bool, mesh: Any, device: torch.device) -> bool:
     """True if any rank of the mesh raises the flag: all of them must act in the same way."""
     if mesh is None or not dist.is_initialized():
         return flag
@@ -287,25 +284,15 @@ def _noise(model: nn.Module, args: Any, kwargs: Any, expected: list[torch.Tensor
     """Change of the outputs by dropout in training, relative to their size; None without dropout."""
     if not any(getattr(each, name) for each in model.modules() for name in rates_of(each)):
         return 0.0
-    modes = [(each, each.training) for each in model.modules()]
     changed = size = 0.0
-    try:
+    with modes_kept(model), torch.no_grad():
         model.train()
         for draw in range(DRAWS):
             torch.manual_seed(draw + 1)
-            with torch.no_grad():
-                found = _wholes(model(*args, **kwargs))
+            found = _wholes(model(*args, **kwargs))
             changed += sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected))
             size += sum(float(each.double().square().sum()) for each in expected)
-    finally:
-        for each, mode in modes:
-            each.training = mode
     return (changed / size) ** 0.5 if size else None
-
-
-def _numbers_of(side: Numbers) -> int:
-    """Number of values in the noise of dropout."""
-    return DRAWS * sum(each.numel() for each in side.outputs.values() if each is not None)
 
 
 def _wholes(output: Any) -> list[torch.Tensor]:

@@ -195,15 +195,14 @@ _DEEPER: Mapping[str, Mapping[str, Any]] = {
 """Changes of a family's configuration that make four blocks or more; the default is `num_hidden_layers`."""
 
 
-def tiny(family: str, combination: str = "") -> "Workload":
-    """Returns the workload of a family of the table, with a block for each stage of a combination."""
+def tiny(family: str, combination: str = "", deep: bool = False) -> "Workload":
+    """Returns the workload of a family of the table, of four blocks or more if `deep` or if a combination needs them."""
     from ..models.architecture import Architecture
     from ..models.huggingface import hugging_face_workload
     from ..models.wide_resnet import wide_resnet
 
     task, arguments = FAMILIES[family]
-    config = COMBINATIONS.get(combination, {})
-    if is_deep(config):
+    if deep or is_deep(COMBINATIONS.get(combination, {})):
         arguments = {**arguments, **_DEEPER.get(family, {"num_hidden_layers": 4})}
     if family == "wide_resnet":
         return wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
@@ -246,8 +245,6 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
         reasons.insert(0, broken_rule(Strategy.of(config), RuleContext(experts=experts_of(workload))))
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)
-    if config.get("zero"):
-        reasons.append(support.zero)
     if config.get("strategy") is not None or config.get("stage_blocks") is not None:
         known = RuleContext(no_stage_blocks=workload.schedule.no_stage_blocks, **runs_of(workload)._asdict())
         reasons.append(broken_rule(Strategy.of(config), known).partition(": ")[2])
@@ -281,9 +278,7 @@ def departure(
     order of the gradients.
 
     Args:
-        workload: the workload to train.
         config: its configuration, of precision fp32 or bf16; on several ranks, called alike on every rank.
-        seed: seed of weights and data.
         expected: the result of `reference` for the workload, the seed and `for_one_process(config)`, if known.
     """
     import torch

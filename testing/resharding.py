@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .numerics import FAMILIES, SAMPLES, refusal
+from . import numerics
+from .numerics import SAMPLES
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,6 @@ EXACT = 1e-6
 """Allowed relative difference of losses if all strategies compute in float32: a few units in the last place."""
 HALF = 2.0**-8
 """Allowed relative difference if one of them computes in bfloat16: a unit in the last place of bfloat16."""
-_DEEPER = {"gpt2": {"n_layer": 4}, "t5": {"num_layers": 4}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +62,8 @@ class PartResult:
 
 
 def tiny(family: str) -> "Workload":
-    """Returns the workload of a family with four blocks, and an optimizer whose weight decay differs by parameter."""
-    from ..models.architecture import Architecture
-    from ..models.huggingface import hugging_face_workload
-
-    task, arguments = FAMILIES[family]
-    architecture = Architecture(
-        model_type=family, arguments={**arguments, **_DEEPER.get(family, {"num_hidden_layers": 4})}, task=task
-    )
-    return hugging_face_workload(architecture, name=family, spec=family, seq_len=16, global_batch=SAMPLES)
+    """Returns the workload of a family with four blocks."""
+    return numerics.tiny(family, deep=True)
 
 
 def ranks(strategy: str) -> int:
@@ -81,7 +74,7 @@ def ranks(strategy: str) -> int:
 
 def obstacle(family: str, strategy: str) -> str:
     """Returns the reason why a family does not support a strategy; empty if it does."""
-    return refusal(tiny(family), STRATEGIES[strategy])
+    return numerics.refusal(tiny(family), STRATEGIES[strategy])
 
 
 def tolerance(*strategies: str) -> float:
@@ -97,8 +90,6 @@ def part(
     """Trains in a strategy; called alike on every rank of an initialised process group of the right size.
 
     Args:
-        workload: a workload of `tiny`.
-        strategy: name of the strategy.
         steps: the step at which it ends.
         begin: a folder of checkpoints, of which the latest is loaded; None for the first step.
         copy: folder in which the loaded state is saved again before any step.

@@ -84,13 +84,7 @@ def has_replicas(sch: "Schedule") -> bool:
 
 
 def share_out(sch: "Schedule", strategy: Strategy, blocks: Sequence[str]) -> None:
-    """Shards what a strategy's ZeRO stages shard among replicas, exchanged in its number formats.
-
-    Args:
-        sch: the root's schedule.
-        strategy: strategy of the configuration.
-        blocks: paths of the model's repeated blocks.
-    """
+    """Shards what a strategy's ZeRO stages shard among replicas, exchanged in its number formats."""
     formats, exchange = strategy.formats, strategy.exchange
     layers = strategies_of({"strategy": strategy.strategy, "zero": strategy.zero}, len(blocks)) or ()
     sch.shard_data(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from ..base._torch import FakeProcessGroup, TorchDispatchMode
 
 BACKEND = "emulated"
-"""The backend's name in torch.distributed."""
 RECEIVED = 0.02
 """Standard deviation of received numbers. It is that of weights as transformers initialises them, so that sums of products
 neither overflow nor become denormal."""
@@ -154,7 +154,6 @@ class Recorder:
         return self._number
 
     def wait(self, number: int) -> None:
-        """Records a wait for a communication."""
         if self.recording:
             at = self.now()
             self._note(Act.WAIT, number, -1, at, at)
@@ -286,8 +285,6 @@ class EmulatedGroup(dist.ProcessGroup):
     Args:
         rank: along the group.
         ranks: global ranks of the group.
-        name: of the group.
-        recorder: records the communications.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], name: str, recorder: Recorder) -> None:
@@ -338,11 +335,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._begin(Kind.REDUCE, tensors[0], _bytes(tensors), tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
-        def fill() -> None:
-            for each, source in zip(outputs, inputs, strict=True):
-                for out in each:
-                    out.detach().copy_(source)
-
+        fill = partial(_copy_to_each, inputs, outputs)
         return self._begin(Kind.ALL_GATHER, inputs[0], sum(map(_bytes, outputs)), outputs, fill)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> _Work:
@@ -386,8 +379,8 @@ class EmulatedGroup(dist.ProcessGroup):
     ) -> _Work:
         def fill() -> None:
             for out, source in zip(outputs, inputs, strict=True):
-                mine = source.detach().reshape(self.size(), -1)[self._rank]
-                out.detach().copy_(mine.view(out.shape))
+                piece = source.detach().reshape(self.size(), -1)[self._rank]
+                out.detach().copy_(piece.view(out.shape))
 
         work = self._begin(Kind.REDUCE_SCATTER, outputs[0], _bytes(inputs), outputs, fill)
         if self.recorder.copies:
@@ -449,11 +442,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._begin(Kind.BROADCAST, outputs[0], _bytes(outputs) * self.size(), outputs, fill)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
-        def fill() -> None:
-            for each, source in zip(outputs, inputs, strict=False):
-                for out in each:
-                    out.detach().copy_(source)
-
+        fill = partial(_copy_to_each, inputs, outputs)
         return self._begin(Kind.REDUCE, inputs[0], _bytes(inputs) * self.size(), outputs, fill)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
@@ -473,6 +462,13 @@ class EmulatedGroup(dist.ProcessGroup):
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def _copy_to_each(inputs: list[torch.Tensor], outputs: list[list[torch.Tensor]]) -> None:
+    """Copies each input to all tensors of the output in its place; a gather has outputs on its root alone."""
+    for source, each in zip(inputs, outputs):
+        for out in each:
+            out.detach().copy_(source)
 
 
 def _repeated(output: torch.Tensor, piece: torch.Tensor, times: int) -> None:

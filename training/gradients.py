@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..base._torch import parameters_of
-from ..models.batches import batch_slice, entries
+from ..models.batches import batch_slice, entries, to_device
 from ..models.data import Task
 from ..models.workload import Batch
 from ..results.probe import Computed
@@ -16,15 +16,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .training import Training
-
 
 def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> "torch.Tensor | None":
     """Factors of the losses of micro-batches that give every token the same weight; all ranks call it.
 
     Args:
-        training: the training.
-        samples: source of the batches.
         batches: as `Training.micro_batches` returns them.
 
     Returns:
@@ -41,6 +37,12 @@ def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> 
     return (counts * (len(parts) * training.world.replicas) / total).float()
 
 
+def passes(training: Training, samples: TrainingData, share: Batch) -> "torch.Tensor":
+    """Runs `Training.passes` on this replica's samples of a step, every token with the same weight."""
+    batches = training.micro_batches(to_device(share, training.device))
+    return training.passes(batches, factors=factors(training, samples, batches))
+
+
 def _cut(batches: list[Batch], count: int) -> list[Batch]:
     """Micro-batches, also those of a pipeline, which has a single batch."""
     if len(batches) != 1:
@@ -54,7 +56,7 @@ CHUNK = 1 << 22
 """Number of elements whose squares are summed at a time."""
 
 
-def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: float = 1.0) -> Computed:
+def computed(training: Training, loss: "torch.Tensor", samples: int, scale: float) -> Computed:
     """This rank's share of the loss and gradients, while the gradients exist.
 
     Replicated values count on each rank by its share.
@@ -88,7 +90,7 @@ def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: fl
     )
 
 
-def square(training: "Training") -> "torch.Tensor":
+def square(training: Training) -> "torch.Tensor":
     """This rank's share of the squared norm of all gradients, which is the sum over all ranks. float64, a scalar on
     the device.
     """
@@ -103,7 +105,7 @@ def square(training: "Training") -> "torch.Tensor":
     return total
 
 
-def multiply(training: "Training", factor: "torch.Tensor") -> None:
+def multiply(training: Training, factor: "torch.Tensor") -> None:
     """Multiplies every gradient in place by a scalar on the device."""
     from ..base._torch import foreach_multiply
     from ..schedule.parallel.sharding import local
@@ -113,7 +115,7 @@ def multiply(training: "Training", factor: "torch.Tensor") -> None:
         foreach_multiply(gradients, factor)
 
 
-def _shares(training: "Training") -> "Iterator[tuple[str, torch.Tensor, float]]":
+def _shares(training: Training) -> "Iterator[tuple[str, torch.Tensor, float]]":
     """Yields every gradient on this rank: the parameter's name, the local part, and its weight, if several ranks have
     copies.
     """

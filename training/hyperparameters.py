@@ -57,13 +57,8 @@ class Hyperparameters:
     betas: Annotated[
         tuple[float, float],
         Option("AdamW's decay rates of gradients and squared gradients.", type=float, least=0, below=1, metavar="X X"),
-    ] = (
-        0.9,
-        0.999,
-    )
-    """AdamW's decay rates of the moving averages of gradients and of their squares."""
+    ] = (0.9, 0.999)
     eps: Annotated[float, Option("AdamW's epsilon.", type=float, above=0)] = 1e-8
-    """AdamW's epsilon, added to the root of the average of squares."""
     clip: Annotated[float | None, Option("Largest global gradient norm.", type=float, least=0)] = 1.0
     """Largest norm of all gradients together; None or 0 for no limit."""
     average: Annotated[

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..base.errors import Diverged, StudyError
 from ..base.option import Option, check_options
-from ..models.batches import each_tensor, to_device
 from ..models.workload import Batch
 from . import gradients
 from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
 from .data.samples import TrainingData
-from .gradients import factors
 from .hyperparameters import Hyperparameters
-from .soak import LONG, agreed, longest, unchanged
-from .training import Training
+from .soak import LONG, agreed, longest
+from .training import Training, undone
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +51,10 @@ class LoopPlan:
         float, Option("Minutes between two checkpoints; 0 for none by time.", type=float, least=0, metavar="N")
     ] = 10.0
     keep: Annotated[int, Option("Number of checkpoints to keep.", type=int, least=1, metavar="N")] = 3
-
     soak: Annotated[
         bool,
         Option(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first."),
     ] = True
-    """True if a training of `soak.LONG` steps or more tries its longest batch, an evaluation and a save after its
-    first step.
-    """
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -71,7 +65,6 @@ class LoopResult:
     """Result of the loop."""
 
     step: int
-    """Number of steps done."""
     stopped: bool
     """True if it was stopped before the last step."""
     failure: str = ""
@@ -99,15 +92,12 @@ class Loop:
     Args:
         training: model and optimizer, without its own data.
         samples: training data.
-        hyperparameters: hyperparameters and number of steps.
-        plan: further actions.
         saver: saver of checkpoints; None saves none.
         step, position: start: number of steps done, and of samples that they used.
         until: the step to end at; None for the last one.
         facts: description for the checkpoints' manifests.
         log: receives, on rank 0, the lines of the log: a `kind` and numbers by name.
         stop: returns True to stop; called on every rank at every step.
-        memory_mib: returns this rank's peak memory.
         peak_flops: peak FLOP/s of a device, for the utilisation; None if unknown.
         average: moving averages of parameters, if any; see `averages`.
         phase: receives the name of the next phase, so that a failure can report it.
@@ -187,25 +177,17 @@ class Loop:
     def _fetch(self, step: int) -> "Future[Batch]":
         """Starts reading this replica's samples of a step, while another step runs."""
         first = self.position + (step - self._first) * self.training.samples_per_step
-
-        def read() -> Batch:
-            share = self.training.share(self.samples, first)
-            cuda = self.training.device.type == "cuda"
-            return each_tensor(share, lambda tensor: tensor.pin_memory()) if cuda else share
-
-        return self._loader.submit(read)
+        return self._loader.submit(self.training.pinned_share, self.samples, first)
 
     def _one(self, share: Batch) -> None:
-        """Runs one optimizer step."""
         training = self.training
         training.reseed(self.step)
         factor = self._hyper.lr_factor(self.step)
         for group, lr in zip(training.optimizer.param_groups, self._lr):
             group["lr"] = lr * factor
-        batches = training.micro_batches(to_device(share, training.device))
-        self._losses.append(training.passes(batches, factors=factors(training, self.samples, batches)).detach())
+        self._losses.append(gradients.passes(training, self.samples, share).detach())
         training.update(self._clip)
-        self._follow()
+        self._update_averages()
 
     def _clip(self) -> None:
         """Clips gradients by their norm, and lets the ranks agree on the next actions."""
@@ -233,8 +215,7 @@ class Loop:
         stop, save = self._agreed.popleft().tolist()
         return stop > 0, save > 0
 
-    def _follow(self) -> None:
-        """Updates the moving averages."""
+    def _update_averages(self) -> None:
         if not self.average:
             return
         import torch
@@ -291,16 +272,10 @@ class Loop:
         """
         import torch
 
-        if self._losses:
-            self._check_finite(torch.stack(self._losses).tolist())
-        self._check_norm()
-
-    def _check_finite(self, losses: list[float]) -> None:
+        losses = torch.stack(self._losses).tolist() if self._losses else []
         for number, loss in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss of step {number} is {loss}")
-
-    def _check_norm(self) -> None:
         # A scaled loss overflows now and then, and such steps are skipped.
         if self._norm is not None and not self.training.precision.scaled and not math.isfinite(float(self._norm)):
             raise self._diverged(f"the gradients of step {self.step} are not finite")
@@ -336,8 +311,7 @@ class Loop:
         with torch.no_grad():
             for step in range(steps):
                 share = training.share(self.samples.evaluation, step * training.samples_per_step)
-                batches = training.micro_batches(to_device(share, training.device))
-                total += training.passes(batches, factors=factors(training, self.samples, batches))
+                total += gradients.passes(training, self.samples, share)
         training.model.train()
         return float(total) / steps
 
@@ -353,11 +327,9 @@ class Loop:
         found = longest(self.samples, position, left, size, training.micro_batch) if rank0 else None
         found = agreed(training, found)
         tried = [f"the longest of the next {found.looked_at:,} batches (step {self.step + found.step + 1})"]
-        with unchanged(training):
+        with undone(training):
             share = training.share(self.samples, position + found.step * size)
-            batches = training.micro_batches(to_device(share, training.device))
-            loss = training.passes(batches, factors=factors(training, self.samples, batches))
-            float(loss)  # waits for the device
+            float(gradients.passes(training, self.samples, share))  # waits for the device
             training.optimizer.zero_grad(set_to_none=True)
             if self.plan.eval_every:
                 self._held_out_loss(1)
@@ -392,7 +364,6 @@ class Loop:
         self._idle_s += time.perf_counter() - begin
 
     def _log_saved(self, saved: Saved | None) -> None:
-        """Logs the result of a save."""
         if saved is not None:
             if not saved.failure:
                 self._kept_step = saved.step

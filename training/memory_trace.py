@@ -130,7 +130,6 @@ def trace_memory(
     gloo: bool = True,
     operators: AbstractContextManager[Any] | None = None,
     kernels: Callable[[Schedule], object] | None = None,
-    seed: int = 0,
 ) -> MemoryTrace:
     """Traces the build and two steps of a rank. Nothing is computed, and no device is needed.
 
@@ -143,7 +142,6 @@ def trace_memory(
         gloo: include the copies that gloo makes of what it gathers and reduces; NCCL makes none.
         operators: a mode to trace under, such as one that allocates what operators of another device allocate.
         kernels: as that of `Training`, for modules of another device.
-        seed: seed of the data.
 
     Raises:
         WorkloadError: the configuration is invalid for the workload or for this number of ranks.
@@ -162,7 +160,7 @@ def trace_memory(
         stack.enter_context(watch.resizes())
         stack.enter_context(operators or nullcontext())
         stack.enter_context(WithoutCompute(watch))
-        training = Training(workload, config, torch.device("cpu"), seed, rank, world_size, kernels=kernels)
+        training = Training(workload, config, torch.device("cpu"), rank=rank, world_size=world_size, kernels=kernels)
         _label_built(training, watch)
         for name, param in training.model.named_parameters():
             if param.requires_grad:
@@ -397,7 +395,6 @@ class _Watch:
             torch.UntypedStorage.resize_ = original
 
     def trace(self, rank: int, recorder: Recorder) -> MemoryTrace:
-        """The finished trace."""
         for each in self._blocks:
             each.kept = each.kept or each.end is None
         return MemoryTrace(

@@ -26,7 +26,6 @@ class Precision:
 
     Args:
         name: the knob's value.
-        device: device of the training.
         ranks: ranks that take a step together; with float16 they must agree on skipping it.
 
     Raises:
@@ -164,6 +163,5 @@ class Precision:
         self._scaler.update()
 
     def restore(self, loss_scale: float) -> None:
-        """Restores a saved `loss_scale`."""
         if self._scaler is not None:
             self._scaler.update(loss_scale)

@@ -1,15 +1,17 @@
 """Parts of the user's training loop that `redline.accelerate` returns: model, optimizer, loader, info."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import StudyError, UsageError
-from ..models.batches import batch_slice, each_tensor, entries, to_device
+from ..models.batches import batch_slice, entries, to_device
 from ..models.workload import Batch
 from . import gradients
 from .checkpoint.folder import Checkpoint, CheckpointFolder
@@ -20,10 +22,6 @@ from .data.samples import TrainingData
 from .gradients import factors
 from .training import Training
 from .world import World
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
 
 
 class PreparedModel(nn.Module):
@@ -44,7 +42,6 @@ class PreparedModel(nn.Module):
         self.__dict__["anchor"] = torch.zeros((), device=steps.training.device, requires_grad=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the loss of a batch."""
         steps: Steps = self.__dict__["steps"]
         batch = kwargs or args
         if not torch.is_grad_enabled():
@@ -59,7 +56,6 @@ class PreparedModel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the state of `module`."""
         return self.module.load_state_dict(*args, **kwargs)
 
 
@@ -141,10 +137,6 @@ class Loader:
     epochs, such as a workload's own, never ends. The samples of a step depend on the seed and the number of steps
     before it, regardless of the configuration and the number of restarts. If a loop ends early, with a batch that was
     yielded but not used in a step, the next loop yields that batch again.
-
-    Args:
-        steps: steps of the training.
-        samples: training data.
     """
 
     def __init__(self, steps: "Steps", samples: TrainingData) -> None:
@@ -185,16 +177,17 @@ class Loader:
             self.position = self._past
         end, step, known = self._end(), self._training.samples_per_step, self._set
         with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
+            read, samples = self._training.pinned_share, self.samples
             at = self.position
-            following = reader.submit(self._read, at)
+            following = reader.submit(read, samples, at)
             while end is None or at < end:
                 if known != self._set:  # set by the user
                     at, known = self.position, self._set
-                    following = reader.submit(self._read, at)
+                    following = reader.submit(read, samples, at)
                 share = following.result()
                 at += step
                 if end is None or at < end:
-                    following = reader.submit(self._read, at)
+                    following = reader.submit(read, samples, at)
                 yield to_device(share, self._training.device)
         self._past = at
 
@@ -202,10 +195,6 @@ class Loader:
         """Position of the end of the current epoch."""
         size = self.samples.num_training
         return None if size is None else (self.position // size + 1) * size
-
-    def _read(self, first: int) -> Batch:
-        share = self._training.share(self.samples, first)
-        return each_tensor(share, lambda each: each.pin_memory()) if self._training.device.type == "cuda" else share
 
 
 class Steps:
@@ -216,7 +205,6 @@ class Steps:
 
     Args:
         training: a training without its own data.
-        samples: source of the batches.
         clip: largest norm of all gradients together; None for no limit.
     """
 
@@ -231,7 +219,7 @@ class Steps:
         self._clip = clip
         self._computed = self._unscaled = self._clipped = False
 
-    def loss(self, batch: Batch) -> "torch.Tensor":
+    def loss(self, batch: Batch) -> torch.Tensor:
         """Returns the mean loss over the global batch, the same on all ranks; its gradients are in place afterwards.
 
         Args:
@@ -253,12 +241,11 @@ class Steps:
                 "torch.no_grad() it takes any number"
             )
         training.reseed(self.step)
-        batches = training.micro_batches(to_device(batch, training.device))
-        total = training.passes(batches, factors=factors(training, self.samples, batches))
+        total = gradients.passes(training, self.samples, batch)
         self._computed = True
         return total.detach()
 
-    def evaluated(self, batch: Batch) -> "torch.Tensor":
+    def evaluated(self, batch: Batch) -> torch.Tensor:
         """Returns the mean loss over the batches of all replicas, without gradients. All ranks call it, with the same
         number of samples.
 
@@ -277,26 +264,21 @@ class Steps:
         batches = [to_device(each, training.device) for each in parts]
         weights = factors(training, self.samples, batches)
         if weights is None and count % size:
-            import torch
-
             shares = [_size(each) * len(parts) / count for each in parts]
             weights = torch.tensor(shares, device=training.device)
         return training.passes(batches, factors=weights)
 
-    def backward(self, factor: "torch.Tensor | float" = 1.0) -> None:
-        """Multiplies the gradients by a factor."""
+    def backward(self, factor: torch.Tensor | float = 1.0) -> None:
         if not self._computed:
             raise UsageError("there is no loss for backward: call the model first, with gradients switched on")
         if isinstance(factor, float) and factor == 1.0:
             return
-        import torch
-
         scale = torch.as_tensor(factor, device=self.training.device)
         if scale.device.type == "cpu" and float(scale) == 1.0:
             return
         gradients.multiply(self.training, scale.float())
 
-    def clip(self, max_norm: float) -> "torch.Tensor":
+    def clip(self, max_norm: float) -> torch.Tensor:
         """Clips all gradients by their common norm, over all ranks.
 
         Returns:
@@ -308,8 +290,6 @@ class Steps:
         self._unscale()
         total = gradients.square(training)
         if training.world.size > 1:
-            import torch.distributed as dist
-
             dist.all_reduce(total)
         self.norm = total.sqrt()
         gradients.multiply(training, (max_norm / (self.norm + 1e-6)).clamp(max=1.0).float())
@@ -334,7 +314,6 @@ class Steps:
         self.drop()
 
     def drop(self) -> None:
-        """Deletes the gradients."""
         self.training.optimizer.zero_grad(set_to_none=True)
         self._computed = self._unscaled = self._clipped = False
 
@@ -345,7 +324,6 @@ class Steps:
 
 
 def _size(batch: Batch) -> int:
-    """Number of samples of a batch."""
     parts = entries(batch)
     if not parts:
         kind = "names" if isinstance(batch, Mapping) else "positions"
@@ -357,8 +335,6 @@ class Info:
     """The configuration of a training, the reason for it, and operations on all ranks together.
 
     Args:
-        steps: steps of the training.
-        loader: loader of its batches.
         why: reason for the configuration, in a sentence.
         notes: parts of the strategy that could not be followed, one sentence each.
         predicted: throughput, measured in a dry run or estimated; None if neither was done.
@@ -373,7 +349,7 @@ class Info:
         why: str,
         notes: tuple[str, ...] = (),
         predicted: float | None = None,
-        group: "ProcessGroup | None" = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.why, self.notes, self.predicted = why, notes, predicted
         self.training = steps.training
@@ -398,7 +374,7 @@ class Info:
         return self.world.rank == 0
 
     @property
-    def device(self) -> "torch.device":
+    def device(self) -> torch.device:
         """Device of this rank."""
         return self.training.device
 
@@ -427,11 +403,11 @@ class Info:
         """Norm of all gradients before the last clipping. Reading it waits for the device."""
         return None if self._steps.norm is None else float(self._steps.norm)
 
-    def backward(self, loss: "torch.Tensor") -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         """Calls `loss.backward()`."""
         loss.backward()
 
-    def clip(self, max_norm: float) -> "torch.Tensor":
+    def clip(self, max_norm: float) -> torch.Tensor:
         """Clips the norm of all gradients together, including those that are sharded over ranks. All ranks call it, between
         `backward` and `step`. PyTorch's `clip_grad_norm_` would use only this rank's part.
 
@@ -480,8 +456,6 @@ class Info:
         """Creates the folder on rank 0, before any rank writes into it."""
         failure = [self._create_folder(folder) if self.main else ""]
         if self._group is not None:
-            import torch.distributed as dist
-
             dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0]:
             raise StudyError(failure[0])
@@ -514,7 +488,6 @@ class Info:
             StudyError: all checkpoints are damaged.
             WorkloadError: it is of another model.
         """
-        import warnings
 
         def say(note: str) -> None:
             if self.main:
@@ -529,7 +502,7 @@ class Info:
         self._steps.step, self._loader.position = found.step, int(found.manifest["samples"])
         return True
 
-    def state_dict(self) -> "dict[str, torch.Tensor]":
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies the whole model's state by the names of the original, on the CPU. All ranks call it.
 
         Returns:
@@ -538,15 +511,13 @@ class Info:
         from ..schedule import full_state_dict
 
         world = self.world
-        mine = {name: each.detach().to("cpu", copy=True) for name, each in full_state_dict(self.training.model).items()}
+        own = {name: each.detach().to("cpu", copy=True) for name, each in full_state_dict(self.training.model).items()}
         if world.pp == 1:
-            return mine if self.main else {}
-        import torch.distributed as dist
-
+            return own if self.main else {}
         # Every stage has the weights of its layers.
         first = world.dp_rank == 0 and world.tp_rank == 0
         stages: list[Any] | None = [None] * world.size if self.main else None
-        dist.gather_object(mine if first else {}, stages, group=self._group)
+        dist.gather_object(own if first else {}, stages, group=self._group)
         return {name: each for stage in stages or () for name, each in stage.items()}
 
     def __repr__(self) -> str:

@@ -234,10 +234,10 @@ class _Probed:
     def __init__(self, training: "Training") -> None:
         self.training, world = training, training.world
         self.total = samples(world.size, training.workload.global_batch)
-        self.mine = self.total // world.dp
-        self.first = world.dp_rank * self.mine
+        self.num_own = self.total // world.dp
+        self.first = world.dp_rank * self.num_own
         batch = make_batch(training.workload, self.total, training.seed_of(-1))
-        self.share = batch_slice(batch, self.first, self.first + self.mine)
+        self.share = batch_slice(batch, self.first, self.first + self.num_own)
         self.width = 0
         """V."""
         self.loss_roundoff = 0.0
@@ -273,7 +273,7 @@ class _Probed:
         # Uncompiled code keeps more activations than compiled code.
         micro = 1 if training.compiled and not exact else training.micro_batch
         accumulates = training.grad_accum > 1 and not exact
-        return Cut.of(self.mine, micro, least=pp if pp > 1 else 2 if accumulates else 1, exact=exact)
+        return Cut.of(self.num_own, micro, least=pp if pp > 1 else 2 if accumulates else 1, exact=exact)
 
     def _batches(self, cut: Cut) -> list[Batch]:
         """Micro-batches on the device; for a pipeline, one batch."""
@@ -282,7 +282,7 @@ class _Probed:
         if pipeline is not None:
             pipeline.micro_batches = cut.count
             cut = Cut(cut.size * cut.count, 1)
-        picked = [cut.positions(number, self.mine) for number in range(cut.count)]
+        picked = [cut.positions(number, self.num_own) for number in range(cut.count)]
         return [to_device(each_tensor(self.share, itemgetter(at)), training.device) for at in picked]
 
     def agree(self, flag: bool) -> bool:
@@ -303,13 +303,13 @@ class _Probed:
         import torch
 
         over, positions = kept.logits.shape[:2]
-        samples = self.first + torch.arange(over, device=kept.logits.device) % self.mine
+        samples = self.first + torch.arange(over, device=kept.logits.device) % self.num_own
         by_sample = self._sign("samples", self.total)[samples].double()
         # Ranks that share sequences have a piece of each.
         world, sharing = self.training.world, self.training.world.sharing
         by_position = sharing.piece(self._sign("positions", positions * sharing.ranks), 0).double()
         found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample, by_position)
-        copies = over / self.mine
+        copies = over / self.num_own
         # The sum grows as the root of the number of terms. Ranks that share a layer have the same values.
         scale = 1.0 / world.tp / copies / math.sqrt(self.total * positions * sharing.ranks * self.width)
         return tuple((found * scale).tolist())
@@ -318,10 +318,10 @@ class _Probed:
         """This rank's part of the squared change of the logits in training, and of the squared logits."""
         if active_pass.logits is None or kept.logits is None:
             return 0.0, 0.0
-        quiet = kept.logits.unflatten(0, (-1, self.mine)).mean(0)
+        quiet = kept.logits.unflatten(0, (-1, self.num_own)).mean(0)
         if active_pass is kept:
             return 0.0, float(quiet.square().mean())
-        change = active_pass.logits.unflatten(0, (-1, self.mine)) - quiet
+        change = active_pass.logits.unflatten(0, (-1, self.num_own)) - quiet
         return float(change.square().mean()), float(quiet.square().mean())
 
     def noise_numbers(self, kept: _Pass) -> int:
@@ -377,23 +377,17 @@ class _Probed:
 
 @contextlib.contextmanager
 def _undisturbed(training: "Training") -> Iterator[None]:
-    """Restores random streams and buffers at the end."""
-    import torch
+    """Restores random streams, buffers and the pipeline's number of micro-batches at the end."""
+    from .training import undone
 
-    from .training import streams_kept
-
-    buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
     pipeline = training.model.__dict__.get("pipeline")
     usual = None if pipeline is None else pipeline.micro_batches
     try:
-        with streams_kept(training.device):
+        with undone(training):
             yield
     finally:
         if pipeline is not None:
             pipeline.micro_batches = usual
-        with torch.no_grad():
-            for each, value in buffers:
-                each.copy_(value)
 
 
 @contextlib.contextmanager

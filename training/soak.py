@@ -5,10 +5,7 @@ A lack of memory, or of disk space, that would show hours later shows in the fir
 then. The passes of the longest batch run with gradients, which are dropped, so that weights and state do not change.
 """
 
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,9 +42,7 @@ def longest(samples: TrainingData, first: int, steps: int, size: int, micro_batc
     padding if samples are padded to one length; the largest batch if the user's function makes batches.
 
     Args:
-        samples: training data.
         first: position of the first step's first sample.
-        steps: number of steps left.
         size: samples of a step.
         micro_batch: samples of a forward pass.
     """
@@ -78,28 +73,3 @@ def agreed(training: "Training", found: Longest | None) -> Longest:
     torch.distributed.broadcast(values, src=0)
     step, looked_at = values.tolist()
     return Longest(step=step, looked_at=looked_at)
-
-
-@contextmanager
-def unchanged(training: "Training") -> Iterator[None]:
-    """Restores everything that passes change: random numbers, and the model's buffers, such as running means of
-    norms. Drops the gradients.
-    """
-    import torch
-
-    cuda = training.device.type == "cuda"
-    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(training.device) if cuda else None
-    buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
-    try:
-        yield
-    finally:
-        training.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for each, before in buffers:
-                each.copy_(before)
-        random.setstate(draws[0])
-        np.random.set_state(draws[1])
-        torch.set_rng_state(draws[2])
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, training.device)

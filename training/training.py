@@ -11,7 +11,7 @@ from ..base.errors import ScheduleError, UsageError, WorkloadError
 from ..knobs.meaning import pipeline_schedule_of
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
-from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
+from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, step_seed, to_device
 from ..models.families import StandardSchedule, generic_schedule
 from ..models.flops import flops_of
 from ..models.skeleton import experts_of
@@ -20,7 +20,6 @@ from ..models.workload import Batch, Workload
 from .applying import has_replicas, share_out
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision
-from .seeds import step_seed
 from .world import World
 
 if TYPE_CHECKING:
@@ -150,7 +149,8 @@ class Training:
         self.model, self.optimizer = self._build()
         self.model.train()
         self._resident = False
-        self._data = self._make_data() if own_data else []
+        self.data = self._make_data() if own_data else []
+        """This replica's own data: micro-batches of each step, which are repeated."""
         self._step = 0
         self.reseed(0)
 
@@ -180,7 +180,7 @@ class Training:
         """As `step`, of the first micro-batches unless a pipeline orders them; from two on its memory is that of a step."""
         if self.world.pp > 1:
             return self.step()
-        total = self.passes([to_device(each, self.device) for each in self._data[0][:micro_batches]])
+        total = self.passes([to_device(each, self.device) for each in self.data[0][:micro_batches]])
         self.update()
         return total
 
@@ -203,9 +203,9 @@ class Training:
         """
         on_device = True
         if batches is None:
-            assert self._data, "a training without its own data needs the data of every step"
+            assert self.data, "a training without its own data needs the data of every step"
             on_device = self._resident
-            batches = self._data[self._step % len(self._data)]
+            batches = self.data[self._step % len(self.data)]
             self._step += 1
         with self.precision.products():
             total = self._passes(batches, None if on_device else self.device, watch, factors)
@@ -229,6 +229,11 @@ class Training:
         count = self.micro_batch * self.grad_accum
         return samples(first + self.world.dp_rank * count, count)
 
+    def pinned_share(self, samples: Callable[[int, int], Batch], first: int) -> Batch:
+        """As `share`; for a GPU in pinned memory, from which copies are asynchronous."""
+        share = self.share(samples, first)
+        return each_tensor(share, lambda tensor: tensor.pin_memory()) if self.device.type == "cuda" else share
+
     def micro_batches(self, share: Batch) -> list[Batch]:
         """Cuts a replica's samples for `passes`: into micro-batches; for a pipeline, into one batch."""
         if self.world.pp > 1:
@@ -244,11 +249,6 @@ class Training:
         """
         per_sample = flops_of(self.workload).per_sample
         return None if per_sample is None else per_sample * self.samples_per_step
-
-    @property
-    def data(self) -> Sequence[Sequence[Batch]]:
-        """This replica's own data: micro-batches of each step, which are repeated."""
-        return self._data
 
     def reseed(self, step: int) -> None:
         """Seeds dropout by the seed, the step and this rank's position. Replicas and stages differ; ranks that share
@@ -412,6 +412,23 @@ def streams_kept(device: "torch.device") -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(arrays)
+
+
+@contextmanager
+def undone(training: Training) -> Iterator[None]:
+    """Restores at the end what passes change apart from gradients: random streams, and the model's buffers, such as
+    running means of norms.
+    """
+    import torch
+
+    buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
+    try:
+        with streams_kept(training.device):
+            yield
+    finally:
+        with torch.no_grad():
+            for each, value in buffers:
+                each.copy_(value)
 
 
 @contextmanager

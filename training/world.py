@@ -120,6 +120,6 @@ class World:
         for axis, name in enumerate(names):
             lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
             # Groups made by `init_device_mesh` have torch's default timeout, regardless of that of the whole group.
-            mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{name}")
-            groups.append(mine)
+            group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{name}")
+            groups.append(group)
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)

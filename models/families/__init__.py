@@ -6,20 +6,9 @@ from .generic import schedule as generic_schedule
 from .standard import StandardSchedule, Support, strategies_of
 from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
-# Maps model types, as transformers names them, to the module with their schedule. Types with plans in transformers
+# Model types, as transformers names them, with a schedule in the module of that name. Types with plans in transformers
 # (Llama, Qwen, Mistral, Mixtral, GPT-NeoX and about a hundred more) need none.
-_FILES = {
-    "albert": "albert",
-    "bert": "bert",
-    "gpt2": "gpt2",
-    "gpt_neo": "gpt_neo",
-    "opt": "opt",
-    "roberta": "roberta",
-    "t5": "t5",
-    "vit": "vit",
-    "wide_resnet": "wide_resnet",
-    "xlm-roberta": "roberta",
-}
+_FILES = ("albert", "bert", "gpt2", "gpt_neo", "opt", "roberta", "t5", "vit", "wide_resnet")
 
 __all__ = [
     "Cuts",
@@ -36,6 +25,5 @@ __all__ = [
 
 def schedule_of(model_type: str) -> StandardSchedule:
     """Returns the schedule of a family; for those without a file the one that follows transformers' own plans."""
-    if model_type not in _FILES:
-        return generic_schedule
-    return import_module(f".{_FILES[model_type]}", __name__).schedule
+    name = "roberta" if model_type == "xlm-roberta" else model_type
+    return import_module(f".{name}", __name__).schedule if name in _FILES else generic_schedule

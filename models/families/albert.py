@@ -10,11 +10,6 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Returns the shared layer, or one per group if the model has groups."""
-    return sch.select("albert.encoder.albert_layer_groups.*.albert_layers.*")
-
-
 def cut(block: "Schedule", regions: Regions) -> None:
     """Cuts attention by heads, the feed-forward part by its inner features."""
     for name in ("attention.query", "attention.key", "attention.value"):
@@ -37,7 +32,7 @@ def no_stages(sch: "Schedule", stages: int) -> NoReturn:
 
 
 schedule = StandardSchedule(
-    blocks,
+    "albert.encoder.albert_layer_groups.*.albert_layers.*",
     Cuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
     stage_ends=no_stages,
     no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",

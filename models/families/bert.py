@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Returns attention and feed-forward, each followed by its norm."""
-    return sch.select("bert.encoder.layer.*")
-
-
 def cut(block: "Schedule", regions: Regions) -> None:
     """Cuts attention by heads, the feed-forward part by its inner features."""
     for name in ("query", "key", "value"):
@@ -31,7 +26,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 
 schedule = StandardSchedule(
-    blocks,
+    "bert.encoder.layer.*",
     Cuts(
         block=cut,
         embedding="bert.embeddings.word_embeddings",

@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Returns attention and feed-forward, each preceded by its norm."""
-    return sch.select("transformer.h.*")
-
-
 def cut(block: "Schedule", regions: Regions) -> None:
     """Cuts attention by heads (q, k and v are fused in one weight), the feed-forward part by its inner features."""
     column_parallel(block["attn.c_attn"], parts=3)
@@ -26,7 +21,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 
 schedule = StandardSchedule(
-    blocks,
+    "transformer.h.*",
     Cuts(
         block=cut,
         embedding="transformer.wte",

@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Returns the blocks, global and local attention alternating."""
-    return sch.select("transformer.h.*")
-
-
 def cut(block: "Schedule", regions: Regions) -> None:
     """Cuts attention by heads, the feed-forward part by its inner features."""
     attention = block["attn.attention"]
@@ -28,7 +23,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 
 schedule = StandardSchedule(
-    blocks,
+    "transformer.h.*",
     Cuts(
         block=cut,
         embedding="transformer.wte",

@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Returns the decoder layers."""
-    return sch.select("model.decoder.layers.*")
-
-
 def cut(block: "Schedule", regions: Regions) -> None:
     """Cuts attention by heads, the feed-forward part by its inner features."""
     attention = block["self_attn"]
@@ -32,7 +27,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 
 schedule = StandardSchedule(
-    blocks,
+    "model.decoder.layers.*",
     Cuts(
         block=cut,
         embedding="model.decoder.embed_tokens",

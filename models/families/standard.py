@@ -41,10 +41,6 @@ class Support:
     """Obstacle to dividing it into this number of pipeline stages."""
     sequence_parallel: str
     """Obstacle to cutting the sequence between regions. If there is none, tp must divide a sample's tokens."""
-    zero: str
-    """Obstacle to sharding over replicas."""
-    offload: str
-    """Obstacle to keeping the optimizer's state in host memory."""
     virtual_stages: str = ""
     """Obstacle to several stages on a pipeline rank."""
     zero_in_stages: str = ""
@@ -96,8 +92,8 @@ class StandardSchedule:
         ScheduleError: the model cannot be cut so; `support` finds that out in advance.
     """
 
-    blocks: "Callable[[Schedule], list[Schedule]]"
-    """Returns the repeated blocks of a model, in order."""
+    select: "str | Callable[[Schedule], list[Schedule]]"
+    """The repeated blocks of a model, in order: a pattern of their paths, as in `Schedule.select`, or a function."""
     tensor_parallel: "Callable[[Schedule, Sequence[Schedule], bool], None] | None" = None
     """`tensor_parallel(sch, blocks, sequence_parallel)` cuts the model over the `tp` axis; None if it is not supported."""
     stage_ends: "Callable[[Schedule, int], list[Schedule]] | None" = None
@@ -112,6 +108,10 @@ class StandardSchedule:
     """Obstacle to runs of blocks with unlike `tp` (`strategy`)."""
     no_stage_blocks: str = ""
     """Obstacle to stages with given numbers of blocks (`stage_blocks`)."""
+
+    def blocks(self, sch: "Schedule") -> "list[Schedule]":
+        """Returns the repeated blocks of a model, in order."""
+        return sch.select(self.select) if isinstance(self.select, str) else self.select(sch)
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         from ...schedule.parallel.balance import balances
@@ -175,8 +175,6 @@ class StandardSchedule:
             sequences=cache(lambda sp, cp, tp: obstacle(sch.module, sp, cp, tp) if sp * cp > 1 else ""),
             pp=staged,
             sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
-            zero="",
-            offload="",
             zero_in_stages=trials.tied_stages() if not staged(2) else "",
             kernels=trials.kernels(),
             float8=lambda ranks: cut(ranks).obstacle or cut(ranks).float8,
@@ -368,12 +366,7 @@ class _Trials:
 
 
 def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
-    """Obstacle to 8-bit products in repeated blocks; empty if there is none.
-
-    Args:
-        blocks: blocks as cut over tensor-parallel ranks.
-        ranks: number of these ranks.
-    """
+    """Obstacle to 8-bit products in repeated blocks, cut over `ranks` tensor-parallel ranks; empty if there is none."""
     from ...schedule.primitives.formats import obstacle
 
     reason = obstacle(blocks)

@@ -49,8 +49,6 @@ def column_parallel(module: "Schedule", parts: int = 1, gathered: bool = False) 
     In an adapted layer (LoRA) the inner half of the adapter stays whole and sums its gradient over all ranks.
 
     Args:
-        module: the layer.
-        parts: how many projections are fused in it.
         gathered: its output is gathered directly after it, so that all heads are present around it.
     """
     if is_adapted(module):
@@ -117,8 +115,6 @@ def sequence(sch: "Schedule", blocks: "Sequence[Schedule]", norms: Sequence[str]
     """Cuts the sequence from the first block to the last module before the head.
 
     Args:
-        sch: the model.
-        blocks: consecutive blocks.
         norms: modules of a block that compute on pieces of the sequence with whole weights.
         last: norm after the blocks; empty if each block ends in its own.
     """
@@ -137,7 +133,6 @@ class Cuts:
     """Cuts blocks, embedding and head of a model; called with the model's schedule."""
 
     block: "Callable[[Schedule, Regions], None]"
-    """Cuts one block."""
     embedding: str = ""
     """Path of the token embedding; empty if there is none to cut."""
     head: str = ""
@@ -148,7 +143,6 @@ class Cuts:
     """Norm after the blocks; empty if each block ends in its own."""
 
     def __call__(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
-        """Applies the cuts."""
         if self.embedding:
             vocabulary(sch, [self.embedding], self.head)
         for block in blocks:

@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Returns attention and feed-forward, each preceded by its norm."""
-    return sch.select("vit.layers.*")
-
-
 def cut(block: "Schedule", regions: Regions) -> None:
     """Cuts attention by heads, the feed-forward part by its inner features."""
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -27,7 +22,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 
 schedule = StandardSchedule(
-    blocks,
+    "vit.layers.*",
     Cuts(block=cut),
     no_sequence_parallel="patches and the class token are an odd number, which no ranks divide",
 )

@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-def blocks(sch: "Schedule") -> "list[Schedule]":
-    """Returns the residual blocks."""
-    return sch.select("blocks.*")
-
-
 def cut(block: "Schedule", regions: Regions) -> None:
     """Cuts the first convolution and its norm by output channels, the second by input channels."""
     column_parallel(block["conv1"])
@@ -23,7 +18,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 
 schedule = StandardSchedule(
-    blocks,
+    "blocks.*",
     Cuts(block=cut),
     no_sequence_parallel="images are no sequences of tokens",
     no_runs="its norms take the mean of a micro-batch",

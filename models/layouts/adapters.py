@@ -10,9 +10,9 @@ from ...base.reading import Malformed, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture, Lora
 from .folder import whole_folder
-from .lazy import Added, LazyTensor, Merged
+from .lazy import LazyTensor, Merged
 from .safetensors_files import stored_tensors
-from .weights import LazyWeights, Weights, differences, lazy_tensors, unlike
+from .weights import Weights, shape_differences
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -23,7 +23,7 @@ _TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 _ADAPTER = re.compile(r"\.(lora_[AB])\.default\.")
 
 
-def with_adapters(weights: LazyWeights, architecture: Architecture, adapters: Path | None) -> Weights:
+def with_adapters(weights: Weights, architecture: Architecture, adapters: Path | None) -> Weights:
     """Returns the weights of a plain model, by the names of the same model with adapters.
 
     Args:
@@ -55,7 +55,7 @@ def with_adapters(weights: LazyWeights, architecture: Architecture, adapters: Pa
             tensors[name] = weights.tensors[base]
     if len(given) > sum(is_adapter(name) for name in tensors):
         raise WorkloadError(_other_adapters(adapters, own, given))
-    return LazyWeights(tensors, weights.notes)
+    return Weights(tensors, weights.notes)
 
 
 def is_adapter(name: str) -> bool:
@@ -128,8 +128,8 @@ def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
     Raises:
         WorkloadError: an adapter is missing.
     """
-    tensors = lazy_tensors(weights)
-    transposed = _transposed(architecture)
+    tensors = weights.tensors
+    transposed, scale = _transposed(architecture), scaling(architecture)
     out: dict[str, LazyTensor] = {}
     for name, each in tensors.items():
         if is_adapter(name):
@@ -142,9 +142,8 @@ def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
         if absent:
             raise WorkloadError(f"the adapter {layer}.lora_{absent[0]} is missing, so nothing can be merged")
         up, down = (tensors[f"{layer}.lora_{part}.default.weight"] for part in ("B", "A"))
-        added = Added(up=up, down=down, scale=scaling(architecture), transposed=layer in transposed)
-        out[base_name(name)] = Merged(each, added)
-    return LazyWeights(out, weights.notes)
+        out[base_name(name)] = Merged(each, up=up, down=down, scale=scale, transposed=layer in transposed)
+    return Weights(out, weights.notes)
 
 
 def _transposed(architecture: AdaptedArchitecture) -> set[str]:
@@ -154,15 +153,8 @@ def _transposed(architecture: AdaptedArchitecture) -> set[str]:
 
 
 def _other_adapters(folder: Path | str | None, own: Mapping[str, Any], given: Mapping[str, LazyTensor]) -> str:
-    expected = {name: tuple(each.shape) for name, each in own.items() if is_adapter(name)}
-    missing = [name for name in expected if name not in given]
-    left = [name for name in given if name not in expected]
-    wrong = [
-        unlike(name, each.shape, expected[name])
-        for name, each in given.items()
-        if name in expected and tuple(each.shape) != expected[name]
-    ]
-    what = differences(missing, left, wrong)
+    expected = {name: each.shape for name, each in own.items() if is_adapter(name)}
+    what = shape_differences(expected, {name: each.shape for name, each in given.items()})
     return f"'{folder}' contains other adapters than the model has. {what} Give --lora target=... of these layers"
 
 
@@ -170,8 +162,6 @@ def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *,
     """Writes only the adapters, in the format of `peft.PeftModel.from_pretrained`.
 
     Args:
-        weights: weights of a model with adapters.
-        architecture: that model.
         out: a folder that does not exist, or is empty.
         base: location of the plain model's weights, which peft records.
 
@@ -183,7 +173,7 @@ def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *,
 
     if not isinstance(architecture, AdaptedArchitecture):
         raise WorkloadError(f"this {architecture.model_type} has no adapters to write; --to hf writes its weights")
-    tensors = lazy_tensors(weights)
+    tensors = weights.tensors
     model = without_memory(architecture)
     own = model.state_dict()
     given = {name: each for name, each in tensors.items() if is_adapter(name)}

@@ -156,13 +156,11 @@ class Piece:
     """A box of a tensor to write."""
 
     name: str
-    """Name of the tensor."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """Offset of the box in the tensor."""
     size: tuple[int, ...]
-    """Size of the box."""
     dtype: "torch.dtype"
     read: "Callable[[], torch.Tensor]"
     """Returns the contents when the box is written."""

@@ -9,6 +9,7 @@ from ..architecture import Architecture, without_memory
 from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter, with_adapters, write_peft
 from .dcp import METADATA, dcp_tensors
 from .hugging_face import hugging_face, plain
+from .lazy import LazyTensors
 from .megatron import CONFIG as MEGATRON_CONFIG, TRACKER, iteration_folder, megatron, write_megatron
 from .save import write_hugging_face
 from .torchtitan import is_torchtitan, step_folder, torchtitan, write_torchtitan
@@ -33,7 +34,6 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
         path: transformers' folder or a .safetensors file; peft's folder, whose base must be on this machine;
             Megatron-LM's folder, of an iteration or of all; torchtitan's, of a step or of all; a folder of
             torch.distributed.checkpoint with the model's own names.
-        architecture: the model.
         adapters: peft's folder, for weights of a plain model.
 
     Raises:
@@ -50,40 +50,31 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
                 "of its weights, and this one as its adapters"
             )
         return find_weights(base, architecture, folder)
-    if (folder / TRACKER).is_file() or _is_megatron(iteration_folder(folder)):
-        return megatron(folder, architecture, adapters=adapters)
     step = step_folder(folder)
-    if (step / METADATA).is_file():
-        stored = dcp_tensors(step)
-        if is_torchtitan(stored):
-            return torchtitan(step, architecture, adapters=adapters)
-        return distributed(step, architecture, prefix=_prefix(stored, architecture), adapters=adapters)
-    return hugging_face(folder, architecture, adapters=adapters)
+    if (folder / TRACKER).is_file() or _is_megatron(iteration_folder(folder)):
+        weights = megatron(folder, architecture)
+    elif not (step / METADATA).is_file():
+        weights = hugging_face(folder, architecture)
+    elif is_torchtitan(stored := dcp_tensors(step)):
+        weights = torchtitan(step, architecture)
+    else:
+        weights = _distributed(step, stored, architecture)
+    if any(is_adapter(name) for name in weights.tensors):
+        return weights
+    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
 
 
-def distributed(
-    path: Path | str, architecture: Architecture, *, prefix: str = "", adapters: Path | str | None = None
-) -> Weights:
-    """Returns the weights of a model in a folder of torch.distributed.checkpoint, by the model's own names.
-
-    Args:
-        path: the folder.
-        architecture: the model. One with adapters finds them in the folder, or only its original layers.
-        prefix: prefix of each name.
-        adapters: as for `hugging_face`, if the folder contains a plain model.
-
-    Raises:
-        WorkloadError: it is not such a folder, or contains another model.
+def _distributed(folder: Path, stored: LazyTensors, architecture: Architecture) -> Weights:
+    """Returns the weights of a model in a folder of torch.distributed.checkpoint, by the model's own names, with its
+    adapters if the folder has them.
     """
-    folder = path_of(path)
-    stored = dcp_tensors(folder)
+    prefix = _prefix(stored, architecture)
     named = {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
     if any(is_adapter(name) for name in named):
         return fit(named, without_memory(architecture), f"'{folder}'")
     # Without a prefix the optimizer's tensors are among the others.
     kept = {name: each for name, each in named.items() if not name.startswith("optim")}
-    weights = fit(kept, without_memory(plain(architecture)), f"'{folder}'")
-    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
+    return fit(kept, without_memory(plain(architecture)), f"'{folder}'")
 
 
 def _prefix(stored: Iterable[str], architecture: Architecture) -> str:

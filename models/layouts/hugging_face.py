@@ -9,21 +9,19 @@ from ...base.errors import WorkloadError
 from ...base.reading import Malformed, parse_json, path_of, read_named
 from ..architecture import Architecture, one_line, without_memory
 from ..data import TOKENIZER_FILES, load_tokenizer
-from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, with_adapters
+from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings
 from .safetensors_files import stored_tensors
 from .weights import Weights, fit
 
 
-def hugging_face(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
+def hugging_face(path: Path | str, architecture: Architecture) -> Weights:
     """Returns the weights of a model in a folder of safetensors, or in one such file.
 
-    Names and layouts of other versions are converted as in `from_pretrained`. A model with adapters finds its original
-    layers by their original names, and its adapters in `adapters`; otherwise adapters keep their initial values.
+    Names and layouts of other versions are converted as in `from_pretrained`.
 
     Args:
         path: a folder with model.safetensors or its index of shards, or a .safetensors file.
-        architecture: the model.
-        adapters: peft's folder, with adapter_model.safetensors and adapter_config.json.
+        architecture: the model; adapters are left out.
 
     Raises:
         WorkloadError: it cannot be read, or is a checkpoint of another model; the message lists the differing tensors.
@@ -41,8 +39,7 @@ def hugging_face(path: Path | str, architecture: Architecture, *, adapters: Path
                 f"redline cannot follow: {one_line(error)}; load it with transformers and save it with "
                 "save_pretrained(DIR, save_original_format=False)"
             ) from error
-    weights = fit(found, model, f"'{path}'", unexpected=left, hint=_says(path, architecture))
-    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
+    return fit(found, model, f"'{path}'", unexpected=left, hint=_says(path, architecture))
 
 
 def plain(architecture: Architecture) -> Architecture:

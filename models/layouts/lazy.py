@@ -7,7 +7,6 @@ transformers' own conversions run on these tensors as on torch's (`__torch_funct
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ class LazyTensor(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
@@ -100,8 +98,6 @@ class Stored(LazyTensor):
 
     Args:
         read: returns the tensor of a full box.
-        shape: shape of the whole.
-        dtype: dtype of the whole.
         fresh: True if `read` returns memory that nothing else uses; otherwise it is copied.
     """
 
@@ -120,7 +116,9 @@ class Stored(LazyTensor):
         return self._reader(box)
 
 
-class _Constant(LazyTensor):
+class Zeros(LazyTensor):
+    """A tensor of zeros."""
+
     def _read(self, box: Box) -> "torch.Tensor":
         import torch
 
@@ -150,10 +148,10 @@ class _Joined(LazyTensor):
         return out
 
 
-class _Rows(LazyTensor):
+class Rows(LazyTensor):
     """Selected entries of a dimension, in any order."""
 
-    def __init__(self, of: LazyTensor, order: Sequence[int], dim: int) -> None:
+    def __init__(self, of: LazyTensor, order: Sequence[int], dim: int = 0) -> None:
         super().__init__((*of.shape[:dim], len(order), *of.shape[dim + 1 :]), of.dtype)
         self.of, self.order, self.dim = of, order, dim
 
@@ -203,10 +201,6 @@ class _Mapped(LazyTensor):
         return self.back(self.of._read(self.there(box)))
 
 
-def zeros(shape: Sequence[int], dtype: "torch.dtype") -> LazyTensor:
-    return _Constant(shape, dtype)
-
-
 def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     """Concatenates parts.
 
@@ -248,11 +242,6 @@ def narrow(of: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
     return _Mapped(of, shape, there, lambda found: found)
 
 
-def rows(of: LazyTensor, order: Sequence[int], dim: int = 0) -> LazyTensor:
-    """Selects entries of a dimension in this order."""
-    return _Rows(of, order, dim)
-
-
 def chunk(of: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
     """Like `torch.chunk`."""
     return split(of, -(-of.shape[dim] // chunks), dim)
@@ -280,45 +269,37 @@ def transpose(of: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
 
 
 def cast(of: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
-    """Converts to another dtype."""
     return of if dtype == of.dtype else _Mapped(of, of.shape, lambda box: box, lambda found: found.to(dtype), dtype)
 
 
 def pad_rows(of: LazyTensor, count: int) -> LazyTensor:
     """Appends rows of zeros, up to `count` rows."""
     more = count - of.shape[0]
-    return of if more <= 0 else cat([of, zeros((more, *of.shape[1:]), of.dtype)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Added:
-    """The term that `merged` adds to a matrix: `scale * up @ down`, transposed if the matrix is stored transposed."""
-
-    up: LazyTensor
-    """B, of shape (out, rank)."""
-    down: LazyTensor
-    """A, of shape (rank, in)."""
-    scale: float
-    transposed: bool = False
-    """True if the matrix is of shape (in, out)."""
+    return of if more <= 0 else cat([of, Zeros((more, *of.shape[1:]), of.dtype)])
 
 
 class Merged(LazyTensor):
-    """A matrix plus a low-rank one, `W + scale * B A`, computed in float32 and rounded to the matrix's dtype."""
+    """A matrix plus a low-rank one, `W + scale * B A`, computed in float32 and rounded to the matrix's dtype.
 
-    def __init__(self, of: LazyTensor, added: Added) -> None:
+    Args:
+        of: W, of shape (out, in), or (in, out) if `transposed`.
+        up: B, of shape (out, rank).
+        down: A, of shape (rank, in).
+    """
+
+    def __init__(self, of: LazyTensor, *, up: LazyTensor, down: LazyTensor, scale: float, transposed: bool) -> None:
         super().__init__(of.shape, of.dtype)
-        self.of, self.added = of, added
+        self.of, self.up, self.down, self.scale, self.transposed = of, up, down, scale, transposed
 
     def _read(self, box: Box) -> "torch.Tensor":
         import torch
 
-        out, inner = reversed(box) if self.added.transposed else box
-        up = self.added.up._read((out, slice(0, self.added.up.shape[1]))).to(torch.float32)
-        down = self.added.down._read((slice(0, self.added.down.shape[0]), inner)).to(torch.float32)
-        more = (up @ down) * self.added.scale
+        out, inner = reversed(box) if self.transposed else box
+        up = self.up._read((out, slice(0, self.up.shape[1]))).to(torch.float32)
+        down = self.down._read((slice(0, self.down.shape[0]), inner)).to(torch.float32)
+        more = (up @ down) * self.scale
         base = self.of._read(box)
-        return (base.to(torch.float32) + (more.T if self.added.transposed else more)).to(self.dtype)
+        return (base.to(torch.float32) + (more.T if self.transposed else more)).to(self.dtype)
 
 
 LazyTensors = Mapping[str, LazyTensor]

@@ -19,10 +19,9 @@ from typing import Any
 from ...base.errors import WorkloadError
 from ...base.reading import Malformed, parse_json, path_of, read_named
 from ..architecture import Architecture
-from .adapters import with_adapters
 from .dcp import dcp_tensors, write_dcp
 from .folder import whole_folder
-from .lazy import LazyTensor, LazyTensors, cat, pad_rows, rows, select, split, stack, transpose
+from .lazy import LazyTensor, LazyTensors, Rows, cat, pad_rows, select, split, stack, transpose
 from .other_names import Layout
 from .weights import Weights
 
@@ -30,7 +29,7 @@ CONFIG = "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "torch_dist"
 VOCABULARY_MULTIPLE = 128
-"""Megatron-LM pads the vocabulary to a multiple of this (`--make-vocab-size-divisible-by`) times the tensor-parallel
+"""Megatron-LM pads the vocabulary with zeros to a multiple of this (`--make-vocab-size-divisible-by`) times the tensor-parallel
 degree.
 """
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -95,14 +94,14 @@ class MegatronLayout(Layout):
 
     def _tensor_to_tool(self, suffix: str, parts: list[LazyTensor], own: dict[str, Any]) -> LazyTensor:
         joined = cat([transpose(each, 0, 1) if own["transposed"] and each.ndim == 2 else each for each in parts])
-        return rows(joined, self.grouped()) if suffix.endswith("linear_qkv") else joined
+        return Rows(joined, self.grouped()) if suffix.endswith("linear_qkv") else joined
 
     def _tensor_from_tool(self, suffix: str, found: LazyTensor, count: int, own: dict[str, Any]) -> list[LazyTensor]:
         parts: list[LazyTensor] = [found]
         if suffix.endswith("linear_qkv"):
             order = self.grouped()
             place = {row: at for at, row in enumerate(order)}
-            found = rows(found, [place[row] for row in range(len(order))])
+            found = Rows(found, [place[row] for row in range(len(order))])
             n, g, d = self.heads
             parts = list(split(found, [n * d, g * d, g * d])) if count == 3 else [found]
         elif count == 2:
@@ -160,13 +159,12 @@ _GPT2: dict[str, Any] = {
 """Names outside the layers, and suffixes of the assembled tensors of a layer; Conv1D stores (in, out)."""
 
 
-def megatron(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
+def megatron(path: Path | str, architecture: Architecture) -> Weights:
     """Returns the weights of a Llama or GPT-2 in a `torch_dist` checkpoint of Megatron-LM.
 
     Args:
         path: the folder of an iteration, or Megatron-LM's --save folder; then its latest iteration.
-        architecture: the model; with adapters, it finds its original layers.
-        adapters: as for `hugging_face`.
+        architecture: the model; adapters are left out.
 
     Raises:
         WorkloadError: it is not such a checkpoint, or another model's, or of a family that Megatron-LM's GPTModel does
@@ -176,8 +174,7 @@ def megatron(path: Path | str, architecture: Architecture, *, adapters: Path | s
     folder = iteration_folder(path_of(path))
     _check_backend(folder)
     kept = {name: each for name, each in dcp_tensors(folder).items() if name.startswith(_OF_MODEL)}
-    weights = layout.read(stacked(kept, layout.layers, folder), f"'{folder}'")
-    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
+    return layout.read(stacked(kept, layout.layers, folder), f"'{folder}'")
 
 
 def iteration_folder(path: Path) -> Path:
@@ -247,17 +244,12 @@ def _check_backend(folder: Path) -> None:
         raise WorkloadError(f"'{folder}' is stored as '{backend}'; redline reads '{BACKEND}' (--ckpt-format {BACKEND})")
 
 
-def write_megatron(
-    weights: Weights, architecture: Architecture, out: Path | str, *, vocabulary_multiple: int = VOCABULARY_MULTIPLE
-) -> None:
+def write_megatron(weights: Weights, architecture: Architecture, out: Path | str) -> None:
     """Writes a folder for Megatron-LM's --load (with --finetune --ckpt-format torch_dist): weights, without
     optimizer.
 
     Args:
-        weights: weights of the plain model.
-        architecture: a Llama or a GPT-2.
         out: a folder that does not exist, or is empty.
-        vocabulary_multiple: the vocabulary is padded with zeros to a multiple of this.
 
     Raises:
         WorkloadError: the weights are not of this model, or Megatron-LM's GPTModel does not support it.
@@ -267,7 +259,7 @@ def write_megatron(
     tensors = layout.given(weights, architecture)
     for name in layout.vocabulary:
         if name in tensors:
-            count = -(-tensors[name].shape[0] // vocabulary_multiple) * vocabulary_multiple
+            count = -(-tensors[name].shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
             tensors[name] = pad_rows(tensors[name], count)
     with whole_folder(out) as folder:
         inner = folder / "release"

@@ -8,15 +8,12 @@ from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
 from .adapters import is_adapter
 from .hugging_face import plain
-from .lazy import LazyTensor, LazyTensors, zeros
-from .weights import LazyWeights, Weights, differences, fit, lazy_tensors, unlike
+from .lazy import LazyTensor, LazyTensors, Zeros
+from .weights import Weights, differences, fit, unlike
 
 
 class Layout(ABC):
     """Another tool's names and shapes of supported models, in both directions.
-
-    Args:
-        architecture: the model.
 
     Raises:
         WorkloadError: the tool does not support the model, or its settings.
@@ -53,13 +50,13 @@ class Layout(ABC):
     def from_tool(self, stored: LazyTensors) -> dict[str, LazyTensor]:
         """Converts tensors to the model's form, with the vocabulary as stored."""
 
-    def read(self, stored: LazyTensors, where: str) -> LazyWeights:
+    def read(self, stored: LazyTensors, where: str) -> Weights:
         """Returns the weights of the model from tensors by the tool's names.
 
         Raises:
             WorkloadError: they are another model's; the message lists the differing tensors by the tool's names.
         """
-        expected = self.to_tool({name: zeros(each.shape, each.dtype) for name, each in self.model.state_dict().items()})
+        expected = self.to_tool({name: Zeros(each.shape, each.dtype) for name, each in self.model.state_dict().items()})
         missing = [name for name in expected if name not in stored]
         left = [name for name in stored if name not in expected]
         wrong = [
@@ -80,7 +77,7 @@ class Layout(ABC):
         Raises:
             WorkloadError: they are not the model's, or include adapters.
         """
-        tensors = lazy_tensors(weights)
+        tensors = weights.tensors
         if isinstance(architecture, AdaptedArchitecture) and any(is_adapter(name) for name in tensors):
             raise WorkloadError(
                 f"{self.tool} keeps no adapters beside weights: merge them first (redline convert --merge)"

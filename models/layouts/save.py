@@ -14,7 +14,7 @@ from .folder import whole_folder
 from .hugging_face import GENERATION, plain
 from .lazy import LazyTensor, LazyTensors, cast
 from .safetensors_files import INDEX, SINGLE, index_document
-from .weights import Weights, fit, lazy_tensors
+from .weights import Weights, fit
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def write_hugging_face(
         WorkloadError: the weights are not of this model.
         UsageError: the folder is not empty, or cannot be written.
     """
-    tensors = lazy_tensors(weights)
+    tensors = weights.tensors
     if any(is_adapter(name) for name in tensors):
         raise WorkloadError("these weights have adapters beside them: merge them first, or write the adapters alone")
     model: Any = without_memory(plain(architecture))

@@ -13,10 +13,9 @@ from pathlib import Path
 from ...base.errors import WorkloadError
 from ...base.reading import path_of
 from ..architecture import Architecture
-from .adapters import with_adapters
 from .dcp import METADATA, dcp_tensors, write_dcp
 from .folder import whole_folder
-from .lazy import LazyTensor, LazyTensors, rows
+from .lazy import LazyTensor, LazyTensors, Rows
 from .other_names import Layout
 from .weights import Weights
 
@@ -61,7 +60,7 @@ class TorchtitanLayout(Layout):
         for layer in range(self.settings.num_hidden_layers):
             for name, theirs in _LAYER.items():
                 each = tensors[f"model.layers.{layer}.{name}"]
-                out[f"layers.{layer}.{theirs}"] = rows(each, self._turned(name)) if self._turned(name) else each
+                out[f"layers.{layer}.{theirs}"] = Rows(each, self._turned(name)) if self._turned(name) else each
         return out
 
     def from_tool(self, stored: LazyTensors) -> dict[str, LazyTensor]:
@@ -71,7 +70,7 @@ class TorchtitanLayout(Layout):
                 each, order = stored[f"layers.{layer}.{key}"], self._turned(name)
                 if order:
                     place = {row: at for at, row in enumerate(order)}
-                    each = rows(each, [place[row] for row in range(len(order))])
+                    each = Rows(each, [place[row] for row in range(len(order))])
                 out[f"model.layers.{layer}.{name}"] = each
         return out
 
@@ -84,13 +83,12 @@ class TorchtitanLayout(Layout):
         return [head * 2 * half + j * half + i for head in range(heads) for i in range(half) for j in range(2)]
 
 
-def torchtitan(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
+def torchtitan(path: Path | str, architecture: Architecture) -> Weights:
     """Returns the weights of a Llama in a checkpoint of torchtitan.
 
     Args:
         path: the folder of a step, or the one of all steps; then its last.
-        architecture: the model; with adapters, it finds its original layers.
-        adapters: as for `hugging_face`.
+        architecture: the model; adapters are left out.
 
     Raises:
         WorkloadError: it is not such a checkpoint, or another model's, or of a family that torchtitan does not
@@ -106,8 +104,7 @@ def torchtitan(path: Path | str, architecture: Architecture, *, adapters: Path |
             kept[name] = each
     if layout.settings.tie_word_embeddings and "tok_embeddings.weight" in kept:
         kept.setdefault("lm_head.weight", kept["tok_embeddings.weight"])
-    weights = layout.read(kept, f"'{folder}'")
-    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
+    return layout.read(kept, f"'{folder}'")
 
 
 def is_torchtitan(names: Iterable[str]) -> bool:
@@ -127,8 +124,6 @@ def write_torchtitan(weights: Weights, architecture: Architecture, out: Path | s
     """Writes a DCP folder for torchtitan's `checkpoint.initial_load_path`: weights, without optimizer.
 
     Args:
-        weights: weights of the plain model.
-        architecture: a Llama.
         out: a folder that does not exist, or is empty.
 
     Raises:

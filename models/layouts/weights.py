@@ -1,31 +1,33 @@
 """Named tensors on disk, checked against a model's names and shapes; each rank reads its share."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...base._transformers import may_be_left, may_be_missing, tied
 from ...base.errors import WorkloadError
-from .lazy import Box, LazyTensor, LazyTensors, Stored, narrow
+from .lazy import Box, LazyTensors, narrow
 
 if TYPE_CHECKING:
     import torch
 
 
-class Weights(ABC):
+class Weights:
     """Weights of a model by the names of its constructor, regardless of their storage format.
 
     Tied weights are available under each of their names. Tensors of the model that are missing here (computed buffers,
     adapters of a base checkpoint) keep their initial values.
+
+    Args:
+        tensors: the tensors by name.
+        notes: notes for the user, one sentence each.
     """
 
-    shapes: "Mapping[str, tuple[torch.Size, torch.dtype]]"
-    """Shape of every tensor in the model, and its stored dtype."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user, one sentence each."""
+    def __init__(self, tensors: LazyTensors, notes: tuple[str, ...] = ()) -> None:
+        self.tensors, self.notes = dict(tensors), notes
+        self.shapes = {name: (each.shape, each.dtype) for name, each in tensors.items()}
+        """Shape of every tensor in the model, and its stored dtype."""
 
-    @abstractmethod
     def read(self, name: str, box: Box | None = None) -> "torch.Tensor":
         """Returns a box of a tensor, or all of it: a copy on the CPU. No more of the file is read than the box needs.
 
@@ -34,37 +36,14 @@ class Weights(ABC):
             ValueError: it is not a box of this tensor.
             WorkloadError: the file is damaged.
         """
-
-
-class LazyWeights(Weights):
-    """Weights from lazy tensors."""
-
-    def __init__(self, tensors: LazyTensors, notes: tuple[str, ...] = ()) -> None:
-        self.tensors = tensors
-        self.notes = notes
-        self.shapes = {name: (each.shape, each.dtype) for name, each in tensors.items()}
-
-    def read(self, name: str, box: Box | None = None) -> "torch.Tensor":
         return self.tensors[name].read(box)
-
-
-def lazy_tensors(weights: Weights) -> dict[str, LazyTensor]:
-    """Converts weights to lazy tensors."""
-    if isinstance(weights, LazyWeights):
-        return dict(weights.tensors)
-
-    def stored(name: str) -> LazyTensor:
-        shape, dtype = weights.shapes[name]
-        return Stored(lambda box: weights.read(name, box), shape, dtype, fresh=True)
-
-    return {name: stored(name) for name in weights.shapes}
 
 
 _SHOWN = 5
 """Number of names of a kind that a message lists."""
 
 
-def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str] = (), hint: str = "") -> LazyWeights:
+def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str] = (), hint: str = "") -> Weights:
     """Returns the weights of a model from tensors by its names.
 
     Args:
@@ -72,7 +51,6 @@ def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str]
         model: a transformers model, which may be on the meta device.
         where: location of the tensors, for messages.
         unexpected: names of tensors that the model does not have.
-        hint: hint to add to a message.
 
     Raises:
         WorkloadError: tensors are missing, of another shape, or of repeated blocks that the model does not have.
@@ -107,7 +85,7 @@ def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str]
         raise WorkloadError(_of_another(where, model, missing, left, wrong, hint))
     if left:
         notes.append(f"{where}: {_some(left)} left out, for which the model has no place")
-    return LazyWeights({name: tensors[name] for name in own if name in tensors}, tuple(notes))
+    return Weights({name: tensors[name] for name in own if name in tensors}, tuple(notes))
 
 
 def _vocabulary(model: Any) -> set[str]:
@@ -129,7 +107,6 @@ def differences(missing: Sequence[str], left: Sequence[str], wrong: Sequence[str
     """Describes the differing tensors of a checkpoint and a model: number and first names of each kind.
 
     Args:
-        missing: tensors missing in the checkpoint.
         left: tensors missing in the model.
         wrong: tensors of another shape, with both shapes.
     """
@@ -142,6 +119,14 @@ def differences(missing: Sequence[str], left: Sequence[str], wrong: Sequence[str
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             out.append(f"{count} {what}: {'; '.join(names[:_SHOWN])}{more}.")
     return " ".join(out)
+
+
+def shape_differences(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> str:
+    """Describes the differences of a checkpoint's shapes, by name, from a model's; empty if there is none."""
+    missing = [name for name in expected if name not in found]
+    left = [name for name in found if name not in expected]
+    both = ((name, tuple(found[name]), tuple(expected[name])) for name in expected if name in found)
+    return differences(missing, left, [unlike(*each) for each in both if each[1] != each[2]])
 
 
 def unlike(name: str, there: Sequence[int], here: Sequence[int]) -> str:

@@ -38,7 +38,6 @@ def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | No
     """Returns DeepSpeed's configuration with the schedule's settings; nothing is changed yet.
 
     Args:
-        sch: the root's schedule.
         given: the configuration, or the path of its JSON file.
         optimizer: True if `build` was given one.
 
@@ -94,16 +93,16 @@ def start(
             if (param := parameters_of(module).get(name)) is not None:
                 param.tensor_model_parallel = True
     form = next((form for name, form in FORMATS.items() if settings.get(name, {}).get("enabled")), None)
-    made = None if pipeline is None else staged(pipeline, mesh, topology, form)
+    module, convert = (model, None) if pipeline is None else staged(pipeline, mesh, topology, form)
     engine, optimizer, *_ = deepspeed.initialize(
-        model=model if made is None else made.module,
+        model=module,
         optimizer=optimizer,
         model_parameters=[each for each in model.parameters() if each.requires_grad],
         config=dict(settings),
-        mpu=PipelineParallelGrid(topology=topology) if made is None else None,
+        mpu=PipelineParallelGrid(topology=topology) if pipeline is None else None,
     )
-    if made is not None:
-        engine.set_batch_fn(made.batch)
+    if convert is not None:
+        engine.set_batch_fn(convert)
     return engine, optimizer
 
 

@@ -9,7 +9,6 @@ floating-point tensor that it sends; tensors without one are sent as integers of
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +23,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by the number of bytes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Staged:
-    """A pipeline in DeepSpeed's form."""
-
-    module: nn.Module
-    """Its PipelineModule; the scheduled model is `module.model`."""
-    batch: Callable[[Any], Any]
-    """Converts a micro-batch of the data iterator to DeepSpeed's form."""
-
-
-def staged(pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | None) -> Staged:
-    """Returns this rank's stage in a PipelineModule; all ranks call it.
+def staged(
+    pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | None
+) -> tuple[nn.Module, Callable[[Any], Any]]:
+    """Returns this rank's stage in a PipelineModule, whose `model` is the scheduled model, and a function that converts
+    a micro-batch of the data iterator to DeepSpeed's form; all ranks call it.
 
     Args:
         pipeline: with one stage per rank.
-        mesh: mesh of the schedule.
-        topology: the mesh as DeepSpeed's topology.
         form: dtype that DeepSpeed will cast the weights to, or None.
     """
     from deepspeed.pipe import PipelineModule
@@ -49,14 +39,14 @@ def staged(pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | Non
         for meta in pipeline.metas:
             meta.to(form)
     layer = StageLayer(pipeline)
-    layers = [layer if index in pipeline.mine else _elsewhere for index in range(pipeline.num_stages)]
+    layers = [layer if index in pipeline.own_stages else _elsewhere for index in range(pipeline.num_stages)]
     module = PipelineModule(
         layers, topology=topology, loss_fn=None if pipeline.loss is None else layer.loss, partition_method="uniform"
     )
     module.__dict__["model"] = pipeline.model
     tied = _tied(pipeline, mesh)
     module.get_tied_weights_and_groups = lambda: tied
-    return Staged(module=module, batch=layer.batch)
+    return module, layer.batch
 
 
 class StageLayer(nn.Module):
@@ -65,7 +55,7 @@ class StageLayer(nn.Module):
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__()
         self.model = pipeline.model
-        (index,) = pipeline.mine
+        (index,) = pipeline.own_stages
         self.__dict__.update(pipeline=pipeline, stage=Stage(pipeline, index))
         self.names = list(inspect.signature(type(pipeline.model).forward).parameters)[1:]
         self.shapes: Any = None

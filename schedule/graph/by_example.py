@@ -23,11 +23,13 @@ from ...base._transformers import values_unread
 from ...base.errors import TraceError
 from ..parallel.partition import meta_copy
 from ..quiet import quiet, rates_of
-from ..tree import ScheduledModule, join
+from ..tree import ScheduledModule, join, with_ancestors
 from .modes import check, merged
 from .trace import CallForm, Input, Traced, arguments, tidy
-from .tracing import Tracer, cause, refuse_written, state_kept, training_restored
+from .tracing import Tracer, cause, refuse_written, state_kept
 
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 UNKNOWN = object()
 """Placeholder for a value that the example does not determine."""
 MAKERS = ("arange", "empty", "finfo", "full", "ones", "tensor", "zeros")
@@ -40,7 +42,7 @@ def trace_by_example(
     flatten: bool,
     leaves: Sequence[Any],
     inputs: Sequence[str],
-    example: tuple[tuple[Any, ...], dict[str, Any]],
+    example: Example,
 ) -> Traced:
     """Returns a module's forward as a graph of the example call; the module is not changed.
 
@@ -53,7 +55,7 @@ def trace_by_example(
 
     def traced(training: bool | None) -> fx.Graph:
         tracer = _ByExample(module, flatten, leaves, form, values, skeleton, training)
-        with state_kept(module) as written, _rates_restored(module), training_restored(module), tracer.makers():
+        with state_kept(module) as written, tracer.makers():
             graph = tracer.trace(module)
         wrote.extend(written)
         return graph
@@ -70,9 +72,7 @@ def trace_by_example(
     return Traced(graph, {}, flatten, form)
 
 
-def form_of(
-    module: nn.Module, label: str, example: tuple[tuple[Any, ...], dict[str, Any]], inputs: Sequence[str]
-) -> tuple[CallForm, list[Any]]:
+def form_of(module: nn.Module, label: str, example: Example, inputs: Sequence[str]) -> tuple[CallForm, list[Any]]:
     """Determines which leaves of a call's arguments are inputs of the graph, and returns their values without memory."""
     given = arguments(module, *example)
     unknown = [each for each in inputs if each.split("[")[0] not in given]
@@ -98,17 +98,6 @@ def _entering(value: Any) -> Input:
 
 def _bare(value: Any) -> Any:
     return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
-
-
-@contextlib.contextmanager
-def _rates_restored(module: nn.Module) -> Iterator[None]:
-    """Replaces rates of dropout by symbols in the context; the graph reads them when it runs."""
-    before = [(each, name, getattr(each, name)) for each in module.modules() for name in rates_of(each)]
-    try:
-        yield
-    finally:
-        for each, name, value in before:
-            each.__dict__[name] = value
 
 
 class _AsksForMode(Exception):
@@ -307,9 +296,6 @@ def call_of_form(kind: type[nn.Module], given: dict[str, Any], positional: int) 
     return args, kwargs
 
 
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def as_call(inputs: Any) -> Example:
     """Converts example inputs to positional and keyword arguments."""
     if isinstance(inputs, dict):
@@ -324,13 +310,12 @@ def example_of(sch: ScheduledModule) -> Example | None:
     That module is run up to the call: without weights if its code does not read values, otherwise as it is.
     """
     known = sch.tree.examples
-    parts = sch.path.split(".") if sch.path else []
-    for depth in range(len(parts), -1, -1):
-        path = ".".join(parts[:depth])
+    for path in with_ancestors(sch.path):
         if path in known:
             if path == sch.path:
                 return known[path]
-            found = _called(sch.tree.module.get_submodule(path), ".".join(parts[depth:]), known[path])
+            below = sch.path.removeprefix(path).removeprefix(".")
+            found = _called(sch.tree.module.get_submodule(path), below, known[path])
             if found is not None:
                 known[sch.path] = found
             return found

@@ -6,7 +6,7 @@ from torch import nn
 
 from ...base.errors import ScheduleError
 from ..forward import layers_of
-from ..tree import ScheduledModule
+from ..tree import ScheduledModule, is_within, with_ancestors
 from .operations import SubgraphCall
 from .trace import ITSELF, Traced
 
@@ -57,9 +57,7 @@ def check_called(sch: ScheduledModule, primitive: str) -> None:
 
 def graph_above(sch: ScheduledModule) -> str | None:
     """Path of the nearest module above that runs as a graph; None if there is none."""
-    parts = sch.path.split(".") if sch.path else []
-    for depth in range(len(parts) - 1, -1, -1):
-        path = ".".join(parts[:depth])
+    for path in with_ancestors(sch.path)[1:]:
         if layers_of(sch.tree.module.get_submodule(path), Traced):
             return path
     return None
@@ -67,9 +65,8 @@ def graph_above(sch: ScheduledModule) -> str | None:
 
 def scheduled_below(sch: ScheduledModule) -> list[nn.Module]:
     """Modules below one whose calls `build` will wrap."""
-    prefix = sch.path + "." if sch.path else ""
-    below = [each.path for each in sch.tree.deferred if each.path != sch.path and each.path.startswith(prefix)]
-    return [sch.tree.module.get_submodule(path) for path in below]
+    paths = [each.path for each in sch.tree.deferred if each.path != sch.path and is_within(each.path, sch.path)]
+    return [sch.tree.module.get_submodule(path) for path in paths]
 
 
 def check_read(sch: ScheduledModule, primitive: str, layers: Sequence[nn.Module]) -> None:

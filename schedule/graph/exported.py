@@ -8,30 +8,27 @@ from torch import fx, nn
 
 from ...base._torch import TreeSpec, has_backward_hooks, has_forward_hooks, tree_flatten, tree_map, tree_unflatten
 from ...base.errors import TraceError
-from ..quiet import rates_of
+from ..quiet import modes_kept, rates_of
 from ..tree import join
-from .by_example import call_of_form, form_of
+from .by_example import Example, call_of_form, form_of
 from .modes import check, merged
 from .operations import Unflatten
 from .trace import CallForm, Input, Traced, arguments, tidy
-from .tracing import cause, training_restored
+from .tracing import cause
 
 
 def trace_exported(
     module: nn.Module,
     label: str,
     inputs: Sequence[str],
-    example: tuple[tuple[Any, ...], dict[str, Any]],
+    example: Example,
     scheduled: Sequence[nn.Module],
     strict: bool,
 ) -> Traced:
     """Returns a module's forward as a graph of operators, including children, by `torch.export.export`.
 
     Args:
-        module: module to trace.
-        label: its name, for errors.
         inputs: arguments other than tensors that stay inputs; must be empty.
-        example: a call.
         scheduled: modules whose calls `build` will wrap.
         strict: True if TorchDynamo reads the code, False if it is run.
 
@@ -53,7 +50,7 @@ def trace_exported(
     values = iter([each for each in tree_flatten(arguments(module, *example))[0] if isinstance(each, torch.Tensor)])
     given = tree_unflatten([next(values) if isinstance(each, Input) else each for each in form.leaves], form.spec)
     try:
-        with training_restored(module):
+        with modes_kept(module):
             graphs = [_graph(module, form, given, mode, strict) for mode in (True, False)]
         graph = merged(*graphs)
     except Exception as error:
@@ -72,7 +69,6 @@ class _OfTensors(nn.Module):
         self.leaves = [None if enters else each for each, enters in zip(leaves, self.entering)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Returns the module's output."""
         left = list(tensors)
         places = [left.pop(0) if here else each for each, here in zip(self.leaves, self.entering)]
         args, kwargs = tree_unflatten(places, self.spec)

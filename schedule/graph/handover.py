@@ -9,7 +9,6 @@ import torch
 from torch import fx, nn
 
 from ...base._torch import (
-    buffers_of,
     children_of,
     forward_hooks_of,
     has_backward_hooks,
@@ -20,7 +19,7 @@ from ...base._torch import (
 )
 from ...base.errors import ScheduleError
 from ..forward import layers_of
-from ..held import give_hooks
+from ..held import give_hooks, own_tensors, replace_tensor
 from ..parallel import collectives
 from ..parallel.exchange import Exchange, InputSync, OutputSync, ParameterSync, syncs_of
 from ..parallel.partial import BiasOnce, WithoutBias, once
@@ -151,8 +150,7 @@ def _input(plan: Handover, each: Subgraph, node: fx.Node, path: str, hook: Input
 
 
 def _syncs(each: Subgraph, node: fx.Node) -> list[Any]:
-    module = each.module
-    return syncs_of(module.get_submodule(node.target)) if node.op == "call_module" else []
+    return syncs_of(each.module.get_submodule(node.target)) if node.op == "call_module" else []
 
 
 def _describe(path: str, hook: Exchange) -> str:
@@ -190,7 +188,6 @@ def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
     """Removes modules and tensors that only a replaced subgraph has used.
 
     Args:
-        tree: tree of the model.
         each: the subgraph, which has left its graph.
         attributes: targets of the graph's attributes before.
 
@@ -200,32 +197,33 @@ def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
     traced = tree.module.get_submodule(each.path)
     alive, read = used_modules(tree.module)
     gone = [traced.get_submodule(target) for _, target in _calls(each.nodes)]
-    suspects = [(module, name) for old in gone if old not in alive for module in old.modules() for name in _own(module)]
+    suspects = [
+        (module, name)
+        for old in gone
+        if old not in alive
+        for module in old.modules()
+        for name, _ in own_tensors(module)
+    ]
     for target in attributes - {ITSELF}:
         holder, _, name = target.rpartition(".")
         suspects.append((traced.get_submodule(holder), name))
     lost: dict[torch.Tensor, str] = {}
     for module, name in suspects:
-        tensor = _own(module).get(name)
+        tensor = dict(own_tensors(module)).get(name)
         used_whole = module in alive and not layers_of(module, Traced)
         if tensor is None or used_whole or (module, name) in read:
             continue
         held = next(path for path, holder, own in holders(tree.module, tensor) if holder is module and own == name)
         if isinstance(tensor, nn.Parameter):
             lost[tensor] = f"{join(held, name)} {tuple(tensor.shape)}"
-        (parameters_of(module) if name in parameters_of(module) else buffers_of(module))[name] = None
+        replace_tensor(module, name, None)
         if name in shards_of(module):
             module.__dict__["_shards"] = {key: cut for key, cut in shards_of(module).items() if key != name}
         tree.annotations.pop((held, name), None)
     for old in gone:
         is_read = any(module is old for module, _ in read)
-        if old not in alive and not is_read and not any(_own(module) for module in old.modules()):
+        if old not in alive and not is_read and not any(own_tensors(module) for module in old.modules()):
             for parent, name, _ in places(tree.module, old):
                 del children_of(parent)[name]
     left = set(tree.module.parameters())
     return [message for tensor, message in lost.items() if tensor not in left]
-
-
-def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    held = {**parameters_of(module), **buffers_of(module)}
-    return {name: tensor for name, tensor in held.items() if tensor is not None}

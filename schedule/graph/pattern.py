@@ -117,21 +117,13 @@ class ClosestMiss:
 
     matched: tuple[int, bool] = (-1, False)
     """Number of matched operations, and whether the next one differs only in its arguments."""
-    why: str = ""
-    """Description of the difference."""
+    difference: str = ""
 
 
 def match(
     graph: fx.Graph, module: nn.Module, pattern: fx.Graph, miss: ClosestMiss | None = None
 ) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
-    """Yields every match: the value of each node of the pattern, and the matched nodes.
-
-    Args:
-        graph: graph to search.
-        module: module of the graph.
-        pattern: graph to find.
-        miss: receives the closest miss.
-    """
+    """Yields every match: the value of each node of the pattern, and the matched nodes; `miss` receives the closest miss."""
     outputs = pattern.output_node().args[0]
     heads = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -204,7 +196,7 @@ class _Matcher:
             matched_before = f" with {', '.join(after)} matched" if after else ""
             self.miss.matched = matched
             there = f"{_describe(value, self.module)} {instead}".strip()
-            self.miss.why = f"{_describe(wanted, None)} is expected{matched_before}, but there is {there}"
+            self.miss.difference = f"{_describe(wanted, None)} is expected{matched_before}, but there is {there}"
 
     def _all(self, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if not pairs:
@@ -241,7 +233,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _describe(value: Any, module: nn.Module | None) -> str:
-    """Describes a value of a graph."""
     if isinstance(value, Attribute):
         return value.target
     if not isinstance(value, fx.Node):

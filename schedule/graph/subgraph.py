@@ -37,11 +37,9 @@ class Subgraph:
     """Nodes whose values the pattern returns."""
     pattern: Pattern | None
     where: Where | None = None
-    """Predicate on nodes."""
 
     @property
     def names(self) -> list[str]:
-        """Names of the nodes."""
         return [node.name for node in self.nodes]
 
     def __str__(self) -> str:
@@ -94,7 +92,7 @@ def find_subgraphs(
         )
     if explain and not found:
         names = dict.fromkeys(_name(node) for _, _, layer in places for node in layer.graph.nodes if _named(node))
-        reason = miss.why or f"there are the operations {', '.join(names)}"
+        reason = miss.difference or f"there are the operations {', '.join(names)}"
         raise ScheduleError(f"find on '{sch.name}': there is no match; {reason}")
     return found
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ...base._torch import TreeSpec, tree_flatten
 from ...base.errors import ScheduleError
-from ..forward import Layer
+from ..forward import Inner, Layer
 
 ITSELF = "_the_traced_module_itself"
 """Target of the attribute node for the traced module."""
@@ -25,7 +25,6 @@ class CallForm:
     spec: TreeSpec
     """Tree of the arguments by name, with defaults filled in."""
     names: tuple[str, ...]
-    """Name of each leaf."""
     leaves: tuple[Any, ...]
     """Leaves; an Input for inputs of the graph, constants of the graph otherwise."""
     positional: int
@@ -93,9 +92,7 @@ class Traced(Layer):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "function": None}
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.function is None:
             self.function = function_of(self.graph)
         return self.function(module, *self._inputs(module, args, kwargs))

@@ -40,7 +40,7 @@ def trace_symbolically(
     }
     tracer = Tracer(module, flatten, leaves, fixed)
     try:
-        with state_kept(module) as written, training_restored(module):
+        with state_kept(module) as written:
             graph = tracer.trace(module)
     except Exception as error:
         advice = "; examples= of a call tell what symbols cannot" if "examples" not in str(error) else ""
@@ -93,16 +93,6 @@ class Tracer(fx.Tracer):
             elif p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
                 args.append(self.fixed[p.name])
         return (lambda *a: root_fn(*a, **keywords)), args
-
-
-@contextmanager
-def training_restored(module: nn.Module) -> Iterator[None]:
-    before = {each: each.training for each in module.modules()}
-    try:
-        yield
-    finally:
-        for each, value in before.items():
-            each.__dict__["training"] = value
 
 
 @contextmanager

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...base._torch import buffers_of, call_of, parameters_of, set_call, tree_leaves
+from ...base._torch import call_of, set_call, tree_leaves
 from ...base.errors import ScheduleError
 from ..forward import layers_of
+from ..held import own_tensors
 from .checksums import NOTHING, Checksum, checksum
 from .collectives import Axis, PlannedMesh, axis_of
 from .sequences import CutSequence
@@ -20,10 +21,7 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
     """Checks that the replicated tensors are equal on the ranks of the `tp` and `dp` axes, before replicas shard them.
 
     Args:
-        root: the model, with its weights.
-        mesh: the schedule's mesh.
         made: tensors that were initialized from the seed; only the seed and their number are compared.
-        seed: the seed of the tensors in `made`.
         broadcast: gives all ranks the first rank's values where they differ.
 
     Raises:
@@ -70,8 +68,8 @@ def _shared_tensors(
     whole: dict[str, torch.Tensor] = {}
     once: dict[str, Checksum] = {}
     for path, module in walk(root):
-        for name, tensor in {**parameters_of(module), **buffers_of(module)}.items():
-            if tensor is None or tensor.is_meta or tensor in made:
+        for name, tensor in own_tensors(module):
+            if tensor.is_meta or tensor in made:
                 continue
             label, cut = f"{path}.{name}" if path else name, shards_of(module).get(name)
             if cut is not None and cut.checksum != NOTHING:

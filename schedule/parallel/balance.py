@@ -7,13 +7,12 @@ loss of their samples together. The mean of each replica's own loss would balanc
 Source: Fedus et al., Switch Transformers (arXiv:2101.03961), section 2.2; over replicas: Qiu et al. (arXiv:2501.11873).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..forward import Layer
+from ..forward import Inner, Layer
 from .collectives import Axis, all_reduce
 from .experts import mixtures_of, num_experts, rows_of_experts
 
@@ -33,9 +32,7 @@ class BalancedTogether(Layer):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = inner(*args, **kwargs)
         logits = getattr(output, "router_logits", None)
         own = getattr(output, "aux_loss", None)

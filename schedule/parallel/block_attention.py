@@ -60,7 +60,6 @@ def attention(
     Args:
         query: (B, H, q, D).
         key, value: (B, K, k, D), where K divides H.
-        how: the options of the block.
     """
     if _has_kernel(query, value, how):
         kernel = flash_attention_on_cpu if query.device.type == "cpu" else flash_attention
@@ -97,9 +96,7 @@ def gradients(
     """Returns a block's contribution to the gradients of its queries, keys and values.
 
     Args:
-        queries: the queries, with their output, its gradient and l.
         key, value: as in `attention`.
-        how: the options of the block.
     """
     query, grad, output, log_sum = queries
     if _has_kernel(query, value, how):
@@ -119,7 +116,9 @@ def gradients(
     of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
     of_queries = []
     for rows in _rows(query, key, how):
-        mine, grads, outputs, sums = (each[:, :, rows.at].to(wide).unflatten(1, (groups, -1)) for each in queries)
+        own_queries, grads, outputs, sums = (
+            each[:, :, rows.at].to(wide).unflatten(1, (groups, -1)) for each in queries
+        )
         shares = rows.scores.sub_(sums.unsqueeze(-1)).exp_()
         of_shares = grads @ values.mT
         if rows.kept is not None:
@@ -127,7 +126,7 @@ def gradients(
         of_values += ((shares if rows.kept is None else shares * rows.kept).mT @ grads).sum(2, keepdim=True)
         of_scores = of_shares.sub_((grads * outputs).sum(-1, keepdim=True)).mul_(shares).mul_(how.scale)
         of_queries.append((of_scores @ keys).flatten(1, 2))
-        of_keys += (of_scores.mT @ mine).sum(2, keepdim=True)
+        of_keys += (of_scores.mT @ own_queries).sum(2, keepdim=True)
     return torch.cat(of_queries, 2), of_keys.squeeze(2), of_values.squeeze(2)
 
 

@@ -49,8 +49,6 @@ def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
     All ranks call it. The new process groups have the timeout of the axis's group.
 
     Args:
-        mesh: the mesh.
-        name: the axis to divide.
         sizes: sizes of the new axes by name; their product is the axis's size.
     """
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,9 +70,7 @@ def neighbours(mesh: object, degrees: Mapping[str, int], along: Axis, others: st
     """Returns the axes, of more than one rank, of groups of neighbours along the `dp` axis; all ranks call it.
 
     Args:
-        mesh: the schedule's mesh.
         degrees: sizes of these axes by name, the last of nearest neighbours.
-        along: the `dp` axis.
         others: a name for the axis of ranks that have the same position in each group. If given, this axis is returned
             too, whatever its size.
     """

@@ -20,7 +20,7 @@ Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arX
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from torch import nn
 from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
 from .. import collectives as differentiable
-from ..forward import Layer, layers_of
+from ..forward import Inner, Layer, layers_of
 from .collectives import Axis, all_to_all_rows, axis_of, through
 from .sharing import Sharing, copies_with_parts, shared_parameters
 
@@ -51,9 +51,7 @@ class ExpertParallel(Layer):
         self.rows: torch.Tensor | None = None
         """The number of this rank's rows that each expert got at the last call, (E,)."""
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, index, weights = routed(module, args, kwargs)
         if hidden.is_meta:
             # Only the shape is needed.
@@ -63,7 +61,7 @@ class ExpertParallel(Layer):
 
     @torch.compiler.disable
     def _spread(
-        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, equal: bool
+        self, inner: Inner, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, equal: bool
     ) -> torch.Tensor:
         """Sends rows to their experts, computes them there, and returns the weighted sums of the results.
 
@@ -119,18 +117,14 @@ class ExpertCapacity(Layer):
         self.dropped: torch.Tensor | None = None
         """The number of them that were dropped, a scalar on the device."""
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, index, weights = routed(module, args, kwargs)
         if not module.training or hidden.is_meta:
             return inner(*args, **kwargs)
         return self._limited(inner, hidden, index, weights)
 
     @torch.compiler.disable
-    def _limited(
-        self, inner: Callable[..., Any], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def _limited(self, inner: Inner, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen, count = index.reshape(-1), math.ceil(self.factor * index.numel() / self.experts)
         order = weights.detach().reshape(-1).argsort(descending=True, stable=True)
@@ -162,9 +156,7 @@ class DividedTokens(Layer):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, index, weights = routed(module, args, kwargs)
         if hidden.is_meta:
             return hidden.clone()
@@ -223,7 +215,6 @@ def counted_rows(root: nn.Module, hooks: bool = True) -> Iterator[dict[str, torc
     The counts of mixtures that are spread over ranks are added on exit.
 
     Args:
-        root: the model.
         hooks: count rows of mixtures that are not spread too, by hooks, for which compiled code is recompiled.
     """
     found: dict[str, torch.Tensor] = {}
@@ -294,8 +285,6 @@ def cut_copies(
     """Shards experts by FSDP over the ranks that have the same ones: by expert if the number of ranks divides theirs.
 
     Args:
-        module: the experts.
-        mesh: the schedule's mesh.
         policy, reshard_after_forward: arguments of `fully_shard`.
         sharing: how ranks share the samples of the block around the experts, if they do.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...base._torch import parameters_of
-from ..forward import Layer, layers_of
+from ..forward import Inner, Layer, layers_of
 from .collectives import Axis, through
 
 
@@ -18,9 +18,7 @@ class WithoutBias(Layer):
     order = 5
     alters = True
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return nn.functional.linear(args[0] if args else kwargs["input"], module.weight)
 
 
@@ -32,9 +30,7 @@ class BiasOnce(Layer):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bias = parameters_of(module).get("bias")
         if bias is None:
             return inner(*args, **kwargs)
@@ -67,9 +63,7 @@ class PartialEmbedding(Layer):
         self.axis = axis
         self.size = size
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tokens = args[0] if args else kwargs["input"]
         local = -(-self.size // self.axis.size)
         shifted = tokens - self.axis.rank * local

@@ -30,7 +30,7 @@ from ...knobs.pipeline import Placement
 from .. import held
 from ..forward import layers_of
 from ..outputs import without_cache
-from ..tree import Tree, join
+from ..tree import Tree, is_within, join
 
 
 class StageEnd(BaseException):
@@ -184,7 +184,7 @@ def units_of(tree: Tree) -> list[Unit]:
         elif path in tree.cuts:
             units.append(Unit(path, module, stage, ends=True))
             stage += 1
-        elif any(cut.startswith(path + "." if path else "") for cut in tree.cuts):
+        elif any(is_within(cut, path) for cut in tree.cuts):
             check_divided(tree, module, path)
             for name, child in module.named_children():
                 walk(child, join(path, name))

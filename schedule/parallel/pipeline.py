@@ -12,7 +12,7 @@ from ...base._torch import parameters_of, set_call, tree_flatten, tree_map
 from ...base.errors import ScheduleError
 from ...knobs.pipeline import PIPELINE_SCHEDULES, Placement
 from ...knobs.rules import NOT_SPLIT
-from ..tree import Tree
+from ..tree import Tree, is_within
 from .collectives import Axis
 from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .sharding import holders, is_dtensor
@@ -33,7 +33,7 @@ class Pipeline:
         self.micro_batches = micro_batches or self.num_stages
         check_order(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
         self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)
-        self.mine = self.placement.held(axis.rank)
+        self.own_stages = self.placement.held(axis.rank)
         """Indices of the stages on this rank."""
         self.ties = _ties(tree.module, self.units, self.placement, axis)
         self.tied_within = tied_within(tree.module, self.units, self.placement)
@@ -42,7 +42,7 @@ class Pipeline:
         self.metas = [meta_copy(unit.module) for unit in self.units]
         for unit in self.units:
             # A unit without parameters (rotary frequencies, dropout) may run on every stage.
-            if unit.stage not in self.mine and any(True for _ in unit.module.parameters()):
+            if unit.stage not in self.own_stages and any(True for _ in unit.module.parameters()):
                 drop(unit.module)
         self.after_passes: list[Callable[[], None]] = []
         """Called after all passes of a step, before stages sum the gradients of tied parameters."""
@@ -70,18 +70,15 @@ class Pipeline:
 
     def absent(self, path: str) -> bool:
         """Returns True if a module belongs to another rank."""
-        return any(
-            unit.stage not in self.mine and (path == unit.path or path.startswith(unit.path + "."))
-            for unit in self.units
-        )
+        return any(unit.stage not in self.own_stages and is_within(path, unit.path) for unit in self.units)
 
     def metas_below(self, path: str) -> list[nn.Module]:
         """Returns the meta copy of a module, or those of all units below it if it spans several."""
         out = []
         for unit, meta in zip(self.units, self.metas):
-            if path == "" or unit.path == path or unit.path.startswith(path + "."):
+            if is_within(unit.path, path):
                 out.append(meta)
-            elif path.startswith(unit.path + "."):
+            elif is_within(path, unit.path):
                 out.append(meta.get_submodule(path.removeprefix(unit.path + ".")))
         return out
 
@@ -134,7 +131,7 @@ class Pipeline:
         self.watch = watch
         losses: list[torch.Tensor] = []
         anchor = torch.zeros(size, 1, device=self.device)
-        first, last = 0 in self.mine, self.num_stages - 1 in self.mine
+        first, last = 0 in self.own_stages, self.num_stages - 1 in self.own_stages
         with torch.enable_grad():
             if self.loss is None:
                 target = self._factors(factors, size)
@@ -188,7 +185,7 @@ class Pipeline:
             return
         self._shapes = shapes
         self.find_forms(tree_map(micro, kwargs))
-        stages = [self._stage(index, part) for index in self.mine]
+        stages = [self._stage(index, part) for index in self.own_stages]
         make = getattr(pipelining, self.order.made_by)
         given = stages if self.order.most != 1 else stages[0]
         self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
@@ -388,13 +385,6 @@ def _ties(
 
 def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) -> None:
     """Checks that a pipeline schedule supports the model, its stages and its micro-batches.
-
-    Args:
-        tree: the scheduled model.
-        kind: a name in `PIPELINE_SCHEDULES`.
-        stages: the number of stages.
-        micro_batches: the number of micro-batches in a batch.
-        ranks: the number of ranks in the pipeline.
 
     Raises:
         ScheduleError: the number of stages or micro-batches does not fit, or a primitive on the model is incompatible.

@@ -30,7 +30,7 @@ class Replicas:
     Args:
         params: the parameters that this rank trains, in an order that all ranks share.
         axis: the replicas.
-        owned: True if all parameters have owners; or the parameters that have.
+        owned: the parameters that have owners.
         late: parameters whose gradients are not complete after their accumulation in the backward pass; `finish` reduces
             them.
         reduce_dtype: the dtype in which gradients are reduced; None for their own, in which they are kept.
@@ -46,10 +46,10 @@ class Replicas:
         self,
         params: Iterable[nn.Parameter],
         axis: Axis,
-        owned: bool | Collection[nn.Parameter] = False,
-        late: Iterable[nn.Parameter] = (),
-        reduce_dtype: torch.dtype | None = None,
-        apart: Mapping[nn.Parameter, Axis] | None = None,
+        owned: Collection[nn.Parameter],
+        late: Iterable[nn.Parameter],
+        reduce_dtype: torch.dtype | None,
+        apart: Mapping[nn.Parameter, Axis],
     ) -> None:
         self.axis = axis
         self.passes = 1
@@ -59,9 +59,9 @@ class Replicas:
         self._reduce_dtype = reduce_dtype
         params = [each for each in params if each.requires_grad]
         late = set(late)
-        axes = {each: (apart or {}).get(each, axis) for each in params}
+        axes = {each: apart.get(each, axis) for each in params}
         owners: dict[nn.Parameter, int] = {}
-        having = set(params if owned is True else owned or ())
+        having = set(owned)
         for along in dict.fromkeys(axes.values()):
             owners |= _owners([each for each in params if each in having and axes[each] == along], along.size)
         self.owned = [each for each in params if owners.get(each, axes[each].rank) == axes[each].rank]
@@ -186,7 +186,6 @@ class _Bucket:
     _work: Any = None
 
     def add(self, param: nn.Parameter) -> None:
-        """Appends a parameter."""
         self.places[param] = slice(self.size, self.size + param.numel())
         self.size += param.numel()
 

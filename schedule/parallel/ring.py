@@ -59,11 +59,9 @@ def attend(
     """Computes attention of this rank's queries to the keys of all ranks; replaces an attention function of transformers.
 
     Args:
-        module: the attention module.
         query: (B, H, T', D).
         key, value: (B, K, T', D).
         attention_mask: a mask from `make_mask`.
-        axis: the ring.
         kernels: True to use torch's kernels where one supports the block.
         scaling: the factor of the scores; None for 1 / sqrt(D).
         dropout: the fraction of probabilities that are dropped.

@@ -72,7 +72,6 @@ class RingMask:
         allowed: a function of the indices of samples, heads, queries and keys, which broadcast, that returns True for
             pairs that are not masked; None for `kind` everywhere.
         kind: FULL or CAUSAL; used without `allowed`.
-        batch: samples.
         length: T.
         ranks, rank: P, and this rank.
         device: the device on which `allowed` is evaluated.
@@ -173,7 +172,6 @@ def make_masks(*, rings: Sequence[Axis | None], plain: Callable[..., Any] | None
     Args:
         rings: the rings; None for blocks without one.
         plain: the mask function of such blocks.
-        kwargs: the arguments of transformers.
     """
 
     def made(ring: Axis | None) -> Any:

@@ -30,7 +30,7 @@ from ...base._transformers import attends_by_name, change_attention
 from ...base.errors import ScheduleError
 from ...knobs.rules import sequence_refusal
 from ...knobs.sequence import SequenceShards
-from ..forward import Layer, add_layer, layers_of
+from ..forward import Inner, Layer, add_layer, layers_of
 from . import ring, ring_mask, ulysses
 from .collectives import Axis, all_gather
 
@@ -72,10 +72,8 @@ def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis 
     """Makes a transformers model, sharded over `tp` ranks, compute on this rank's piece of every sequence.
 
     Args:
-        model: the model.
         sharing: the assignment of pieces to ranks.
         sp, cp: the ranks with which this one exchanges heads, and those of its ring; None for none.
-        tp: ranks that share its layers.
     """
     axes = tuple(each for each in (sp, cp) if each is not None)
     add_layer(model, CutSequence(sharing, _shifts(model), _first_position(model), axes))
@@ -86,10 +84,7 @@ def attend_together(model: Any, within: nn.Module, axes: SequenceAxes, tp: int) 
     """Makes attention in a module of a transformers model exchange heads, or keys and values, among ranks.
 
     Args:
-        model: the model.
         within: the module, sharded over `tp` ranks; the axes replace those that it had.
-        axes: the ranks.
-        tp: ranks that share its layers.
     """
     for module in within.modules():
         module.__dict__["_sequence_axes"] = axes
@@ -221,7 +216,6 @@ def attend(
     """Computes attention of this rank's tokens to whole sequences, with the ranks that share them in this module.
 
     Args:
-        module: the attention module.
         query, key, value: (B, heads, tokens of this rank, D).
         attention_mask: a mask of whole sequences, or several (`ring_mask.Masks`).
         attention: an attention function of transformers.
@@ -308,9 +302,7 @@ class CutSequence(Layer):
         self.axes = axes
         """The axes of the ranks that get the same samples as this one."""
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         kwargs = {**dict(zip(names, args)), **kwargs}
         tokens = kwargs["inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"]

@@ -72,12 +72,6 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
     return module.__dict__.get("_shards", {})
 
 
-def full_shape(module: nn.Module, name: str) -> torch.Size | None:
-    """Returns the whole shape of a sharded tensor; None if it is not sharded."""
-    shard = shards_of(module).get(name)
-    return torch.Size(shard.shape) if shard is not None else None
-
-
 def holders(root: nn.Module, tensor: torch.Tensor) -> list[tuple[str, nn.Module, str]]:
     """Returns every (module path, module, name) at which a tensor is registered; several if it is tied."""
     return [
@@ -102,11 +96,6 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
                 children.append((f"{path}.{name}" if path else name, child))
         stack.extend(reversed(children))
     return out
-
-
-def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replaces a parameter or buffer."""
-    (parameters_of(module) if name in parameters_of(module) else buffers_of(module))[name] = tensor
 
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:

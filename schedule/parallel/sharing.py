@@ -33,7 +33,7 @@ from ...base.errors import ScheduleError
 from ...knobs.rules import sequence_refusal
 from ...knobs.sequence import SequenceShards
 from .. import collectives as differentiable
-from ..forward import Layer, layers_of
+from ..forward import Inner, Layer, layers_of
 from ..outputs import without_cache
 from . import collectives
 from .collectives import Axis, through
@@ -84,9 +84,7 @@ class SharedSamples(Layer):
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
         """Names of the block's arguments."""
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = without_cache(args, kwargs)
         names = [*self.names[: len(args)], *[""] * (len(args) - len(self.names)), *kwargs]
         given = [tree_flatten(each) for each in (*args, *kwargs.values())]
@@ -235,8 +233,6 @@ def sharing_axes(mesh: Any, tp: int, sp: int = 1, cp: int = 1, everywhere: Seque
     """Returns the axes of blocks that are sharded over `tp` neighbours of the mesh's `tp` axis; all ranks call it.
 
     Args:
-        mesh: the schedule's mesh.
-        tp: neighbours that share layers.
         sp, cp: groups of these that share sequences, by exchanging heads and in a ring.
         everywhere: how neighbours of the `dp` axis share all sequences of the model; None if they do not.
     """

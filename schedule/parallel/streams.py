@@ -1,14 +1,14 @@
 """Random number streams of ranks that share layers or samples: one for all of them, or one for each."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..forward import Layer
+from ..forward import Inner, Layer
 from .collectives import Axis
 
 
@@ -21,9 +21,7 @@ class ForkedRandom(Layer):
         self.axis = axis
         self.differ = differ
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _own(self.axis) if self.differ else _shared():
             return inner(*args, **kwargs)
 

@@ -41,12 +41,10 @@ def attend(
     """Computes attention over whole sequences for this rank's heads.
 
     Args:
-        module: the attention module.
         query: (B, H, T / S, D).
         key, value: (B, K, T / S, D).
         attention_mask: the mask of whole sequences.
         attention: an attention function of transformers, or `ring.attend`.
-        axis: the ranks that exchange heads.
 
     Returns:
         The output, (B, T / S, H, D), and None for the attention weights.

@@ -1,6 +1,5 @@
 """Logits sharded over the vocabulary, and their cross-entropy."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +30,7 @@ class SplitLogits(torch.Tensor):
         return split
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)

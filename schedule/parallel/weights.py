@@ -70,8 +70,6 @@ def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
     """Returns the part of a module's own tensor on this rank, over all kinds of sharding.
 
     Args:
-        module: the module that has the tensor.
-        name: the tensor's name in the module.
         tensor: the tensor, or one that is sharded alike, such as its gradient.
     """
     shard = shards_of(module).get(name)
@@ -113,7 +111,6 @@ def regions_of(model: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[to
     """Returns this rank's tensors of a model's state and their regions, by the names of the whole model.
 
     Args:
-        model: the scheduled model.
         names: maps each name of a parameter to the one to use, as tied parameters have several.
     """
     out = {}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 
 from ...base._torch import BatchNormNd, OpOverload
 from ...base.errors import ScheduleError
-from ..forward import Layer, add_layer
+from ..forward import Inner, Layer, add_layer
 from ..graph.called import check_called
 from ..graph.editing import checkpoint_subgraph
 from ..outputs import without_cache
@@ -58,12 +58,10 @@ class Checkpointed(Layer):
 
     order = 60
 
-    def __init__(self, policy: Any = None) -> None:
+    def __init__(self, policy: Any) -> None:
         self.policy = policy
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         args, kwargs = without_cache(args, kwargs)

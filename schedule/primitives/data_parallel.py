@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base.errors import ScheduleError, unknown
 from ...knobs.sequence import SequenceShards
-from ..forward import Layer, add_layer, layers_of
+from ..forward import Inner, Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
 from ..parallel.balance import BalancedTogether, balances
@@ -465,9 +465,7 @@ class OffloadedActivations(Layer):
 
     order = 50
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pin = torch.cuda.is_available() and torch.cuda.is_initialized()
         with torch.autograd.graph.save_on_cpu(pin_memory=pin):
             return inner(*args, **kwargs)

@@ -11,6 +11,7 @@ from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
 from ..forward import add_layer, layers_of
 from ..graph.called import check_called
+from ..held import replace_tensor
 from ..parallel.checksums import NOTHING, checksum
 from ..parallel.collectives import Axis, axis_of, joined, neighbours
 from ..parallel.experts import (
@@ -22,7 +23,7 @@ from ..parallel.experts import (
     spread_experts,
     stacked_parameters,
 )
-from ..parallel.sharding import Shard, cut_tensor, replace_tensor, shards_of
+from ..parallel.sharding import Shard, cut_tensor, shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
 from .data_parallel import is_replicated
@@ -155,7 +156,7 @@ def limit_experts(sch: ScheduledModule, capacity_factor: float) -> None:
         add_layer(module, ExpertCapacity(capacity_factor, num_experts(module)))
 
 
-def _obstacle(found: Mapping[str, nn.Module], ep: int, whole: bool = False) -> str:
+def _obstacle(found: Mapping[str, nn.Module], ep: int, whole: bool) -> str:
     if not found:
         return "the model has no experts that could be spread"
     for path, module in found.items():

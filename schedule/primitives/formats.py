@@ -1,6 +1,6 @@
 """Primitives of number formats: cast and float8."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from ...base._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_of
 from ...base.errors import ScheduleError, not_installed, unknown
-from ..forward import Layer, add_layer
+from ..forward import Inner, Layer, add_layer
 from ..graph.called import check_called, check_read
 from ..primitive import primitive
 from ..tree import ScheduledModule, find_module
@@ -45,9 +45,7 @@ class Cast(Layer):
         self.dtype = dtype
         self.restore = restore
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given: list[torch.dtype] = []
 
         def enter(value: Any) -> Any:

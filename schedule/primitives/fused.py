@@ -1,8 +1,8 @@
 """Primitives that replace written-out code by fused operations: attention, GELU, loss."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from ...base.errors import ScheduleError
-from ..forward import Layer, add_layer, layers_of
+from ..forward import Inner, Layer, add_layer, layers_of
 from ..fused_logits import FusedLogits, Product
 from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
@@ -66,7 +66,7 @@ def fused_attention(sch: ScheduledModule) -> None:
             # The format of the scores can be read from the queries.
             for user in _asking(node):
                 user.replace_input_with(node, each.subgraph.inputs[0])
-        replace_subgraph(sch, Attention(each.scaling, each.masks), [each.subgraph], "attention", together=False)
+        replace_subgraph(sch, each.replacement, [each.subgraph], "attention", together=False)
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,9 @@ class _Found:
 
     subgraph: Subgraph
     """Its whole subgraph, with the inputs of `Attention`."""
-    scores: list[fx.Node] = field(default_factory=list)
+    scores: list[fx.Node]
     """Values of the scores before the softmax."""
-    scaling: str = "none"
-    """As in `Attention`."""
-    masks: tuple[str, ...] = ()
-    """As in `Attention`."""
+    replacement: Attention
 
 
 def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iterator[_Found]:
@@ -163,8 +160,7 @@ def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iter
         yield _Found(
             subgraph=Subgraph(path, module, layer, tuple(nodes), inputs, (after[-1],), None),
             scores=[each for _, each, _ in before],
-            scaling=scalings[0] if scalings else "none",
-            masks=tuple(name for name, _ in masks),
+            replacement=Attention(scalings[0] if scalings else "none", tuple(name for name, _ in masks)),
         )
 
 
@@ -310,9 +306,7 @@ class FusedLoss(Layer):
         self.formed_for: dict[str, bool] = {}
         """Functions that took logits, by name: True if these were materialised for it."""
 
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["input"]
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

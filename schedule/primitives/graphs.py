@@ -11,7 +11,7 @@ from ...base._torch import has_forward_hooks
 from ...base.errors import ScheduleError, TraceError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.by_example import as_call, example_of, trace_by_example
-from ..graph.called import check_called, scheduled_below
+from ..graph.called import check_called, graph_above, scheduled_below
 from ..graph.editing import fuse_subgraph
 from ..graph.exported import trace_exported
 from ..graph.operations import COMPILERS
@@ -175,12 +175,10 @@ def _traced(sch: ScheduledModule, label: str) -> tuple[ScheduledModule, str | No
     """The module whose graph is searched, and the call of it that is meant, if not all."""
     if layers_of(sch.module, Traced):
         return sch, None
-    for depth in range(sch.path.count("."), -1, -1) if sch.path else ():
-        above = ".".join(sch.path.split(".")[:depth])
-        found = type(sch)(sch.tree, above)
-        if layers_of(found.module, Traced):
-            return found, sch.path[len(above) + 1 :] if above else sch.path
-    raise ScheduleError(f"{label}: trace it first, or the module that calls it")
+    above = graph_above(sch)
+    if above is None:
+        raise ScheduleError(f"{label}: trace it first, or the module that calls it")
+    return type(sch)(sch.tree, above), sch.path.removeprefix(above).removeprefix(".")
 
 
 def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -> list[tuple[Any, fx.Node]]:
@@ -235,15 +233,7 @@ def _layer_norm(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _attention(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    with graph.inserting_before(node):
-        out = graph.call_function(plain_attention, node.args, node.kwargs)
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
-    _inline(graph, out)
-
-
-def _inline(graph: fx.Graph, node: fx.Node) -> None:
-    """Inlines a call of `plain_attention` into the graph."""
+    """Inlines `plain_attention` in place of a call of torch's attention."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     defaults = (None, None, None, None, 0.0, False, None, False)
     given = dict(zip(names, defaults)) | dict(zip(names, node.args)) | dict(node.kwargs)

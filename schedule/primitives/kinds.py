@@ -52,22 +52,10 @@ def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
     return Kind()
 
 
-def output_of(module: nn.Module) -> str:
-    """Effect of a module's sharded weights on its output: `split`, `partial`, or empty for neither."""
-    for name, shard in shards_of(module).items():
-        side = kind_of(module, name, shard.dim).side
-        if side:
-            return "split" if side == "output" else "partial"
-    return ""
-
-
-def input_of(module: nn.Module) -> str:
-    """Input that a module's sharded weights require: `split`, `whole`, or empty for either."""
-    for name, shard in shards_of(module).items():
-        side = kind_of(module, name, shard.dim).side
-        if side:
-            return "split" if side == "input" else "whole"
-    return ""
+def side_of(module: nn.Module) -> str:
+    """Side along which a module's weights are cut, as in `Kind`; empty if it is unknown or none is cut."""
+    sides = (kind_of(module, name, shard.dim).side for name, shard in shards_of(module).items())
+    return next(filter(None, sides), "")
 
 
 def _bias_once(axis: Axis, shard: Shard) -> Layer:

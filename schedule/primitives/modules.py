@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base._torch import buffers_of, children_of, parameters_of
+from ...base._torch import children_of
 from ...base.errors import ScheduleError, unknown
 from ..deferred import recorded_operations
 from ..forward import layers_of
 from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
-from ..held import transfer
+from ..held import own_tensors, transfer
 from ..primitive import primitive
 from ..recording import recording_of
 from ..tree import ScheduledModule, called_with_path, places
@@ -209,12 +209,6 @@ def refusals() -> int:
 
 def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
     """Refuses options that `torch.compile` does not accept."""
-    import inspect
-
-    import torch
-
-    from ...base.errors import unknown
-
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     for name in options:
         if name not in known:
@@ -285,10 +279,7 @@ def tensor_of(sch: ScheduledModule, name: str, primitive: str) -> torch.Tensor:
     Raises:
         ScheduleError: there is none of that name.
     """
-    module = sch.module
-    held = {**parameters_of(module), **buffers_of(module)}
-    tensor = held.get(name)
-    if tensor is None:
-        known = [each for each, value in held.items() if value is not None]
-        raise ScheduleError(f"{primitive} on '{sch.name}': {unknown('parameter or buffer', name, known)}")
-    return tensor
+    held = dict(own_tensors(sch.module))
+    if name not in held:
+        raise ScheduleError(f"{primitive} on '{sch.name}': {unknown('parameter or buffer', name, held)}")
+    return held[name]

@@ -7,7 +7,7 @@ from ...knobs.pipeline import PIPELINE_SCHEDULES
 from ..parallel.collectives import axis_of
 from ..parallel.partition import check_divided
 from ..primitive import primitive
-from ..tree import ScheduledModule, find_module, places
+from ..tree import ScheduledModule, find_module, is_within, places, with_ancestors
 
 
 @primitive
@@ -37,19 +37,17 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
     for cut in sch.tree.cuts:
         if cut == sch.path:
             raise ScheduleError(f"{label}: the pipeline is cut here already")
-        if cut.startswith(sch.path + ".") or sch.path.startswith(cut + "."):
+        if is_within(cut, sch.path) or is_within(sch.path, cut):
             raise ScheduleError(f"{label}: a cut must not be inside a module after which is another: '{cut}'")
-    parts = sch.path.split(".")
-    for depth in range(1, len(parts) + 1):
-        path = ".".join(parts[:depth])
+    outer_first = with_ancestors(sch.path)[::-1]
+    for path in outer_first[1:]:
         where = places(root, find_module(root, path))
         if len(where) > 1:
             others = ", ".join(other for _, _, other in where if other != path)
             raise ScheduleError(
                 f"{label}: a cut must not be in a module that occurs several times, but '{path}' is also {others}"
             )
-    for depth in range(len(parts)):
-        path = ".".join(parts[:depth])
+    for path in outer_first[:-1]:
         check_divided(sch.tree, find_module(root, path), path)
     for path in late:
         find_module(root, path)

@@ -15,18 +15,19 @@ from ..forward import Layer, add_layer, layers_of
 from ..fused_logits import FusedLogits
 from ..graph.called import check_called, used_modules
 from ..graph.trace import Traced
+from ..held import replace_tensor
 from ..parallel import collectives
 from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
 from ..parallel.sequences import SequenceAxes, attend_together, axes_of, obstacle, shards_of_model
-from ..parallel.sharding import Shard, cut_tensor, holders, replace_tensor, shards_of
+from ..parallel.sharding import Shard, cut_tensor, holders, shards_of
 from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
 from ..parallel.streams import ForkedRandom
 from ..parallel.vocabulary import SplitLogits
 from ..primitive import primitive
-from ..tree import ScheduledModule
-from .kinds import Follow, input_of, kind_of, output_of
+from ..tree import ScheduledModule, is_within, with_ancestors
+from .kinds import Follow, kind_of, side_of
 from .modules import tensor_of
 
 USED_WHOLE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)
@@ -85,7 +86,7 @@ def shard(
         raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
     ranks = tensor_parallel(sch, "shard")
     cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, gathered, ranks)]
-    follows = _distinct([follow for cut in cuts for follow in cut[3]])
+    follows = list(dict.fromkeys(follow for cut in cuts for follow in cut[3]))
     for module, attribute, divisor in follows:
         value = getattr(module, attribute)
         if value % divisor and not pad:
@@ -182,7 +183,7 @@ def _check_sequences(sch: ScheduledModule, label: str, tp: int, sp: int, cp: int
 
 def sharing_around(sch: ScheduledModule) -> Sharing | None:
     """How the samples of a module are shared, by itself or by one above it; None where all ranks have all."""
-    return next((sharing for path, sharing in sch.tree.shared.items() if f"{sch.path}.".startswith(f"{path}.")), None)
+    return next((sharing for path, sharing in sch.tree.shared.items() if is_within(sch.path, path)), None)
 
 
 def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
@@ -295,39 +296,27 @@ def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], 
 
 def _check_traced(sch: ScheduledModule, modules: list[nn.Module]) -> None:
     """Refuses to change counts that are constants in a graph."""
-    parts = sch.path.split(".") if sch.path else []
-    for depth in range(len(parts) + 1):
-        path = ".".join(parts[:depth])
+    for path in with_ancestors(sch.path):
         traced = sch.tree.module.get_submodule(path)
         for layer in layers_of(traced, Traced):
-            _check_inlined(sch, path, traced, layer, modules)
-
-
-def _check_inlined(sch: ScheduledModule, path: str, traced: nn.Module, layer: Traced, modules: list[nn.Module]) -> None:
-    kept = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
-    inlined = {traced}
-    if layer.flatten:
-        inlined = set(traced.modules()) - {each for child in kept for each in child.modules()}
-    for module in modules:
-        if module in inlined:
-            raise ScheduleError(
-                f"shard on '{sch.name}': counts of {type(module).__name__} are constants in the graph of "
-                f"'{path or type(traced).__name__}'; shard before tracing"
-            )
-
-
-def _distinct(follows: list[Follow]) -> list[Follow]:
-    out: list[Follow] = []
-    for each in follows:
-        if not any(each[0] is other[0] and each[1] == other[1] for other in out):
-            out.append(each)
-    return out
+            called = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
+            inlined = {traced}
+            if layer.flatten:
+                inlined = set(traced.modules()) - {each for child in called for each in child.modules()}
+            for module in modules:
+                if module in inlined:
+                    raise ScheduleError(
+                        f"shard on '{sch.name}': counts of {type(module).__name__} are constants in the graph of "
+                        f"'{path or type(traced).__name__}'; shard before tracing"
+                    )
 
 
 MODES = ("fwd_pre", "fwd_post", "bwd_pre", "bwd_post")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter", "all_to_all")
 GRADIENTS = ("scatter", "reduce_scatter")
 SUMS = ("all_reduce", "reduce_scatter")
+PARTIAL = ("input", "vocabulary")
+"""Sides of a cut that make the output a partial sum."""
 ON = ("activations", "parameters")
 
 
@@ -398,15 +387,15 @@ def check_synced(sch: ScheduledModule) -> None:
         if not shards_of(module):
             continue
         bias = parameters_of(module).get("bias")
-        if output_of(module) == "split" and bias is not None and "bias" not in shards_of(module):
+        side = side_of(module)
+        if side == "output" and bias is not None and "bias" not in shards_of(module):
             raise ScheduleError(
                 f"build: the weight of '{path}' is cut along the output, so its bias must be too; "
                 f"sch['{path}'].shard('bias', axis=0)"
             )
-        if output_of(module) != "partial":
+        if side not in PARTIAL:
             continue
-        above = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] + [""]
-        around = [each for place in above if (each := root.get_submodule(place)) in alive]
+        around = [each for above in with_ancestors(path) if (each := root.get_submodule(above)) in alive]
         syncs = [*module.__dict__.get("_handed_over", ()), *(sync for each in around for sync in syncs_of(each))]
         if not any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs):
             raise ScheduleError(
@@ -432,15 +421,15 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
     if callable(op) or on == "parameters":
         return
     module = sch.module
-    output, cut = output_of(module), any(shards_of(each) for each in module.modules())
+    side, cut = side_of(module), any(shards_of(each) for each in module.modules())
     sums = op in SUMS
-    if mode == "fwd_post" and sums and output == "split":
+    if mode == "fwd_post" and sums and side == "output":
         raise ScheduleError(
             f"{label}: {op} adds up partial sums, but its weight is cut along the output, so each rank "
             "has other features; use all_gather, or cut along the input"
         )
     summed = any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs_of(module))
-    if mode == "fwd_post" and op == "all_gather" and output == "partial" and not summed:
+    if mode == "fwd_post" and op == "all_gather" and side in PARTIAL and not summed:
         raise ScheduleError(
             f"{label}: all_gather joins pieces, but its weight is cut such that each rank has a partial sum; "
             "use all_reduce or reduce_scatter"
@@ -455,7 +444,7 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
             f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so "
             "every rank has the whole; shard first"
         )
-    if mode == "bwd_post" and sums and input_of(module) == "split":
+    if mode == "bwd_post" and sums and side == "input":
         raise ScheduleError(
             f"{label}: its weight is cut along the input, so the gradient of the input is each rank's own "
             f"piece; {op} would mix them"
@@ -512,7 +501,7 @@ def parallel_loss(sch: ScheduledModule) -> None:
         ScheduleError: no `tp` axis; or the module's weight is not cut along its output.
     """
     ranks = tensor_parallel(sch, "parallel_loss")
-    if output_of(sch.module) != "split":
+    if side_of(sch.module) != "output":
         raise ScheduleError(
             f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); shard it first"
         )

@@ -3,7 +3,7 @@
 import pytest
 from redline.base.device import detect
 from redline.models.architecture import Architecture
-from redline.models.huggingface import language_model
+from redline.models.huggingface import hugging_face_workload
 from redline.models.lora import Lora, with_lora
 from redline.models.skeleton import skeleton
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
@@ -21,7 +21,7 @@ def test_measured_memory_lacks_gradients_and_optimizer_state_of_what_is_frozen()
     arguments = {"vocab_size": 60_000, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
                  "num_attention_heads": 4, "max_position_embeddings": 16}  # fmt: skip
     architecture = Architecture(model_type="bert", arguments=arguments, task="masked")
-    made = language_model(architecture, name="wide", spec="wide", seq_len=8, global_batch=1)
+    made = hugging_face_workload(architecture, name="wide", spec="wide", seq_len=8, global_batch=1)
     for lora, adapted in ((None, made), ("r=1", with_lora(made, Lora(r=1)))):
         with LocalRunner(adapted, TrialTerms(device=detect(), threads=1, plan=plan)) as runner:
             done = runner.run(TrialRequest(config=config, number=0))

@@ -59,7 +59,7 @@ def check_what_travels(zero, fields):
         for name in ("all_gather_single", "all_gather_into_tensor"):
             if hasattr(dist, name):
                 patch.setattr(dist, name, noted(getattr(dist, name)))
-        training._passes(training._data[0], None)
+        training._passes(training.data[0], None)
     return sent
 
 

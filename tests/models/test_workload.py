@@ -184,7 +184,7 @@ def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
     expected = first_loss(own(), micro_batch=2)
     monkeypatch.setattr(training, "MAX_BYTES_OF_DATA", 64)
     made = Training(own(), {"micro_batch": 2}, CPU)
-    assert not made._resident and len(made._data) == 1
+    assert not made._resident and len(made.data) == 1
     assert float(made.step()) == expected
 
 

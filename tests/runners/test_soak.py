@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from redline.models.data import ImageBatches
-from redline.models.huggingface import language_model
+from redline.models.huggingface import hugging_face_workload
 from redline.models.workload import Workload
 from redline.runners.soak import SoakPlan, SoakReport, soak
 from redline.training import Training
@@ -21,7 +21,7 @@ def workload(seq_len=32, **changed):
                  "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 64, "bos_token_id": None,
                  "eos_token_id": None}  # fmt: skip
     model = Architecture(model_type="llama", arguments={**arguments, **changed}, task="causal")
-    return language_model(model, name="small", spec="small", seq_len=seq_len, global_batch=8)
+    return hugging_face_workload(model, name="small", spec="small", seq_len=seq_len, global_batch=8)
 
 
 def images():

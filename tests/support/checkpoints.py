@@ -4,7 +4,7 @@ import torch
 from redline.base._transformers import quiet
 from redline.models.architecture import Architecture
 from redline.models.layouts.lazy import Stored
-from redline.models.layouts.weights import LazyWeights
+from redline.models.layouts.weights import Weights
 from redline.models.lora import AdaptedArchitecture, Lora
 from redline.testing.numerics import FAMILIES
 
@@ -34,7 +34,7 @@ def saved(model, folder, **options):
 
 def weights_of(model):
     """Returns a model's own tensors as lazy weights."""
-    return LazyWeights({name: lazy(each) for name, each in model.state_dict().items()})
+    return Weights({name: lazy(each) for name, each in model.state_dict().items()})
 
 
 def lazy(tensor, log=None):

@@ -5,7 +5,7 @@ import json
 import pytest
 from redline.base.device import Device
 from redline.models.architecture import Architecture
-from redline.models.huggingface import language_model
+from redline.models.huggingface import hugging_face_workload
 
 SMALL = {
     "gpt2": {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 300, "n_positions": 64,
@@ -28,7 +28,7 @@ def small():
     def make(model_type="gpt2", seq_len=16, global_batch=8, **changed):
         task = "masked" if model_type == "bert" else "causal"
         data, folder = changed.pop("data", None), changed.pop("folder", None)
-        return language_model(
+        return hugging_face_workload(
             Architecture(model_type=model_type, arguments={**SMALL[model_type], **changed}, task=task),
             name=f"small-{model_type}",
             spec=f"small-{model_type}",

@@ -106,7 +106,7 @@ def test_a_model_learns(small):
 
 def test_data_repeats_only_after_some_steps(small):
     training = Training(small(), {"micro_batch": 8}, CPU)
-    first = [batch[0]["input_ids"] for batch in training._data]
+    first = [batch[0]["input_ids"] for batch in training.data]
     assert len(first) == 8
     assert not any(torch.equal(first[0], each) for each in first[1:])
     # The next cycle starts over.
@@ -187,7 +187,7 @@ def saved_bytes(workload, **knobs):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        training._passes.loss_of(training._data[0][0])
+        training._passes.loss_of(training.data[0][0])
     return total
 
 

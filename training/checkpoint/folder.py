@@ -45,7 +45,6 @@ class Reading:
         self._bytes, self._reported_at = 0, time.monotonic()
 
     def __call__(self, size: int) -> None:
-        """Adds bytes that were just read."""
         self._bytes += size
         now = time.monotonic()
         if now - self._reported_at >= EVERY_S:
@@ -95,7 +94,7 @@ class Checkpoint:
             raise StudyError(
                 f"'{self.path}' is not a whole checkpoint: its {MANIFEST} cannot be read ({error})"
             ) from error
-        if not isinstance(document, dict) or document.get("format") != FORMAT or not _files_of(document):
+        if not isinstance(document, dict) or document.get("format") != FORMAT or not _valid_files(document):
             raise StudyError(
                 f"'{self.path}' is not a checkpoint of this version of redline, which reads format {FORMAT}: "
                 f"its {MANIFEST} has another format"
@@ -119,9 +118,6 @@ class Checkpoint:
 
     def check_frozen(self, rank: int = 0, ranks: int = 1, report: Report = ignore) -> None:
         """Reads the frozen tensors and compares them with their checksums, like `check`.
-
-        Args:
-            rank, ranks, report: as for `check`.
 
         Raises:
             StudyError: they are damaged, missing, or others than this checkpoint was saved with.
@@ -203,7 +199,7 @@ def _sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, SEAL: hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
-def _files_of(document: Mapping[str, Any]) -> bool:
+def _valid_files(document: Mapping[str, Any]) -> bool:
     """True if a manifest's list of files is valid, with names within the folder."""
     files = document.get("files")
     return isinstance(files, dict) and all(
@@ -211,12 +207,12 @@ def _files_of(document: Mapping[str, Any]) -> bool:
         and isinstance(entry, dict)
         and isinstance(entry.get("bytes"), int)
         and isinstance(entry.get("sha256"), str)
-        and _pieces_of(entry)
+        and _valid_pieces(entry)
         for name, entry in files.items()
     )
 
 
-def _pieces_of(entry: Mapping[str, Any]) -> bool:
+def _valid_pieces(entry: Mapping[str, Any]) -> bool:
     """True if a manifest's entry of a file has checksums of all its pieces, or of none."""
     pieces = entry.get("pieces")
     return pieces is None or (isinstance(pieces, list) and len(pieces) == -(-entry["bytes"] // PIECE_BYTES))
@@ -226,7 +222,6 @@ class CheckpointFolder:
     """The checkpoints in a folder, which need not exist yet.
 
     Args:
-        path: the folder.
         keep: number of checkpoints to keep.
     """
 
@@ -289,7 +284,6 @@ class CheckpointFolder:
         """Turns the temporary folder into a checkpoint, and removes surplus checkpoints.
 
         Args:
-            step: step of the checkpoint.
             files: size and checksum of each file.
             facts: description for the manifest.
 

@@ -1,14 +1,14 @@
 """Restores a training from the latest intact checkpoint. Each rank reads only what it needs."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...base.errors import StudyError
 from ...models.layouts.dcp import dcp_tensors
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights
 from .folder import KEPT, REPLACES, Checkpoint, CheckpointFolder, Report, ignore, put_aside
-from .saver import Saver
+from .saver import Saver, gathered
 from .state import State
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ def latest(
     """Returns the latest intact checkpoint. All ranks call it, and each checks some of the files.
 
     Args:
-        folder: folder of the checkpoints.
         group: gloo group of all ranks; None for one rank.
         say: receives messages about damaged checkpoints.
         report: receives this rank's progress.
@@ -53,7 +52,7 @@ def check(found: Checkpoint, group: "ProcessGroup | None", report: Report = igno
     failure = _failure_of(lambda: found.check(rank, ranks, report))
     if not failure and (failure := _failure_of(lambda: found.check_frozen(rank, ranks, report))):
         failure += f"; {REPAIRED}"
-    return next(filter(None, _gathered(failure, group)), "")
+    return next(filter(None, gathered(failure, group)), "")
 
 
 def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str:
@@ -63,18 +62,14 @@ def frozen_damage(folder: CheckpointFolder, group: "ProcessGroup | None") -> str
     rank, ranks = _place(group)
     found = next((each for each in _from_rank_0(folder.all(), group) if each.intact), None)
     failure = "" if found is None else _failure_of(lambda: found.check_frozen(rank, ranks))
-    return next(filter(None, _gathered(failure, group)), "")
+    return next(filter(None, gathered(failure, group)), "")
 
 
 def keep_again(state: State, weights: Weights, folder: CheckpointFolder, saver: Saver, rank: int) -> None:
     """Replaces a damaged copy of the frozen weights; all ranks call it.
 
     Args:
-        state: state of the training.
         weights: weights that the training began with.
-        folder: folder of its checkpoints.
-        saver: saver of its checkpoints.
-        rank: rank of this process.
 
     Raises:
         StudyError: they cannot be saved.
@@ -116,7 +111,8 @@ def stored_in(found: Checkpoint) -> LazyTensors:
 
 def _from_rank_0(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:
     """Returns the list that rank 0 sees on every rank: another host may see a new checkpoint later."""
-    return found if group is None else _gathered(found, group)[0]
+    seen: list[Checkpoint] = gathered(found, group)[0]
+    return seen
 
 
 def _place(group: "ProcessGroup | None") -> tuple[int, int]:
@@ -125,13 +121,3 @@ def _place(group: "ProcessGroup | None") -> tuple[int, int]:
     import torch.distributed as dist
 
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _gathered(value: Any, group: "ProcessGroup | None") -> list[Any]:
-    if group is None:
-        return [value]
-    import torch.distributed as dist
-
-    out = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group=group)
-    return out

@@ -24,13 +24,11 @@ class Part:
     """A box of a tensor."""
 
     name: str
-    """Name of the tensor."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """Offset of the box in the tensor."""
     data: "torch.Tensor"
-    """Contents of the box."""
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
@@ -106,7 +104,6 @@ class Saved:
     """Result of a save."""
 
     step: int
-    """Step of the checkpoint."""
     seconds: float
     """Time from the call to the end, s."""
     stalled: float
@@ -132,7 +129,7 @@ class Saver:
     def __init__(self, folder: CheckpointFolder, rank: int = 0, group: "ProcessGroup | None" = None) -> None:
         self.folder = folder
         self._rank, self._group = rank, group
-        self._mine: set[Any] | None = None
+        self._assigned: set[Any] | None = None
         """Keys of the parts that this rank writes."""
         self._known: set[Any] = set()
         """Keys of all parts of this rank when the parts were last assigned."""
@@ -146,12 +143,7 @@ class Saver:
         """True if the frozen tensors are saved."""
 
     def rehearse(self, state: State, step: int) -> Saved:
-        """Saves a checkpoint like `save`, reads it back, removes it, and returns the result. No save may be running.
-
-        Args:
-            state: current state of the training.
-            step: number of optimizer steps done.
-        """
+        """Saves a checkpoint like `save`, reads it back, removes it, and returns the result. No save may be running."""
         assert self._pending is None, "a running save is waited for first"
         self._start(state, step, None)
         saved = self.wait()
@@ -162,8 +154,6 @@ class Saver:
         """Copies the state and starts saving it. Waits for the previous save, and returns its result.
 
         Args:
-            state: current state of the training.
-            step: number of optimizer steps done.
             facts: description for the manifest.
         """
         before = self.wait()
@@ -178,7 +168,7 @@ class Saver:
             return
         parts = parts_of(state.tensors())
         self._share_out(parts)
-        copies = self._copied([each for each in parts if self._mine is None or each.place in self._mine])
+        copies = self._copied([each for each in parts if self._assigned is None or each.place in self._assigned])
         stalled = time.perf_counter() - begin
         self._pending = self._thread.submit(self._save, copies, step, facts, begin, stalled)
 
@@ -191,7 +181,6 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True while a save is running."""
         return self._pending is not None and not self._pending.done()
 
     def close(self) -> None:
@@ -203,7 +192,6 @@ class Saver:
         """Replaces a damaged copy of the frozen tensors. Returns the reason of a failure, or an empty text.
 
         Args:
-            state: state of the training, with these weights loaded.
             replaced: seals of the damaged copy, which checkpoints refer to.
         """
         return self._keep(state, {REPLACES: list(replaced)})
@@ -245,14 +233,12 @@ class Saver:
         import torch.distributed as dist
 
         places = {each.place for each in parts}
-        new = torch.tensor(int(self._mine is None or places != self._known))
+        new = torch.tensor(int(self._assigned is None or places != self._known))
         dist.all_reduce(new, op=dist.ReduceOp.MAX, group=self._group)
         if not new:
             return
         sizes = {each.place: each.data.numel() * each.data.element_size() for each in parts}
-        all_ranks: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
-        dist.all_gather_object(all_ranks, sizes, group=self._group)
-        self._known, self._mine = places, shared_out(all_ranks)[self._rank]
+        self._known, self._assigned = places, shared_out(self.gathered(sizes))[self._rank]
         self._give_back()
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
@@ -306,13 +292,18 @@ class Saver:
 
     def gathered(self, value: Any) -> list[Any]:
         """Gathers a value of each rank."""
-        if self._group is None:
-            return [value]
-        import torch.distributed as dist
+        return gathered(value, self._group)
 
-        out = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(out, value, group=self._group)
-        return out
+
+def gathered(value: Any, group: "ProcessGroup | None") -> list[Any]:
+    """Gathers a value of each rank of a group; None for one rank."""
+    if group is None:
+        return [value]
+    import torch.distributed as dist
+
+    out = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group=group)
+    return out
 
 
 def patient_group() -> "ProcessGroup":

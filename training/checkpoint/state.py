@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
 from ...models.layouts.lazy import LazyTensors
-from ...models.layouts.weights import Weights, differences, lazy_tensors, unlike
+from ...models.layouts.weights import Weights, shape_differences
 from .folder import Reading, Report, ignore
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ class State:
     """A training's tensors by name.
 
     Args:
-        training: the training.
         average: moving averages of its parameters on this rank, each sharded like its parameter.
     """
 
@@ -83,29 +82,19 @@ class State:
     def check(self, stored: LazyTensors) -> None:
         """Refuses a checkpoint of another model.
 
-        Args:
-            stored: tensors of the checkpoint.
-
         Raises:
             WorkloadError: the tensors differ; the message names them.
         """
         expected = self._training.outline.shapes
         prefix = f"{MODEL}/"
-        its = {name.removeprefix(prefix): tuple(each.shape) for name, each in stored.items() if name.startswith(prefix)}
-        missing, left = [name for name in expected if name not in its], [name for name in its if name not in expected]
-        wrong = [
-            unlike(name, its[name], expected[name]) for name in expected if name in its and its[name] != expected[name]
-        ]
-        if missing or left or wrong:
-            raise WorkloadError(
-                f"the checkpoint is of another model than {self._training.workload.name}: {differences(missing, left, wrong)}"
-            )
+        its = {name.removeprefix(prefix): each.shape for name, each in stored.items() if name.startswith(prefix)}
+        if found := shape_differences(expected, its):
+            raise WorkloadError(f"the checkpoint is of another model than {self._training.workload.name}: {found}")
 
     def load(self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = ignore) -> None:
         """Loads this rank's part of a checkpoint.
 
         Args:
-            stored: tensors of the checkpoint.
             checkpoint: its name, for the report.
             report: receives the progress.
 
@@ -128,12 +117,8 @@ class State:
                 self._average[param].copy_(param.detach())
 
     def load_weights(self, weights: Weights) -> None:
-        """Loads this rank's part of another tool's checkpoint. Missing tensors, such as adapters, do not change.
-
-        Args:
-            weights: weights by the names of this model.
-        """
-        given = lazy_tensors(weights)
+        """Loads this rank's part of another tool's checkpoint. Missing tensors, such as adapters, do not change."""
+        given = weights.tensors
         _fill({name: each for name, each in self._model.items() if name in given}, given)
         for param, value in self._average.items():
             value.copy_(param.detach())
@@ -216,7 +201,6 @@ class Frozen:
     """Always None."""
 
     def tensors(self) -> Located:
-        """Returns the parameters."""
         return self.parameters
 
 

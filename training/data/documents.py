@@ -17,6 +17,7 @@ import numpy as np
 from ...base._transformers import refusals
 from ...base.errors import MissingDependency, WorkloadError, unknown
 from ...base.reading import Malformed, parse_json, path_of
+from ...models.architecture import one_line
 from .order import TrainOn
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -109,8 +110,8 @@ def _rendered(tokenizer: Any, messages: "Conversation", where: str, *, answer_fo
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
     except refusals(TemplateError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise WorkloadError(f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {reason}") from error
+        text = f"{where}: the chat template of {tokenizer.name_or_path} refuses it: {one_line(error)}"
+        raise WorkloadError(text) from error
     return str(text)
 
 
@@ -147,7 +148,6 @@ class Source:
     path: Path
     """The file; for `indexed` the `.bin`; for `datasets` the folder."""
     kind: Kind
-    """Kind of its contents."""
 
     def stamps(self) -> list[tuple[str, int, int]]:
         """Path, size in bytes and time of the last change in ns of each of its files, to detect changed data.
@@ -405,7 +405,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Callable[[], float]]]:
             packed = path.suffix.lower() == GZIP
             yield gzip.GzipFile(fileobj=raw) if packed else raw, lambda: min(1.0, raw.tell() / size)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise WorkloadError(f"{path} cannot be unpacked by gzip: {_one_line(error)}") from None
+        raise WorkloadError(f"{path} cannot be unpacked by gzip: {one_line(error)}") from None
     except OSError as error:
         raise WorkloadError(f"cannot read the data file {path}: {error.strerror}") from None
 
@@ -449,7 +449,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
                     number += 1
                     yield f"{path}, row {number - 1}", value, number / table.metadata.num_rows
     except (arrow.ArrowException, OSError) as error:
-        raise WorkloadError(f"{path} cannot be read as Parquet: {_one_line(error)}") from None
+        raise WorkloadError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{path}, row {number}", error) from None
 
@@ -468,11 +468,7 @@ def _datasets(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
     except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, WorkloadError):
             raise
-        raise WorkloadError(f"{path} cannot be read as a datasets folder: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+        raise WorkloadError(f"{path} cannot be read as a datasets folder: {one_line(error)}") from error
 
 
 def _optional(name: str, what: str) -> Any:

@@ -41,9 +41,7 @@ class Encoder:
     end_id: int | None
     """Token that ends a text."""
     pad_id: int | None
-    """Padding token."""
     mask_id: int | None
-    """Mask token."""
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ...base.errors import WorkloadError
-from ...models.batches import batch_slice, each_tensor, entries, make_batch
+from ...models.batches import batch_slice, each_tensor, entries, make_batch, step_seed
 from ...models.data import Task, TokenBatches
 from ...models.workload import Batch, Workload
-from ..seeds import step_seed
 from .order import DataPlan, shuffled
 from .preparing import OnRead, prepare
 from .samples import TrainingData
@@ -28,10 +27,7 @@ class FromWorkload:
     randomness. Evaluation uses batches with seeds before that of step 0.
 
     Args:
-        workload: workload with the batches.
-        seed: seed of the training.
         samples_per_step: the global batch; None for the workload's.
-        num_evaluation: number of samples for evaluation.
     """
 
     even = True
@@ -49,11 +45,9 @@ class FromWorkload:
         self._last: tuple[int, Batch] | None = None
 
     def ids(self, start: int, count: int) -> np.ndarray:
-        """The positions themselves."""
         return np.arange(start, start + count, dtype=np.int64)
 
     def __call__(self, start: int, count: int) -> Batch:
-        """The samples at these positions."""
         return self._between(start, count, 0)
 
     def evaluation(self, start: int, count: int) -> Batch:
@@ -70,7 +64,6 @@ class FromWorkload:
         return self._between(start, count, -batches)
 
     def describe(self) -> dict[str, Any]:
-        """Description of the data, JSON-ready."""
         batch = self.workload.batch
         follows = {"workload": self.workload.id, "seed": self.seed, "samples_per_step": self.samples_per_step}
         return {
@@ -116,7 +109,6 @@ def training_data(
 
     Args:
         plan: the request; without paths, the workload's own data is used.
-        workload: the one to train.
         cache: a folder for tokens.
         on_read: called now and then with the share of new files that is read, from 0 to 1.
 
@@ -191,7 +183,6 @@ class FromDataset:
         return shuffled(positions, len(self.dataset), self.seed) if self.shuffle else positions % len(self.dataset)
 
     def __call__(self, start: int, count: int) -> Batch:
-        """The samples at these positions."""
         return self._made(self.ids(start, count).tolist())
 
     def evaluation(self, start: int, count: int) -> Batch:
@@ -203,7 +194,6 @@ class FromDataset:
         raise IndexError(f"samples {start} to {start + count - 1} were requested, but none are held out of a data set")
 
     def describe(self) -> dict[str, Any]:
-        """Description of the data, JSON-ready."""
         follows = {"samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
         kind = type(self.dataset).__name__
         return {"paths": [], "name": kind, **follows, "digest": "-".join(map(str, (kind, *follows.values())))}

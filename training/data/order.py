@@ -134,7 +134,6 @@ class HashedDraw:
     """Random numbers per sample, each a function of the seed and the sample's number: see `models.data.Draw`.
 
     Args:
-        seed: common seed.
         stream: distinguishes different uses of a seed.
         numbers: sample numbers, int64, shape [samples].
     """
@@ -227,7 +226,6 @@ class DataPlan:
     held_out: Annotated[
         float, Option("Share of samples held out for evaluation.", type=float, least=0, most=LARGEST_SHARE)
     ] = 0.0
-    """Share of the samples held out for evaluation, from 0 to 0.5."""
     shuffle: Annotated[bool, Option("Reorder samples in each epoch.")] = True
     """True if each epoch has its own order; otherwise all have that of the data."""
     skip_bad_rows: Annotated[bool, Option("Skip and count rows that cannot be read.")] = False

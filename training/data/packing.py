@@ -49,7 +49,6 @@ class Layout:
     length: int
     """Tokens of a sample, L."""
     pad_id: int
-    """Padding token."""
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +59,6 @@ class Layout:
         return self.store.about.tokens // self.length
 
     def cut(self, rows: np.ndarray) -> Cut:
-        """Samples of these rows."""
         return self._padded(rows) if self.packing == "padded" else self._windows(rows)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
@@ -118,7 +116,6 @@ class UsableRows:
     rows: np.ndarray | None
     """Row numbers, int64; None for all."""
     samples: int
-    """Number of rows."""
     shortened: int
     """Number of documents longer than a sample, whose ends are cut off."""
     folder: Path | None = None
@@ -194,7 +191,6 @@ def check_packing(
         model: the model, on all its ranks at once if there are several, or the names of its forward's arguments. For a
             model without weights (on the meta device), only the names are checked.
         packing: packing of the samples, or the plan with it.
-        task: the one to train.
 
     Raises:
         WorkloadError: it does not separate documents.

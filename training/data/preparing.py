@@ -42,10 +42,7 @@ def prepare(
     wait for the first, and later ones find the result. Files of tokens stay in place and are checked once.
 
     Args:
-        plan: the request.
         seq_len: tokens of a sample; for sequence to sequence, of its input and of its output each.
-        task: task of the model.
-        vocab_size: vocabulary size of the model.
         cache: a folder, on a disk that all ranks share or on one of each host.
         pad_id: padding token of the model; None for the tokenizer's.
         on_read: called now and then with the progress.
@@ -170,13 +167,13 @@ def _rate_limited(on_read: OnRead) -> OnRead:
     """Limits calls of `on_read` to one per `REPORT_S`."""
     last = time.monotonic()
 
-    def hear(share: float) -> None:
+    def limited(share: float) -> None:
         nonlocal last
         if time.monotonic() - last >= REPORT_S:
             on_read(share)
             last = time.monotonic()
 
-    return hear
+    return limited
 
 
 def _pieces(sources: list[Source], field: str, bad: BadRows, on_read: OnRead) -> Iterator[Piece]:

@@ -89,19 +89,14 @@ class Samples:
 
     @property
     def num_training(self) -> int:
-        """Number of samples of an epoch."""
         return self.split.training
 
     @property
     def num_evaluation(self) -> int:
-        """Number of samples held out for evaluation."""
         return self.split.evaluation
 
     @property
     def even(self) -> bool:
-        """True if all samples have the same number of labels, so that the mean over a batch is the mean over its
-        micro-batches.
-        """
         return self.layout.packing == "packed" and not self.layout.store.about.masked
 
     def ids(self, start: int, count: int) -> np.ndarray:
@@ -133,9 +128,6 @@ class Samples:
         return self._batch(self.split.evaluation_ids(numbers), HashedDraw(0, _EVALUATION, numbers))
 
     def describe(self) -> dict[str, Any]:
-        """Description of the data, JSON-ready. Trainings with the same `digest` have the same batches at the same
-        positions.
-        """
         about = self.layout.store.about
         follows: Mapping[str, Any] = {
             "tokens_digest": about.digest,

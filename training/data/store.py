@@ -154,7 +154,6 @@ class TokenFile:
     dtype: str
     """NumPy's name of their type."""
     count: int
-    """Number of tokens."""
 
     def open(self) -> np.ndarray:
         """The tokens, mapped into memory."""
@@ -273,11 +272,9 @@ class StoreInfo:
     parts: list[dict[str, Any]]
     """Files of the tokens in order, as `TokenFile`; a path without a folder is in the store's own folder."""
     tokens: int
-    """Number of tokens."""
     documents: int | None
     """Number of documents; None if their starts are unknown."""
     largest: int
-    """Largest id."""
     digest: str
     """SHA-256 of tokens, boundaries and the training mask, hex."""
     masked: bool
@@ -358,12 +355,9 @@ def write_about_tokens(
     """Checks files of tokens, which stay in place, and returns the description of the store.
 
     Args:
-        folder: folder for document boundaries.
         files: files with the index of the first token of each document and the end of the last, if known.
         vocab_size: all ids must be smaller.
         end_id: token that ends a document, for files without an index.
-        pad_id: as in `StoreInfo`.
-        mask_id: as in `StoreInfo`.
         on_read: receives the share of the tokens that is checked, from 0 to 1.
 
     Raises:

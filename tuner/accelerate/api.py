@@ -170,12 +170,12 @@ def _begin(training: "Training", resolved: Resolved, weights: str | Path | None)
 def _of_module(module: "torch.nn.Module") -> Any:
     """Returns a module's weights by name."""
     from ...models.layouts.lazy import Stored
-    from ...models.layouts.weights import LazyWeights
+    from ...models.layouts.weights import Weights
 
     def stored(tensor: "torch.Tensor") -> Stored:
         return Stored(lambda box: tensor.detach()[box].cpu(), tensor.shape, tensor.dtype, fresh=False)
 
-    return LazyWeights({name: stored(each) for name, each in module.state_dict().items()})
+    return Weights({name: stored(each) for name, each in module.state_dict().items()})
 
 
 def _broadcast(module: "torch.nn.Module", group: Any) -> None:

@@ -13,7 +13,7 @@ from ...models.layouts.find import LAYOUTS
 from ...models.layouts.hugging_face import own_generation, own_tokenizer
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.save import main_dtype
-from ...models.layouts.weights import LazyWeights, Weights
+from ...models.layouts.weights import Weights
 from ...models.lora import AdaptedArchitecture
 from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
@@ -165,4 +165,4 @@ def _weights(found: Checkpoint, stored: LazyTensors, average: bool) -> Weights:
         if not averages:
             raise UsageError(f"'{found.path}' has no moving average of the weights; train with --average")
         names |= averages
-    return LazyWeights({name: stored[full] for name, full in names.items()})
+    return Weights({name: stored[full] for name, full in names.items()})

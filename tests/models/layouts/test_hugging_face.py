@@ -13,7 +13,7 @@ from redline.models.layouts.find import find_weights
 from redline.models.layouts.hugging_face import hugging_face
 from redline.models.layouts.safetensors_files import stored_tensors
 from redline.models.layouts.save import write_hugging_face
-from redline.models.layouts.weights import LazyWeights
+from redline.models.layouts.weights import Weights
 from redline.testing.numerics import FAMILIES
 from safetensors.torch import load_file, save_file
 
@@ -211,7 +211,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     last._read = failing_read
     tensors["lm_head.weight"] = last
     with pytest.raises(UsageError, match=r"cannot write '.*out': No space left on device; nothing was left there"):
-        write_hugging_face(LazyWeights(tensors), made, tmp_path / "out", max_shard_bytes=20_000)
+        write_hugging_face(Weights(tensors), made, tmp_path / "out", max_shard_bytes=20_000)
     assert os.listdir(tmp_path) == []
     (tmp_path / "out").mkdir()
     write_hugging_face(weights_of(model), made, tmp_path / "out")

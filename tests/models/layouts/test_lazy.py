@@ -24,12 +24,12 @@ CASES = {
     "transpose": (torch.transpose(lazy(C), 0, 2), torch.transpose(C, 0, 2)),
     "select": (operations.select(lazy(C), 1, 4), C.select(1, 4)),
     "squeeze": (torch.chunk(lazy(C), 3)[2].squeeze(0), C[2]),
-    "rows": (operations.rows(lazy(A), ORDER), A[ORDER]),
-    "columns": (operations.rows(lazy(A), ORDER, 1), A[:, ORDER]),
+    "rows": (operations.Rows(lazy(A), ORDER), A[ORDER]),
+    "columns": (operations.Rows(lazy(A), ORDER, 1), A[:, ORDER]),
     "padded": (operations.pad_rows(lazy(A), 9), torch.cat([A, torch.zeros(3, 8)])),
     "cast": (operations.cast(lazy(A), torch.bfloat16), A.bfloat16()),
     "nested": (
-        operations.rows(torch.transpose(torch.cat([lazy(A), lazy(B)], dim=1), 0, 1), list(range(15, -1, -2))),
+        operations.Rows(torch.transpose(torch.cat([lazy(A), lazy(B)], dim=1), 0, 1), list(range(15, -1, -2))),
         torch.cat([A, B], dim=1).T[list(range(15, -1, -2))],
     ),
 }
@@ -60,7 +60,7 @@ def test_a_box_reads_its_share_of_every_part():
 def test_neighbouring_rows_are_read_in_one_piece_and_distant_ones_separately():
     log = []
     big = numbered(1000, 2)
-    made = operations.rows(lazy(big, log), [1, 0, 3, 2, 900, 901])
+    made = operations.Rows(lazy(big, log), [1, 0, 3, 2, 900, 901])
     assert torch.equal(made.read(), big[[1, 0, 3, 2, 900, 901]])
     assert log == [4 * 2, 2 * 2]
 
@@ -68,7 +68,7 @@ def test_neighbouring_rows_are_read_in_one_piece_and_distant_ones_separately():
 def test_every_other_row_is_read_with_at_most_twice_the_entries():
     log = []
     big = numbered(1000, 2)
-    operations.rows(lazy(big, log), list(range(0, 1000, 2))).read()
+    operations.Rows(lazy(big, log), list(range(0, 1000, 2))).read()
     assert sum(log) <= 2 * 1000 + 8
 
 
@@ -91,8 +91,7 @@ def test_a_merged_matrix_is_the_sum_in_every_box():
     up, down = torch.randn(6, 2), torch.randn(2, 8)
     for transposed in (False, True):
         base = torch.randn(8, 6) if transposed else torch.randn(6, 8)
-        added = operations.Added(up=lazy(up), down=lazy(down), scale=0.5, transposed=transposed)
         expected = base + 0.5 * ((up @ down).T if transposed else up @ down)
-        made = operations.Merged(lazy(base), added)
+        made = operations.Merged(lazy(base), up=lazy(up), down=lazy(down), scale=0.5, transposed=transposed)
         torch.testing.assert_close(made.read(), expected)
         torch.testing.assert_close(made.read((slice(1, 3), slice(2, 6))), expected[1:3, 2:6])

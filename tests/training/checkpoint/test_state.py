@@ -10,7 +10,7 @@ from checkpoints import lazy
 from redline.base.errors import WorkloadError
 from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
-from redline.models.layouts.weights import LazyWeights
+from redline.models.layouts.weights import Weights
 from redline.models.lora import Lora, with_lora
 from redline.training.checkpoint import saver
 from redline.training.checkpoint.folder import CheckpointFolder
@@ -234,7 +234,7 @@ def test_an_average_begins_at_the_weights_of_another_tool(small):
     training = built(small("llama"), {"micro_batch": 8}, replace(HYPER, average=0.9))
     kept = averages(training)
     given = {name: torch.full_like(each, 0.5) for name, each in training.model.state_dict().items()}
-    State(training, kept).load_weights(LazyWeights({name: lazy(each) for name, each in given.items()}))
+    State(training, kept).load_weights(Weights({name: lazy(each) for name, each in given.items()}))
     assert len(kept) == len(given)
     assert all(bool((each == 0.5).all()) for pair in kept.items() for each in pair)
 

@@ -8,7 +8,7 @@ LONG = """
 from dataclasses import replace
 
 import torch
-from redline.training.seeds import step_seed
+from redline.models.batches import step_seed
 from work import net
 
 
