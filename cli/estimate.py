@@ -169,8 +169,9 @@ def _first_answer(asked: dict[str, Any], width: int) -> None:
     request = first_request(**asked)
     best = None if request is None else fastest(request.estimator, request.space)
     if best is not None:
-        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the status
-        click.echo(clear + "\n".join(estimate_text.first(best, width)), err=True)
+        text = "\n".join(estimate_text.first(best, width))
+        # A terminal shows the status on the line, and the answer below.
+        click.echo(f"\r\x1b[2K{text}\n" if sys.stderr.isatty() else text, err=True)
 
 
 def _check_traced(shape: Any, framework: str) -> None:

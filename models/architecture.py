@@ -265,7 +265,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 _LLAMA = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary")
 _MIXTURE = (*_LLAMA, "experts", "experts_per_token")
 STATED: Mapping[str, tuple[str, ...]] = {
-    "gpt2": ("layers", "hidden", "heads", "vocabulary"),
+    "gpt2": ("layers", "hidden", "heads", "vocabulary", "positions"),
     **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
     "qwen3": (*_LLAMA, "head_dim"),
     "mixtral": _MIXTURE,
@@ -286,7 +286,9 @@ def stated_shape(model_type: object, arguments: Mapping[str, Any]) -> dict[str, 
     if not isinstance(model_type, str) or (needed := STATED.get(model_type)) is None:
         return None
     found = {"family": model_type, **_DEFAULTS.get(model_type, {"tied": False}), **_sizes(arguments.get)}
-    return _with_inner_size(found) if all(isinstance(found.get(name), int) for name in needed) else None
+    if not all(isinstance(found.get(name), int) for name in needed):
+        return None
+    return found if isinstance(_with_inner_size(found)["intermediate"], int) else None
 
 
 def _sizes(value_of: Callable[[str], Any]) -> dict[str, Any]:

@@ -59,6 +59,9 @@ def test_sizes_that_transformers_would_refuse_are_not_stated():
     assert stated("gpt2", 1025) is None and stated("gpt2", 1024) is not None, "positions are learned"
     assert stated("llama3-8b", 1) is None and stated("no-such-model") is None
     assert stated(ServerModel.of({"model_type": ["llama"]})) is None
+    whole = {"model_type": "gpt2", **PRESETS["gpt2"].arguments}
+    for name in ("n_embd", "n_positions", "n_inner"):
+        assert stated(ServerModel.of({**whole, name: "many"})) is None
 
 
 def test_a_configuration_files_shape_is_what_it_says(tmp_path):

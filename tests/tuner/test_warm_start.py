@@ -394,7 +394,7 @@ def test_a_refused_warm_start_leaves_no_files(tmp_path):
 
 
 def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
-    """The network is a thousandth as fast as stated, which tiny models notice: the other model's run corrects the estimate before the first trial."""
+    """The network is a thousandth as fast as stated, which tiny models notice: another model's run corrects the estimate."""
     from redline.estimator import find_hardware
     from redline.tuner.predicting import estimator_of
     from redline.tuner.transfer import calibrations
