@@ -11,7 +11,6 @@ from ..knobs.strategy import BLOCK_KNOBS
 from ..models.architecture import shape_of
 from ..models.server_model import ServerModel
 from ..results import RunFolder, summary
-from ..results.columns import KNOB, cell
 from ..runners import Runner
 from ..runners.command.command import Command
 from .listener import SearchPlan
@@ -122,7 +121,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             command += [f"--{name}", str(given) if task.command is not None else absolute(given)]
     for name, values in (request.override or {}).items():
         between = ";" if name in BLOCK_KNOBS else ","
-        command += ["--set", f"{name}={between.join(cell(each, KNOB) for each in values)}"]
+        command += ["--set", f"{name}={between.join(_text(each) for each in values)}"]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
     winner = summary.best(made_of)
@@ -130,7 +129,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         chosen = [knob.name for knob in task.space.knobs if not knob.derived]
         for name in dict.fromkeys((*chosen, *BLOCK_KNOBS)):
             if name in winner.config:
-                command += ["--fix", f"{name}={cell(winner.config[name], KNOB)}"]
+                command += ["--fix", f"{name}={_text(winner.config[name])}"]
         command += ["--trials", "1", *(["--soak"] if request.soak else [])]
     return [*command, "--seed", str(request.seed)]
 
@@ -147,3 +146,8 @@ def _options_of(command: Command) -> list[str]:
         else:
             out += [text for each in ([value] if isinstance(value, str) else value) for text in (flag, each)]
     return out
+
+
+def _text(value: Any) -> str:
+    """A knob's value as a command line takes it: exactly, unlike in a table."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

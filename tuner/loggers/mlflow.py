@@ -97,7 +97,7 @@ class MLflowTraining(_MLflow, TrainLogger):
         self._run = self._client.create_run(self._experiment, run_name=self.folder.name, tags=tags).info.run_id
         self.keep(self._run)
         # The configuration may change and is a tag, because the value of a parameter cannot change.
-        for name, value in plain(training.hyperparameters).items():
+        for name, value in trained.hyperparameters_of(training).items():
             self._client.log_param(self._run, name, value)
 
     def configured(self, training: TrainingStart) -> None:

@@ -69,7 +69,7 @@ class TensorBoardTraining(_TensorBoard, TrainLogger):
     def open(self, training: TrainingStart, before: str | None) -> None:
         self._write(training.step if (self.folder / FOLDER).exists() else None)
         self._writer.add_text("training", f"{training.name} on {training.where}", training.step)
-        rows = [f"| {name} | {value} |" for name, value in plain(training.hyperparameters).items()]
+        rows = [f"| {name} | {value} |" for name, value in trained.hyperparameters_of(training).items()]
         self._writer.add_text("hyperparameters", "\n".join(["| name | value |", "|---|---|", *rows]), training.step)
 
     def configured(self, training: TrainingStart) -> None:

@@ -111,9 +111,9 @@ def finite(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Values of types that every tracker supports, without those that are None."""
+    """Values of types that every tracker supports."""
     types = (bool, int, float, str)
-    return {name: each if isinstance(each, types) else str(each) for name, each in values.items() if each is not None}
+    return {name: each if isinstance(each, types) else str(each) for name, each in values.items()}
 
 
 def headline_of(result: Result) -> dict[str, float]:

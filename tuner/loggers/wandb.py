@@ -87,7 +87,7 @@ class WandbTraining(_Wandb, TrainLogger):
         import uuid
 
         run = before or uuid.uuid4().hex[:12]
-        config = {"model": training.name, "where": training.where, **plain(training.hyperparameters)}
+        config = {"model": training.name, "where": training.where, **trained.hyperparameters_of(training)}
         self._run = self._begin(training.name, config, id=run, resume="allow")
         self.keep(run)
         self._run.define_metric("step")
