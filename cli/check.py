@@ -8,6 +8,7 @@ import click
 from ..knobs.strategy import STANDARD
 from ..results.columns import KNOB, cell
 from . import exit_codes
+from .estimate_text import step_time
 from .options import TRAINERS, fixes_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def render(result: "Check") -> str:
         "",
         f"memory   {verdict}: {_memory(estimate)} of {estimate.memory_limit_mib / 1024:.1f} GiB ({result.fullest}), "
         f"{abs(margin):.1f} GiB {'left' if margin >= 0 else 'too much'}; {100 * estimate.probability_fits:.0f} % chance to fit",
-        f"step     {_time(estimate.step_ms)} ({_time(estimate.step_ms_low)} to {_time(estimate.step_ms_high)})",
+        f"step     {step_time(estimate.step_ms)} ({step_time(estimate.step_ms_low)} to {step_time(estimate.step_ms_high)})",
         f"speed    {estimate.throughput:,.0f} {estimate.unit}, MFU {100 * estimate.mfu:.1f} % "
         f"({100 * estimate.mfu * estimate.step_ms / estimate.step_ms_high:.1f} to "
         f"{100 * estimate.mfu * estimate.step_ms / estimate.step_ms_low:.1f} %)",
@@ -127,7 +128,3 @@ def _faster(number: int, each: "Faster") -> list[str]:
 
 def _memory(estimate: "Estimate") -> str:
     return f"{estimate.peak_memory_mib / 1024:.1f} GiB ({estimate.memory_low / 1024:.1f} to {estimate.memory_high / 1024:.1f})"
-
-
-def _time(milliseconds: float) -> str:
-    return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 1e4 else f"{milliseconds:,.1f} ms"

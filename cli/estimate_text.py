@@ -9,6 +9,7 @@ from ..knobs.strategy import STANDARD
 
 if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
+    from ..estimator.estimate import Estimate
     from ..estimator.survey import Ranked, Survey
     from ..runners.memory_timeline import MemoryTimeline
 
@@ -40,9 +41,8 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
 def first(best: "Ranked", width: int = 100) -> list[str]:
     """Returns the plan that is shown while the model is traced."""
     estimate = best.estimate
-    slow, fast = (estimate.throughput * estimate.step_ms / end for end in (estimate.step_ms_high, estimate.step_ms_low))
     text = (
-        f"first answer, by the model's sizes alone: {estimate.throughput:,.0f} {estimate.unit} ({_range(slow, fast)}), "
+        f"first answer, by the model's sizes alone: {estimate.throughput:,.0f} {estimate.unit} ({_speeds(estimate)}), "
         f"{estimate.peak_memory_mib / 1024:.1f} GiB with {_config(best.config, best.lossy)}"
     )
     return _wrapped(text, "", width)
@@ -182,15 +182,12 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
     columns |= {"MFU": [], "memory": [], "fits": [], "bound by": []}
     for role, each, devices in shown:
         estimate = each.estimate
-        slow, fast = (
-            estimate.throughput * estimate.step_ms / end for end in (estimate.step_ms_high, estimate.step_ms_low)
-        )
         cells = (
             role.replace("device", device),
             f"{estimate.throughput:,.0f}",
             f"{estimate.throughput / devices:,.0f}",
-            _range(slow, fast),
-            _time(estimate.step_ms),
+            _speeds(estimate),
+            step_time(estimate.step_ms),
             f"{100 * estimate.mfu:.0f} %",
             f"{estimate.peak_memory_mib / 1024:.1f} GiB",
             f"{100 * estimate.probability_fits:.0f} %" if estimate.fits is not None else "",
@@ -275,6 +272,12 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
+def _speeds(estimate: "Estimate") -> str:
+    """Returns the 80 % range of the throughput."""
+    samples = estimate.throughput * estimate.step_ms
+    return _range(samples / estimate.step_ms_high, samples / estimate.step_ms_low)
+
+
 def _range(low: float, high: float) -> str:
     """Returns both ends of a range, with three digits of the upper one.
 
@@ -311,7 +314,12 @@ def _config(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
     )
 
 
-def _time(milliseconds: float) -> str:
+def step_time(milliseconds: float) -> str:
+    """Returns the time of a step.
+
+    >>> step_time(1389.46), step_time(32_351.0)
+    ('1,389.5 ms', '32.35 s')
+    """
     return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 1e4 else f"{milliseconds:,.1f} ms"
 
 

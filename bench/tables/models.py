@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from redline.estimator import Shape
 from redline.estimator.check import preset_of
-from redline.models.presets import PRESETS
+from redline.estimator.trainers import numbers_of
+from redline.models.resolve import stated
 
 from .form import Left
 
@@ -110,21 +111,11 @@ def model_of(name: str) -> Shape:
         return Shape(name=text, **SHAPES[text])  # type: ignore[arg-type]
     if _MIXTURES.search(text):
         raise Left(f"'{name}' is a mixture of experts whose shape is not listed")
-    preset = PRESETS.get(preset_of(text) or "")
-    if preset is None or preset.task != "causal" or "num_key_value_heads" not in preset.arguments:
+    known = stated(preset_of(text))
+    shape = None if known is None or known.shape["family"] == "gpt2" else numbers_of(known.shape)
+    if known is None or shape is None:
         raise Left(f"the model '{name}' is not known")
-    numbers = preset.arguments
-    return Shape(
-        name=preset.name,
-        layers=numbers["num_hidden_layers"],
-        hidden=numbers["hidden_size"],
-        heads=numbers["num_attention_heads"],
-        kv_heads=numbers["num_key_value_heads"],
-        head_dim=numbers.get("head_dim"),
-        intermediate=numbers["intermediate_size"],
-        vocabulary=numbers["vocab_size"],
-        tied=bool(numbers.get("tie_word_embeddings", False)),
-    )
+    return replace(shape, name=known.name)
 
 
 def mpt(name: str, seq_len: int) -> Shape:

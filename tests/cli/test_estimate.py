@@ -238,11 +238,11 @@ def test_the_first_answer_needs_neither_torch_nor_transformers():
     code = (
         "import sys\nfrom redline.estimator.request import first_request\n"
         "request = first_request('deepseek-v3', 'h100', devices=256)\n"
-        "assert request.global_batch == 15360, request.global_batch\n"
-        "assert {'ep', 'tp', 'pp'} <= set(request.space.by_name)\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "print(request.global_batch, *sorted({'ep', 'tp', 'pp'} & set(request.space.by_name)))\n"
+        "print(*{'torch', 'transformers'} & set(sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["15360 ep pp tp", ""]
 
 
 @pytest.mark.parametrize(

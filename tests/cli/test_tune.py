@@ -309,3 +309,19 @@ def test_python_tunes_commands_too(checkout):
     assert result.best.config == {"micro_batch": 4, "mode": "fast"} and set(result.trials["unit"]) == {"samples/s"}
     with pytest.raises(UsageError, match="isolate=False is for a callable"):
         rl.tune(rl.Command(command="true"), rl.Space(), isolate=False)
+
+
+def test_the_command_that_repeats_a_run_has_the_texts_of_its_knobs_exactly():
+    from redline.results import Measurement, Status, Trial
+    from redline.tuner.record import command_of
+
+    space = rl.Space()
+    space.choice("note", ["a  b", "c"])
+    space.flag("fast")
+    request = Request(rl.Command(command="python train.py {note} {fast}"), space, override={"note": ["a  b"]}, devices=1)
+    config = space.config(note="a  b", fast=True)
+    trial = Trial(number=0, config=config, measurement=Measurement(status=Status.OK, throughput=1.0))
+    words = command_of(request, resolve_task(request), None, [trial])
+    assert [words[at + 1] for at, word in enumerate(words) if word in ("--set", "--fix")] == [
+        "note=a  b", "note=a  b", "fast=true",
+    ]  # fmt: skip

@@ -10,7 +10,7 @@ from redline.base.errors import MissingDependency, UsageError
 from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener
 from redline.tuner.loggers import forwarding, logger_names, logging_to
-from redline.tuner.loggers.tracker import TrialLogger, metrics_of
+from redline.tuner.loggers.tracker import TrialLogger, metrics_of, plain
 
 
 def train(config):
@@ -30,6 +30,10 @@ def tuned(tmp_path, name):
     result = rl.tune(train, space(), trials=8, sampler="grid", out=tmp_path / "run", log_to=name, isolate=False)
     assert result.best.throughput == 800.0 and result.notes == ()
     return result, tmp_path / "run"
+
+
+def test_a_knobs_value_none_is_logged_as_text():
+    assert plain({"note": None, "fusion": True, "shape": (1, 2)}) == {"note": "None", "fusion": True, "shape": "(1, 2)"}
 
 
 def test_tensorboard_holds_every_trial(tmp_path):
