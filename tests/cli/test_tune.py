@@ -318,7 +318,9 @@ def test_the_command_that_repeats_a_run_has_the_texts_of_its_knobs_exactly():
     space = rl.Space()
     space.choice("note", ["a  b", "c"])
     space.flag("fast")
-    request = Request(rl.Command(command="python train.py {note} {fast}"), space, override={"note": ["a  b"]}, devices=1)
+    request = Request(
+        rl.Command(command="python train.py {note} {fast}"), space, override={"note": ["a  b"]}, devices=1
+    )
     config = space.config(note="a  b", fast=True)
     trial = Trial(number=0, config=config, measurement=Measurement(status=Status.OK, throughput=1.0))
     words = command_of(request, resolve_task(request), None, [trial])
