@@ -36,6 +36,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
     "select_decomp_table": ("torch._inductor.decomposition", "select_decomp_table"),
+    "PatternMatcherPass": ("torch._inductor.pattern_matcher", "PatternMatcherPass"),
     "inductor_cache_dir": ("torch._inductor.runtime.cache_dir_utils", "cache_dir"),
     # Answers of compile workers about GPUs.
     "device_properties": ("torch._dynamo.device_interface", "caching_worker_device_properties"),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from .device import usable_cores
@@ -67,12 +68,23 @@ class ForkedCall(Generic[T]):
 
 def started(function: Callable[[], T]) -> ForkedCall[T] | None:
     """Starts a call in a forked process; None where that cannot run beside this one: without Linux or a second core, beside
-    another thread, which may hold a lock, or if the kernel refuses."""
-    if sys.platform != "linux" or usable_cores() < 2 or threading.active_count() > 1:
+    another thread, which may hold a lock, beside those that run backward passes of a device, which no fork can replace, or if the
+    kernel refuses."""
+    if sys.platform != "linux" or usable_cores() < 2 or threading.active_count() > 1 or _has_backward_threads():
         return None
     with suppress(OSError):
         return ForkedCall(function)
     return None
+
+
+def _has_backward_threads() -> bool:
+    """True if autograd has started its threads, one for each CUDA device: a fork of this process could not run a backward pass
+    (https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork)."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            if (task / "comm").read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 def beside(function: Callable[[], T]) -> Callable[[], T]:

@@ -73,10 +73,16 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
 
 
 def prepare() -> None:
-    """Imports and makes what every compilation needs, which takes a second."""
-    from ...base._torch import aot_autograd, dynamo, min_cut_rematerialization_partition, select_decomp_table
+    """Imports and makes what every compilation needs, which takes a second or two."""
+    from ...base._torch import (
+        PatternMatcherPass,
+        aot_autograd,
+        dynamo,
+        min_cut_rematerialization_partition,
+        select_decomp_table,
+    )
 
-    del aot_autograd, dynamo, min_cut_rematerialization_partition
+    del PatternMatcherPass, aot_autograd, dynamo, min_cut_rematerialization_partition
     select_decomp_table()
     _attention_op()
 

@@ -97,10 +97,16 @@ class TracedFacts:
         return self._begun
 
     def begin(self, variants: Sequence[Variant]) -> bool:
-        """Starts tracing variants that share a step in a forked process. False if none can be started."""
-        call = started(partial(self._trace_all, variants))
+        """Starts tracing variants that share a step in a forked process. False if none can be started.
+
+        With `fusion` and without `prepare`, a second process traces the step while the first loads the compiler.
+        """
+        step, stepping = step_of(variants[0]), None
+        if self._layout is None and any(fusion for _, _, fusion, _ in variants):
+            stepping = started(partial(traced_step, self.workload, step, self.device_type))
+        call = started(partial(self._trace_all, variants, stepping))
         if call is not None:
-            self._begun[step_of(variants[0])] = call
+            self._begun[step] = call
         return call is not None
 
     def finish(self, step: Step) -> int:
@@ -109,10 +115,17 @@ class TracedFacts:
         self._known.update(found)
         return len(found)
 
-    def _trace_all(self, variants: Sequence[Variant]) -> Mapping[Variant, ModelFacts]:
+    def _trace_all(
+        self, variants: Sequence[Variant], stepping: "ForkedCall[tuple[Layout, StepTrace]] | None"
+    ) -> Mapping[Variant, ModelFacts]:
         """The facts of variants, without those from the first that fails: its error is raised when it is requested."""
         found = {}
         with suppress(WorkloadError):
+            if stepping is not None:
+                from .compiled import prepare
+
+                prepare()
+                self._steps[step_of(variants[0])] = stepping.result()
             for variant in variants:
                 found[variant] = self._traced(variant)
         return found
@@ -201,6 +214,23 @@ def trace_facts(
     return made
 
 
+def traced_step(
+    workload: Workload, step: Step, device_type: str, layout: Layout | None = None
+) -> tuple[Layout, StepTrace]:
+    """The layout of a workload's model, which may be given, and the trace of a step.
+
+    Raises:
+        WorkloadError: the model cannot be built, or its batch or loss is invalid.
+    """
+    precision, attention, liger = step
+    layout = layout or Layout.of(workload)
+    seen = trace_step(
+        workload, layout.blocks, layout.split, precision=precision, attention=attention, device_type=device_type,
+        liger=liger,
+    )  # fmt: skip
+    return layout, seen
+
+
 def _trace(
     workload: Workload,
     variant: Variant,
@@ -208,22 +238,11 @@ def _trace(
     steps: "dict[Step, tuple[Layout, StepTrace]]",
     layout: Layout | None,
 ) -> ModelFacts:
-    precision, attention, fusion, liger = variant
+    precision, attention, fusion, _ = variant
     step = step_of(variant)
     if step not in steps:
-        layout = layout or next((known for known, _ in steps.values()), None) or Layout.of(workload)
-        steps[step] = (
-            layout,
-            trace_step(
-                workload,
-                layout.blocks,
-                layout.split,
-                precision=precision,
-                attention=attention,
-                device_type=device_type,
-                liger=liger,
-            ),
-        )
+        layout = layout or next((known for known, _ in steps.values()), None)
+        steps[step] = traced_step(workload, step, device_type, layout)
     layout, seen = steps[step]
     vocabulary, tied = _head(seen, layout)
     facts = ModelFacts(

@@ -1,5 +1,7 @@
 """Calls in forked processes."""
 
+import _thread
+import ctypes
 import gc
 import os
 import signal
@@ -104,6 +106,29 @@ def test_beside_another_thread_or_on_one_core_the_call_is_made_here(monkeypatch)
     finally:
         end.set()
         thread.join()
+
+
+def test_beside_threads_of_backward_passes_the_call_is_made_here(monkeypatch):
+    """A fork of a process with such threads, one a CUDA device, raises at its first backward pass."""
+    monkeypatch.setattr(forked, "usable_cores", lambda: 2)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
+    named, end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def wait():
+        forked.prctl(15, ctypes.addressof(name))  # PR_SET_NAME
+        named.set()
+        end.wait()
+        ended.set()
+
+    name = ctypes.create_string_buffer(b"pt_autograd_0")
+    assert beside(os.getpid)() != os.getpid()
+    _thread.start_new_thread(wait, ())  # as threads of C++, it is unknown to `threading`
+    named.wait()
+    try:
+        assert beside(os.getpid)() == os.getpid()
+    finally:
+        end.set()
+        ended.wait()
 
 
 def test_a_call_is_made_here_if_the_kernel_refuses_a_process(monkeypatch):

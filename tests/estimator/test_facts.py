@@ -1,6 +1,7 @@
 """Facts by tracing: parameters and FLOPs equal those of the shape numbers, kept bytes those of a real step."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -252,6 +253,40 @@ def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeyp
     assert made == [
         trace_facts(workload, precision=each[0], fusion=each[2], folder=tmp_path / "here") for each in variants
     ]
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["traces", "ends"])
+def test_one_process_traces_the_step_while_another_loads_the_compiler(ends, tmp_path, monkeypatch):
+    from redline.estimator.facts import compiled, traced
+
+    for module in (concurrent, forked):
+        monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
+    step, prepare = traced.traced_step, compiled.prepare
+
+    def noted(name):
+        with (tmp_path / name).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def traced_step(*terms):
+        first = not (tmp_path / "step").exists()
+        noted("step")
+        if ends and first:
+            os._exit(1)
+        return step(*terms)
+
+    monkeypatch.setattr(traced, "traced_step", traced_step)
+    monkeypatch.setattr(compiled, "prepare", lambda: [noted("compiler"), prepare()])
+    workload, variant = rl.workload("llama-tiny"), ("bf16", "sdpa", True, False)
+    source = traced.TracedFacts(workload, folder=tmp_path / "facts")
+    concurrent.trace_ahead(source, [variant])
+    assert source.finish(("bf16", "sdpa", False)) == 1
+    steps, compilers = ((tmp_path / name).read_text().split() for name in ("step", "compiler"))
+    assert len({*steps[:1], *compilers, str(os.getpid())}) == 3
+    assert steps[1:] == (compilers if ends else [])
+    monkeypatch.undo()
+    found = source.facts(precision="bf16", attention="sdpa", fusion=True)
+    assert found == trace_facts(workload, precision="bf16", fusion=True, folder=tmp_path / "here")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Size, order, membership, explanation, samples and defaults of a space."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from redline.base.errors import SpaceError
@@ -255,6 +257,37 @@ def test_an_unlistable_space_says_so_and_works_otherwise(unlisted):
     assert default in unlisted and default["k0"] * default["k1"] == 36
     assert unlisted.config(**default) == default
     assert "an unknown number" in unlisted.describe()
+
+
+def summing(knobs, values, divisor):
+    """A space of one component: the sum of its knobs is a multiple of the divisor."""
+    space = Space()
+    chosen = [space.integer(f"k{at}", 0, values - 1) for at in range(knobs)]
+    space.require(sum(chosen) % divisor == 0)
+    return space
+
+
+def test_a_space_far_too_large_to_list_is_predicted_to_be(monkeypatch):
+    rows, extend = [], enumeration.Component._extend
+
+    def counted(self, table, join, **terms):
+        out = extend(self, table, join, **terms)
+        rows.append(out.rows)
+        return out
+
+    monkeypatch.setattr(enumeration.Component, "_extend", counted)
+    assert not summing(12, 8, 2).enumerable
+    assert len(rows) > 3 and max(rows) <= 8 * enumeration._SAMPLED < enumeration.MAX_ROWS
+
+
+@pytest.mark.parametrize(("divisor", "listed"), [(9, True), (7, False)], ids=["888", "1143"])
+def test_a_space_near_the_limit_is_listed_to_know(divisor, listed, monkeypatch):
+    monkeypatch.setattr(enumeration, "MAX_ROWS", 1000)
+    monkeypatch.setattr(enumeration, "_SAMPLED", 200)
+    space = summing(3, 20, divisor)
+    assert space.enumerable == listed
+    if listed:
+        assert len(set(space)) == sum((a + b + c) % divisor == 0 for a, b, c in product(range(20), repeat=3))
 
 
 def changed(one, other):
