@@ -149,8 +149,10 @@ def test_no_process_outlives_the_one_that_started_it(end, work):
     program = f"""
 import os, signal, sys, time
 from redline.base.forked import ForkedCall
-call = ForkedCall(lambda: [print(os.getpid(), flush=True), {work}])
-time.sleep(0.5)
+begun, begin = os.pipe()
+call = ForkedCall(lambda: [print(os.getpid(), flush=True), os.write(begin, b"1"), {work}])
+os.read(begun, 1)
+time.sleep(0.3)
 {end}
 """
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=30, check=False)
