@@ -67,7 +67,8 @@ types:
 $(TEST_STAMP): $(STAMP)
 	@# DeepSpeed compiles what it needs when it is started.
 	DS_BUILD_OPS=0 $(PIP) --editable ".[test,docs,loggers,frameworks]"
-	@# Not where commands find them: transformers imports torchao wherever it is, which takes a second and prints.
+	@# Not where commands find them: transformers imports torchao wherever it is, which takes a second and prints. CUDA builds
+	@# of torch bring their own triton, which is found first.
 	$(PIP) --upgrade --no-deps --target $(VENV)/beside "torchao>=0.13" "liger-kernel>=0.8" triton
 	touch $(TEST_STAMP)
 

@@ -41,6 +41,12 @@ def test_every_requirement_has_a_tested_version_within_its_range():
     assert [each for each in unmet if not each.startswith("megatron-core")] == []  # needs Python 3.12
 
 
+def test_packages_that_torch_chooses_have_no_tested_version():
+    """CUDA builds of torch require one exact version each, and cannot be installed beside another."""
+    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    assert [line for line in pinned if line.startswith(("triton", "cuda", "nvidia-")) and "nvidia-ml-py" not in line] == []
+
+
 def test_import_is_quick_because_it_loads_next_to_nothing():
     code = "import sys; before = set(sys.modules); import redline; print(*sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
