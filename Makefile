@@ -49,7 +49,6 @@ setup: $(TEST_STAMP)
 $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redline needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) "torch>=2.11,<2.14"
 	$(PIP) --editable ".[dashboard,service,hebo]"
 	$(PIP) --no-deps HEBO==0.3.6
 	@$(MAKE) --no-print-directory types

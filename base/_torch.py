@@ -1,6 +1,6 @@
 """Private torch APIs that redline depends on.
 
-Checked with torch 2.11 to 2.13. A name that is missing in a later torch raises `MissingDependency` at first use;
+Checked with torch 2.11 to 2.14. A name that is missing in a later torch raises `MissingDependency` at first use;
 `tests/base/test_private_names.py` resolves all of them. torch is imported at first use.
 """
 
@@ -11,7 +11,7 @@ from ._private import resolver
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-CHECKED = "torch 2.11 to 2.13"
+CHECKED = "torch 2.11 to 2.14"
 NAMES: dict[str, tuple[str, str]] = {
     # Tensors without values, and dispatch modes that see their operators.
     "active_fake_mode": ("torch._guards", "active_fake_mode"),

@@ -2,13 +2,15 @@
 
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import signal
 import sys
 import tempfile
+import time
 import traceback
+from contextlib import suppress
+from multiprocessing.connection import Client, Listener, wait
 
 # torchao and Liger-Kernel (see the Makefile): they must be importable before transformers looks for them.
 sys.path.append(os.path.join(sys.prefix, "beside"))
@@ -21,6 +23,7 @@ import numeric
 import pytest
 import torch
 from kept_agent import _one_agent, kept_agent  # noqa: F401
+from redline.base.forked import die_with_parent
 
 # Inductor would reuse earlier compilations with other vector instructions than they were compiled for.
 # A separate cache avoids that.
@@ -115,11 +118,38 @@ def _margins(request, _margins_file):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ranks_before_threads(request, threads):
-    # A process that has computed with several threads cannot fork one that does.
-    if threads > 1:
-        for name in {"two", "four", "eight"} & {each for item in request.session.items for each in item.fixturenames}:
-            request.getfixturevalue(name).start()
+def _forks():
+    """Sends the arguments of `_serve` to a process that forks as many ranks. It was itself forked before the first test: a process
+    that has computed with several threads, or run a backward pass where torch has CUDA, cannot fork one that does."""
+    requests, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_fork_ranks, args=(theirs, os.getpid()), daemon=True)
+    process.start()
+    theirs.close()
+    yield requests
+    process.kill()
+    process.join()
+
+
+def _fork_ranks(requests, parent):
+    import transformers.models.bert.modeling_bert
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for ranks
+    me = os.getpid()
+    while True:
+        size, *args = requests.recv()
+        for rank in range(size):
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                requests.close()
+                die_with_parent(me)
+                try:
+                    _serve(rank, size, *args)
+                finally:
+                    os._exit(0)
 
 
 MOST_CHECKS = 40
@@ -134,27 +164,25 @@ class Ranks:
     Gloo on CPUs, and NCCL with a GPU for every rank. Its timeout ends a hang, however busy the machine.
     """
 
-    def __init__(self, size: int, threads: int = 1) -> None:
+    def __init__(self, size: int, threads: int, forks) -> None:
         self.size = size
         self.threads = threads
+        self.forks = forks
         self.workers = []
+        """Process id and connection of each rank."""
         self.checks = 0
 
     def start(self) -> None:
         if self.workers:
             return
-        # Forked ranks inherit torch and transformers. CUDA would not survive a fork, but the tests' process
-        # only counts devices.
+        # CUDA would not survive a fork, but the tests' process only counts devices.
         gpus = torch.cuda.device_count() >= self.size
-        context = multiprocessing.get_context("fork")
         self.folder = tempfile.TemporaryDirectory()
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            args = (rank, self.size, theirs, f"{self.folder.name}/store", gpus, self.threads)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+        with Listener(f"{self.folder.name}/ranks", "AF_UNIX", backlog=self.size) as listener:
+            self.forks.send((self.size, listener.address, f"{self.folder.name}/store", gpus, self.threads))
+            for pipe in [listener.accept() for _ in range(self.size)]:
+                self.workers.append((*pipe.recv(), pipe))
+        self.workers = [(pid, pipe) for _, pid, pipe in sorted(self.workers, key=lambda worker: worker[0])]
 
     def run(self, function, *args, timeout=300):
         if self.checks == MOST_CHECKS and self.threads == 1:
@@ -166,7 +194,7 @@ class Ranks:
             pipe.send_bytes(job)
         waiting, results = {pipe: rank for rank, (_, pipe) in enumerate(self.workers)}, [None] * self.size
         while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), timeout)
+            ready = wait(list(waiting), timeout)
             if not ready:
                 self.stop()
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
@@ -182,19 +210,23 @@ class Ranks:
         return results
 
     def stop(self) -> None:
-        for process, pipe in self.workers:
+        for pid, pipe in self.workers:
             pipe.close()
-            process.kill()
-            process.join()
+            with suppress(ProcessLookupError):
+                while True:
+                    os.kill(pid, signal.SIGKILL)
+                    time.sleep(0.01)
         if self.workers:
             self.folder.cleanup()
         self.workers = []
         self.checks = 0
 
 
-def _serve(rank, size, pipe, store, gpus, threads):
+def _serve(rank, size, address, store, gpus, threads):
     import torch.distributed as dist
 
+    pipe = Client(address, "AF_UNIX")
+    pipe.send((rank, os.getpid()))
     torch.set_num_threads(threads)
     if gpus:
         torch.cuda.init()
@@ -215,26 +247,28 @@ def _serve(rank, size, pipe, store, gpus, threads):
         pipe.send_bytes(cloudpickle.dumps(answer))
 
 
-def _ranks(size, threads):
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    pool = Ranks(size, threads)
+def _ranks(size, threads, forks):
+    pool = Ranks(size, threads, forks)
     yield pool
     pool.stop()
 
 
 @pytest.fixture(scope="session")
-def two(threads):
-    yield from _ranks(2, threads)
+def two(threads, _forks):
+    yield from _ranks(2, threads, _forks)
 
 
 @pytest.fixture(scope="session")
-def four(threads):
-    yield from _ranks(4, threads)
+def four(threads, _forks):
+    yield from _ranks(4, threads, _forks)
 
 
 @pytest.fixture(scope="session")
-def eight(threads):
-    yield from _ranks(8, threads)
+def eight(threads, _forks):
+    yield from _ranks(8, threads, _forks)
+
+
+@pytest.fixture
+def fresh(threads, _forks):
+    """A process that has computed nothing."""
+    yield from _ranks(1, threads, _forks)

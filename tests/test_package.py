@@ -44,7 +44,9 @@ def test_every_requirement_has_a_tested_version_within_its_range():
 def test_packages_that_torch_chooses_have_no_tested_version():
     """CUDA builds of torch require one exact version each, and cannot be installed beside another."""
     pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
-    assert [line for line in pinned if line.startswith(("triton", "cuda", "nvidia-")) and "nvidia-ml-py" not in line] == []
+    assert [
+        line for line in pinned if line.startswith(("triton", "cuda", "nvidia-")) and "nvidia-ml-py" not in line
+    ] == []
 
 
 def test_import_is_quick_because_it_loads_next_to_nothing():

@@ -213,7 +213,19 @@ def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
     assert [each.name for each in (tmp_path / "facts").iterdir()] == ["key.json"]
 
 
-def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monkeypatch):
+def with_two_cores(check, *args):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (concurrent, forked):
+            patch.setattr(module, "usable_cores", lambda: 2)
+        patch.setattr(forked.threading, "active_count", lambda: 1)
+        check(*args, patch)
+
+
+def test_variants_traced_ahead_in_processes_are_those_traced_here(fresh, tmp_path):
+    fresh.run(with_two_cores, check_traced_ahead, tmp_path)
+
+
+def check_traced_ahead(tmp_path, monkeypatch):
     from redline.estimator import TrainingSetup
     from redline.estimator.facts.traced import TracedFacts
 
@@ -223,9 +235,6 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
     variants = concurrent.variants_of(space, TrainingSetup())
     assert variants == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
     source = TracedFacts(workload, folder=tmp_path / "ahead")
-    for module in (concurrent, forked):
-        monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     concurrent.trace_concurrently(source, variants)
     monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
     made = [source.facts(precision=each, attention="sdpa", fusion=False) for each in ("fp32", "bf16")]
@@ -233,12 +242,13 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
     assert made == [trace_facts(workload, precision=each, folder=tmp_path / "here") for each in ("fp32", "bf16")]
 
 
-def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeypatch):
+def test_variants_begun_while_the_space_is_made_are_waited_for(fresh, tmp_path):
+    fresh.run(with_two_cores, check_begun, tmp_path)
+
+
+def check_begun(tmp_path, monkeypatch):
     from redline.estimator.facts.traced import TracedFacts
 
-    for module in (concurrent, forked):
-        monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     workload = rl.workload("gpt2-tiny")
     variants = [(each, "sdpa", fusion, False) for each in ("fp32", "bf16") for fusion in (False, True)]
     source = TracedFacts(workload, folder=tmp_path / "ahead")
@@ -256,12 +266,13 @@ def test_variants_begun_while_the_space_is_made_are_waited_for(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["traces", "ends"])
-def test_one_process_traces_the_step_while_another_loads_the_compiler(ends, tmp_path, monkeypatch):
+def test_one_process_traces_the_step_while_another_loads_the_compiler(ends, fresh, tmp_path):
+    fresh.run(with_two_cores, check_two_processes, ends, tmp_path)
+
+
+def check_two_processes(ends, tmp_path, monkeypatch):
     from redline.estimator.facts import compiled, traced
 
-    for module in (concurrent, forked):
-        monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     step, prepare = traced.traced_step, compiled.prepare
 
     def noted(name):
