@@ -119,8 +119,8 @@ def _margins(request, _margins_file):
 
 @pytest.fixture(scope="session", autouse=True)
 def _forks():
-    """Sends the arguments of `_serve` to a process that forks as many ranks. It was itself forked before the first test: a process
-    that has computed with several threads, or run a backward pass where torch has CUDA, cannot fork one that does."""
+    """Sends the arguments of `_serve` to a process that forks as many ranks. It was itself forked before the first test: a
+    process that has computed with several threads, or run a backward pass where torch has CUDA, cannot fork one that does."""
     requests, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_fork_ranks, args=(theirs, os.getpid()), daemon=True)
     process.start()
