@@ -152,8 +152,10 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
         # A callable is one process, whatever the number of its devices.
         each = max(1, len(job.device_ids) // job.ranks)
         return CudaMemoryMeter([torch.device("cuda", local_rank * each + number) for number in range(each)])
-    # Starts the thread pool, whose stacks belong to the framework, before the limit counts.
-    torch.mm(torch.ones(256, 256), torch.ones(256, 256)).sum().item()
+    # Starts the threads that compute, and those of backward passes in CUDA builds (8 without a GPU), before the limit counts:
+    # their stacks belong to the framework.
+    ones = torch.ones(256, 256, requires_grad=True)
+    torch.mm(ones, ones).sum().backward()
     return None
 
 
