@@ -131,18 +131,20 @@ def _forks():
 
 
 def _fork_ranks(requests, parent):
-    import transformers.models.bert.modeling_bert
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for ranks
     me = os.getpid()
     while True:
         size, *args = requests.recv()
+        # Ranks inherit what is imported.
+        import transformers.models.bert.modeling_bert
+        import transformers.models.gpt2.modeling_gpt2
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
         for rank in range(size):
             if os.fork() == 0:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 requests.close()
                 die_with_parent(me)

@@ -153,6 +153,7 @@ def test_collectives_of_a_trial_wait_as_long_as_its_deadline_and_its_compilation
         from redline.runners.dry_run import join
 
         join(context)
+        dist.barrier()  # rank 0 has the store that rank 1 joins by
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
     outcome = bench.run(program, ranks=2, timeout_s=40, compile_timeout_s=500)
