@@ -68,8 +68,7 @@ class ForkedCall(Generic[T]):
 
 def started(function: Callable[[], T]) -> ForkedCall[T] | None:
     """Starts a call in a forked process; None where that cannot run beside this one: without Linux or a second core, beside
-    another thread, which may hold a lock, beside those that run backward passes of a device, which no fork can replace, or if the
-    kernel refuses."""
+    another thread, which may hold a lock, after a backward pass that started autograd's threads, or if the kernel refuses."""
     if sys.platform != "linux" or usable_cores() < 2 or threading.active_count() > 1 or _has_backward_threads():
         return None
     with suppress(OSError):
@@ -82,7 +81,7 @@ def _has_backward_threads() -> bool:
     (https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork)."""
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
-            if (task / "comm").read_text().startswith("pt_autograd"):
+            if (task / "comm").read_bytes().startswith(b"pt_autograd"):
                 return True
     return False
 

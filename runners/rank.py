@@ -6,7 +6,6 @@ import random
 import signal
 import sys
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -154,10 +153,9 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
         each = max(1, len(job.device_ids) // job.ranks)
         return CudaMemoryMeter([torch.device("cuda", local_rank * each + number) for number in range(each)])
     # Starts the threads that compute, and those of backward passes in CUDA builds (8 without a GPU), before the limit counts:
-    # their stacks belong to the framework. Where no backward pass can run, a program without one still can.
+    # their stacks belong to the framework.
     ones = torch.ones(256, 256, requires_grad=True)
-    with suppress(RuntimeError):
-        torch.mm(ones, ones).sum().backward()
+    torch.mm(ones, ones).sum().backward()
     return None
 
 

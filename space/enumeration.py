@@ -31,8 +31,8 @@ MAX_PAIRS = 300_000_000
 """Largest number of pairs of row and value that are examined for one component."""
 _SAMPLED = 4096
 """Partial choices of which the number of rows is predicted."""
-_FAR = 1.25
-"""Predictions of more than so many times `MAX_ROWS` are believed."""
+_MARGIN = 1.25
+"""A table is given up if more than `_MARGIN * MAX_ROWS` rows are predicted; predictions are a few percent off."""
 _CHUNK = 1 << 19  # pairs examined at once: bounds the memory
 _DENSE = 1 << 22  # below this many combinations, mark which occur instead of sorting them
 _ABSENT = -1
@@ -137,17 +137,17 @@ class Component:
         Raises:
             TooLarge: there are more than `MAX_ROWS`, or finding them takes too long.
         """
-        if prod(map(len, self._alive.values())) > _FAR * MAX_ROWS:
+        if prod(map(len, self._alive.values())) > _MARGIN * MAX_ROWS:
             self._check_predicted_rows()
         return self._sorted(self._join())
 
     def _check_predicted_rows(self) -> None:
-        """Raises TooLarge if joining is predicted to outgrow `MAX_ROWS` by far."""
+        """Raises TooLarge if a table is predicted to outgrow `MAX_ROWS` by more than `_MARGIN`."""
         rng, scale = np.random.default_rng(0), 1.0
 
         def sampled(table: Choices) -> Choices:
             nonlocal scale
-            if scale * table.rows > _FAR * MAX_ROWS:
+            if scale * table.rows > _MARGIN * MAX_ROWS:
                 raise self._too_large()
             if table.rows <= _SAMPLED:
                 return table

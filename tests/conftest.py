@@ -1,7 +1,6 @@
 """Shared fixtures: groups of ranks, seeds of numeric tests, thread counts and interrupts."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -10,6 +9,8 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Client, Listener, wait
 
 # torchao and Liger-Kernel (see the Makefile): they must be importable before transformers looks for them.
@@ -23,7 +24,7 @@ import numeric
 import pytest
 import torch
 from kept_agent import _one_agent, kept_agent  # noqa: F401
-from redline.base.forked import die_with_parent
+from redline.base.forked import ForkedCall, die_with_parent
 
 # Inductor would reuse earlier compilations with other vector instructions than they were compiled for.
 # A separate cache avoids that.
@@ -121,18 +122,14 @@ def _margins(request, _margins_file):
 def _forks():
     """Sends the arguments of `_serve` to a process that forks as many ranks. It was itself forked before the first test: a
     process that has computed with several threads, or run a backward pass where torch has CUDA, cannot fork one that does."""
-    requests, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_fork_ranks, args=(theirs, os.getpid()), daemon=True)
-    process.start()
+    requests, theirs = Pipe()
+    process = ForkedCall(partial(_fork_ranks, theirs))
     theirs.close()
     yield requests
-    process.kill()
-    process.join()
+    del process  # which ends it
 
 
-def _fork_ranks(requests, parent):
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _fork_ranks(requests):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for ranks
     me = os.getpid()
     while True:

@@ -75,7 +75,7 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
 def prepare() -> None:
     """Imports and makes what every compilation needs, which takes a second or two."""
     from ...base._torch import (
-        PatternMatcherPass,
+        PatternMatcherPass,  # the partitioner imports its module, and with it most of Inductor
         aot_autograd,
         dynamo,
         min_cut_rematerialization_partition,

@@ -115,12 +115,12 @@ def test_beside_threads_of_backward_passes_the_call_is_made_here(monkeypatch):
     named, end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def wait():
-        forked.prctl(15, ctypes.addressof(name))  # PR_SET_NAME
-        named.set()
-        end.wait()
-        ended.set()
+        for text, reached, left in ((b"pt_autograd_0", named, end), (b"\xec", ended, named)):
+            name = ctypes.create_string_buffer(text)
+            forked.prctl(15, ctypes.addressof(name))  # PR_SET_NAME
+            reached.set()
+            left.wait()
 
-    name = ctypes.create_string_buffer(b"pt_autograd_0")
     assert beside(os.getpid)() != os.getpid()
     _thread.start_new_thread(wait, ())  # as threads of C++, it is unknown to `threading`
     named.wait()
@@ -129,6 +129,7 @@ def test_beside_threads_of_backward_passes_the_call_is_made_here(monkeypatch):
     finally:
         end.set()
         ended.wait()
+    assert beside(os.getpid)() != os.getpid(), "a name need not be text"
 
 
 def test_a_call_is_made_here_if_the_kernel_refuses_a_process(monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -27,7 +28,7 @@ def die(*_):
 
 
 def supervised(program, make=lambda: None, enter=lambda: None, **job):
-    """The outcome of a trial whose supervisor is a separate process.
+    """The outcome of a trial whose supervisor is a separate process, forked from this one: run it in a `fresh` one.
 
     The supervisor calls `enter` first and watches memory with the result of `make`.
     """
@@ -53,10 +54,15 @@ def supervised(program, make=lambda: None, enter=lambda: None, **job):
         process.join(10)
 
 
+def shortage_of(log, proc, limit_mib=None):
+    return Shortage(limit_mib, log=KernelLog(log), proc=proc)
+
+
 class Host:
     """A process's folder in /proc and its control group of version 1 or 2, both made of files."""
 
-    def __init__(self, folder, version):
+    def __init__(self, folder, version, fresh):
+        self.fresh = fresh
         self.proc, self.group = folder / "proc", folder / "group"
         self.proc.mkdir()
         self.group.mkdir()
@@ -76,16 +82,15 @@ class Host:
         (self.group / limit).write_text(str(limit_mib * MIB))
         (self.group / used).write_text(str(used_mib * MIB))
 
-    def shortage(self, limit_mib=None):
-        return Shortage(limit_mib, log=KernelLog(self.log), proc=self.proc)
-
     def run(self, program, **job):
-        return supervised(program, lambda: self.shortage(job.get("memory_limit_mib")), **job)
+        make = partial(shortage_of, self.log, self.proc, job.get("memory_limit_mib"))
+        (outcome,) = self.fresh.run(partial(supervised, program, make, **job))
+        return outcome
 
 
 @pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
-def host(tmp_path, request):
-    return Host(tmp_path, request.param)
+def host(tmp_path, request, fresh):
+    return Host(tmp_path, request.param, fresh)
 
 
 def test_a_kill_that_nothing_explains_is_a_crash(bench):
@@ -135,22 +140,26 @@ def small_group(limit_mib):
         folder.rmdir()
 
 
-def test_the_kernels_own_killer_is_recognised_and_takes_the_rank():
+def enter(group):
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def test_the_kernels_own_killer_is_recognised_and_takes_the_rank(fresh):
     def program(context):
         held = []
         while True:
             held.append(bytes(range(256)) * 65536)  # 16 MiB, written
 
     with small_group(192) as folder:
-        outcome = supervised(program, enter=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())))
+        (outcome,) = fresh.run(supervised, program, lambda: None, partial(enter, folder))
     assert outcome.status is Status.OOM
     assert outcome.reason.startswith("killed by signal 9 (SIGKILL): ")
     assert "Killed process" in outcome.reason or "oom_kill of its control group rose from 0 to 1" in outcome.reason
 
 
-def test_a_kill_without_a_kernel_oom_kill_is_a_crash():
+def test_a_kill_without_a_kernel_oom_kill_is_a_crash(fresh):
     with small_group(1024) as folder:
-        outcome = supervised(die, enter=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())))
+        (outcome,) = fresh.run(supervised, die, lambda: None, partial(enter, folder))
     assert outcome.status is Status.CRASH
 
 
@@ -172,8 +181,8 @@ def test_earlier_kills_in_the_group_and_the_log_are_no_evidence(host):
     assert host.run(die).status is Status.CRASH
 
 
-def test_a_kill_that_the_kernels_log_names_is_oom(tmp_path):
-    host = Host(tmp_path, 2)
+def test_a_kill_that_the_kernels_log_names_is_oom(tmp_path, fresh):
+    host = Host(tmp_path, 2, fresh)
     host.counter.unlink()
     log = host.log
 
@@ -189,8 +198,8 @@ def test_a_kill_that_the_kernels_log_names_is_oom(tmp_path):
     assert "(python)'" in outcome.reason
 
 
-def test_another_process_in_the_kernel_log_is_no_evidence(tmp_path):
-    host = Host(tmp_path, 2)
+def test_another_process_in_the_kernel_log_is_no_evidence(tmp_path, fresh):
+    host = Host(tmp_path, 2, fresh)
     log = host.log
 
     def program(context):
@@ -236,7 +245,7 @@ def test_memory_taken_since_the_last_sample_counts(host, mib, short):
     ready, go = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=lambda: go.recv() and fills(mib)(None))
     process.start()
-    shortage = host.shortage()
+    shortage = shortage_of(host.log, host.proc)
     shortage.look([process.pid])
     ready.send(True)
     _, status, used = os.wait4(process.pid, 0)

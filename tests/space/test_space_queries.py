@@ -267,7 +267,7 @@ def summing(knobs, values, divisor):
     return space
 
 
-def test_a_space_far_too_large_to_list_is_predicted_to_be(monkeypatch):
+def test_a_space_too_large_to_list_is_predicted_to_be(monkeypatch):
     rows, extend = [], enumeration.Component._extend
 
     def counted(self, table, join, **terms):
@@ -280,7 +280,7 @@ def test_a_space_far_too_large_to_list_is_predicted_to_be(monkeypatch):
     assert len(rows) > 3 and max(rows) <= 8 * enumeration._SAMPLED < enumeration.MAX_ROWS
 
 
-@pytest.mark.parametrize(("divisor", "listed"), [(9, True), (7, False)], ids=["888", "1143"])
+@pytest.mark.parametrize(("divisor", "listed"), [(9, True), (7, False)], ids=["fewer", "more"])
 def test_a_space_near_the_limit_is_listed_to_know(divisor, listed, monkeypatch):
     monkeypatch.setattr(enumeration, "MAX_ROWS", 1000)
     monkeypatch.setattr(enumeration, "_SAMPLED", 200)

@@ -114,15 +114,15 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 def knobs_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
     """The configuration and the number of ranks, with values of types that every tracker supports."""
-    return {"devices": training.strategy.devices, **_set(training.strategy.config)}
+    return {"devices": training.strategy.devices, **_given(training.strategy.config)}
 
 
 def hyperparameters_of(training: TrainingStart) -> dict[str, bool | int | float | str]:
     """Hyperparameters, with values of types that every tracker supports, without those left at None."""
-    return _set(training.hyperparameters)
+    return _given(training.hyperparameters)
 
 
-def _set(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+def _given(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     return plain({name: value for name, value in values.items() if value is not None})
 
 
