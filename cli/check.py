@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..knobs.strategy import STANDARD
-from ..results.columns import KNOB, cell
+from ..knobs.text import config_text
+from ..results.columns import fold
 from . import exit_codes
 from .estimate_text import step_time
 from .options import TRAINERS, fixes_of
@@ -84,7 +85,7 @@ def render(result: "Check") -> str:
     shown = {
         knob: each for knob, each in trainer.config.items() if knob == "micro_batch" or each != STANDARD[knob].neutral
     }
-    config = " ".join(f"{knob}={cell(each, KNOB)}" for knob, each in shown.items())
+    config = fold(config_text(shown))
     margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
     verdict = "fits" if result.fits else "does not fit"
     lines = [

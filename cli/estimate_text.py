@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..knobs.lossy import exactness
 from ..knobs.strategy import STANDARD
+from ..knobs.text import config_text
 
 if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
@@ -307,11 +308,8 @@ def _exact(exact: "Ranked | None", best: "Ranked") -> str:
 def _config(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
     """Returns knobs and values, without those at the value that a configuration without the knob has."""
     quiet = {name: each.neutral for name, each in STANDARD.items() if name not in ("micro_batch", "grad_accum", "dp")}
-    return " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}{' (lossy)' if name in lossy else ''}"
-        for name, value in config.items()
-        if not (name in quiet and value == quiet[name])
-    )
+    shown = {name: value for name, value in config.items() if not (name in quiet and value == quiet[name])}
+    return config_text(shown, lossy)
 
 
 def step_time(milliseconds: float) -> str:

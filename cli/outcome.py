@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..results import summary
-from ..results.columns import fold, speed
+from ..results.columns import fold, knob_text, speed
 from ..tuner.result import Candidate, Result
 from ..views.show import speed_of
 from . import words
@@ -94,10 +94,7 @@ def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
             table.add_row(Text(name, style="dim"), *cells)
     winner, *_ = sides.values()
     for name in winner.config:
-        cells = [
-            words.knob(name, each.config[name], each.trial.lossy) if name in each.config else "-"
-            for each in sides.values()
-        ]
+        cells = [knob_text(each.trial, name) if name in each.config else "-" for each in sides.values()]
         style = "bold" if len(set(cells)) > 1 else ""
         table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
     return table

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..knobs.text import config_text
 from . import exit_codes
 from .server_options import client_of, with_server
 
@@ -58,7 +59,6 @@ def print_summary(run: "SearchRun") -> int:
     """Prints the results of a search so far and returns the exit code."""
     from ..results.columns import fold, speed
     from ..results.summary import Gain
-    from . import words
 
     found, best = run.look(), run.best
     click.echo(f"{found.id}  {fold(found.name)}  {found.state}{f': {fold(found.reason)}' if found.reason else ''}")
@@ -72,5 +72,5 @@ def print_summary(run: "SearchRun") -> int:
         click.echo(f"gain     {Gain(ratio=ratio, half_width=interval[1] - ratio if interval else None)}")
     if known.get("failures"):
         click.echo(fold(f"trials   {known['failures']}"))
-    click.echo(fold(f"         {words.configuration(best.config)}"))
+    click.echo(fold(f"         {config_text(best.config)}"))
     return exit_codes.FAILED if found.state == "failed" else 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..knobs.text import config_text
 from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
 from .options import options_of, request_of
 
@@ -39,7 +40,7 @@ def space(output: str | None, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps({**described, "valid": valid, "default": default, "notes": list(task.notes)}))
         return
     click.echo(task.space.describe())
-    click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
+    click.echo(f"\ndefault: {config_text(task.space.default())}")
     if task.workload is not None:
         for line in _left_out(task, task.workload):
             click.echo(f"\n{line}")

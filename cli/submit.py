@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..knobs.text import config_text
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
 from ..tuner.request import RunRequest, SearchRequest
@@ -102,7 +103,6 @@ def followed(run: "SearchRun") -> int:
 def event_text(kind: str, data: dict[str, Any]) -> str:
     """Returns a readable event; empty if it is not shown."""
     from ..results.columns import fold, number
-    from . import words
 
     if kind == "search":
         reason = data.get("reason") or ""
@@ -115,7 +115,7 @@ def event_text(kind: str, data: dict[str, Any]) -> str:
         some = "very many" if valid is None else f"{valid:,}"
         return f"{some} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
     if kind == "started":
-        return f"trial {data['trial']} starts: {fold(words.configuration(data.get('config') or {}))}"
+        return f"trial {data['trial']} starts: {fold(config_text(data.get('config') or {}))}"
     if kind == "finished":
         speed = number(data["throughput"], 5) if data.get("throughput") else ""
         tail = f"{speed} {data.get('unit', '')}" if speed else fold(str(data.get("reason", "")))

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from ..knobs.text import config_text
 from ..results.columns import fold, speed
 from ..tuner.train.listener import TrainingStart, TrainListener
 from . import words
@@ -41,7 +42,7 @@ def headline(start: TrainingStart) -> list[str]:
     lines = [
         f"training {start.name} on {start.where}: {start.steps} steps{done}, in {start.folder}",
         f"configuration: {start.strategy.why}",
-        f"  {words.configuration(start.strategy.config)}",
+        f"  {config_text(start.strategy.config)}",
     ]
     return [*lines, f"data: {_data_in_words(start.data)}"]
 

@@ -1,24 +1,9 @@
-"""Text of configurations, values and durations in the terminal."""
+"""Text of differences, durations and memory in the terminal."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-
-def value(given: Any) -> str:
-    """Returns the value of a knob as `true`, `0.5`, `sdpa`."""
-    if isinstance(given, bool):
-        return str(given).lower()
-    return f"{given:g}" if isinstance(given, float) else str(given)
-
-
-def knob(name: str, given: Any, lossy: Collection[str]) -> str:
-    """Returns the value of a knob, marked if it is lossy."""
-    return f"{value(given)} (lossy)" if name in lossy else value(given)
-
-
-def configuration(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
-    """Returns all knobs on one line."""
-    return " ".join(f"{name}={knob(name, each, lossy)}" for name, each in config.items())
+from ..knobs.text import config_text
 
 
 def difference(
@@ -37,9 +22,9 @@ def difference(
     """
     chosen = {name: each for name, each in config.items() if name not in derived}
     if base is None:
-        return configuration(chosen, lossy)
+        return config_text(chosen, lossy)
     other = {name: each for name, each in chosen.items() if name not in base or base[name] != each}
-    return configuration(other, lossy) if other else "the default configuration"
+    return config_text(other, lossy) if other else "the default configuration"
 
 
 def duration(seconds: float) -> str:

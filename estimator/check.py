@@ -15,6 +15,7 @@ from ..frameworks.reading import Change, TrainerConfig
 from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
+from ..knobs.text import config_text
 from ..models.presets import PRESETS
 from ..models.request import ModelRequest
 from ..models.resolve import stated, workload as resolve_workload
@@ -395,7 +396,7 @@ def _setting(trainer: TrainerConfig, knob: str) -> str:
         names = word.keys or tuple(key for way in word.ways for each in way.values() for key in each)
         if (found := stated.get(*names)) is not None:
             return f"{stated.name(*[name for name in names if stated.has(name)])}={found}"
-    return f"{knob}={value}"
+    return config_text({knob: value})
 
 
 # -- what would be faster --------------------------------------------------------------------------------------

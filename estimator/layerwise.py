@@ -20,6 +20,7 @@ from ..base.errors import SpaceError, UsageError
 from ..knobs.layers import BlockStrategy, own_knobs, text_of
 from ..knobs.rules import RULES, SPLITTING, RuleContext, refusal
 from ..knobs.strategy import BLOCK_KNOBS, Strategy
+from ..knobs.text import config_text, value_text
 from ..models import Workload
 from ..models.families.standard import StandardSchedule
 from ..models.parallel import divisors
@@ -119,9 +120,8 @@ class Layerwise:
         uniform = self.uniform.estimate
         if self.gain <= 0:
             return ["layer by layer: nothing is gained over the uniform winner"]
-        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.config.items()}
-        named = [(name, words.pop(name)) for name in BLOCK_KNOBS if name in words]
-        knobs = " ".join(f"{name}={value}" for name, value in words.items())
+        named = [(name, value_text(self.config[name])) for name in BLOCK_KNOBS if name in self.config]
+        knobs = config_text({name: value for name, value in self.config.items() if name not in BLOCK_KNOBS})
         return [
             f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
             f"uniform winner, at {self.peak_memory_mib / 1024:.1f} GiB instead of "

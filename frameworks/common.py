@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .setup import Setup, words
+from ..knobs.text import value_text
+from .setup import Setup
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
@@ -46,7 +47,7 @@ def note_partial_checkpointing(setup: Setup, done: str) -> None:
     ratio = setup.knob("checkpoint_ratio")
     if 0 < ratio < 1:
         setup.note(
-            f"checkpoint_ratio={words(ratio)} recomputes a share of the blocks, and {done}: "
+            f"checkpoint_ratio={value_text(ratio)} recomputes a share of the blocks, and {done}: "
             f"less memory and less speed than {setup.found}"
         )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..base.writing import as_data
-from .setup import Setup, words
+from ..knobs.text import value_text
+from .setup import Setup
 from .target import Target, hashed, sourced
 
 
@@ -58,7 +59,7 @@ def _env(setup: Setup, comment: str) -> str:
         variable = "REDLINE_" + re.sub(r"\W", "_", name, flags=re.ASCII).upper()
         if names.setdefault(variable, name) != name:
             raise UsageError(f"the knobs '{names[variable]}' and '{name}' would both be {variable}")
-        lines.append(f"{variable}={shlex.quote(words(value))}\n")
+        lines.append(f"{variable}={shlex.quote(value_text(value))}\n")
     return hashed(comment) + "".join(lines)
 
 

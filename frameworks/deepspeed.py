@@ -6,9 +6,10 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..knobs.strategy import Strategy
+from ..knobs.text import value_text
 from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32
 from .launcher import MICRO_BATCHES, Launcher
-from .setup import Setup, words
+from .setup import Setup
 from .target import Target
 from .trainer import read_optimizer
 from .words import Framework, Stated, Word, Words, nested
@@ -172,7 +173,7 @@ def _note_the_rest(setup: Setup) -> None:
     ratio = setup.knob("checkpoint_ratio")
     if ratio:
         setup.note(
-            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable(), or "
+            f"checkpoint_ratio={value_text(ratio)} is the model's: model.gradient_checkpointing_enable(), or "
             "deepspeed.checkpointing.checkpoint in your own blocks"
         )
     if setup.knob("fusion"):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from ..knobs.text import value_text
 from .common import (
     adamw,
     note_adamw,
@@ -15,7 +16,7 @@ from .common import (
     note_tf32,
 )
 from .launcher import Launcher
-from .setup import Setup, words
+from .setup import Setup
 from .target import Target, hashed
 from .words import Framework, Stated, Word, Words, nested
 
@@ -145,7 +146,7 @@ def _note_the_rest(setup: Setup) -> None:
     ratio = setup.knob("checkpoint_ratio")
     if ratio:
         setup.note(
-            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable() for all blocks"
+            f"checkpoint_ratio={value_text(ratio)} is the model's: model.gradient_checkpointing_enable() for all blocks"
         )
     if setup.knob("fusion"):
         setup.note("fusion=true: compile each repeated block in your module, by block.compile()")

@@ -7,10 +7,11 @@ from typing import Any
 from ..knobs.meaning import recomputed
 from ..knobs.pipeline import blocks_of_stages
 from ..knobs.strategy import Strategy, is_even
+from ..knobs.text import value_text
 from .common import note_order, note_tf32
 from .launcher import Launcher
 from .megatron_model import architecture_of, model_flags
-from .setup import Setup, words
+from .setup import Setup
 from .target import Target, hashed, sourced
 from .trainer import read_optimizer
 from .words import Framework, Stated, Word, Words, number
@@ -233,7 +234,7 @@ def _recomputation(setup: Setup) -> list[str]:
     # `block` recomputes that many layers of each pipeline stage.
     stages = setup.pp * _chunks(setup)
     setup.note(
-        f"checkpoint_ratio={words(ratio)}: the first layers of each stage are recomputed instead of evenly spread ones"
+        f"checkpoint_ratio={value_text(ratio)}: the first layers of each stage are recomputed instead of evenly spread ones"
     )
     if setup.shape:
         number = str(max(1, len(recomputed(setup.shape["layers"] // stages, ratio))))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .setup import Setup, words
+from .setup import Setup
 from .words import Stated
 
 # Megatron's llama3 rule and its factor; neither can be set by a flag.
@@ -155,7 +155,7 @@ def _window(setup: Setup) -> list[str]:
     if not window or (setup.seq_len or 0) <= window:
         return []
     # Megatron counts the keys before a query; transformers also counts the query's own.
-    return [f"--window-size {words(window - 1)},0"]
+    return [f"--window-size {window - 1},0"]
 
 
 def _dropout(shape: Mapping[str, Any]) -> list[str]:

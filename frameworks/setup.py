@@ -10,6 +10,7 @@ from ..knobs.layers import own_knobs, uniform
 from ..knobs.lossy import LOSSY, lossy_values
 from ..knobs.meaning import Exchange, Formats, exchange_of, formats_of, pipeline_schedule_of
 from ..knobs.strategy import MAX_DEVICES, STANDARD, is_even, is_whole
+from ..knobs.text import value_text
 from ..results.columns import fold
 from ..results.measurement import Trial
 
@@ -240,7 +241,7 @@ class Setup:
         for name in sorted(known):
             value = self._standard[name]
             exact = "fp32 or bf16" if name == "precision" else "a run without"
-            out.append(f"{name}={value} trains differently from {exact}: {LOSSY[name][value]}")
+            out.append(f"{name}={value_text(value)} trains differently from {exact}: {LOSSY[name][value]}")
         if others := [name for name in self.trial.lossy if name not in known]:
             what = lossy_values(self.config, others)
             out.append(f"{what} trades accuracy for speed: it trains differently from a run without")
@@ -274,7 +275,7 @@ class Setup:
         """Adds a note that a knob has no counterpart, unless it is neutral."""
         value = self.knob(name)
         if value != STANDARD[name].neutral:
-            self.note(f"{name}={words(value)} has no counterpart here: {instead}")
+            self.note(f"{name}={value_text(value)} has no counterpart here: {instead}")
 
     def take_all(self) -> dict[str, Any]:
         """Returns the whole configuration and marks it as carried over."""
@@ -292,7 +293,7 @@ class Setup:
         for name in self.config:
             if name not in self._used or (name not in self._standard and not self._whole):
                 self.note(
-                    f"{name}={words(self.config[name])} is not known to the export to {self.target}: "
+                    f"{name}={value_text(self.config[name])} is not known to the export to {self.target}: "
                     "follow it in your own code"
                 )
         return tuple(self.notes)
@@ -330,10 +331,3 @@ def ending(trial: Trial) -> str:
         return f"trial {trial.number} has not ended: whether it works is not known"
     reason = f" ({fold(trial.measured.reason)})" if trial.measured.reason else ""
     return f"trial {trial.number} did not run to its end, it ended as {trial.measured.status}{reason}"
-
-
-def words(value: Any) -> str:
-    """Formats a knob's value for people."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,7 @@ from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
 from .common import note_lora, note_partial_checkpointing, note_reduction, note_tf32
 from .launcher import Launcher
-from .setup import Setup, words
+from .setup import Setup
 from .target import Target, hashed
 from .words import Framework, Stated, Word, Words, plain
 
@@ -218,7 +218,7 @@ def _shell(setup: Setup, comment: str) -> str:
     module, name = PRESETS.get(setup.model, ("", ""))
     if not module:
         setup.note(
-            f"the model {words(setup.model) or 'tuned'} must be one that torchtitan has: set MODULE and "
+            f"the model {setup.model or 'tuned'} must be one that torchtitan has: set MODULE and "
             "CONFIG, such as llama3 and llama3_8b"
         )
         choice = ': "${MODULE:?set MODULE, such as llama3} ${CONFIG:?set CONFIG, such as llama3_8b}"\n'

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..knobs.meaning import recomputed
 from ..knobs.strategy import Strategy
+from ..knobs.text import value_text
 from .common import (
     adamw,
     no_fsdp_on_a_cpu,
@@ -17,7 +18,7 @@ from .common import (
     note_reduction,
 )
 from .launcher import MICRO_BATCHES, Launcher
-from .setup import Setup, words
+from .setup import Setup
 from .target import Target, hashed
 from .words import Framework, Stated, Word, Words
 
@@ -164,7 +165,7 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
         there, here = len(recomputed(layers, ratio)), len(range(0, layers, every))
         if there != here:
             setup.note(
-                f"checkpoint_ratio={words(ratio)} recomputes {here} of {layers} blocks here, and {there} as it "
+                f"checkpoint_ratio={value_text(ratio)} recomputes {here} of {layers} blocks here, and {there} as it "
                 f"was {setup.found}"
             )
         return {
@@ -172,7 +173,9 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
             "activation_checkpointing_kwargs": {"every_n_layers": every},
         }
     if ratio < 1:
-        setup.note(f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than {setup.found}")
+        setup.note(
+            f"checkpoint_ratio={value_text(ratio)} became all blocks: less memory and less speed than {setup.found}"
+        )
     # FSDP's own checkpointing wraps the gathered unit, and so gathers it once less.
     return {} if sharded else {"activation_checkpointing": True}
 

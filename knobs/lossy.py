@@ -7,6 +7,8 @@ values, those in its space; `Trial.lossy` uses this list.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .text import config_text
+
 
 class _Above(Mapping[Any, str]):
     """All numbers above 0 as lossy values, with one reason."""
@@ -60,7 +62,7 @@ def lossy_in(config: Mapping[str, Any], lossy: Lossy) -> tuple[str, ...]:
 
 def lossy_values(config: Mapping[str, Any], knobs: Iterable[str]) -> str:
     """Formats the values of these knobs, as `precision=bf16_pure`; empty for no knobs."""
-    return ", ".join(f"{name}={config[name]}" for name in knobs)
+    return config_text({name: config[name] for name in knobs}, between=", ")
 
 
 def exactness(knobs: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from .layers import Run, parse
 from .meaning import EXCHANGES
 from .pipeline import PIPELINE_SCHEDULES, blocks_of_stages
 from .strategy import DEGREES, STANDARD, Strategy
+from .text import config_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +99,7 @@ def _values(rule: Rule, strategy: Strategy) -> str:
     """Values of a rule's knobs that are not neutral, as `tp=2, fusion=true`."""
     given = {name: getattr(strategy, name) for name in rule.knobs}
     changed = {name: value for name, value in given.items() if value != STANDARD[name].neutral} or given
-    return ", ".join(f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in changed.items())
+    return config_text(changed, between=", ")
 
 
 # -- degrees and batch ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from ..base.errors import SpaceError, UsageError
 from ..frameworks.stated_space import ForeignSpace
+from ..knobs.text import config_text
 from ..space import Space
 from ..space.expression import Expression
 
@@ -51,6 +52,6 @@ def narrow(space: Space, foreign: ForeignSpace, asked: Collection[str]) -> tuple
             continue
         kept[knob.name] = value
     if kept:
-        defaults = ", ".join(f"{name}={value}" for name, value in kept.items())
+        defaults = config_text(kept, between=", ")
         notes.append(f"{foreign.called} has no values for some knobs, so {defaults}; --set gives them values")
     return tuple(notes)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..knobs.text import config_text
 from .columns import cell
 
 COLUMNS = (
@@ -120,7 +121,7 @@ class Scaling:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for row in self.rows():
-            row["config"] = " ".join(f"{name}={cell(value)}" for name, value in row["config"].items())
+            row["config"] = config_text(row["config"])
             writer.writerow([cell(row[name]) for name in COLUMNS])
         return file.getvalue()
 

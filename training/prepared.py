@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import StudyError, UsageError
+from ..knobs.text import config_text
 from ..models.batches import batch_slice, entries, to_device
 from ..models.workload import Batch
 from . import gradients
@@ -521,5 +522,4 @@ class Info:
         return {name: each for stage in stages or () for name, each in stage.items()}
 
     def __repr__(self) -> str:
-        knobs = " ".join(f"{name}={value}" for name, value in self.config.items())
-        return f"Info({knobs}; {self.why})"
+        return f"Info({config_text(self.config)}; {self.why})"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import SpaceError, UsageError
+from ..knobs.text import config_text
 from ..models.spaces import TRAINER_MICRO_BATCH
-from ..results.columns import KNOB, cell
 from ..space import Config, Space
 from ..space.knob import Knob
 
@@ -164,16 +164,12 @@ def _needs(estimator: Any, configs: Sequence[Config]) -> np.ndarray:
 
 def _note(config: Config, default: Config, need_mib: float, limit_mib: float, headroom: float, *, fits: bool) -> str:
     derived = ("dp", "grad_accum")
-    changed = [
-        f"{name}={cell(value, KNOB)}"
-        for name, value in config.items()
-        if name not in derived and default.get(name) != value
-    ]
+    changed = {name: value for name, value in config.items() if name not in derived and default.get(name) != value}
     unit, by = ("GiB", 1024.0) if limit_mib >= 4096 else ("MiB", 1.0)
     digits = 0 if need_mib / by >= 100 else 1
     kept = "" if need_mib > limit_mib else f", of which {100 * headroom:g} % have to stay free"
     text = (
-        f"trial 0 is {' '.join(changed)}, otherwise the default configuration, because that is predicted to "
+        f"trial 0 is {config_text(changed)}, otherwise the default configuration, because that is predicted to "
         f"need {need_mib / by:,.{digits}f} of {limit_mib / by:,.{digits}f} {unit}{kept}"
     )
     either = "; it is not predicted to fit either, but needs the least of the configurations that one would try next"

@@ -10,10 +10,11 @@ from ..base.device import Device, detect
 from ..base.errors import NothingFound, RunnerError, SpaceError, UsageError
 from ..knobs.lossy import LOSSY
 from ..knobs.strategy import ON_REQUEST
+from ..knobs.text import config_text, value_text
 from ..models import Workload
 from ..models.spaces import fix_knob, make_space
 from ..results import Trial
-from ..results.columns import KNOB, cell, speed
+from ..results.columns import speed
 from ..space import Config, Space
 from .default_prior import assumed_hardware
 from .feasibility import OutOfMemoryKnowledge
@@ -71,7 +72,7 @@ def training_space(
         except SpaceError as error:
             exact = [each for each in space[name].values if each not in LOSSY[name]]
             space.override(name, exact or list(space[name].values))
-            notes.append(f"{name}={value} could not be kept: {error}")
+            notes.append(f"{name}={value_text(value)} could not be kept: {error}")
     return space, tuple(notes)
 
 
@@ -412,8 +413,7 @@ def _nothing_fits(site: _Site, outlook: _Outlook) -> str:
         f"{site.words}, with {_mib(limit_mib)} each."
     )
     if least is not None:
-        knobs = " ".join(f"{name}={cell(value, KNOB)}" for name, value in least.config.items())
-        text += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({knobs})."
+        text += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({config_text(least.config)})."
     return text + _remedy(site, outlook)
 
 

@@ -12,6 +12,7 @@ from ..base.errors import RunnerError, SpaceError, UsageError
 from ..base.gpus import gpu_use
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
+from ..knobs.text import config_text
 from ..models import Workload
 from ..models.flops import flops_of
 from ..models.server_model import ServerModel
@@ -230,7 +231,7 @@ def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple
         try:
             found[checked_config(task.space, each)] = None
         except SpaceError as error:
-            text = " ".join(f"{name}={value}" for name, value in each.items())
+            text = config_text(each)
             notes.append(f"not tried, because it is not valid here: {text} ({' '.join(str(error).split())[:200]})")
     return tuple(found), tuple(notes)
 

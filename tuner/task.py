@@ -12,13 +12,13 @@ from ..base.errors import SpaceError, UsageError, WorkloadError
 from ..base.option import check_options
 from ..frameworks.registry import find_launcher
 from ..frameworks.stated_space import declare
+from ..knobs.text import config_text, value_text
 from ..models import Workload
 from ..models.huggingface import hugging_face_workload
 from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..models.spaces import lossy_of_space
-from ..results.columns import KNOB, cell
 from ..runners.command.command import Command
 from ..runners.command.trained import CommandTraining, completed
 from ..runners.command.work import SPLITS, Commands
@@ -191,7 +191,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     stated = foreign.stated if foreign is not None else frozenset()
     command = Commands(target, space, devices=count, global_batch=total, stated=stated)
     if command.unplaced:
-        values = ", ".join(f"{name}={space[name].default}" for name in command.unplaced)
+        values = config_text({name: space[name].default for name in command.unplaced}, between=", ")
         model_notes += (
             f"the file states {values}, for which the command has no placeholder: the command itself has to set them",
         )
@@ -307,7 +307,7 @@ def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
             space.copy().require(when)
         except SpaceError:
             raise UsageError(
-                f"{name}={cell(value, KNOB)} would have no effect: {name} exists where `{when.text}`, and no "
+                f"{name}={value_text(value)} would have no effect: {name} exists where `{when.text}`, and no "
                 "configuration that is left has that"
             ) from None
 

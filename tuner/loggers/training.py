@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.writing import write_atomic
+from ...knobs.text import config_text
 from ...results.trained import highest_step, step_before
 from ..train.listener import TrainingStart, TrainListener
 from .tracker import Tracker, finite, plain
@@ -128,8 +129,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
 
 def in_words(training: TrainingStart) -> str:
     """The configuration in a line."""
-    knobs = " ".join(f"{name}={value}" for name, value in knobs_of(training).items())
-    return f"from step {training.step}: {knobs} ({training.strategy.why})"
+    return f"from step {training.step}: {config_text(knobs_of(training))} ({training.strategy.why})"
 
 
 def _runs(folder: Path) -> dict[str, str]:
