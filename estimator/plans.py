@@ -131,9 +131,11 @@ def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | Non
 
 
 def _most_on_half(estimate: Estimate) -> float:
-    """Upper bound of the throughput on half of the devices: computing takes twice as long, at best without any other time and
-    with products a quarter faster, since they are larger."""
-    computing = sum(estimate.breakdown[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == "compute")
+    """Upper bound of the throughput on half of the devices: computing and the kernels bound by memory take twice as long, at best
+    without any other time and a quarter faster, since they are larger."""
+    computing = sum(
+        estimate.breakdown[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == "compute" or name == "memory-bound"
+    )
     return estimate.throughput / 2 * 1.25 * estimate.step_ms / max(computing, 1e-9)
 
 

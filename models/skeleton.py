@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..base._torch import children_of, parameters_of
+from ..base._torch import parameters_of
 from ..base._transformers import quiet
 from .batches import ForwardPass, each_tensor
 from .user_code import user_code_errors
@@ -86,14 +86,14 @@ def stand_ins_for(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
     return {each: alike[1] for alike in kinds.values() if len(alike) > FOLLOWED for each in alike[2:-1]}
 
 
-def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
-    """Removes blocks that others represent from a model; the remaining ones keep their paths.
+def short_copy(model: "nn.Module", blocks: Sequence[str]) -> "tuple[nn.Module, list[str]]":
+    """Returns a copy of a model on the meta device without the blocks that others represent, and the paths of its blocks,
+    in order, which are the same as in the model.
 
     Blocks that share a weight with another part of the model are kept.
-
-    Returns:
-        Paths of the remaining blocks, in order.
     """
+    from ..schedule.parallel.partition import meta_copy
+
     holders: dict[nn.Parameter, set[int]] = {}
     for module in model.modules():
         for param in parameters_of(module).values():
@@ -101,13 +101,11 @@ def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
                 holders.setdefault(param, set()).add(id(module))
     gone = set()
     for path in stand_ins_for(model, blocks):
-        parent, _, name = path.rpartition(".")
         block = model.get_submodule(path)
         inside = {id(each) for each in block.modules()}
         if all(holders[param] <= inside for param in block.parameters()):
-            del children_of(model.get_submodule(parent))[name]
             gone.add(path)
-    return [path for path in blocks if path not in gone]
+    return meta_copy(model, gone), [path for path in blocks if path not in gone]
 
 
 def described(block: "nn.Module", index: int) -> Hashable:

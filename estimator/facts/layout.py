@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...base.errors import ScheduleError
 from ...models import Workload
 from ...models.families import StandardSchedule, generic_schedule
-from ...models.skeleton import shorten, skeleton, stand_ins_for
+from ...models.skeleton import short_copy, skeleton, stand_ins_for
 from .step_trace import Product
 
 if TYPE_CHECKING:
@@ -66,14 +66,11 @@ class Layout:
 def _cuts(schedule: StandardSchedule, sch: "Schedule", blocks: tuple[str, ...]) -> dict[str, int] | None:
     """Sharded dimension of each sharded parameter. Equal blocks are sharded alike, so a copy with a few of each kind is tried
     first."""
-    from ...schedule.parallel.partition import meta_copy
-
     if schedule.tensor_parallel is None:
         return None
     twins = stand_ins_for(sch.tree.module, blocks)
     if twins:
-        short = meta_copy(sch.tree.module)
-        left = set(shorten(short, blocks))
+        short, left = short_copy(sch.tree.module, blocks)
         with suppress(ScheduleError, LookupError, AttributeError):  # also for a missing block
             found = _sharded(schedule, short)
             if found is not None:

@@ -4,19 +4,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ...base.errors import MissingModuleError, ScheduleError, UsageError
 from ...knobs.layers import BlockStrategy, of_blocks, own_knobs
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement, blocks_of_stages
-from ..skeleton import shorten
+from ..skeleton import short_copy
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ...schedule import Schedule
 
+T = TypeVar("T")
 
 KNOBS = ("checkpoint_ratio", "fusion", "kernels")
 """Knobs that rewrite the model on one device and that a StandardSchedule supports."""
@@ -284,27 +285,19 @@ class _Trials:
     """
 
     def __init__(self, schedule: StandardSchedule, sch: "Schedule") -> None:
-        from ...schedule.parallel.partition import meta_copy
-
         self._schedule = schedule
-        self._whole = meta_copy(sch.tree.module)
+        self._whole = sch.tree.module
         self._paths = [each.path for each in schedule.blocks(sch)]
 
     @cached_property
     def _short(self) -> "tuple[nn.Module, list[str]]":
         """A copy with a few blocks of each kind, and their paths."""
-        from ...schedule.parallel.partition import meta_copy
-
-        model = meta_copy(self._whole)
-        return model, shorten(model, self._paths)
+        return short_copy(self._whole, self._paths)
 
     def cut(self, ranks: int, sequence_parallel: bool = False) -> _Cut:
         """The model cut over this number of ranks."""
         try:
-            try:
-                return self._cut(*self._short, ranks, sequence_parallel)
-            except (MissingModuleError, LookupError, AttributeError):
-                return self._cut(self._whole, self._paths, ranks, sequence_parallel)
+            return self._on_a_copy(lambda model, paths: self._cut(model, paths, ranks, sequence_parallel))
         except ScheduleError as error:
             return _Cut(obstacle=str(error))
 
@@ -315,10 +308,10 @@ class _Trials:
     def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> _Cut:
         from ...schedule import create_schedule
         from ...schedule.parallel.collectives import PlannedMesh
-        from ...schedule.parallel.partition import meta_copy, units_of
+        from ...schedule.parallel.partition import units_of
         from ...schedule.primitives.tensor_parallel import check_synced
 
-        tried = create_schedule(meta_copy(model), PlannedMesh(tp=ranks))
+        tried = create_schedule(model, PlannedMesh(tp=ranks))
         blocks = [tried[path] for path in paths]
         self._schedule._cut(tried, blocks, sequence_parallel)
         check_synced(tried)
@@ -355,14 +348,28 @@ class _Trials:
     def kernels(self) -> str:
         """Obstacle to a loss without materialised logits; empty if there is none."""
         from ...schedule import create_schedule
-        from ...schedule.parallel.partition import meta_copy
 
-        tried = create_schedule(meta_copy(self._whole))
+        def fuse(model: "nn.Module", paths: list[str]) -> None:
+            tried = create_schedule(model)
+            head_of(tried, [tried[path] for path in paths]).fused_loss()
+
         try:
-            head_of(tried, [tried[path] for path in self._paths]).fused_loss()
+            self._on_a_copy(fuse)
         except ScheduleError as error:
             return str(error)
         return ""
+
+    def _on_a_copy(self, attempt: "Callable[[nn.Module, list[str]], T]") -> T:
+        """Returns the result of an attempt on a copy, given with the paths of its blocks: a short one, or the whole model if it
+        lacks a module.
+        """
+        from ...schedule.parallel.partition import meta_copy
+
+        model, paths = self._short
+        try:
+            return attempt(meta_copy(model), paths)
+        except (MissingModuleError, LookupError, AttributeError):
+            return attempt(meta_copy(self._whole), self._paths)
 
 
 def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:

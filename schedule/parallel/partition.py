@@ -8,7 +8,7 @@ the batch that every rank gets.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...base._torch import (
     TreeSpec,
     buffers_of,
     call_of,
+    children_of,
     parameters_of,
     tree_flatten,
     tree_unflatten,
@@ -233,16 +234,26 @@ def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
         )
 
 
-def meta_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy on the meta device, hooks and layers included; the weights are not copied."""
-    memo: dict[int, Any] = {}
+def meta_copy(module: nn.Module, without: Iterable[str] = ()) -> nn.Module:
+    """Returns a copy on the meta device, hooks and layers included; the weights are not copied.
+
+    Args:
+        module: the original.
+        without: paths of modules that the copy lacks.
+    """
+    left_out = tuple(without)
+    memo: dict[int, Any] = {id(module.get_submodule(path)): nn.Identity() for path in left_out}
     for each in module.modules():
         for tensor in [*parameters_of(each).values(), *buffers_of(each).values()]:
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
             elif tensor is not None:
                 memo[id(tensor)] = tensor.detach().to("meta")  # another object, on the meta device too
-    return by_shapes_alone(copy.deepcopy(module, memo))
+    copied = copy.deepcopy(module, memo)
+    for path in left_out:
+        parent, _, name = path.rpartition(".")
+        del children_of(copied.get_submodule(parent))[name]
+    return by_shapes_alone(copied)
 
 
 def by_shapes_alone(module: nn.Module) -> nn.Module:

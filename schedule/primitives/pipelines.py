@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from ...base.errors import ScheduleError, unknown
 from ...knobs.pipeline import PIPELINE_SCHEDULES
 from ..parallel.collectives import axis_of
 from ..parallel.partition import check_divided
 from ..primitive import primitive
-from ..tree import ScheduledModule, find_module, is_within, places, with_ancestors
+from ..tree import ScheduledModule, find_module, is_within, with_ancestors
 
 
 @primitive
@@ -39,11 +41,14 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
             raise ScheduleError(f"{label}: the pipeline is cut here already")
         if is_within(cut, sch.path) or is_within(sch.path, cut):
             raise ScheduleError(f"{label}: a cut must not be inside a module after which is another: '{cut}'")
+    order: dict[str, int] = {}
+    paths: dict[nn.Module, list[str]] = {}
+    for place, (path, module) in enumerate(root.named_modules(remove_duplicate=False)):
+        order[path] = place
+        paths.setdefault(module, []).append(path)
     outer_first = with_ancestors(sch.path)[::-1]
     for path in outer_first[1:]:
-        where = places(root, find_module(root, path))
-        if len(where) > 1:
-            others = ", ".join(other for _, _, other in where if other != path)
+        if others := ", ".join(other for other in paths[find_module(root, path)] if other != path):
             raise ScheduleError(
                 f"{label}: a cut must not be in a module that occurs several times, but '{path}' is also {others}"
             )
@@ -52,7 +57,6 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
     for path in late:
         find_module(root, path)
     sch.tree.late += [path for path in late if path not in sch.tree.late]
-    order = {path: i for i, (path, _) in enumerate(root.named_modules())}
     sch.tree.cuts = sorted([*sch.tree.cuts, sch.path], key=order.__getitem__)
 
 

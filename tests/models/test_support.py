@@ -7,8 +7,9 @@ import torch
 from redline.models import workload
 from redline.models.families import StandardSchedule, standard
 from redline.models.families.tensor_parallel import Cuts, Regions, column_parallel, row_parallel
-from redline.models.skeleton import FOLLOWED, shorten, skeleton, stand_ins_for
+from redline.models.skeleton import FOLLOWED, short_copy, skeleton, stand_ins_for
 from redline.schedule import create_schedule
+from redline.schedule.parallel.partition import meta_copy
 from torch import nn
 
 DEGREES = (2, 3, 4, 8)
@@ -30,7 +31,7 @@ def test_a_few_blocks_of_each_kind_tell_what_the_whole_model_supports(name, monk
     model = skeleton(made)
     before = [path for path, _ in model.named_modules()]
     few = answers(model, made.schedule)
-    monkeypatch.setattr(standard, "shorten", lambda model, blocks: list(blocks))
+    monkeypatch.setattr(standard, "short_copy", lambda model, blocks: (meta_copy(model), list(blocks)))
     assert few == answers(model, made.schedule)
     assert [path for path, _ in model.named_modules()] == before
 
@@ -99,6 +100,8 @@ def test_a_shortened_model_keeps_paths_and_tied_weights():
     paths = [f"blocks.{number}" for number in range(8)]
     assert stand_ins_for(stack, paths) == dict.fromkeys(paths[2:-1], "blocks.1")
     stack.blocks[3].up.weight = stack.blocks[0].up.weight
-    left = shorten(stack, paths)
+    short, left = short_copy(stack, paths)
     assert left == ["blocks.0", "blocks.1", "blocks.3", "blocks.7"]
-    assert [name for name, _ in stack.blocks.named_children()] == ["0", "1", "3", "7"]
+    assert [name for name, _ in short.blocks.named_children()] == ["0", "1", "3", "7"]
+    assert short.get_submodule("blocks.3.up").weight is short.get_submodule("blocks.0.up").weight
+    assert len(stack.blocks) == 8
