@@ -384,16 +384,16 @@ def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str
 
 def _setting(trainer: TrainerConfig, knob: str) -> str:
     """A knob's value as the file writes it."""
-    from ..frameworks.words import Stated
+    from ..frameworks.framework import Stated
 
     value = trainer.config[knob]
     for source in trainer.sources:
         framework = find_framework(source.framework)
-        word = framework.words.get(knob)
-        if word is None or knob not in source.stated:
+        written = framework.knobs.get(knob)
+        if written is None or knob not in source.stated:
             continue
         stated = Stated(source.settings, source.where, by_last=framework.by_last)
-        names = word.keys or tuple(key for way in word.ways for each in way.values() for key in each)
+        names = written.keys or tuple(key for way in written.ways for each in way.values() for key in each)
         if (found := stated.get(*names)) is not None:
             return f"{stated.name(*[name for name in names if stated.has(name)])}={found}"
     return config_text({knob: value})
@@ -446,7 +446,7 @@ def _neighbours(
     host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
     devices, total = trainer.devices or 1, trainer.global_batch or 1
     powers = [1 << power for power in range(10)]
-    known = set().union(*(find_framework(source.framework).words for source in trainer.sources))
+    known = set().union(*(find_framework(source.framework).knobs for source in trainer.sources))
     known |= {knob for source in trainer.sources for knob in source.stated}
     axes: dict[str, list[Any]] = {
         "tp": [each for each in powers if each <= host and heads % each == 0 and kv_heads % each == 0],

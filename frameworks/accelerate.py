@@ -16,11 +16,11 @@ from .common import (
     note_reduction,
     note_tf32,
 )
+from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import Launcher
 from .setup import PORT, Setup
 from .target import Target, hashed
 from .trainer import conventions
-from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("accelerate", "1.15")
 _FSDP2 = {"distributed_type": "FSDP", "fsdp_config.fsdp_version": 2}
@@ -29,8 +29,8 @@ _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
 _DYNAMO = "dynamo_config.dynamo_backend"
 _SIZE = "parallelism_config.parallelism_config_{}_size"
 _DEEPSPEED = "deepspeed_config.zero_stage"
-WORDS = Words(
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(
         knob="precision",
         ways=(
             {
@@ -39,7 +39,7 @@ WORDS = Words(
             },
         ),
     ),
-    Word(
+    KnobSettings(
         knob="zero",
         ways=(
             {
@@ -54,7 +54,7 @@ WORDS = Words(
             {stage: {"distributed_type": "DEEPSPEED", _DEEPSPEED: stage} for stage in range(4)},
         ),
     ),
-    Word(
+    KnobSettings(
         knob="offload",
         ways=(
             {
@@ -67,18 +67,20 @@ WORDS = Words(
             },
         ),
     ),
-    Word(
+    KnobSettings(
         knob="checkpoint_ratio",
         ways=({value: {"fsdp_config.fsdp_activation_checkpointing": bool(value)} for value in (0, 1)},),
     ),
-    Word(
+    KnobSettings(
         knob="fusion",
         ways=({True: {_DYNAMO: "INDUCTOR"}, False: {_DYNAMO: "NO"}},),
         option={True: {"dynamo_backend": "inductor"}, False: {"dynamo_backend": "no"}},
     ),
-    Word(knob="tp", keys=(_SIZE.format("tp"),)),
-    Word(knob="cp", keys=(_SIZE.format("cp"),)),
-    Word(knob="grad_accum", keys=("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")),
+    KnobSettings(knob="tp", keys=(_SIZE.format("tp"),)),
+    KnobSettings(knob="cp", keys=(_SIZE.format("cp"),)),
+    KnobSettings(
+        knob="grad_accum", keys=("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
+    ),
 )
 """Accelerate's names of the knobs in its file; its options are the last parts of these names."""
 
@@ -114,7 +116,7 @@ def config(setup: Setup) -> dict[str, Any]:
     note_partial_checkpointing(setup, "this checkpoints every block")
     groups = setup.knob("hsdp") if sharded else setup.dp
     if setup.tp > 1 or (sharded and groups > 1):
-        out |= nested(_replicas(groups, setup.dp) | WORDS.write("tp", setup.tp) | WORDS.write("cp", 1))
+        out |= nested(_replicas(groups, setup.dp) | KNOBS.write("tp", setup.tp) | KNOBS.write("cp", 1))
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: the model must be loaded cut as well, by from_pretrained(..., tp_plan='auto', "
@@ -122,7 +124,7 @@ def config(setup: Setup) -> dict[str, Any]:
         )
     if setup.knob("fusion"):
         out["dynamo_config"] = {
-            "dynamo_backend": WORDS.write("fusion", True)[_DYNAMO],
+            "dynamo_backend": KNOBS.write("fusion", True)[_DYNAMO],
             "dynamo_mode": "default",
             "dynamo_use_dynamic": False,
             "dynamo_use_fullgraph": False,
@@ -184,7 +186,7 @@ def _mixed_precision(setup: Setup) -> str:
         note_tf32(setup)
     # An 8-bit file has one scale per tensor, whichever was measured.
     known = {"bf16_pure": "fp32", "tf32": "fp32", "fp8_rowwise": "fp8"}.get(precision, precision)
-    return str(WORDS.write("precision", known)["mixed_precision"])
+    return str(KNOBS.write("precision", known)["mixed_precision"])
 
 
 def _fp8(setup: Setup) -> dict[str, Any]:
@@ -205,13 +207,13 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
     if offload:
         setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too")
     stage = 2 if setup.exchange.gathered in ("update", "step") else 3
-    zero = {name: value for name, value in WORDS.write("zero", stage).items() if name != "distributed_type"}
+    zero = {name: value for name, value in KNOBS.write("zero", stage).items() if name != "distributed_type"}
     return nested(
         {"fsdp_config.fsdp_version": zero.pop("fsdp_config.fsdp_version")}
         | {"fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         | zero
-        | WORDS.write("offload", "optimizer" if offload else "none")
-        | WORDS.write("checkpoint_ratio", int(setup.knob("checkpoint_ratio") > 0))
+        | KNOBS.write("offload", "optimizer" if offload else "none")
+        | KNOBS.write("checkpoint_ratio", int(setup.knob("checkpoint_ratio") > 0))
         | {
             "fsdp_config.fsdp_cpu_ram_efficient_loading": False,
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
@@ -273,7 +275,7 @@ LAUNCHER = Launcher(
     name="accelerate",
     after="launch",
     knobs={"precision": ("fp32", "bf16"), "fusion": (False, True)},
-    words=WORDS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "fusion": None, "grad_accum": None}),
+    options=KNOBS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "fusion": None, "grad_accum": None}),
 )
 
 
@@ -331,7 +333,7 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 FRAMEWORK = Framework(
     name="accelerate",
     title="Hugging Face Accelerate",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         *("compute_environment", "distributed_type", "mixed_precision", "num_machines", "main_training_function"),
         *(

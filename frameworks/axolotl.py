@@ -4,24 +4,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
 from .llamafactory import read_lora
 from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
-from .words import Framework, Stated, Word, Words
 
 _LIGER = "liger_fused_linear_cross_entropy"
 _RESHARD = "fsdp_config.reshard_after_forward"
-WORDS = Words(
-    Word(knob="micro_batch", keys=("micro_batch_size",)),
-    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(knob="micro_batch", keys=("micro_batch_size",)),
+    KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    KnobSettings(
         knob="precision",
         ways=({"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},),
     ),
-    Word(knob="checkpoint_ratio", ways=({0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},)),
-    Word(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
-    Word(knob="kernels", ways=({False: {_LIGER: False}, True: {_LIGER: True}}, {True: {"cut_cross_entropy": True}})),
-    Word(
+    KnobSettings(
+        knob="checkpoint_ratio", ways=({0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},)
+    ),
+    KnobSettings(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
+    KnobSettings(
+        knob="kernels", ways=({False: {_LIGER: False}, True: {_LIGER: True}}, {True: {"cut_cross_entropy": True}})
+    ),
+    KnobSettings(
         knob="attention",
         ways=(
             {name: {"attn_implementation": name} for name in ("eager", "sdpa", "flash_attention_2")},
@@ -29,11 +33,11 @@ WORDS = Words(
             {"sdpa": {"sdp_attention": True}},
         ),
     ),
-    Word(
+    KnobSettings(
         knob="fused_optimizer",
         ways=({True: {"optimizer": "adamw_torch_fused"}, False: {"optimizer": "adamw_torch"}},),
     ),
-    Word(
+    KnobSettings(
         knob="zero",
         ways=(
             {2: {"fsdp_version": 2, _RESHARD: False}, 3: {"fsdp_version": 2, _RESHARD: True}},
@@ -43,16 +47,16 @@ WORDS = Words(
             },
         ),
     ),
-    Word(
+    KnobSettings(
         knob="offload",
         ways=tuple(
             {value: {f"fsdp_config.{name}": value == "optimizer"} for value in ("none", "optimizer")}
             for name in ("offload_params", "fsdp_offload_params")
         ),
     ),
-    Word(knob="tp", keys=("tensor_parallel_size",)),
-    Word(knob="cp", keys=("context_parallel_size", "sequence_parallel_degree")),
-    Word(knob="hsdp", keys=("dp_replicate_size",)),
+    KnobSettings(knob="tp", keys=("tensor_parallel_size",)),
+    KnobSettings(knob="cp", keys=("context_parallel_size", "sequence_parallel_degree")),
+    KnobSettings(knob="hsdp", keys=("dp_replicate_size",)),
 )
 """axolotl's names of the knobs."""
 
@@ -101,7 +105,7 @@ LAUNCHER = Launcher(
     name="axolotl",
     after="train",
     knobs={"micro_batch": MICRO_BATCHES, "precision": ("fp32", "bf16"), "checkpoint_ratio": (0, 1)},
-    words=WORDS.options(
+    options=KNOBS.options(
         "--{} {}",
         {
             "micro_batch": None,
@@ -112,13 +116,13 @@ LAUNCHER = Launcher(
         },
         hyphens=True,
     ),
-    sayable={"precision": ("fp32", "bf16")},
+    accepts={"precision": ("fp32", "bf16")},
     short="--output-dir {trial_dir} --max-steps 1000 --val-set-size 0",
 )
 FRAMEWORK = Framework(
     name="axolotl",
     title="axolotl",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         *("base_model", "sequence_len", "sample_packing", "datasets", "micro_batch_size", "val_set_size", "adapter"),
         *(

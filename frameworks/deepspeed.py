@@ -8,24 +8,24 @@ from ..base.errors import UsageError
 from ..knobs.strategy import Strategy
 from ..knobs.text import value_text
 from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32
+from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import MICRO_BATCHES, Launcher
 from .setup import Setup
 from .target import Target
 from .trainer import read_optimizer
-from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("deepspeed", "0.19")
 _BF16, _FP16 = "bf16.enabled", "fp16.enabled"
 _DEVICE = "zero_optimization.offload_optimizer.device"
-WORDS = Words(
-    Word(knob="micro_batch", keys=("train_micro_batch_size_per_gpu",)),
-    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    Word(knob="zero", ways=({stage: {"zero_optimization.stage": stage} for stage in range(4)},)),
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(knob="micro_batch", keys=("train_micro_batch_size_per_gpu",)),
+    KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    KnobSettings(knob="zero", ways=({stage: {"zero_optimization.stage": stage} for stage in range(4)},)),
+    KnobSettings(
         knob="offload",
         ways=({"none": {_DEVICE: "none"}, "optimizer": {_DEVICE: "cpu"}}, {"optimizer": {_DEVICE: "nvme"}}),
     ),
-    Word(
+    KnobSettings(
         knob="precision",
         ways=(
             {
@@ -42,11 +42,11 @@ WORDS = Words(
         ),
         option={"fp32": {_BF16: False}, "bf16": {_BF16: True}},
     ),
-    Word(knob="reduce_dtype", ways=({each: {"communication_data_type": each} for each in ("fp32", "bf16")},)),
-    Word(knob="tp", keys=("tensor_parallel.autotp_size",)),
-    Word(knob="sp", keys=("sequence_parallel_size",)),
-    Word(knob="pp", keys=("pipeline.stages",)),
-    Word(
+    KnobSettings(knob="reduce_dtype", ways=({each: {"communication_data_type": each} for each in ("fp32", "bf16")},)),
+    KnobSettings(knob="tp", keys=("tensor_parallel.autotp_size",)),
+    KnobSettings(knob="sp", keys=("sequence_parallel_size",)),
+    KnobSettings(knob="pp", keys=("pipeline.stages",)),
+    KnobSettings(
         knob="fused_optimizer",
         ways=({True: {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}},),
     ),
@@ -69,7 +69,7 @@ def config(setup: Setup) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if setup.micro_batch is not None:
         out["train_batch_size"] = setup.global_batch
-        out |= WORDS.write("micro_batch", setup.micro_batch) | WORDS.write("grad_accum", setup.grad_accum)
+        out |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
     else:
         setup.note("the batch is not known: set train_micro_batch_size_per_gpu")
     zero = _zero(setup)
@@ -77,19 +77,19 @@ def config(setup: Setup) -> dict[str, Any]:
     out |= _precision(setup, zero["stage"])
     setup.knob("reduce_dtype")
     if setup.replicas > 1:
-        out |= WORDS.write("reduce_dtype", "bf16" if setup.formats.reduced == "bf16" else "fp32")
+        out |= KNOBS.write("reduce_dtype", "bf16" if setup.formats.reduced == "bf16" else "fp32")
     out |= _optimizer(setup, zero)
     # By default DeepSpeed clips at 1, which was not measured.
     out["gradient_clipping"] = 0.0
     # Its timer would wait for the device twice in every micro-batch.
     out["timers"] = {"throughput": {"enabled": False}}
     if setup.tp > 1:
-        out |= nested(WORDS.write("tp", setup.tp))
+        out |= nested(KNOBS.write("tp", setup.tp))
         setup.note(
             f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows this one"
         )
     if setup.sp > 1:
-        out |= WORDS.write("sp", setup.sp)
+        out |= KNOBS.write("sp", setup.sp)
         setup.note(
             f"sp={setup.sp}: give deepspeed.initialize(mpu=...) what UlyssesSPAttentionHF.register_with_transformers("
             f"..., sequence_parallel_size={setup.sp}, micro_batch_size={setup.micro_batch}) returns, and take batches "
@@ -97,7 +97,7 @@ def config(setup: Setup) -> dict[str, Any]:
             "weighed by its labels in your loop"
         )
     if setup.pp > 1:
-        out |= nested(WORDS.write("pp", setup.pp))
+        out |= nested(KNOBS.write("pp", setup.pp))
         setup.note(
             f"pp={setup.pp}: the model must be a deepspeed.pipe.PipelineModule(num_stages={setup.pp}); "
             "gradient_accumulation_steps are its micro-batches"
@@ -146,7 +146,7 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
             "torchao.float8.convert_to_float8_training converts your model"
         )
         precision = "bf16"
-    return nested(WORDS.write("precision", precision)) if precision != "fp32" else {}
+    return nested(KNOBS.write("precision", precision)) if precision != "fp32" else {}
 
 
 def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
         setup.note("offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use")
     else:
         # PyTorch's own optimizer, as measured: DeepSpeed's fused one has to be compiled.
-        given = nested(WORDS.write("fused_optimizer", True))["optimizer"]["params"]
+        given = nested(KNOBS.write("fused_optimizer", True))["optimizer"]["params"]
         params |= given if fused else {name: value for name, value in given.items() if name != "fused"}
     return {"optimizer": {"type": "AdamW", "params": params}}
 
@@ -220,8 +220,8 @@ TARGET = Target(
 LAUNCHER = Launcher(
     name="deepspeed",
     knobs={"micro_batch": MICRO_BATCHES, "zero": (0, 1, 2, 3), "precision": ("fp32", "bf16")},
-    paths=WORDS.options("{}={}", dict.fromkeys(("micro_batch", "grad_accum", "zero", "offload", "precision"))),
-    sayable={"precision": ("fp32", "bf16")},
+    paths=KNOBS.options("{}={}", dict.fromkeys(("micro_batch", "grad_accum", "zero", "offload", "precision"))),
+    accepts={"precision": ("fp32", "bf16")},
     several=("zero",),
 )
 
@@ -266,7 +266,7 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 FRAMEWORK = Framework(
     name="deepspeed",
     title="DeepSpeed",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         *("zero_optimization.*", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled", "fp16.enabled"),
         *(
@@ -281,5 +281,5 @@ FRAMEWORK = Framework(
     read=read,
     write=write,
     # deepspeed/utils/timer.py
-    prints=r"CurrSamplesPerSec=(?P<samples_per_second>[\d.]+)",
+    step_pattern=r"CurrSamplesPerSec=(?P<samples_per_second>[\d.]+)",
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..base.errors import UsageError
 from . import megatron
+from .framework import Framework, KnobSettings, KnobTable, Settings
 from .stated_space import (
     Draft,
     Format,
@@ -22,7 +23,6 @@ from .stated_space import (
     share,
     whole_numbers,
 )
-from .words import Framework, Settings, Word, Words
 
 _DIMENSIONS = (
     *("data_parallel_size", "use_distributed_optimizer", "tensor_model_parallel_size", "sequence_parallel"),
@@ -249,23 +249,23 @@ FORMAT = Format(
 )
 
 
-def _under(word: Word) -> Word:
-    """Converts a Megatron word to underscores, as in its YAML, without sections."""
+def _under(settings: KnobSettings) -> KnobSettings:
+    """Converts Megatron's settings of a knob to underscores, as in its YAML, without sections."""
 
     def spell(settings: Settings) -> dict[str, Any]:
         return {name.replace("-", "_"): value for name, value in settings.items()}
 
-    keys = tuple(key.replace("-", "_") for key in word.keys)
-    ways = tuple({value: spell(settings) for value, settings in way.items()} for way in word.ways)
-    return Word(knob=word.knob, keys=keys, ways=ways)
+    keys = tuple(key.replace("-", "_") for key in settings.keys)
+    ways = tuple({value: spell(each) for value, each in way.items()} for way in settings.ways)
+    return KnobSettings(knob=settings.knob, keys=keys, ways=ways)
 
 
-WORDS = Words(*map(_under, megatron.WORDS.values()))
+KNOBS = KnobTable(*map(_under, megatron.KNOBS.values()))
 """Megatron-LM's names in the sections `system`, `model` and `data` of a YAML."""
 FRAMEWORK = Framework(
     name="flagscale",
     title="FlagScale",
-    words=WORDS,
+    knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
         "*system.tensor_model_parallel_size",

@@ -15,7 +15,7 @@ PLACED = re.compile(
 """Syntax of a file to be rendered: `FILE` or `FILE:PATH=VALUE`."""
 MICRO_BATCHES = (8, 1, 2, 4, 16, 32, 64)
 """Default micro-batches to try; most trainers' default is first."""
-SAYABLE: Mapping[str, Sequence[Any]] = {
+ACCEPTED: Mapping[str, Sequence[Any]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "checkpoint_ratio": (0, 1),
     "fusion": (False, True),
@@ -53,14 +53,14 @@ class Launcher:
     """Name for `--launcher`."""
     knobs: Mapping[str, Sequence[Any]]
     """Knobs that it accepts, with their default values to try; the first is its own default."""
-    words: Mapping[str, str] = field(default_factory=dict)
-    """Template of the words for each knob in the command."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Template of the options for each knob in the command."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Place of each knob in its configuration file, `PATH=VALUE`."""
     short: str = ""
     """Words for a short run, which saves nothing and lasts until it is measured."""
-    sayable: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Values of standard knobs that it accepts, if they differ from `SAYABLE`."""
+    accepts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values of standard knobs that it accepts, if they differ from `ACCEPTED`."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Options of a short run that are left out if the command has the other option."""
     total: str = ""
@@ -96,7 +96,7 @@ class Launcher:
     def _stated(self, command: CommandLine, knob: str) -> str:
         """Option or path by which a command sets a knob itself; empty if it does not."""
         given = {_name(word) for word in _words(_text(command))}
-        own = [_name(each) for each in _options(self.words.get(knob, ""))]
+        own = [_name(each) for each in _options(self.options.get(knob, ""))]
         paths = [each["path"] for render in command.render if (each := PLACED.fullmatch(render))]
         placed = self.paths.get(knob, "").partition("=")[0]
         return next((name for name in own if name in given), placed if placed in paths else "")
@@ -114,13 +114,13 @@ class Launcher:
                 file and none is rendered.
         """
         text = _text(command)
-        known = [name for name in knobs if name in self.words or name in self.paths]
+        known = [name for name in knobs if name in self.options or name in self.paths]
         added_knobs = [name for name in known if not _mentions(command, name)]
         for name in added_knobs:
             self._check(command, name, getattr(knobs[name], "values", ()))
         given = {_name(word) for word in _words(text)}
         given |= {left for left, other in self.instead.items() if other in given}
-        added = [each for name in added_knobs for each in _options(self.words.get(name, ""))]
+        added = [each for name in added_knobs for each in _options(self.options.get(name, ""))]
         added += [each for each in _options(self.short) if short and _name(each) not in given]
         render = tuple(command.render)
         if placed := [self.paths[name] for name in added_knobs if name in self.paths]:
@@ -155,7 +155,7 @@ class Launcher:
             raise UsageError(
                 f"the command has {stated} itself, so {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
             )
-        known = self.sayable.get(knob, SAYABLE.get(knob))
+        known = self.accepts.get(knob, ACCEPTED.get(knob))
         if known is not None and (odd := [value for value in values if value not in known]):
             can = ", ".join(map(written, known))
             raise UsageError(

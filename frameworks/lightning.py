@@ -15,18 +15,18 @@ from .common import (
     note_reduction,
     note_tf32,
 )
+from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import Launcher
 from .setup import Setup
 from .target import Target, hashed
-from .words import Framework, Stated, Word, Words, nested
 
 CHECKED = ("lightning", "2.6")
 
 _FORMATS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "bf16_pure": "bf16-true"}
 _CLASS, _ARGUMENTS = "trainer.strategy.class_path", "trainer.strategy.init_args."
 _MESH = {_CLASS: "lightning.pytorch.strategies.ModelParallelStrategy"}
-WORDS = Words(
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(
         knob="precision",
         ways=(
             {value: {"trainer.precision": name} for value, name in _FORMATS.items()},
@@ -38,9 +38,9 @@ WORDS = Words(
             {"fp32": {"trainer.precision": "32"}, "bf16_pure": {"trainer.precision": "bf16-true"}},
         ),
     ),
-    Word(knob="grad_accum", keys=("trainer.accumulate_grad_batches",)),
-    Word(knob="micro_batch", keys=("data.batch_size", "data.init_args.batch_size")),
-    Word(
+    KnobSettings(knob="grad_accum", keys=("trainer.accumulate_grad_batches",)),
+    KnobSettings(knob="micro_batch", keys=("data.batch_size", "data.init_args.batch_size")),
+    KnobSettings(
         knob="zero",
         ways=(
             {0: {"trainer.strategy": "ddp"}, 3: {"trainer.strategy": "fsdp"}},
@@ -51,12 +51,14 @@ WORDS = Words(
             },
         ),
     ),
-    Word(
+    KnobSettings(
         knob="offload",
         ways=({"none": {f"{_ARGUMENTS}cpu_offload": False}, "optimizer": {f"{_ARGUMENTS}cpu_offload": True}},),
     ),
-    Word(knob="tp", keys=(f"{_ARGUMENTS}tensor_parallel_size",)),
-    Word(knob="fused_optimizer", ways=({value: {"optimizer.init_args.fused": value} for value in (True, False)},)),
+    KnobSettings(knob="tp", keys=(f"{_ARGUMENTS}tensor_parallel_size",)),
+    KnobSettings(
+        knob="fused_optimizer", ways=({value: {"optimizer.init_args.fused": value} for value in (True, False)},)
+    ),
 )
 """LightningCLI's names of the knobs."""
 
@@ -72,7 +74,7 @@ def config(setup: Setup) -> dict[str, Any]:
         "precision": _precision(setup),
     }
     if setup.micro_batch is not None:
-        trainer |= nested(WORDS.write("grad_accum", setup.grad_accum))["trainer"]
+        trainer |= nested(KNOBS.write("grad_accum", setup.grad_accum))["trainer"]
         setup.note(f"micro_batch={setup.micro_batch} is your DataLoader's batch_size")
     else:
         setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
@@ -110,7 +112,7 @@ def _strategy(setup: Setup) -> Any:
         return "auto"
     zero = setup.knob("zero") if setup.dp > 1 else 0
     if zero == 0 and setup.tp == 1:
-        return WORDS.write("zero", 0)["trainer.strategy"]
+        return KNOBS.write("zero", 0)["trainer.strategy"]
     if zero == 0 and setup.dp > 1:
         setup.note("zero=0 beside tp: Lightning has no DDP with tp, so shard the replicas by fully_shard too")
     if setup.tp > 1:
@@ -126,7 +128,7 @@ def _strategy(setup: Setup) -> Any:
             "mesh=self.device_mesh['data_parallel'], reshard_after_forward="
             f"{setup.exchange.gathered == 'pass'}) of each block, then of the model"
         )
-    sizes = {f"{_ARGUMENTS}data_parallel_size": setup.dp} | WORDS.write("tp", setup.tp)
+    sizes = {f"{_ARGUMENTS}data_parallel_size": setup.dp} | KNOBS.write("tp", setup.tp)
     return nested(_MESH | sizes)["trainer"]["strategy"]
 
 
@@ -180,14 +182,14 @@ LAUNCHER = Launcher(
         "precision": ("fp32", "bf16"),
         "zero": (0, 3),
     },
-    words=WORDS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "zero": None, "grad_accum": None}),
+    options=KNOBS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "zero": None, "grad_accum": None}),
     short=(
         "--trainer.default_root_dir {trial_dir} --trainer.max_steps 1000 --trainer.logger false "
         # The default bar is rich's if that is installed, which shows nothing outside a terminal.
         "--trainer.callbacks+=TQDMProgressBar --trainer.enable_checkpointing false "
         "--trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0"
     ),
-    sayable={"zero": (0, 3)},
+    accepts={"zero": (0, 3)},
     several=("zero",),
 )
 
@@ -222,7 +224,7 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 FRAMEWORK = Framework(
     name="lightning",
     title="Lightning",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         "trainer.accelerator",
         "trainer.devices",

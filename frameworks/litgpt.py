@@ -3,14 +3,14 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
 from .llamafactory import read_lora
-from .words import Framework, Stated, Word, Words
 
 _TOTAL = "train.global_batch_size"
-WORDS = Words(
-    Word(knob="micro_batch", keys=("train.micro_batch_size",)),
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(knob="micro_batch", keys=("train.micro_batch_size",)),
+    KnobSettings(
         knob="precision",
         ways=(
             {
@@ -44,9 +44,9 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 LAUNCHER = Launcher(
     name="litgpt",
     knobs={"micro_batch": MICRO_BATCHES, "precision": ("fp32", "bf16", "bf16_pure")},
-    words=WORDS.options("--{} {}", {"micro_batch": None, "precision": ("fp32", "bf16", "bf16_pure")})
+    options=KNOBS.options("--{} {}", {"micro_batch": None, "precision": ("fp32", "bf16", "bf16_pure")})
     | {"grad_accum": f"--{_TOTAL} {{global_batch}}"},
-    sayable={"precision": ("fp32", "bf16", "bf16_pure")},
+    accepts={"precision": ("fp32", "bf16", "bf16_pure")},
     total=f"--{_TOTAL}",
     own_total=True,
     short="--out_dir {trial_dir} --train.log_interval 1 --train.save_interval 1000000 --eval.interval 1000000",
@@ -54,7 +54,7 @@ LAUNCHER = Launcher(
 FRAMEWORK = Framework(
     name="litgpt",
     title="LitGPT",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         *(
             "train.micro_batch_size",
@@ -80,5 +80,5 @@ FRAMEWORK = Framework(
     read=read,
     write=write,
     # litgpt/pretrain.py, litgpt/finetune/lora.py; the time in the same line is that of a micro-batch
-    prints=r"\biter \d+ step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+|nan),",
+    step_pattern=r"\biter \d+ step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+|nan),",
 )

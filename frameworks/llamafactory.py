@@ -1,20 +1,20 @@
 """LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; arguments of the Trainer, and some of its own."""
 
+from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
-from .trainer import WORDS as TRAINER, conventions, prepare, read as read_trainer, write as write_trainer
-from .words import Framework, Stated, Word, Words
+from .trainer import KNOBS as TRAINER, conventions, prepare, read as read_trainer, write as write_trainer
 
-WORDS = Words(
+KNOBS = KnobTable(
     *(
         TRAINER[knob]
         for knob in ("micro_batch", "grad_accum", "precision", "fusion", "fused_optimizer", "zero", "offload")
     ),
-    Word(
+    KnobSettings(
         knob="checkpoint_ratio",
         ways=({1: {"disable_gradient_checkpointing": False}, 0: {"disable_gradient_checkpointing": True}},),
     ),
-    Word(knob="kernels", ways=({False: {"enable_liger_kernel": False}, True: {"enable_liger_kernel": True}},)),
-    Word(
+    KnobSettings(knob="kernels", ways=({False: {"enable_liger_kernel": False}, True: {"enable_liger_kernel": True}},)),
+    KnobSettings(
         knob="attention",
         ways=(
             {
@@ -60,7 +60,7 @@ LAUNCHER = Launcher(
         "checkpoint_ratio": (1, 0),
         "kernels": (False, True),
     },
-    words=WORDS.options(
+    options=KNOBS.options(
         "{}={}", dict.fromkeys(("micro_batch", "grad_accum", "precision", "checkpoint_ratio", "kernels"))
     ),
     short=_SHORT,
@@ -68,7 +68,7 @@ LAUNCHER = Launcher(
 FRAMEWORK = Framework(
     name="llamafactory",
     title="LLaMA-Factory",
-    words=WORDS,
+    knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
         *(

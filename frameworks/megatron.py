@@ -9,12 +9,12 @@ from ..knobs.pipeline import blocks_of_stages
 from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
 from .common import note_order, note_tf32
+from .framework import Framework, KnobSettings, KnobTable, Stated, number
 from .launcher import Launcher
 from .megatron_model import architecture_of, model_flags
 from .setup import Setup
 from .target import Target, hashed, sourced
 from .trainer import read_optimizer
-from .words import Framework, Stated, Word, Words, number
 
 CHECKED = ("megatron-core", "0.19")
 
@@ -27,16 +27,18 @@ _LAYOUT, _FIRST, _LAST = (
     "decoder-last-pipeline-num-layers",
 )
 _CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
-WORDS = Words(
-    Word(knob="tp", keys=("tensor-model-parallel-size",)),
-    Word(knob="pp", keys=("pipeline-model-parallel-size",)),
-    Word(knob="cp", keys=("context-parallel-size",)),
-    Word(knob="ep", keys=("expert-model-parallel-size",)),
-    Word(knob="etp", keys=(_SLICES,)),
-    Word(knob="capacity_factor", keys=(_CAPACITY,)),
-    Word(knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)),
-    Word(knob="micro_batch", keys=("micro-batch-size",)),
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(knob="tp", keys=("tensor-model-parallel-size",)),
+    KnobSettings(knob="pp", keys=("pipeline-model-parallel-size",)),
+    KnobSettings(knob="cp", keys=("context-parallel-size",)),
+    KnobSettings(knob="ep", keys=("expert-model-parallel-size",)),
+    KnobSettings(knob="etp", keys=(_SLICES,)),
+    KnobSettings(knob="capacity_factor", keys=(_CAPACITY,)),
+    KnobSettings(
+        knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)
+    ),
+    KnobSettings(knob="micro_batch", keys=("micro-batch-size",)),
+    KnobSettings(
         knob="zero",
         ways=(
             {
@@ -48,12 +50,12 @@ WORDS = Words(
             {3: {"use-torch-fsdp2": True}},
         ),
     ),
-    Word(knob="hsdp", keys=("num-distributed-optimizer-instances",)),
-    Word(
+    KnobSettings(knob="hsdp", keys=("num-distributed-optimizer-instances",)),
+    KnobSettings(
         knob="offload",
         ways=({"none": {"optimizer-cpu-offload": False}, "optimizer": {"optimizer-cpu-offload": True}},),
     ),
-    Word(
+    KnobSettings(
         knob="precision",
         ways=(
             {
@@ -68,15 +70,15 @@ WORDS = Words(
             {"fp8": {"bf16": True, "fp8-hybrid": True}},
         ),
     ),
-    Word(
+    KnobSettings(
         knob="reduce_dtype",
         ways=({"fp32": {"grad-reduce-in-bf16": False}, "bf16": {"grad-reduce-in-bf16": True}},),
     ),
-    Word(
+    KnobSettings(
         knob="checkpoint_ratio",
         ways=({0: {"recompute-granularity": None}, 1: {**_FULL, "recompute-num-layers": 1}}, {1: _FULL}),
     ),
-    Word(
+    KnobSettings(
         knob="attention",
         ways=(
             {
@@ -87,7 +89,7 @@ WORDS = Words(
             {"flash_attention_2": {"use-flash-attn": True}},
         ),
     ),
-    Word(knob="virtual_stages", keys=(_CHUNKS,)),
+    KnobSettings(knob="virtual_stages", keys=(_CHUNKS,)),
 )
 """Megatron-LM's names of the knobs; the accumulation follows from its global batch."""
 _SCRIPTS = {"bert": "pretrain_bert.py", "roberta": "pretrain_bert.py"}
@@ -119,7 +121,7 @@ def flags(setup: Setup) -> list[str]:
     out += _zero(setup) + _precision(setup) + _recomputation(setup)
     attention = setup.knob("attention")
     if attention is not None:
-        known = attention in WORDS["attention"].values
+        known = attention in KNOBS["attention"].values
         out += _arguments("attention", attention) if known else [f"--{_BACKEND} auto"]
         if not known:
             setup.note(f"attention={attention} became --attention-backend auto, Megatron's own choice")
@@ -136,7 +138,7 @@ def flags(setup: Setup) -> list[str]:
 
 def _arguments(knob: str, value: object) -> list[str]:
     """Flags for a value of a knob; settings that are on have no value."""
-    settings = WORDS.write(knob, value)
+    settings = KNOBS.write(knob, value)
     return [
         f"--{name}" if each is True else f"--{name} {each}"
         for name, each in settings.items()
@@ -273,7 +275,7 @@ TARGET = Target(
 LAUNCHER = Launcher(
     name="megatron",
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-    words=WORDS.options("--{} {}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep")))
+    options=KNOBS.options("--{} {}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep")))
     | {"grad_accum": "--global-batch-size {global_batch}"},
     short="--train-iters 1000 --eval-iters 0 --log-interval 1",
     instead={"--train-iters": "--train-samples"},
@@ -439,7 +441,7 @@ DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "ze
 FRAMEWORK = Framework(
     name="megatron",
     title="Megatron-LM",
-    words=WORDS,
+    knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
         *(
@@ -473,5 +475,5 @@ FRAMEWORK = Framework(
     read=read,
     write=write,
     # megatron/training/training.py
-    prints=r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)(?:.*?lm loss: (?P<loss>[\d.Ee+-]+|nan))?",
+    step_pattern=r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)(?:.*?lm loss: (?P<loss>[\d.Ee+-]+|nan))?",
 )

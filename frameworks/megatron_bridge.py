@@ -3,9 +3,9 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import Launcher
-from .megatron import DEFAULTS, WORDS as MEGATRON, conventions, read_stages
-from .words import Framework, Stated, Word, Words
+from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_stages
 
 _TOTAL = "train.global_batch_size"
 _STAGES = (
@@ -14,15 +14,17 @@ _STAGES = (
     "model.num_layers_in_last_pipeline_stage",
 )
 _FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
-WORDS = Words(
-    Word(knob="micro_batch", keys=("train.micro_batch_size",)),
+KNOBS = KnobTable(
+    KnobSettings(knob="micro_batch", keys=("train.micro_batch_size",)),
     *(
-        Word(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",))
+        KnobSettings(knob=knob, keys=(f"model.{MEGATRON[knob].keys[0].replace('-', '_')}",))
         for knob in ("tp", "pp", "cp", "ep", "etp", "capacity_factor")
     ),
-    Word(knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)),
-    Word(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
-    Word(
+    KnobSettings(
+        knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)
+    ),
+    KnobSettings(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
+    KnobSettings(
         knob="precision",
         ways=(
             {
@@ -33,7 +35,7 @@ WORDS = Words(
             {"fp8": {"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"}},
         ),
     ),
-    Word(
+    KnobSettings(
         knob="checkpoint_ratio",
         ways=({0: {"model.recompute_granularity": None}, 1: _FULL}, {1: dict(list(_FULL.items())[:2])}),
     ),
@@ -63,19 +65,19 @@ def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:
     return {total: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-def launcher(name: str, words: Words, total: str, short: str) -> Launcher:
+def launcher(name: str, knobs: KnobTable, total: str, short: str) -> Launcher:
     """Returns the launcher of a recipe's script with `section.field=value`.
 
     Args:
         name: of the framework.
-        words: its names of the knobs.
+        knobs: its settings of the knobs.
         total: its name of the global batch.
         short: its settings for a short run.
     """
     return Launcher(
         name=name,
         knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-        words=words.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
+        options=knobs.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
         | {"grad_accum": f"{total}={{global_batch}}"},
         short=short,
         total=total,
@@ -86,14 +88,14 @@ def launcher(name: str, words: Words, total: str, short: str) -> Launcher:
 
 LAUNCHER = launcher(
     "megatron-bridge",
-    WORDS,
+    KNOBS,
     _TOTAL,
     short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",
 )
 FRAMEWORK = Framework(
     name="megatron-bridge",
     title="Megatron-Bridge",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         *("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "train.micro_batch_size", "ddp.*"),
         *(

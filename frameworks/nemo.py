@@ -1,28 +1,28 @@
 """NeMo 2: `nemo llm pretrain --factory RECIPE field=value`; and the YAML of NeMo 1's `model:`."""
 
-from .megatron import DEFAULTS, WORDS as MEGATRON, conventions
+from .framework import Framework, KnobSettings, KnobTable, Stated
+from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions
 from .megatron_bridge import launcher, read_batch, write_batch
-from .words import Framework, Stated, Word, Words
 
 _TOTAL, _OLD_TOTAL = "data.global_batch_size", "model.global_batch_size"
 
 
-def _degree(knob: str) -> Word:
+def _degree(knob: str) -> KnobSettings:
     name = MEGATRON[knob].keys[0].replace("-", "_")
-    return Word(knob=knob, keys=(f"trainer.strategy.{name}", f"model.{name}"))
+    return KnobSettings(knob=knob, keys=(f"trainer.strategy.{name}", f"model.{name}"))
 
 
-WORDS = Words(
-    Word(knob="micro_batch", keys=("data.micro_batch_size", "model.micro_batch_size")),
+KNOBS = KnobTable(
+    KnobSettings(knob="micro_batch", keys=("data.micro_batch_size", "model.micro_batch_size")),
     *map(_degree, ("tp", "pp", "cp", "ep", "etp")),
-    Word(
+    KnobSettings(
         knob="sequence_parallel",
         ways=tuple(
             {value: {f"{section}.sequence_parallel": value} for value in (False, True)}
             for section in ("trainer.strategy", "model")
         ),
     ),
-    Word(
+    KnobSettings(
         knob="precision",
         ways=(
             {"bf16": {"trainer.plugins": "bf16_mixed"}, "fp16": {"trainer.plugins": "fp16_mixed"}},
@@ -34,7 +34,7 @@ WORDS = Words(
             {"bf16": {"trainer.precision": "bf16-mixed"}, "fp16": {"trainer.precision": "16-mixed"}},
         ),
     ),
-    Word(
+    KnobSettings(
         knob="checkpoint_ratio",
         ways=(
             {0: {"model.config.recompute_granularity": None}, 1: {"model.config.recompute_granularity": "full"}},
@@ -60,7 +60,7 @@ def read(stated: Stated) -> None:
 
 LAUNCHER = launcher(
     "nemo",
-    WORDS,
+    KNOBS,
     _TOTAL,
     # It asks for confirmation.
     short="--yes trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",
@@ -68,7 +68,7 @@ LAUNCHER = launcher(
 FRAMEWORK = Framework(
     name="nemo",
     title="NeMo",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         *("trainer.strategy.*_parallel_size", "trainer.strategy.sequence_parallel", "data.micro_batch_size", "factory"),
         *("data.global_batch_size", "model.micro_batch_size", "model.global_batch_size", "model.megatron_amp_o2"),
@@ -83,5 +83,5 @@ FRAMEWORK = Framework(
     write=lambda strategy, stated: write_batch(strategy, _OLD_TOTAL if stated.has(_OLD_TOTAL) else _TOTAL),
     option="{key}={value}",
     # Its progress on Lightning
-    prints=r"reduced_train_loss: (?P<loss>[\d.eE+-]+|nan) \| train_step_timing in s: (?P<step_s>[\d.]+)",
+    step_pattern=r"reduced_train_loss: (?P<loss>[\d.eE+-]+|nan) \| train_step_timing in s: (?P<step_s>[\d.]+)",
 )

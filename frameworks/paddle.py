@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import UsageError
+from .framework import Framework, KnobSettings, KnobTable, Stated
 from .stated_space import (
     Draft,
     Format,
@@ -21,7 +22,6 @@ from .stated_space import (
     share,
     whole_numbers,
 )
-from .words import Framework, Stated, Word, Words
 
 _DEGREES = {"mp_degree": "tp", "pp_degree": "pp", "sharding_degree": "sharding_degree"}
 _GRANULARITIES = ("full", "full_attn", "core_attn")
@@ -211,24 +211,24 @@ FORMAT = Format(
 )
 
 
-WORDS = Words(
-    Word(knob="tp", keys=("tensor_parallel_degree",)),
-    Word(knob="pp", keys=("pipeline_parallel_degree",)),
-    Word(knob="sp", keys=("sep_parallel_degree",)),
-    Word(knob="micro_batch", keys=("per_device_train_batch_size",)),
-    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    Word(knob="sequence_parallel", ways=({value: {"sequence_parallel": value} for value in (False, True)},)),
-    Word(knob="zero", ways=({stage: {"sharding": f"stage{stage}"} for stage in (1, 2, 3)},)),
-    Word(knob="checkpoint_ratio", ways=({0: {"recompute": False}, 1: {"recompute": True}},)),
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(knob="tp", keys=("tensor_parallel_degree",)),
+    KnobSettings(knob="pp", keys=("pipeline_parallel_degree",)),
+    KnobSettings(knob="sp", keys=("sep_parallel_degree",)),
+    KnobSettings(knob="micro_batch", keys=("per_device_train_batch_size",)),
+    KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    KnobSettings(knob="sequence_parallel", ways=({value: {"sequence_parallel": value} for value in (False, True)},)),
+    KnobSettings(knob="zero", ways=({stage: {"sharding": f"stage{stage}"} for stage in (1, 2, 3)},)),
+    KnobSettings(knob="checkpoint_ratio", ways=({0: {"recompute": False}, 1: {"recompute": True}},)),
+    KnobSettings(
         knob="precision",
         ways=({"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},),
     ),
-    Word(
+    KnobSettings(
         knob="attention",
         ways=({"flash_attention_2": {"use_flash_attention": True}, "eager": {"use_flash_attention": False}},),
     ),
-    Word(knob="virtual_stages", keys=("virtual_pp_degree",)),
+    KnobSettings(knob="virtual_stages", keys=("virtual_pp_degree",)),
 )
 """PaddleNLP's names of the knobs in its training arguments."""
 
@@ -251,7 +251,7 @@ def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
 FRAMEWORK = Framework(
     name="paddle",
     title="PaddleNLP",
-    words=WORDS,
+    knobs=KNOBS,
     signs=(
         "tensor_parallel_degree",
         "pipeline_parallel_degree",

@@ -17,8 +17,8 @@ from ..base.errors import UsageError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, path_of, read_named
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
 from ..space import Config
+from .framework import Framework, Settings, Stated, flattened, plain
 from .registry import FRAMEWORKS, find_framework
-from .words import Framework, Settings, Stated, flattened, plain
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
 """File endings that are recognised."""
@@ -178,7 +178,7 @@ class TrainerConfig:
         can = [
             number
             for number, source in enumerate(self.sources)
-            if knob in find_framework(source.framework).words or knob in source.stated
+            if knob in find_framework(source.framework).knobs or knob in source.stated
         ]
         return next((number for number in can if knob in self.sources[number].stated), can[0] if can else None)
 
@@ -193,7 +193,7 @@ def _edited(
     """
     framework = find_framework(source.framework)
     stated = Stated(source.settings, source.where, by_last=framework.by_last)
-    mine = knobs & set(framework.words)
+    mine = knobs & set(framework.knobs)
     before = framework.settings(old, stated, mine)
     after = framework.settings(new, stated, mine)
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and (removing or key in after)]

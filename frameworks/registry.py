@@ -4,8 +4,8 @@ import functools
 from types import ModuleType
 
 from ..base.errors import UsageError, unknown
+from .framework import Framework
 from .launcher import Launcher
-from .words import Framework
 
 LAUNCHERS = (
     *("trainer", "accelerate", "deepspeed", "lightning", "llamafactory", "axolotl", "litgpt", "torchtitan", "megatron"),

@@ -7,10 +7,10 @@ from typing import Any
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
 from .common import note_lora, note_partial_checkpointing, note_reduction, note_tf32
+from .framework import Framework, KnobSettings, KnobTable, Stated, plain
 from .launcher import Launcher
 from .setup import Setup
 from .target import Target, hashed
-from .words import Framework, Stated, Word, Words, plain
 
 CHECKED = ("torchtitan", "0.3")
 PRESETS = {
@@ -28,8 +28,8 @@ _PIECE = "parallelism.pipeline_parallel_microbatch_size"
 _MODE, _COMPILE, _OFFLOAD = "activation_checkpoint.mode", "compile.enable", "training.enable_cpu_offload"
 _BF16 = {_DTYPE: "float32", _PARAM: "bfloat16"}
 _NAMES = {name: each.made_by.removeprefix("Schedule") for name, each in PIPELINE_SCHEDULES.items()}
-WORDS = Words(
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(
         knob="precision",
         ways=(
             {
@@ -39,19 +39,19 @@ WORDS = Words(
             },
         ),
     ),
-    Word(knob="cp", keys=("parallelism.context_parallel_degree", "experimental.context_parallel_degree")),
-    Word(knob="ep", keys=("parallelism.expert_parallel_degree",)),
-    Word(knob="tp", keys=("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")),
-    Word(knob="sequence_parallel", ways=({False: {_SEQUENCE: False}, True: {_SEQUENCE: True}},)),
-    Word(knob="pp", keys=("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")),
-    Word(
+    KnobSettings(knob="cp", keys=("parallelism.context_parallel_degree", "experimental.context_parallel_degree")),
+    KnobSettings(knob="ep", keys=("parallelism.expert_parallel_degree",)),
+    KnobSettings(knob="tp", keys=("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")),
+    KnobSettings(knob="sequence_parallel", ways=({False: {_SEQUENCE: False}, True: {_SEQUENCE: True}},)),
+    KnobSettings(knob="pp", keys=("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")),
+    KnobSettings(
         knob="pipeline_schedule",
         ways=tuple(
             {name: {key: made} for name, made in _NAMES.items()}
             for key in (_SCHEDULE, "experimental.pipeline_parallel_schedule")
         ),
     ),
-    Word(
+    KnobSettings(
         knob="fused_optimizer",
         ways=(
             {True: {"optimizer.implementation": "fused"}, False: {"optimizer.implementation": "foreach"}},
@@ -59,15 +59,15 @@ WORDS = Words(
             {True: {"optimizer.fused": True}, False: {"optimizer.fused": False}},
         ),
     ),
-    Word(
+    KnobSettings(
         knob="fusion",
         ways=(
             {False: {_COMPILE: False}, True: {_COMPILE: True}},
             {False: {"training.compile": False}, True: {"training.compile": True}},
         ),
     ),
-    Word(knob="checkpoint_ratio", ways=({0: {_MODE: "none"}, 1: {_MODE: "full"}},)),
-    Word(
+    KnobSettings(knob="checkpoint_ratio", ways=({0: {_MODE: "none"}, 1: {_MODE: "full"}},)),
+    KnobSettings(
         knob="offload",
         ways=(
             {"none": {_OFFLOAD: False}, "optimizer": {_OFFLOAD: True}},
@@ -97,7 +97,7 @@ def flags(setup: Setup) -> list[str]:
             out.extend((f"--{name}", str(value)))
 
     def say(knob: str, value: object) -> None:
-        for name, each in WORDS.write(knob, value).items():
+        for name, each in KNOBS.write(knob, value).items():
             give(name, each)
 
     if setup.micro_batch is not None and setup.grad_accum is not None:
@@ -238,7 +238,7 @@ def _shell(setup: Setup, comment: str) -> str:
 
 def _policy(setup: Setup) -> str:
     """Subcommand of torchtitan's parser for recomputation."""
-    return f"activation_checkpoint:{WORDS.write('checkpoint_ratio', int(setup.knob('checkpoint_ratio') > 0))[_MODE]}"
+    return f"activation_checkpoint:{KNOBS.write('checkpoint_ratio', int(setup.knob('checkpoint_ratio') > 0))[_MODE]}"
 
 
 def _lines(given: list[str]) -> list[str]:
@@ -270,8 +270,8 @@ LAUNCHER = Launcher(
         "tp": (1, 2, 4, 8),
         "pp": (1, 2, 4),
     },
-    words={"micro_batch": f"--{_LOCAL} {{micro_batch}}", "grad_accum": f"--{_GLOBAL} {{global_batch}}"}
-    | WORDS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp", "ep"))),
+    options={"micro_batch": f"--{_LOCAL} {{micro_batch}}", "grad_accum": f"--{_GLOBAL} {{global_batch}}"}
+    | KNOBS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp", "ep"))),
     short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
     total=f"--{_GLOBAL}",
     # As its run_train.sh does with COMM_MODE=fake_backend.
@@ -431,7 +431,7 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 FRAMEWORK = Framework(
     name="torchtitan",
     title="torchtitan",
-    words=WORDS,
+    knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
         *("parallelism.*", "activation_checkpoint.*", "job.dump_folder", "job.config_file", "model.flavor"),
@@ -452,5 +452,5 @@ FRAMEWORK = Framework(
     read=read,
     write=write,
     # torchtitan/components/metrics.py: tps is per device
-    prints=r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
+    step_pattern=r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
 )

@@ -17,10 +17,10 @@ from .common import (
     note_pure_bf16,
     note_reduction,
 )
+from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
 from .setup import Setup
 from .target import Target, hashed
-from .words import Framework, Stated, Word, Words
 
 CHECKED = ("transformers", "5.23")
 
@@ -29,10 +29,10 @@ AVERAGING = ("bert", "roberta", "albert", "t5")
 
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
 _EVERY = "activation_checkpointing_kwargs.every_n_layers"
-WORDS = Words(
-    Word(knob="micro_batch", keys=("per_device_train_batch_size", "per_gpu_train_batch_size")),
-    Word(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    Word(
+KNOBS = KnobTable(
+    KnobSettings(knob="micro_batch", keys=("per_device_train_batch_size", "per_gpu_train_batch_size")),
+    KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
+    KnobSettings(
         knob="precision",
         ways=(
             {
@@ -42,14 +42,14 @@ WORDS = Words(
             },
         ),
     ),
-    Word(knob="checkpoint_ratio", ways=tuple({0: {name: False}, 1: {name: True}} for name in _CHECKPOINTING)),
-    Word(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
-    Word(knob="kernels", ways=({False: {"use_liger_kernel": False}, True: {"use_liger_kernel": True}},)),
-    Word(
+    KnobSettings(knob="checkpoint_ratio", ways=tuple({0: {name: False}, 1: {name: True}} for name in _CHECKPOINTING)),
+    KnobSettings(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
+    KnobSettings(knob="kernels", ways=({False: {"use_liger_kernel": False}, True: {"use_liger_kernel": True}},)),
+    KnobSettings(
         knob="fused_optimizer",
         ways=({True: {"optim": "adamw_torch_fused"}, False: {"optim": "adamw_torch"}},),
     ),
-    Word(
+    KnobSettings(
         knob="zero",
         ways=(
             {
@@ -63,11 +63,11 @@ WORDS = Words(
             },
         ),
     ),
-    Word(
+    KnobSettings(
         knob="offload",
         ways=({"none": {"fsdp_config.cpu_offload": False}, "optimizer": {"fsdp_config.cpu_offload": True}},),
     ),
-    Word(knob="attention", keys=("attn_implementation",)),
+    KnobSettings(knob="attention", keys=("attn_implementation",)),
 )
 """TrainingArguments' names of the knobs. The older form of FSDP is one text, `full_shard auto_wrap offload`."""
 OPTIMIZERS = {"adafactor": "adafactor", "sgd": "sgd", "lion": "lion"}
@@ -78,19 +78,19 @@ def arguments(setup: Setup) -> dict[str, Any]:
     """Keyword arguments of transformers.TrainingArguments."""
     out: dict[str, Any] = {"output_dir": "out"}
     if setup.micro_batch is not None:
-        out |= WORDS.write("micro_batch", setup.micro_batch) | WORDS.write("grad_accum", setup.grad_accum)
+        out |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
     else:
         setup.note("the batch is not known: set per_device_train_batch_size")
     out |= _precision(setup)
     sharded = _shards(setup)
     out |= _checkpointing(setup, sharded)
     if setup.knob("fusion"):
-        out |= WORDS.write("fusion", True)
+        out |= KNOBS.write("fusion", True)
         out["torch_compile_backend"] = "inductor"
         setup.note("fusion=true compiled each repeated block; the Trainer compiles the model as a whole")
     fused = setup.knob("fused_optimizer")
     if fused is not None:
-        out |= WORDS.write("fused_optimizer", fused)
+        out |= KNOBS.write("fused_optimizer", fused)
     out |= _optimizer(setup)
     if sharded:
         out["fsdp"] = True
@@ -104,7 +104,7 @@ def arguments(setup: Setup) -> dict[str, Any]:
     if setup.device_type == "cpu":
         note_kernels(setup)
     elif setup.knob("kernels"):
-        out |= WORDS.write("kernels", True)
+        out |= KNOBS.write("kernels", True)
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
     # By default the Trainer waits for every micro-batch's loss to check that it is a number.
     out["logging_nan_inf_filter"] = False
@@ -258,7 +258,7 @@ LAUNCHER = Launcher(
         "fusion": (False, True),
         "optim": ("adamw_torch_fused", "adamw_torch"),
     },
-    words=WORDS.options(
+    options=KNOBS.options(
         "--{} {}",
         dict.fromkeys(("micro_batch", "grad_accum", "precision", "checkpoint_ratio", "fusion", "kernels")),
     )
@@ -348,7 +348,7 @@ SEQ_LEN = (
 FRAMEWORK = Framework(
     name="trainer",
     title="transformers.Trainer",
-    words=WORDS,
+    knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
         "per_device_*_batch_size",
@@ -372,10 +372,10 @@ FRAMEWORK = Framework(
     write=write,
     # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
     # of steps only if its name says so: others are of files that are loaded, or of data.
-    prints=(
+    step_pattern=(
         r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
         r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"
     ),
     # It prints its losses as a dict, Megatron and others in their own lines.
-    spoken=r"\{'loss': '?(?P<loss>[\d.eE+-]+|nan)'?,",
+    loss_pattern=r"\{'loss': '?(?P<loss>[\d.eE+-]+|nan)'?,",
 )

@@ -308,9 +308,9 @@ def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, 
 def printed() -> list[str]:
     """Returns regular expressions for the output of known frameworks; progress bars and losses come last."""
     found = [find_framework(name) for name in FRAMEWORKS]
-    bars = [each for each in found if each.spoken]
-    lines = [each.prints for each in found if each.prints and each not in bars]
-    return [*lines, NANOTRON, *(each.prints for each in bars), *(each.spoken for each in bars)]
+    bars = [each for each in found if each.loss_pattern]
+    lines = [each.step_pattern for each in found if each.step_pattern and each not in bars]
+    return [*lines, NANOTRON, *(each.step_pattern for each in bars), *(each.loss_pattern for each in bars)]
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:

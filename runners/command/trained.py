@@ -9,12 +9,12 @@ from typing import Any
 
 from ...base.errors import UsageError
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_named
+from ...frameworks.framework import Stated
 from ...frameworks.launcher import PLACED
 from ...frameworks.megatron_model import architecture_of
 from ...frameworks.registry import find_launcher
 from ...frameworks.stated_space import ForeignSpace
 from ...frameworks.trainer import SEQ_LEN as TRAINER_LENGTHS
-from ...frameworks.words import Stated
 from ...models.architecture import Architecture
 from ...models.presets import PRESETS
 from ...models.server_model import ServerModel

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from redline.base.errors import UsageError
 from redline.frameworks import export_targets, read, render
+from redline.frameworks.framework import Stated
 from redline.frameworks.reading import Source, combined
 from redline.frameworks.registry import FRAMEWORKS, LAUNCHERS, find_framework, find_launcher
-from redline.frameworks.words import Stated
 from redline.knobs.strategy import Strategy
 from redline.results import Measurement, Status, Trial
 from redline.runners.command.command import Command
@@ -54,8 +54,8 @@ SUFFIX = {"yaml": ".yaml", "json": ".json", "shell": ".sh"}
 
 def cases(names):
     for name in names:
-        for knob, word in find_framework(name).words.items():
-            for value in word.values or NUMBERS.get(knob, (2, 4)):
+        for knob, settings in find_framework(name).knobs.items():
+            for value in settings.values or NUMBERS.get(knob, (2, 4)):
                 yield pytest.param(name, knob, value, id=f"{name} {knob}={value}")
 
 
@@ -106,22 +106,22 @@ def test_exported_knobs_are_read_back_unchanged(target, knob, value, tmp_path):
         (name, knob)
         for name in LAUNCHERS
         if name != "deepspeed"
-        for knob in find_launcher(name).words
+        for knob in find_launcher(name).options
         if knob != "optim"
     ],
 )
 def test_launcher_options_are_read_back_as_the_same_knobs(name, knob):
-    launcher, word = find_launcher(name), find_framework(name).words.get(knob)
-    sayable = {"precision": ("fp32", "bf16", "fp16"), "checkpoint_ratio": (0, 1), "fusion": (False, True),
-                  "kernels": (False, True), "zero": (0, 3), "sequence_parallel": (False, True), **launcher.sayable}  # fmt: skip
+    launcher, settings = find_launcher(name), find_framework(name).knobs.get(knob)
+    accepted = {"precision": ("fp32", "bf16", "fp16"), "checkpoint_ratio": (0, 1), "fusion": (False, True),
+                  "kernels": (False, True), "zero": (0, 3), "sequence_parallel": (False, True), **launcher.accepts}  # fmt: skip
     program = {
         "trainer": "python run_clm.py", "accelerate": "accelerate launch train.py", "lightning": "python train.py fit",
         "llamafactory": "llamafactory-cli train", "axolotl": "axolotl train --x 1", "litgpt": "litgpt pretrain m",
         "torchtitan": "python -m torchtitan.train", "megatron": "python pretrain_gpt.py",
         "megatron-bridge": "python run_recipe.py", "nemo": "nemo llm pretrain",
     }[name]  # fmt: skip
-    for value in sayable.get(knob, (2, 4)):
-        if knob == "grad_accum" and word is None:  # by the global batch
+    for value in accepted.get(knob, (2, 4)):
+        if knob == "grad_accum" and settings is None:  # by the global batch
             space = Space()
             micro = space.choice("micro_batch", [2])
             space.derive("grad_accum", 4 * value // (micro * 2))
@@ -138,11 +138,11 @@ def test_launcher_options_are_read_back_as_the_same_knobs(name, knob):
 
 
 @pytest.mark.parametrize(("name", "knob", "value"), list(cases(FRAMEWORKS)))
-def test_every_word_is_read_back_as_the_same_knob(name, knob, value):
+def test_every_setting_is_read_back_as_the_same_knob(name, knob, value):
     framework, config = find_framework(name), config_of(knob, value)
     devices = prod(config.get(each, 1) for each in ("tp", "sp", "cp", "pp", "dp"))
     strategy = Strategy.of(config, devices=devices)
-    can = {each: word.values for each, word in framework.words.items() if each in config}
+    can = {each: settings.values for each, settings in framework.knobs.items() if each in config}
     written = {each for each, values in can.items() if each == knob or not values or config[each] in values}
     settings = framework.settings(strategy, Stated({}, "x"), written)
     source = Source(framework=name, where="x", form="yaml", settings=settings, stated=frozenset())

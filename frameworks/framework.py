@@ -1,6 +1,6 @@
 """A framework's names of the standard knobs, and settings of one file or command.
 
-Each framework has one table of `Word`s. It is used to write exports, to render commands, and to read files and
+Each framework has one `KnobTable`. It is used to write exports, to render commands, and to read files and
 commands. Settings are flat in every format: a TOML file with `[training] seq_len = 8192` is `{"training.seq_len":
 8192}`, and `--seq-length 8192` is `{"seq-length": "8192"}`. Names are compared without regard to hyphens and
 underscores.
@@ -19,8 +19,8 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
-    """A framework's form of a knob: a setting with the knob's value, or settings for each of its values."""
+class KnobSettings:
+    """A framework's settings of a knob: one with the knob's value, or settings for each of its values."""
 
     knob: str
     keys: tuple[str, ...] = ()
@@ -84,20 +84,20 @@ class Word:
         }
 
 
-class Words(Mapping[str, Word]):
-    """A framework's words by knob."""
+class KnobTable(Mapping[str, KnobSettings]):
+    """A framework's settings by knob."""
 
-    def __init__(self, *words: Word) -> None:
-        self._words = {each.knob: each for each in words}
+    def __init__(self, *settings: KnobSettings) -> None:
+        self._settings = {each.knob: each for each in settings}
 
-    def __getitem__(self, knob: str) -> Word:
-        return self._words[knob]
+    def __getitem__(self, knob: str) -> KnobSettings:
+        return self._settings[knob]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._words)
+        return iter(self._settings)
 
     def __len__(self) -> int:
-        return len(self._words)
+        return len(self._settings)
 
     def write(self, knob: str, value: Any) -> dict[str, Any]:
         """Settings for a value of a knob.
@@ -114,7 +114,7 @@ class Words(Mapping[str, Word]):
 
         Args:
             form: format of an option, such as `--{} {}`.
-            said: possible values of each knob; None for all.
+            values_of: possible values of each knob; None for all.
             hyphens: replace underscores in settings by hyphens in options.
         """
         return {
@@ -216,7 +216,7 @@ class Framework:
     name: str
     """Name for `--to` and `--launcher`, if supported."""
     title: str
-    words: Words
+    knobs: KnobTable
     signs: tuple[str, ...] = ()
     """Patterns of settings that identify its files."""
     programs: tuple[str, ...] = ()
@@ -234,18 +234,18 @@ class Framework:
     by_last: bool = False
     """True if its settings are found without their sections."""
     prepare: Callable[[Stated], None] = lambda stated: None
-    """Adds defaults of settings before words are read."""
+    """Adds defaults of settings before the knobs are read."""
     read: Callable[[Stated], None] = lambda stated: None
     """Reads knobs that follow from several settings."""
     write: Callable[[Strategy, Stated], dict[str, Any]] = lambda strategy, stated: {}
-    """Settings of a strategy that are not words, for the file that is to be changed."""
+    """Settings of a strategy that are not in the table, for the file that is to be changed."""
     partly: frozenset[str] = frozenset()
     """Knobs for which `write` supports values that are not in the table."""
     option: str = "--{key} {value}"
     """Format of a setting in a command."""
-    prints: str = ""
+    step_pattern: str = ""
     """Regular expression of a step's line in its log, with metrics as groups."""
-    spoken: str = ""
+    loss_pattern: str = ""
     """Regular expression of the loss in its log."""
 
     def recognised(self, settings: Settings) -> int:
@@ -257,14 +257,14 @@ class Framework:
         """Reads knobs, facts and notes from settings."""
         stated = Stated(settings, where, by_last=self.by_last)
         self.prepare(stated)
-        for word in self.words.values():
-            value = word.value(stated)
+        for knob, settings_of_knob in self.knobs.items():
+            value = settings_of_knob.value(stated)
             if value is None:
                 continue
-            if word.knob in STANDARD and not STANDARD[word.knob].can_be(value):
-                stated.note(f"{stated.name(*word.keys)} = {value} is not a value that {word.knob} can have")
+            if knob in STANDARD and not STANDARD[knob].can_be(value):
+                stated.note(f"{stated.name(*settings_of_knob.keys)} = {value} is not a value that {knob} can have")
             else:
-                stated.knobs[word.knob] = value
+                stated.knobs[knob] = value
         if (model := stated.get(*self.model)) is not None:
             stated.facts.setdefault("model", str(model))
         if (length := stated.whole(*self.seq_len)) is not None:
@@ -280,9 +280,9 @@ class Framework:
         """
         wanted = set(knobs)
         out: dict[str, Any] = {}
-        for word in self.words.values():
-            if word.knob in wanted and (word.knob not in self.partly or getattr(strategy, word.knob) in word.values):
-                out |= word.settings(getattr(strategy, word.knob), stated)
+        for knob, each in self.knobs.items():
+            if knob in wanted and (knob not in self.partly or getattr(strategy, knob) in each.values):
+                out |= each.settings(getattr(strategy, knob), stated)
         return out | self.write(strategy, stated)
 
 
