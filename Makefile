@@ -17,14 +17,13 @@ PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addp
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
 
-# Each of the two begins with a half, files in one piece, and takes of the other's rest what that has not come to.
+# Two workers get half of the tests each, in order; the one that is done first takes over tests of the other.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(TEST_STAMP)
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
-# Whole commands in whole terminals and clusters, and the rest of each matrix, which rarely fail: some half an hour
-# on two cores.
+# Whole commands in terminals and on clusters, and the rest of each matrix, which rarely fail: over an hour on two cores.
 test-slow: $(TEST_STAMP)
 	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
 
@@ -66,8 +65,8 @@ types:
 $(TEST_STAMP): $(STAMP)
 	@# DeepSpeed compiles what it needs when it is started.
 	DS_BUILD_OPS=0 $(PIP) --editable ".[test,docs,loggers,frameworks]"
-	@# Not where commands find them: transformers imports torchao wherever it is, which takes a second and prints. CUDA builds
-	@# of torch bring their own triton, which is found first.
+	@# In a folder that only tests import from: transformers imports an installed torchao, which takes a second and prints.
+	@# CUDA builds of torch bring their own triton, which is found first.
 	$(PIP) --upgrade --no-deps --target $(VENV)/beside "torchao>=0.13" "liger-kernel>=0.8" triton
 	touch $(TEST_STAMP)
 
