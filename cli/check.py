@@ -20,7 +20,7 @@ EXAMPLES = """\b
 Examples:
   redline check train.toml --hardware h100-80gb --devices 16
   redline check "torchrun --nproc-per-node 8 run_clm.py --config_name llama3-8b --bf16 ..." --hardware a100-80gb
-  redline check ds_config.json --model llama2-7b --seq-len 4096 --set micro_batch=2 --hardware h100-80gb --devices 8
+  redline check ds_config.json --model llama2-7b --seq-len 4096 --fix micro_batch=2 --hardware h100-80gb --devices 8
 """
 
 
@@ -35,7 +35,7 @@ Examples:
 @click.option(
     "--global-batch", type=click.IntRange(min=1), metavar="N", help="Samples of a step.  [default: the file's]"
 )
-@click.option("--set", "fix", multiple=True, metavar="KNOB=V", help="A knob that the file leaves to code; repeatable.")
+@click.option("--fix", multiple=True, metavar="KNOB=V", help="A knob that the file leaves to code; repeatable.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: all]")
 @click.option(
     "--framework",

@@ -1,5 +1,6 @@
 """`redline logs`: the events of a search, or the output of a trial."""
 
+import codecs
 import sys
 import time
 
@@ -34,13 +35,14 @@ def logs(server: str, token: str | None, trust: str | None, search: str, follow:
                 if line := event_text(event.kind, event.data):
                     click.echo(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {line}")
             return
-        seen = 0
+        # Pieces may end within a character.
+        decoder, seen = codecs.getincrementaldecoder("utf-8")("replace"), 0
         while True:
             over = run.state in ENDED or not follow
             data = run.log(trial, seen)
             seen += len(data)
             # Control characters of an untrusted program must not reach the terminal.
-            text = data.decode("utf-8", "replace")
+            text = decoder.decode(data, final=over).replace("\r\n", "\n").replace("\r", "\n")
             click.echo("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text), nl=False)
             sys.stdout.flush()
             if over:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ..results import summary
 from ..results.columns import fold, knob_text, speed
+from ..results.measurement import DEFAULT
 from ..tuner.result import Candidate, Result
 from ..views.show import speed_of
 from . import words
@@ -130,7 +131,7 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
 
 
 def _default_failed(result: Result) -> str:
-    trial = next((each for each in result.all_trials if each.sampler == "default"), None)
+    trial = next((each for each in result.all_trials if each.sampler == DEFAULT), None)
     if trial is None or trial.pending:
         return "not measured"
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from ..results import Trial
 from ..results.columns import fold, speed
+from ..results.measurement import DEFAULT
+from ..tuner.budget import counts
 from ..tuner.listener import SearchListener, SearchPlan
 from ..views.show import STATUS_STYLES
 from . import words
@@ -192,7 +194,7 @@ class TerminalListener(ProgressListener):
         return f"{words.duration(spent)} {self._doing}{about}{self._trials}"
 
     def _status(self, plan: SearchPlan) -> Text:
-        done = len(self._finished)
+        done = sum(map(counts, self._finished))
         of = f" of {plan.trials}" if plan.trials else ""
         status = Text(f"{done}{of} trials", style="bold")
         leader = max((t for t in self._finished if t.ok), key=lambda t: t.throughput, default=None)
@@ -212,7 +214,7 @@ class TerminalListener(ProgressListener):
         limits = []
         if plan.seconds is not None:
             limits.append(plan.seconds - (time.monotonic() - self._begin))
-        known = [trial.measured.seconds_total or 0.0 for trial in self._finished]
+        known = [trial.measured.seconds_total or 0.0 for trial in self._finished if counts(trial)]
         if plan.trials is not None and known:
             usual = statistics.mean(known)
             under_way = sum(min(time.monotonic() - since, usual) for _, since in self._running.values())
@@ -247,7 +249,7 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
     line.append(f"{speed(measured.reached, measured.unit) if measured.ok else '':>16}  ")
     if not narrow:
         line.append(f"{words.memory(measured.peak_memory_mib) if measured.peak_memory_mib else '':>10}  ")
-    is_default = trial.sampler == "default"
+    is_default = trial.sampler == DEFAULT
     base = plan.default if plan is not None and not is_default else None
     derived = plan.derived if plan is not None else frozenset()
     what = words.difference(trial.config, base, derived, trial.lossy)

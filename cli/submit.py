@@ -68,7 +68,7 @@ def submitted(
     given: Mapping[str, Any], server: str, token: str | None, trust: str | None = None, **own: Any
 ) -> "SearchRun":
     """Submits the search that the arguments of `redline.tune` describe, with the options of the queue."""
-    asked = {name: value for name, value in given.items() if value not in (None, "", (), {}, False)}
+    asked = {name: value for name, value in given.items() if value is not False and value not in (None, "", (), {})}
     return client_of(server, token, trust).submit(asked.pop("target"), asked.pop("space", None), **own, **asked)
 
 

@@ -181,7 +181,7 @@ def check(
         trainer = replace(trainer, config=config, global_batch=global_batch, stated=stated)
     trainer = trainer.on(devices)
     if "micro_batch" not in trainer.config:
-        raise UsageError(f"{trainer.framework}: the file does not state the micro-batch: give --set micro_batch=N")
+        raise UsageError(f"{trainer.framework}: the file does not state the micro-batch: give --fix micro_batch=N")
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
     found, source = _model(trainer, model, seq_len, facts, machine)
     trainer = replace(trainer, seq_len=found.seq_len, model=found.name)

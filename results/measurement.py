@@ -292,6 +292,15 @@ def _rank(data: Any) -> dict[str, Any]:
     return values
 
 
+DEFAULT, USER, FALLBACK = "default", "user", "fallback"
+"""Origins of trials that no sampler proposed: the default configuration, those that the user named, and the one with less memory
+that follows a failed first trial."""
+LAYERWISE = "layerwise"
+"""Origin of the trial that refines the winner block by block."""
+PLANNED = "estimate"
+"""Origin of a plan of `redline estimate`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """A configuration, the sampler that proposed it, its prediction, and its measurement."""
@@ -301,7 +310,7 @@ class Trial:
     config: Any
     """The tried `Config`."""
     sampler: str = ""
-    """Name of the sampler that proposed it, `default`, or `user`."""
+    """Name of the sampler that proposed it, or `DEFAULT`, `USER`, `FALLBACK`, `LAYERWISE` or `PLANNED`."""
     attempts: int = 1
     """Number of times it was started: by processes that ended during it and by the present one."""
     predicted_throughput: float | None = None

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -103,7 +104,7 @@ class SlurmRunner(DryRunner):
         groups = shares(workers, self._layout, terms.device.count if cuda else 0)
         self._groups: queue.SimpleQueue[WorkerGroup | None] = queue.SimpleQueue()
         """Free worker groups; None once all were lost."""
-        self._left = self.slots
+        self._left, self._counting = self.slots, threading.Lock()
         for slot in range(self.slots):
             self._groups.put(WorkerGroup(groups[slot % len(groups)], self.per_host))
 
@@ -118,7 +119,7 @@ class SlurmRunner(DryRunner):
         """Calls a function with a free group. A group that is lost gets no further trial.
 
         Raises:
-            RunnerError: it was lost, or all are.
+            RunnerError: it was lost, or all are; or one of its hosts reported a failure, such as an agent that ended.
         """
         group = self._groups.get()
         if group is None:
@@ -127,10 +128,14 @@ class SlurmRunner(DryRunner):
         try:
             found = call(group)
         except (RunnerError, TimeoutError, OSError) as error:
+            if isinstance(error, RunnerError) and not any(worker.lost for worker in group.workers):
+                self._groups.put(group)
+                raise
             group.kill()
-            self._left -= 1
-            if not self._left:
-                self._groups.put(None)
+            with self._counting:
+                self._left -= 1
+                if not self._left:
+                    self._groups.put(None)
             raise RunnerError(f"Slurm lost the node of a trial: {error}") from error
         except BaseException:
             self._groups.put(group)
@@ -311,6 +316,10 @@ class _Slice(HostWorker):
         self._worker, self.here = worker, worker.here
         self._ids = tuple(map(str, indices))
 
+    @property
+    def lost(self) -> bool:
+        return self._worker.lost
+
     def ask(self, method: str, *arguments: Any) -> Any:
         if method == "run":
             job, *others = arguments
@@ -334,6 +343,10 @@ class _SlurmWorker(HostWorker):
         number, self._node = self._caller.call(START, sys_path, imports)
         self.here = self._node == os.environ.get("SLURMD_NODENAME")
         return int(number)
+
+    @property
+    def lost(self) -> bool:
+        return self._caller.lost
 
     def ask(self, method: str, *arguments: Any) -> Any:
         return self._caller.call(method, *arguments)

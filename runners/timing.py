@@ -316,7 +316,7 @@ def _measure_alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expect
 def _in_turns(
     timed: _Timed, turns: Turns, agree: Callable[[list[float]], list[float]], expected_ms: float
 ) -> tuple[list[float], list[float]]:
-    """Runs steps while there are turns, at least one. Returns the turn_times of all steps and the median of each turn, ms."""
+    """Runs steps while there are turns, at least one. Returns the times of all steps and the median of each turn, ms."""
     times: list[float] = []
     medians: list[float] = []
     turns.end()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 
 from ..base.errors import UsageError
-from ..results import Trial
+from ..results import Status, Trial
+from ..results.measurement import LAYERWISE
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1.0, "MIB": 1.0, "M": 1.0, "GIB": 1024.0, "G": 1024.0, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
@@ -30,12 +31,12 @@ class Budget:
     early.
     """
 
-    def check_against(self, timeout_s: float | None, at_once: int, devices: int) -> None:
+    def check_against(self, timeout_s: float | None, at_once: int | None, devices: int) -> None:
         """Raises UsageError if limits contradict each other.
 
         Args:
             timeout_s: requested deadline of a trial, s; None for the default.
-            at_once: number of concurrent trials.
+            at_once: number of concurrent trials; None if it is not known yet.
             devices: devices of one trial.
         """
         if self.seconds is not None and timeout_s is not None and timeout_s > self.seconds:
@@ -43,13 +44,18 @@ class Budget:
                 f"one trial may take {timeout_s:g} s, which is more than the {self.seconds:g} s of the whole "
                 "search; lower the trial timeout or raise the time"
             )
-        if self.seconds is not None and self.device_hours is not None:
+        if self.seconds is not None and self.device_hours is not None and at_once is not None:
             most = self.seconds / 3600 * devices * at_once
             if self.device_hours > most:
                 raise UsageError(
                     f"{self.device_hours:g} device-hours cannot be spent in {self.seconds:g} s on "
                     f"{devices * at_once} devices (at most {most:.3g}); leave one of the two out"
                 )
+
+
+def counts(trial: Trial) -> bool:
+    """True if a trial counts towards the limit of trials: it was not skipped, and does not refine the winner."""
+    return trial.sampler != LAYERWISE and (trial.pending or trial.measured.status is not Status.SKIPPED)
 
 
 def device_hours_of(trials: Sequence[Trial], devices: int) -> float:

@@ -24,6 +24,7 @@ import numpy as np
 from ..results import Measurement, RunFolder, Status, Trial, summary
 from ..results.again import Z95
 from ..results.columns import speed
+from ..results.measurement import DEFAULT
 from ..results.summary import EQUAL
 from ..runners.load import CHANGED_CORES
 from ..runners.soak import SoakPlan
@@ -203,7 +204,7 @@ class Confirmation:
             leaders = more if self._fewest_s(more) < self.watch.left else leaders
         # Lossy leaders are compared with the best trial without lossy values.
         exact = next((trial for trial in left if not trial.lossy), None)
-        references = [trial for trial in left if trial.sampler == "default" or trial is exact]
+        references = [trial for trial in left if trial.sampler == DEFAULT or trial is exact]
         return leaders + [trial for trial in references if trial not in leaders]
 
     def _fewest_s(self, contenders: Iterable[Trial]) -> float:
@@ -278,7 +279,7 @@ class Confirmation:
         # Estimates how fast trials that were never measured again would have been beside the best.
         # The default configuration shows the change best: it was not selected for a high first measurement.
         shifts = {n: comparison.level[n] - math.log(_at_first(by_number[n])) for n in comparison.level}
-        base = next((n for n in shifts if by_number[n].sampler == "default"), None)
+        base = next((n for n in shifts if by_number[n].sampler == DEFAULT), None)
         shift = statistics.median(shifts.values()) if base is None else shifts[base]
         challengers = [
             trial
@@ -290,7 +291,7 @@ class Confirmation:
             for trial in active
             if trial.number != top
             and not comparison.ahead(top, trial.number, len(comparison.level) - 1)
-            and (trial.sampler != "default" or comparison.gap(top, trial.number) < EQUAL)
+            and (trial.sampler != DEFAULT or comparison.gap(top, trial.number) < EQUAL)
         ]
         close = all(comparison.gap(top, trial.number) < EQUAL for trial in rivals)
         if close and all(self._times[trial.number] >= ROUNDS_TO_TIE for trial in rivals):

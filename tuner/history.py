@@ -8,6 +8,7 @@ from operator import is_not
 import numpy as np
 
 from ..results import Measurement, Status, Trial
+from ..results.measurement import LAYERWISE
 from ..runners import Reference
 from ..runners.load import CHANGED_CORES
 from .listener import SearchListener
@@ -33,8 +34,8 @@ def unsteady(trials: Sequence[Trial]) -> bool:
 
 @dataclass
 class Conditions:
-    """Compares the current load of other processes with their load when the default configuration, the canary, was
-    last measured. If it has changed, measures the canary again.
+    """Compares the current load of other processes with their load when the canary was last measured: the first trial that
+    succeeded, usually the default configuration. If it has changed, measures the canary again.
     """
 
     measure: Callable[[Trial], Measurement]
@@ -53,6 +54,8 @@ class Conditions:
             self._seen = [] if measured.foreign_cores is None else [(measured.foreign_cores, 1.0)]
             return measured
         load = measured.foreign_cores
+        if not self._seen and canary.measured.foreign_cores is not None:  # an earlier process measured it
+            self._seen = [(canary.measured.foreign_cores, 1.0)]
         if load is None or not self._seen:
             return measured
         if abs(load - self._seen[-1][0]) > CHANGED_CORES:
@@ -84,11 +87,9 @@ class Conditions:
                 )
             else:
                 change = f"the machine is less busy: {name} now runs {self.speed:.1f} times as fast as at first"
-            self.listener.on_message(f"{change}; trials are compared as if all had run under that load")
-
-
-REFINEMENT = "layerwise"
-"""Sampler name of the trial that refines the winner."""
+            self.listener.on_message(
+                f"{change}; trials are compared as if all had run under the load at the start of the search"
+            )
 
 
 class History:
@@ -156,7 +157,7 @@ class History:
                 self._best = speed
             if measured.probe is not None:
                 self._probed[number] = Reference(probe=measured.probe, config_id=trial.config.id)
-        if trial.sampler == REFINEMENT:
+        if trial.sampler == LAYERWISE:
             return
         if measured is not None and measured.status is Status.SKIPPED:
             self._skipped.add(number)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..results import Trial
+from .budget import counts
 
 if TYPE_CHECKING:
     from .result import Result
@@ -69,5 +70,5 @@ class SearchPlan:
 
     @property
     def done(self) -> int:
-        """Number of trials finished before a resume."""
-        return len(self.earlier)
+        """Number of trials of the budget that were finished before a resume."""
+        return sum(map(counts, self.earlier))

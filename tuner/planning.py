@@ -87,12 +87,33 @@ def with_samples_of(workload: Workload, like: Mapping[str, Any] | None) -> Workl
 
 
 def beginning_with(space: Space, config: Config) -> Space:
-    """Returns a copy of a space with `config` as the default configuration."""
+    """Returns a copy of a space whose default configuration is the nearest to `config`."""
     copy = space.copy()
     for knob in copy.knobs:
-        if not knob.derived and knob.name in config:
-            knob.default = config[knob.name]
+        if not knob.derived and config.get(knob.name, knob.default) in knob.values:  # not fixed at another one
+            knob.default = config.get(knob.name, knob.default)
     return copy
+
+
+def adapted(workload: Workload, config: Config, *, devices: int, fixed: Mapping[str, Any]) -> Config:
+    """Returns the valid configuration nearest to another one, with these values of knobs, the workload's global batch and the
+    devices.
+
+    Args:
+        workload: what is trained.
+        config: the other configuration, of a run on as many devices.
+        devices: number of devices.
+        fixed: values of knobs.
+
+    Raises:
+        SpaceError: no configuration has these values.
+    """
+    space, _ = training_space(workload, detect(), devices, config, fixed)
+    for knob in space.knobs:
+        known = knob.derived or knob.name in fixed or knob.name not in config
+        if not known and config[knob.name] not in knob.values:
+            space.override(knob.name, [*knob.values, config[knob.name]])
+    return beginning_with(space, config).default()
 
 
 def smallest(space: Space) -> Space:

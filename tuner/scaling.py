@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import RedlineError, SpaceError, UsageError, WorkloadError
+from ..base.errors import RedlineError, RunnerError, SpaceError, UsageError
 from ..base.reading import path_of
 from ..base.writing import write_atomic
 from ..models import Workload
@@ -118,12 +118,18 @@ def scale(
     if not scaling.interrupted:
         known = {count: result.all_trials for count, result in results.items()}
         known |= {} if run is None else {run.devices: run.trials}
+        _save(scaling, folder)  # the prediction may fail after hours of measurements
         scaling = _predicted(scaling, target, batch_of, predict_to, options, known, trainer=baseline == TRAINER)
+    _save(scaling, folder)
+    return scaling
+
+
+def _save(scaling: Scaling, folder: Path | None) -> None:
+    """Writes scale.csv and scale.svg into a folder, if there is one."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "scale.csv", scaling.csv().encode())
         write_atomic(folder / "scale.svg", scaling.svg().encode())
-    return scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +347,10 @@ def _predicted(
             scaling, points=tuple(_with_prediction(each, target, options, known, request) for each in points)
         )
         return _with_trainer(scaling, target, options, known) if trainer else scaling
-    except WorkloadError as error:
+    except (
+        UsageError,
+        RunnerError,
+    ) as error:  # also a model that cannot be traced, and a machine that cannot be measured
         return replace(scaling, notes=(f"nothing is predicted: {error}",))
 
 
@@ -355,7 +364,7 @@ def _with_trainer(
     for point in scaling.points:
         try:
             found, reason = _trainer(point, target, options, known)
-        except (SpaceError, UsageError) as error:
+        except (SpaceError, UsageError, RunnerError) as error:
             found, reason = None, f"Trainer on {point.devices} devices: {error}"
         if found is None:
             notes[reason] = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..base.errors import RunnerError
 from ..results import Measurement, RunFolder, Status, Trial
+from ..results.measurement import DEFAULT, FALLBACK, LAYERWISE, USER
 from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
 from ..runners.soak import SoakPlan
@@ -18,7 +19,7 @@ from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
 from .confirm import Confirmation, Soaking
 from .feasibility import OutOfMemoryKnowledge
-from .history import REFINEMENT, Conditions, History
+from .history import Conditions, History
 from .listener import SearchListener
 from .samplers import Sampler
 
@@ -92,6 +93,8 @@ class Search:
         self._conditions = Conditions(self._measure_again, self.listener)
         self._history = History(lambda: self.run_folder.trials())
         self._judge_at = 0
+        self._earlier: set[int] = set()
+        """Trials that an earlier process finished: what crashed then may be mended now."""
         self._shortfall = ""
         self.ended = ""
         """Reason for the end of the search."""
@@ -107,6 +110,7 @@ class Search:
             StudyError: the ledger cannot be written.
         """
         running: dict[Future[Measurement], Trial] = {}
+        self._earlier = {trial.number for trial in self.run_folder.trials() if not trial.pending}
         again = [self._restart_pending(trial) for trial in self.run_folder.pending()]
         again = [trial for trial in again if trial.pending]
         pool = ThreadPoolExecutor(max_workers=self.runner.slots, thread_name_prefix="trial")
@@ -125,10 +129,12 @@ class Search:
                 for future in sorted(done, key=lambda each: each.exception() is not None):
                     measured = future.result()
                     trial = running.pop(future)
-                    # With concurrent trials, the canary would measure their load.
-                    if self.runner.slots == 1 and self._watch.left > 0:
-                        measured = self._conditions.judge(self.run_folder.trials(), measured)
-                    self.listener.on_trial_end(self.run_folder.finish(trial.number, measured))
+                    try:
+                        # With concurrent trials, the canary would measure their load.
+                        if self.runner.slots == 1 and self._watch.left > 0:
+                            measured = self._conditions.judge(self.run_folder.trials(), measured)
+                    finally:
+                        self.listener.on_trial_end(self.run_folder.finish(trial.number, measured))
         except BaseException as cause:
             self._close(cause)  # ends the running trials, so that the threads return
             if not self.runner.isolated:  # this process is still alive
@@ -177,7 +183,7 @@ class Search:
         self.listener.on_message(found.summary)
         started = self.run_folder.start(
             found.config,
-            sampler=REFINEMENT,
+            sampler=LAYERWISE,
             predicted_throughput=found.predicted_throughput,
             predicted_memory_mib=found.predicted_memory_mib,
         )
@@ -222,7 +228,7 @@ class Search:
         if self.budget.trials is not None and self._history.tried >= self.budget.trials:
             return f"all {self.budget.trials} trials are done"
         if trials and self._too_late(trials):
-            return f"the time of {self.budget.seconds:g} s is used up"
+            return f"the rest of the {self.budget.seconds:g} s is not enough for another trial"
         limit = self.budget.device_hours
         if limit is not None and device_hours_of(trials, self.devices) >= limit:
             return f"the {limit:g} device-hours are used up"
@@ -230,19 +236,17 @@ class Search:
 
     def _all_alike(self, trials: list[Trial]) -> str | None:
         """Reason to expect that further trials crash like the first two; None if there is none."""
-        finished = [trial for trial in trials if not trial.pending and not _skipped(trial)]
+        finished = [
+            trial for trial in trials if not trial.pending and not _skipped(trial) and trial.number not in self._earlier
+        ]
         if (
             not self.user_code_errors
-            or len(finished) != 2
+            or len(finished) < 2
             or any(trial.measured.status is not Status.CRASH for trial in finished)
+            or len({re.sub(r"\d+", "N", trial.measured.reason) for trial in finished}) > 1
         ):
             return None
-        first, second = (re.sub(r"\d+", "N", trial.measured.reason) for trial in finished)
-        return (
-            f"the first two trials crashed in the same way, so {self.user_code_errors} is to blame"
-            if first == second
-            else None
-        )
+        return f"the first two trials crashed in the same way, so {self.user_code_errors} is to blame"
 
     def _no_use(self, trials: list[Trial]) -> str | None:
         """Reason why further trials are not worth their time; None if there is none."""
@@ -297,15 +301,15 @@ class Search:
         def tried(config: Config) -> bool:
             return any(trial.config == config for trial in trials)
 
-        base = next((trial for trial in trials if trial.sampler == "default"), None)
+        base = next((trial for trial in trials if trial.sampler == DEFAULT), None)
         for config in self.first:
             if config == self.first[0] and base is not None:
                 continue  # a resumed run may have had another first trial, because estimates change
             if not tried(config):
-                return config, "default" if config == self.first[0] else "user"
+                return config, DEFAULT if config == self.first[0] else USER
         failed = base is not None and not base.pending and not base.ok
         if failed and self.fallback is not None and not tried(self.fallback):
-            return self.fallback, "fallback"
+            return self.fallback, FALLBACK
         proposals = self.sampler.propose(trials, 1)
         if not proposals:
             self.ended = self._exhausted(trials)

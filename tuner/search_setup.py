@@ -100,7 +100,12 @@ class SearchSetup:
         )
         if not self.request.emulate_first:
             return made
-        return EmulateFirst(emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True), made)
+        try:
+            first = emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True)
+        except BaseException:
+            made.close()
+            raise
+        return EmulateFirst(first, made)
 
 
 def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
@@ -202,7 +207,9 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
     if request.emulate_first:
         check_emulate_first(request, task)
     deadline = request.timeout_s if request.given("trial_timeout") else None
-    request.budget.check_against(deadline, request.concurrency or 1, task.devices)
+    # Without a limit, GPUs run as many trials at once as there is room for.
+    at_once = request.concurrency or (1 if task.device.type == "cpu" else None)
+    request.budget.check_against(deadline, at_once, task.devices)
     if task.simulated and request.time is not None:
         raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
     if request.layerwise:
@@ -516,7 +523,7 @@ def _start_runner(
         seed=request.seed,
     )
     return runner_on(
-        request.runs_on,
+        "local" if request.runs_on == EMULATE else request.runs_on,
         work,
         terms,
         concurrency=at_once,

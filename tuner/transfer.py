@@ -32,8 +32,8 @@ from ..base.errors import StudyError, UsageError
 from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..results import Trial, View
+from ..results.measurement import LAYERWISE
 from ..space import Config, Space
-from .history import REFINEMENT
 from .predicting import estimator_of
 from .samplers.encoding import Encoding
 from .samplers.gaussian_process import Kernel, Points, Scales, fit_scales
@@ -291,7 +291,7 @@ def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> l
         if view.document is None:
             raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
         # A refined configuration names single blocks and is outside every space.
-        trials = [each for each in view.trials() if not each.pending and each.sampler != REFINEMENT]
+        trials = [each for each in view.trials() if not each.pending and each.sampler != LAYERWISE]
         runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
     return runs
 

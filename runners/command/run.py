@@ -290,7 +290,9 @@ class Run(Clock):
                 self.objective = Objective(name=name, smaller=self.terms.smaller, work=self.terms.work)
         self.metrics.update(reported.values)
         if "loss" in reported.values and len(self.losses) < MOST_LOSSES:
-            self.losses[int(reported.values.get("step", len(self.losses)))] = reported.values["loss"]
+            step = reported.values.get("step", len(self.losses))
+            if math.isfinite(step):
+                self.losses[int(step)] = reported.values["loss"]
         if self.objective is None or (value := reported.values.get(self.objective.name)) is None:
             return
         if self.objective.name == "step":

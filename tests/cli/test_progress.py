@@ -1,6 +1,7 @@
 """Output while a search runs, also while it resumes and while it measures leaders."""
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from redline.base.errors import UsageError
 from redline.cli.outcome import print_result
 from redline.cli.progress import LineListener, TerminalListener
 from redline.results import Measurement, RunFolder, Status, Trial
+from redline.results.measurement import LAYERWISE
 from redline.space import Config
 from redline.tuner import search_setup
 from redline.tuner.listener import SearchListener, SearchPlan
@@ -40,6 +42,14 @@ def test_the_footer_of_a_resumed_run_counts_its_earlier_trials():
     listener.on_trial_end(trial(2, 462.0))
     text = shown(listener)
     assert "3 of 8 trials" in text and "best 482 tokens/s (trial 0)" in text and "3 ok" in text
+
+
+def test_skipped_trials_and_the_refined_winner_are_not_counted():
+    listener = TerminalListener(io.StringIO())
+    skipped = replace(trial(1, None), measurement=Measurement(status=Status.SKIPPED, reason="needs as much"))
+    listener.on_start(plan(trial(0, 482.0), skipped))
+    listener.on_trial_end(replace(trial(2, 500.0), sampler=LAYERWISE))
+    assert "1 of 8 trials" in shown(listener) and listener._plan.done == 1
 
 
 def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):

@@ -103,10 +103,16 @@ def test_a_command_in_a_file_is_tuned_alike_and_dry_starts_nothing(checkout, cap
 
 
 def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
+    works = Path("train.py").read_text()
     Path("train.py").write_text("import sys\nraise SystemExit(f'no such file: {sys.argv[1]}')\n")
     code, out, _ = run(capsys, "tune", "--command", checkout, "--space", "knobs.yaml", "--trials", 6, "--out", "run")
     assert code == 3 and "the first two trials crashed in the same way, so the command is to blame" in out
     assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
+    Path("train.py").write_text(works)
+    options = ["--space", "knobs.yaml", "--measure-time", "200ms", "--trials", 3, "--out", "run", "--resume"]
+    code, out, err = run(capsys, "tune", "--command", checkout, *options)
+    assert code == 0, "the crashes are of another version of the program: " + out + err
+    assert [each["status"] for each in csv.DictReader(open("run/trials.csv"))] == ["crash", "crash", "ok"]
 
 
 @pytest.mark.parametrize(

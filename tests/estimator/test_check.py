@@ -156,7 +156,7 @@ def test_experts_that_are_spread_over_hosts_are_better_kept_on_one():
         (
             "accelerate launch --num_processes 4 --mixed_precision bf16 t.py",
             {"model": "gpt2"},
-            "give --set micro_batch=N",
+            "give --fix micro_batch=N",
         ),
         (f"{RUN} --per_device_train_batch_size 4", {"global_batch": 30}, "30, is not a multiple of micro_batch 4"),
         (RUN, {"hardware": "h1000"}, "h1000"),

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -234,9 +236,10 @@ def test_connections_without_the_key_are_refused_and_block_nothing(monkeypatch, 
     assert time.monotonic() - begin < 30
 
 
-def test_a_gang_that_is_lost_gets_no_further_trial():
+def test_a_group_that_is_lost_gets_no_further_trial():
     class Lost:
         killed = 0
+        workers = (SimpleNamespace(lost=False),)
 
         def run(self, job):
             raise TimeoutError("1 hosts did not end a trial within 10 s")
@@ -249,16 +252,25 @@ def test_a_gang_that_is_lost_gets_no_further_trial():
             return Outcome(status=Status.OK)
 
     runner = object.__new__(SlurmRunner)
-    runner._groups, runner._left = queue.SimpleQueue(), 2
+    runner._groups, runner._left, runner._counting = queue.SimpleQueue(), 2, threading.Lock()
     lost, fine = Lost(), Fine()
     runner._groups.put(lost)
     runner._groups.put(fine)
     with pytest.raises(redline.RunnerError, match="Slurm lost the node of a trial"):
         runner.dispatch(Job(program=b""))
     assert [runner.dispatch(Job(program=b"")).status for _ in range(3)] == [Status.OK] * 3 and lost.killed == 1
-    fine.run = lost.run
+
+    def failing(job):
+        raise redline.RunnerError("the agent of its host has ended")
+
+    fine.run = failing
+    with pytest.raises(redline.RunnerError, match="^the agent of its host has ended"):
+        runner.dispatch(Job(program=b""))
+    assert fine.killed == 0, "its host is there and starts another agent"
+    fine.workers = (SimpleNamespace(lost=True),)
     with pytest.raises(redline.RunnerError, match="Slurm lost the node"):
         runner.dispatch(Job(program=b""))
+    assert fine.killed == 1
     for _ in range(2):
         with pytest.raises(redline.RunnerError, match="has lost all nodes"):
             runner.dispatch(Job(program=b""))

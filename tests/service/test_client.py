@@ -10,6 +10,7 @@ import pytest
 import redline as rl
 from click.testing import CliRunner
 from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
+from redline.cli import submit
 from redline.cli.main import redline as command_line
 from redline.models.server_model import ServerModel
 from redline.service.request import arguments, digest, travelling
@@ -314,3 +315,15 @@ def test_fifty_loops_ask_and_tell_at_once(service):
     for each in loops:
         each.join()
     assert (counts, trouble) == ([1] * 50, [])
+
+
+def test_options_with_the_value_zero_are_sent(monkeypatch):
+    sent = {}
+
+    class Client:
+        def submit(self, target, space, **options):
+            sent.update(options)
+
+    monkeypatch.setattr(submit, "client_of", lambda *where: Client())
+    submit.submitted({"target": "gpt2-tiny", "patience": 0, "headroom": 0.0, "resume": False, "fix": {}}, "", None)
+    assert sent == {"patience": 0, "headroom": 0.0}

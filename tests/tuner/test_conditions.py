@@ -48,6 +48,12 @@ def test_while_nothing_changes_no_canary_is_run():
     )
 
 
+def test_a_resumed_search_compares_with_the_load_of_its_first_process():
+    canary, listener = Canary(ran(40.0, 1.0)), RecordingListener()
+    busy = Conditions(canary, listener).judge([trial(0, ran(100.0, 0.0))], ran(60.0, 1.0))
+    assert canary.asked == [0] and busy.machine_speed == 0.4
+
+
 def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
     canary, listener = Canary(ran(40.0, 1.0), ran(100.0, 0.0)), RecordingListener()
     conditions = Conditions(canary, listener)

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import redline as rl
 from redline.base.errors import MissingDependency, UsageError
 from redline.results import Measurement, Status, Trial
-from redline.tuner.listener import SearchListener
+from redline.tuner.listener import SearchListener, SearchPlan
 from redline.tuner.loggers import forwarding, logger_names, logging_to
 from redline.tuner.loggers.tracker import TrialLogger, metrics_of, plain
 
@@ -100,6 +101,9 @@ def test_wandb_keeps_the_run_for_later(tmp_path, monkeypatch):
         assert word in data, word
 
 
+PLAN = SearchPlan(name="m", where="cpu", valid=9, trials=8, seconds=None, sampler="random", runner="local")
+
+
 class Recorder(TrialLogger):
     """A tracker whose steps can be made to fail."""
 
@@ -136,7 +140,7 @@ def a_trial():
 def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
     problems = []
     tracker = Recorder(tmp_path, problems.append, failing)
-    tracker.on_start(None)
+    tracker.on_start(PLAN)
     tracker.on_trial_end(a_trial())
     tracker.on_trial_end(a_trial())
     tracker.on_end(None)
@@ -151,7 +155,7 @@ def test_a_tracker_is_closed_once_and_only_if_it_was_opened(tmp_path):
     tracker.finish()
     assert tracker.calls == []
     tracker = Recorder(tmp_path)
-    tracker.on_start(None)
+    tracker.on_start(PLAN)
     tracker.finish()
     tracker.finish()
     assert tracker.calls == ["open", "close"]
@@ -161,9 +165,21 @@ def test_a_bug_in_a_tracker_is_not_swallowed(tmp_path):
     tracker = Recorder(tmp_path)
     tracker.failures = ()
     tracker.failing = "log"
-    tracker.on_start(None)
+    tracker.on_start(PLAN)
     with pytest.raises(OSError, match="no space left"):
         tracker.on_trial_end(a_trial())
+
+
+def test_the_best_so_far_of_a_resumed_run_begins_with_its_earlier_trials(tmp_path):
+    class Best(Recorder):
+        def log(self, trial, metrics, best):
+            self.calls.append(best)
+
+    tracker = Best(tmp_path)
+    measured = Measurement(status=Status.OK, throughput=9.0)
+    tracker.on_start(replace(PLAN, earlier=(replace(a_trial(), measurement=measured),)))
+    tracker.on_trial_end(a_trial())
+    assert tracker.calls == ["open", 9.0]
 
 
 def test_numbers_without_a_value_are_left_out():

@@ -13,7 +13,18 @@ from redline.base.errors import NothingFound, SpaceError
 from redline.estimator import Estimator, TrainingSetup
 from redline.space import Config
 from redline.tuner import planning
-from redline.tuner.planning import CLEARLY_LESS, beginning_with, plan, safer, smallest, training_space, with_samples_of
+from redline.tuner.planning import (
+    CLEARLY_LESS,
+    adapted,
+    beginning_with,
+    plan,
+    safer,
+    smallest,
+    training_space,
+    with_samples_of,
+)
+from redline.tuner.train.request import TrainRequest
+from redline.tuner.train.strategy import Source, winner
 from tiers import tiered
 
 H100, A100 = "h100-80gb", "a100-80gb"
@@ -54,6 +65,34 @@ def test_on_other_devices_precision_and_samples_of_a_step_stay(tiny, devices):
         assert math.prod(found.config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == devices
         assert found.estimate.fits and found.trials == ()
         assert found.why.startswith("the estimate's best of") and f"{devices} x {H100}" in found.why
+
+
+def test_a_winner_is_adapted_to_other_knobs_with_the_samples_of_its_step(tiny):
+    winner = Config({**LIKE, "micro_batch": 6, "grad_accum": 2, "dp": 2})
+    workload = with_samples_of(tiny, winner)
+    found = adapted(workload, winner, devices=2, fixed={"micro_batch": 4})
+    assert (found["micro_batch"], found["grad_accum"], found["dp"]) == (4, 3, 2)
+    assert {name: found[name] for name in ("zero", "precision", "fusion")} == {
+        name: winner[name] for name in ("zero", "precision", "fusion")
+    }
+    wide = adapted(workload, winner, devices=2, fixed={"tp": 2})
+    assert (wide["tp"], wide["dp"], samples(wide)) == (2, 1, 24)
+    more = adapted(tiny.with_global_batch(48), winner, devices=2, fixed={})
+    assert (more["micro_batch"], samples(more)) == (6, 48), "a size that the default space lacks is kept"
+    with pytest.raises(SpaceError, match="micro_batch"):
+        adapted(workload, winner, devices=2, fixed={"micro_batch": 5})
+
+
+def test_a_training_of_a_winner_has_the_requested_batch_and_knobs(tiny):
+    source = Source(spec="gpt2-tiny", config=LIKE, devices=2, global_batch=32)
+
+    def asked(**more):
+        request = TrainRequest(source="x", **more)
+        return winner(request, source, tiny.with_global_batch(request.global_batch or 32)).config
+
+    assert asked() == asked(fix={"micro_batch": 4}) == asked(global_batch=32) == LIKE
+    assert samples(asked(global_batch=64)) == 64
+    assert samples(asked(fix={"micro_batch": 2})) == 32 and asked(fix={"micro_batch": 2})["micro_batch"] == 2
 
 
 def test_gradients_travel_as_before(tiny, large):

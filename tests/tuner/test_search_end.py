@@ -167,6 +167,9 @@ def test_contradictory_requests_are_refused_before_files_are_written(options, me
 
 def test_limits_that_agree_are_taken():
     Budget(seconds=60.0, device_hours=0.1).check_against(30.0, 2, 4)
+    Budget(seconds=3600.0, device_hours=4.0).check_against(
+        None, None, 1
+    )  # how many trials run at once is not known yet
 
 
 def again(number, throughputs, peak):

@@ -289,4 +289,4 @@ def test_trials_end_in_time_for_the_soak():
         return search.ended
 
     assert ended(None) == "every valid configuration was tried"
-    assert ended(SoakPlan()) == "the time of 300 s is used up"
+    assert ended(SoakPlan()) == "the rest of the 300 s is not enough for another trial"

@@ -90,7 +90,7 @@ def test_time_is_left_for_measuring_the_leaders_again(tmp_path):
     assert (made.tried, made.again) == (30 - 8, 8)
     assert made.taken == 300.0
     assert len(summary.best(made.trials).remeasured) == 2
-    assert made.ended == "the time of 300 s is used up"
+    assert made.ended == "the rest of the 300 s is not enough for another trial"
 
 
 def test_a_share_of_the_time_is_kept_for_it_at_most(tmp_path):

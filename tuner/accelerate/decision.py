@@ -13,7 +13,7 @@ from ...knobs.strategy import BLOCK_KNOBS, STANDARD
 from ...models import Workload
 from ...models.spaces import make_space
 from ...space import Config, Knob
-from ..planning import plan, with_samples_of
+from ..planning import adapted, plan, with_samples_of
 from ..ranks import RankPlace
 from ..train.chosen import in_words
 from ..train.strategy import read_source
@@ -83,9 +83,12 @@ def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int)
     if source.config is None:
         raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
     if source.devices in (None, size) and request.memory_limit_mib in (None, source.limit_mib):
-        config = Config({**source.config, **(request.fix or {})})
-        changed = config != source.config
-        return Decision(config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted)
+        fixed, why = request.fix or {}, f"the winner of '{path}'"
+        if all(source.config.get(name) == value for name, value in fixed.items()):
+            return Decision(config=source.config, why=why, predicted=source.predicted)
+        trained = with_samples_of(workload, source.config)
+        config = adapted(trained, source.config, devices=size, fixed=fixed)
+        return Decision(config=config, why=f"the valid configuration nearest to {why}", predicted=None)
     found = _planned(with_samples_of(workload, source.config), request, size, like=source.config)
     return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
 

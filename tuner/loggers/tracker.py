@@ -83,6 +83,7 @@ class TrialLogger(Tracker, SearchListener):
         """Logs the result of the search."""
 
     def on_start(self, plan: SearchPlan) -> None:
+        self._best = max((trial.throughput for trial in plan.earlier if trial.ok), default=None)
         self._guarded("open", plan)
 
     def on_trial_end(self, trial: Trial) -> None:

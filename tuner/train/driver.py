@@ -50,7 +50,7 @@ from ..loggers import logging_training_to
 from .chosen import Strategy, in_words
 from .listener import TrainingStart, TrainListener
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
-from .strategy import Source, after_oom, anew, read_source, winner
+from .strategy import Source, after_oom, anew, read_source, winner, without_batch
 
 LOSSES = 3
 """Number of restarts in a row of lost ranks that reach no further checkpoint."""
@@ -286,7 +286,7 @@ class Driver:
     def _begin(self) -> Strategy:
         """Returns the first configuration: the known one, or a plan."""
         request, before = self.request, self.strategies[-1] if self.strategies else None
-        known = winner(request, self.source) if before is None else self._as_before(before)
+        known = winner(request, self.source, self.workload) if before is None else self._as_before(before)
         if known is not None:
             if request.tune_trials and (before is None or request.resume):
                 self.listener.on_message(
@@ -296,8 +296,10 @@ class Driver:
             return known
         if before is None:
             self.listener.on_wait("planning")
-            devices = request.devices or self.source.devices or self.device.count
-            return anew(request, self.workload, devices, like=self.source.config, step=0)
+            devices, like = request.devices or self.source.devices or self.device.count, self.source.config
+            if like is not None and request.global_batch is not None:
+                like = without_batch(like)
+            return anew(request, self.workload, devices, like=like, step=0)
         self.listener.on_wait("replanning")
         devices = request.devices or before.devices
         planned = anew(request, self.workload, devices, like=before.config, step=self.step)
@@ -396,7 +398,7 @@ class Driver:
         log.parent.mkdir(exist_ok=True)
         reader = LogReader(self.path, log_size(self.path))
         asked = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
-        with ThreadPoolExecutor(1, thread_name_prefix="ranks") as pool, _closed_on_interrupt(runner):
+        with ThreadPoolExecutor(1, thread_name_prefix="ranks") as pool, _closed_on_error(runner):
             future = pool.submit(runner.run, asked)
             try:
                 self._follow(future, reader)
@@ -478,10 +480,10 @@ def _layout(workload: Workload) -> str | None:
 
 
 @contextlib.contextmanager
-def _closed_on_interrupt(runner: Runner) -> Iterator[None]:
-    """Ends the ranks if the waiting thread is interrupted."""
+def _closed_on_error(runner: Runner) -> Iterator[None]:
+    """Ends the ranks if the waiting thread is interrupted or fails, for example because its output is closed."""
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException:
         runner.close()
         raise

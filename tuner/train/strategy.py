@@ -13,7 +13,7 @@ from ...results import View, summary
 from ...results.best import is_plan, load
 from ...results.names import BEST, holds_run
 from ...space import Config
-from ..planning import plan, safer
+from ..planning import adapted, plan, safer, with_samples_of
 from .chosen import Strategy, in_words
 from .request import TrainRequest
 
@@ -75,8 +75,8 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     path = path_of(given)
     if is_plan(path):
         found = load(path)
-        measured = None if found.trains.get("emulated") else found.trial.measured.throughput
-        return _source(found.trains, Config(found.trial.config), measured, str(path), of_model)
+        config, measured = Config(found.trial.config), found.trial.measured.throughput
+        return _source(found.trains, config, measured, str(path), of_model)
     if path.name == BEST and path.is_file():
         path = path.parent
     if path.is_dir() and holds_run(path):
@@ -107,18 +107,33 @@ def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, 
         devices=(asked.get("devices") or {}).get("used"),
         limit_mib=asked.get("memory_limit_mib"),
         name=str(asked.get("model") or ""),
-        predicted=None if asked.get("simulated") else throughput,
+        predicted=None if asked.get("simulated") or asked.get("emulated") else throughput,
     )
 
 
-def winner(request: TrainRequest, source: Source) -> Strategy | None:
-    """Returns the run's winner; None if there is none, or if other devices or another memory limit are requested."""
+def winner(request: TrainRequest, source: Source, workload: Workload) -> Strategy | None:
+    """Returns the run's winner, adapted to the requested knobs and global batch; None if there is none, or if other devices or
+    another memory limit are requested.
+
+    Raises:
+        SpaceError: no configuration has the requested knobs and global batch.
+    """
     if source.config is None or source.devices is None:
         return None
     if request.devices not in (None, source.devices) or request.limit_mib not in (None, source.limit_mib):
         return None
-    config = Config({**source.config, **(request.fix or {})})
-    return Strategy(config=config, devices=source.devices, why="the run's winner")
+    config, why = source.config, "the run's winner"
+    trained = workload if request.global_batch else with_samples_of(workload, config)
+    fixed = {name: value for name, value in (request.fix or {}).items() if config.get(name) != value}
+    if fixed or trained.global_batch != with_samples_of(workload, config).global_batch:
+        config = adapted(trained, config, devices=source.devices, fixed=request.fix or {})
+        why = "the valid configuration nearest to the run's winner"
+    return Strategy(config=config, devices=source.devices, why=why)
+
+
+def without_batch(config: Config) -> Config:
+    """Returns the configuration without the knobs that determine its samples per step."""
+    return Config({name: value for name, value in config.items() if name not in ("micro_batch", "grad_accum")})
 
 
 def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int) -> Strategy:
