@@ -53,6 +53,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "flash_attention_on_cpu_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     # Many tensors at once.
     "foreach_multiply": ("torch", "_foreach_mul_"),
+    "foreach_norm": ("torch", "_foreach_norm"),
     "foreach_interpolate": ("torch", "_foreach_lerp_"),
     # Collectives that torch.compile can trace.
     "functional_collectives": ("torch.ops", "_c10d_functional"),

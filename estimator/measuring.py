@@ -162,7 +162,7 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
     kernels = None
     if kind == "cuda" and not short:
         known = table_entry(device)
-        peak = max(tflops.get("bf16", tflops["fp16"]).values()) * 1e12 if known is None else known.rate("bf16")
+        peak = max(tflops.get("bf16", tflops["fp16"]).values()) * 1e12 if known is None else known.rate("fp16")
         bandwidth = memory_gb_per_s if known is None else known.memory_gb_per_s
         kernels = measure_kernels(peak, bandwidth * 1e9)
     count = ranks if ranks is not None else (device.count if kind == "cuda" and not short else 1)

@@ -51,7 +51,7 @@ def measure_kernels(peak: float, bandwidth: float) -> Kernels:
     import torch
 
     where = torch.device("cuda", torch.cuda.current_device())
-    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     units = torch.cuda.get_device_properties(where).multi_processor_count
     seconds = [product_s(size, dtype, where) for size in PRODUCT_SIZES]
     products, error = fit_products(PRODUCT_SIZES, seconds, peak=peak, bandwidth=bandwidth, units=units)

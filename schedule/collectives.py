@@ -76,7 +76,6 @@ def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.T
     Raises:
         ScheduleError: the ranks do not divide the dimension.
     """
-    if tensor.shape[dim] % axis.size:
-        raise ScheduleError(f"all_to_all: {axis.size} ranks must divide dimension {dim}, but it is {tensor.shape[dim]}")
+    collectives.check_divides("all_to_all", tensor, dim, axis)
     forward = partial(collectives.all_to_all, dim=dim, join=join, axis=axis)
     return through(tensor, forward=forward, backward=partial(collectives.all_to_all, dim=join, join=dim, axis=axis))

@@ -96,12 +96,15 @@ def square(training: Training) -> "torch.Tensor":
     """
     import torch
 
+    from ..base._torch import foreach_norm
+
     groups: dict[float, list[torch.Tensor]] = {}
     for _, gradient, share in _shares(training):
         groups.setdefault(share, []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=training.device)
     for share, gradients in groups.items():
-        total += share * torch.nn.utils.get_total_norm(gradients).double().square()
+        norms = foreach_norm(gradients, 2, torch.float32)  # also of gradients in 16 bits
+        total += share * torch.stack([each.to(total.device) for each in norms]).double().square().sum()
     return total
 
 

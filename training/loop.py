@@ -226,7 +226,8 @@ class Loop:
         assert self._hyper.average is not None, "averages need a decay"
         with torch.no_grad():
             held = [local(each) for each in self.average.values()]
-            foreach_interpolate(held, [local(each.detach()) for each in self.average], 1 - self._hyper.average)
+            weights = [local(each.detach()).float() for each in self.average]
+            foreach_interpolate(held, weights, 1 - self._hyper.average)
 
     def _begin_interval(self) -> None:
         self._losses.clear()
@@ -404,5 +405,6 @@ class Loop:
 
 
 def averages(training: Training) -> "dict[nn.Parameter, torch.Tensor]":
-    """Moving averages of the trained parameters, initialized by the weights: a copy of each parameter on this rank."""
-    return {each: each.detach().clone() for each in training.model.parameters() if each.requires_grad}
+    """Moving averages of the trained parameters, initialized by the weights: a copy of each parameter on this rank, in float32,
+    because in bfloat16 the change of a step would be rounded away."""
+    return {each: each.detach().clone().float() for each in training.model.parameters() if each.requires_grad}

@@ -55,8 +55,8 @@ class Accumulation:
                 batch = to_device(batch, device)
             with self._precision.autocast():
                 loss = self.loss_of(batch, watch)
-            if factors is not None:
-                loss = loss * factors[number]
+            if factors is not None:  # 0 for a micro-batch without labels, whose mean loss is not a number
+                loss = torch.where(factors[number] > 0, loss * factors[number], 0.0)
             if torch.is_grad_enabled():
                 self._precision.scale(loss / len(batches)).backward()
             value = loss.detach().float()
@@ -99,7 +99,12 @@ class Pipelined:
         with self._precision.autocast():
             first, end = int(numbers[0]), int(numbers[-1]) + 1
             loss = self.loss_of.loss(output, batch_slice(self._batch, first, end))
-        return loss if self._factors is None else loss * self._factors[first // (end - first)]
+        if self._factors is None:
+            return loss
+        import torch
+
+        factor = self._factors[first // (end - first)]
+        return torch.where(factor > 0, loss * factor, 0.0)
 
     def __call__(
         self,

@@ -163,5 +163,6 @@ class Precision:
         self._scaler.update()
 
     def restore(self, loss_scale: float) -> None:
-        if self._scaler is not None:
-            self._scaler.update(loss_scale)
+        """Continues with this scale of the loss."""
+        if self._scaler is not None:  # before its first step it has no scale to update
+            self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": loss_scale})

@@ -78,7 +78,7 @@ class LazyTensor(ABC):
         return self
 
     def squeeze(self, dim: int) -> "LazyTensor":
-        return select(self, dim, 0) if self.shape[dim] == 1 else self
+        return select(self, dim % self.ndim, 0) if self.shape[dim] == 1 else self
 
     def transpose(self, dim0: int, dim1: int) -> "LazyTensor":
         return transpose(self, dim0, dim1)
@@ -227,6 +227,7 @@ def unsqueeze(of: LazyTensor, dim: int) -> LazyTensor:
 
 def select(of: LazyTensor, dim: int, at: int) -> LazyTensor:
     """Selects one entry of a dimension, which is removed."""
+    dim %= of.ndim
     shape = (*of.shape[:dim], *of.shape[dim + 1 :])
     there = slice(at, at + 1)
     return _Mapped(of, shape, lambda box: (*box[:dim], there, *box[dim:]), lambda found: found.squeeze(dim))

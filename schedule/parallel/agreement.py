@@ -37,7 +37,9 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
         differ = departing(known, axis)
         if broadcast and all(each in whole for each in differ):
             for each in differ:
-                dist.broadcast(whole[each].detach(), dist.get_global_rank(axis.group, 0), group=axis.group)
+                values = whole[each].detach().contiguous()
+                dist.broadcast(values, dist.get_global_rank(axis.group, 0), group=axis.group)
+                whole[each].detach().copy_(values)
         elif differ:
             shown = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
             way = (

@@ -164,7 +164,8 @@ def _rows(query: torch.Tensor, key: torch.Tensor, how: AttentionOptions) -> Iter
         scores *= how.scale
         hidden = None if how.pairs is None else ~how.pairs[:, :, at]
         if how.causal:
-            ahead = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)[at]
+            numbers = torch.arange(length, device=query.device)
+            ahead = numbers > numbers[at].unsqueeze(1)
             hidden = ahead.view(1, 1, *ahead.shape)
         if hidden is not None:
             scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)

@@ -22,7 +22,7 @@ def checksum(tensor: torch.Tensor) -> Checksum:
     words = plain.detach().contiguous().view(-1).view(_WORDS[min(plain.element_size(), 4)])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, part in enumerate(words.split(CHUNK)):
-        places = torch.arange(1, part.numel() + 1, device=part.device) + number
+        places = torch.arange(1, part.numel() + 1, device=part.device) + number * CHUNK
         sums[0] += part.sum(dtype=torch.int64)
         sums[1] += (part * places).sum()
     first, second = sums.tolist()

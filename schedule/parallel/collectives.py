@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ...base._torch import functional_collectives, resolve_process_group, timeout_of
+from ...base.errors import ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Axis:
     """One axis of a device mesh, as plain data that is copied and pickled with the modules that use it."""
 
     name: str
-    """`tp`, `dp` or `pp`."""
+    """`pp`, `dp`, `tp`, or a part of these, such as `sp`, `cp`, `ep`."""
     size: int
     """The number of ranks along the axis."""
     rank: int
@@ -133,7 +134,12 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """Returns this rank's shard, along a dimension, of the sum over the axis, without gradient."""
+    """Returns this rank's shard, along a dimension, of the sum over the axis, without gradient.
+
+    Raises:
+        ScheduleError: the ranks do not divide the dimension.
+    """
+    check_divides("reduce_scatter", tensor, dim, axis)
     sums = tensor.detach().movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
         piece = _traced("reduce_scatter_tensor", sums, "sum", axis.size, axis.group_name)
@@ -142,6 +148,12 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     if not sums.is_meta:
         _reduce_scatter(piece, sums, group=axis.group)
     return piece.movedim(0, dim).contiguous()
+
+
+def check_divides(name: str, tensor: torch.Tensor, dim: int, axis: Axis) -> None:
+    """Raises ScheduleError if the ranks do not divide a dimension."""
+    if tensor.shape[dim] % axis.size:
+        raise ScheduleError(f"{name}: {axis.size} ranks must divide dimension {dim}, but it is {tensor.shape[dim]}")
 
 
 def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.Tensor:
@@ -199,7 +211,12 @@ def _traced(name: str, *args: Any) -> torch.Tensor:
 
 
 def scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """Returns this rank's chunk, along a dimension, of a tensor that all ranks have, without gradient."""
+    """Returns this rank's chunk, along a dimension, of a tensor that all ranks have, without gradient.
+
+    Raises:
+        ScheduleError: the ranks do not divide the dimension.
+    """
+    check_divides("scatter", tensor, dim, axis)
     return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
 
 

@@ -65,7 +65,8 @@ class ExpertParallel(Layer):
     ) -> torch.Tensor:
         """Sends rows to their experts, computes them there, and returns the weighted sums of the results.
 
-        `equal` is True if all experts have equally many rows."""
+        `equal` is True if every expert gets as many rows of every rank, so that the sizes need no exchange: all ranks must have
+        the same number of tokens."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         chosen = index.reshape(-1)
         self.rows = rows_of_experts(chosen, self.experts)

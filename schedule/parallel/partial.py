@@ -63,7 +63,7 @@ class PartialEmbedding(Layer):
         self.axis = axis
         self.size = size
 
-    def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: Any, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tokens = args[0] if args else kwargs["input"]
         local = -(-self.size // self.axis.size)
         shifted = tokens - self.axis.rank * local
@@ -73,5 +73,16 @@ class PartialEmbedding(Layer):
             padding -= self.axis.rank * local
             # The padding token has no row here if it is outside of this rank's part.
             padding = padding if 0 <= padding < local else None
-        rows = nn.functional.embedding(shifted.where(in_shard, 0), module.weight, padding)
+        rows = self._rows(module, inner, shifted.where(in_shard, 0), padding)
         return rows * in_shard.unsqueeze(-1)
+
+    @staticmethod
+    def _rows(module: nn.Embedding, inner: Inner, tokens: torch.Tensor, padding: int | None) -> torch.Tensor:
+        """Looks up local tokens. Subclasses do more, for example scale (Gemma)."""
+        if type(module) is nn.Embedding and module.max_norm is None:
+            return nn.functional.embedding(tokens, module.weight, padding)
+        whole, module.padding_idx = module.padding_idx, padding
+        try:
+            return inner(tokens)
+        finally:
+            module.padding_idx = whole

@@ -126,6 +126,8 @@ class Pipeline:
                 f"{tensors[0].shape[0] if tensors else 'no tensors'}"
             )
         size = tensors[0].shape[0]
+        if replicas := self.model.__dict__.get("replicas"):
+            replicas.passes = self.micro_batches
         self._prepare(kwargs, size)
         self.outputs.clear()
         self.watch = watch
@@ -233,7 +235,12 @@ class Pipeline:
         return module.runner
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        value = output.sum() * target[0] if self.loss is None else self.loss(self.outputs[-1], target)
+        # A factor of 0 is that of a micro-batch without labels, whose mean loss is not a number.
+        value = (
+            torch.where(target[0] > 0, output.sum() * target[0], 0.0)
+            if self.loss is None
+            else self.loss(self.outputs[-1], target)
+        )
         return value / self.micro_batches
 
     def _tied(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
@@ -246,6 +253,8 @@ class Pipeline:
             assert param is not None, "a tied weight is there"
             value = read(param)
             if value is None:
+                if not param.requires_grad:
+                    continue
                 # The other ranks wait for a gradient.
                 param.grad = value = torch.zeros_like(param)
             if is_dtensor(value):

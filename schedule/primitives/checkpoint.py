@@ -65,7 +65,13 @@ class Checkpointed(Layer):
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         args, kwargs = without_cache(args, kwargs)
-        return torch_checkpoint(inner, *args, use_reentrant=False, **_options(self.policy, module), **kwargs)
+        count, names = len(args), tuple(kwargs)
+
+        def run(*values: Any) -> Any:
+            return inner(*values[:count], **dict(zip(names, values[count:])))
+
+        # Keyword arguments as positional ones: torch saves random states only of the devices of these.
+        return torch_checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **_options(self.policy, module))
 
 
 def _options(policy: Any, module: nn.Module) -> dict[str, Any]:

@@ -331,7 +331,6 @@ def _replicate(
     replicas = Replicas(params, axis, owned, late, given["reduce_dtype"], apart)
     if pipeline is not None:
         replicas.by_itself = False
-        replicas.passes = pipeline.micro_batches
         pipeline.after_step.append(replicas.finish)
     make = context.optimizer
     if owned and make is not None:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from ranks import mesh
 from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule, deferred, verify
+from redline.schedule.parallel import checksums
 from redline.schedule.parallel.checksums import checksum
 from torch import nn
 
@@ -38,6 +39,16 @@ def made(seed, **kwargs):
 
 def inputs(seed):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_checksums_distinguish_the_order_of_words_in_different_chunks(monkeypatch):
+    monkeypatch.setattr(checksums, "CHUNK", 4)
+    x = torch.arange(8.0)
+    swapped = x.clone()
+    swapped[[2, 5]] = x[[5, 2]]
+    moved = x.clone()
+    moved[[1, 4]] = x[[4, 1]]
+    assert len({checksum(each) for each in (x, swapped, moved)}) == 3
 
 
 def test_checksums_distinguish_bits_and_order():

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from functools import partial
+from types import SimpleNamespace
 
 import numeric
 import pytest
@@ -17,6 +19,7 @@ from redline.schedule import (
     load_full_state_dict,
     verify,
 )
+from redline.schedule.parallel.partial import PartialEmbedding
 from redline.schedule.parallel.sharding import shards_of, whole
 from redline.schedule.rounding import allowance
 from redline.testing import numerics
@@ -405,3 +408,24 @@ def check_compiled(make):
 @pytest.mark.exhaustive
 def test_compiled_blocks_with_tensor_parallelism(two, make_transformer):
     two.run(check_compiled, make_transformer)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding that scales its rows, as Gemma's does."""
+
+    def forward(self, tokens):
+        return 3.0 * super().forward(tokens)
+
+
+@pytest.mark.parametrize("made", [nn.Embedding, ScaledEmbedding, partial(nn.Embedding, max_norm=0.5)])
+def test_parts_of_a_vocabulary_compute_what_the_whole_embedding_does(made):
+    whole = made(8, 4, padding_idx=5)
+    tokens = torch.tensor([[0, 5, 7, 3]])
+    found = torch.zeros(1, 4, 4)
+    for rank, rows in enumerate(whole.weight.detach().clone().chunk(2)):
+        part = made(8, 4, padding_idx=5)
+        part.weight = nn.Parameter(rows)
+        layer = PartialEmbedding(SimpleNamespace(size=2, rank=rank), 8)
+        found += layer(part, part.forward, (tokens,), {}).detach()
+        assert part.padding_idx == 5
+    torch.testing.assert_close(found, whole(tokens).detach())

@@ -9,7 +9,8 @@ import torch
 from redline.base.errors import WorkloadError
 from redline.models import flops_of
 from redline.schedule.rounding import allowance, loss_allowance
-from redline.training import Training
+from redline.training import Training, gradients
+from redline.training.precision import Precision
 from tiers import diagonal
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -287,3 +288,32 @@ def test_a_gpu_trains_in_every_precision(small, family, precision):
     expected, tokens = losses(small(family), steps=1)[0], 8 * 16
     allowed = loss_allowance(allowance(small(family).build_model(), tokens, dtype=dtype), tokens)
     numeric.within(abs(got - expected) / expected, allowed, "the loss")
+
+
+def test_a_micro_batch_without_labels_counts_for_nothing_and_leaves_the_loss_a_number(small):
+    made = small()
+    batch = made.batch(4, 0)
+    batch = {**batch, "labels": batch["labels"].clone()}
+    batch["labels"][:2] = -100
+    parts = [{key: each[2 * at : 2 * at + 2] for key, each in batch.items()} for at in range(2)]
+    training = Training(made, {"micro_batch": 2}, CPU, own_data=False)
+    loss = training.passes(parts, factors=torch.tensor([0.0, 2.0]))
+    assert float(loss) == pytest.approx(float(training.model(**parts[1]).loss), rel=1e-6)
+    assert all(each.grad.isfinite().all() for each in training.model.parameters() if each.grad is not None)
+
+
+def test_a_resumed_training_continues_with_its_loss_scale():
+    precision = Precision("fp32", CPU)
+    precision._scaler = torch.amp.GradScaler("cpu")  # as fp16 has on a GPU
+    precision.restore(1024.0)
+    assert precision.loss_scale == 1024.0 and float(precision.scale(torch.ones(()))) == 1024.0
+
+
+def test_gradients_in_16_bits_have_a_norm_in_more(small):
+    training = Training(small(), {"micro_batch": 2, "precision": "bf16_pure"}, CPU)
+    training.step()
+    for number, each in enumerate(training.model.parameters()):
+        each.grad = torch.full_like(each, 0.0)
+        if number == 0:
+            each.grad.view(-1)[:3] = torch.tensor([1.0, 1.0, 1.0], dtype=each.dtype)  # norm 1.7320508, in bf16 1.734375
+    assert float(gradients.square(training)) == pytest.approx(3.0, rel=1e-6)
