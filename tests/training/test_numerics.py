@@ -108,18 +108,20 @@ STYLES = {
     "granite_swa": ("local_params",),
     "deepseek_v2": ("mla_kv_a_proj",),
     "deepseek_v3": (),
+    "gemma3_text": (),
 }
-"""Families whose plans have styles that no family of the table has. DeepSeek-V3's plan does not split attention."""
+"""Families whose plans have styles that no family of the table has. DeepSeek-V3's plan does not split attention, and Gemma's
+embedding scales its rows."""
 
 
 def styled(family):
     arguments = dict(numerics.FAMILIES["deepseek_v3" if family.startswith("deepseek") else "llama"][1])
-    arguments |= {"head_dim": 8} if family == "glm" else {}
+    arguments |= {"head_dim": 8} if family in ("glm", "gemma3_text") else {}
     made = Architecture(model_type=family, arguments=arguments, task="causal")
     return hugging_face_workload(made, name=family, spec=family, seq_len=16, global_batch=8)
 
 
-@pytest.mark.parametrize("family", tiered(["phi3", "deepseek_v2"], ["olmo2", "glm", "granite_swa", "deepseek_v3"]))
+@pytest.mark.parametrize("family", tiered(["phi3", "deepseek_v2", "gemma3_text"], ["olmo2", "glm", "granite_swa", "deepseek_v3"]))
 def test_plan_styles_outside_the_table_compute_the_same(two, seed, family):
     workload = styled(family)
     plan = set(tensor_plan(create_schedule(skeleton(workload))).values())
