@@ -19,7 +19,7 @@ from ..parallel.collectives import Axis, axis_of, divided, neighbours
 from ..parallel.experts import copied_experts, copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
 from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
-from ..parallel.sharding import is_dtensor
+from ..parallel.sharding import is_dtensor, local
 from ..parallel.sharing import shared_parameters, sharing_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -460,13 +460,23 @@ def offload(sch: ScheduledModule, what: str = "activations", blocks: Sequence[st
 
 
 class OffloadedActivations(Layer):
-    """Copies tensors saved for the backward pass to host memory."""
+    """Copies tensors saved for the backward pass to host memory, except weights, which stay on the device anyway."""
 
     order = 50
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pin = torch.cuda.is_available() and torch.cuda.is_initialized()
-        with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+        moved = torch.autograd.graph.save_on_cpu(pin_memory=pin)
+        weights = [local(each).untyped_storage() for each in module.parameters()]
+        stays = set(map(id, weights))
+
+        def pack(tensor: torch.Tensor) -> Any:
+            return tensor if id(local(tensor).untyped_storage()) in stays else moved.pack_hook(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else moved.unpack_hook(packed)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return inner(*args, **kwargs)
 
 

@@ -1,5 +1,7 @@
 """Data parallelism at every ZeRO stage, and offloading."""
 
+import copy
+
 import numeric
 import pytest
 import torch
@@ -136,6 +138,30 @@ def test_offloaded_activations_change_nothing(make_transformer, tokens):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     for ours, theirs in zip(built.parameters(), plain.parameters()):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_saved_activations_are_copied_to_the_host_and_weights_are_not(monkeypatch):
+    copied = []
+    away = torch.autograd.graph.save_on_cpu
+
+    class Watched(away):
+        def __init__(self, **options):
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (copied.append(tuple(tensor.shape)), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Watched)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    plain = copy.deepcopy(model)
+    sch = create_schedule(model)
+    sch.offload("activations")
+    build(sch)
+    x = torch.randn(3, 4)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    assert copied and all(shape[0] == 3 for shape in copied), "activations of three samples, no weight"
+    for one, other in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_an_offloaded_optimizer_steps_as_the_plain_one(mlp):

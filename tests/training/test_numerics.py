@@ -121,7 +121,9 @@ def styled(family):
     return hugging_face_workload(made, name=family, spec=family, seq_len=16, global_batch=8)
 
 
-@pytest.mark.parametrize("family", tiered(["phi3", "deepseek_v2", "gemma3_text"], ["olmo2", "glm", "granite_swa", "deepseek_v3"]))
+@pytest.mark.parametrize(
+    "family", tiered(["phi3", "deepseek_v2", "gemma3_text"], ["olmo2", "glm", "granite_swa", "deepseek_v3"])
+)
 def test_plan_styles_outside_the_table_compute_the_same(two, seed, family):
     workload = styled(family)
     plan = set(tensor_plan(create_schedule(skeleton(workload))).values())
