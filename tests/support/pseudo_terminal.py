@@ -43,6 +43,7 @@ class Terminal:
                 if cwd is not None:
                     os.chdir(cwd)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
                 os.execvpe(
                     command[0],
                     [str(each) for each in command],
