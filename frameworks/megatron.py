@@ -1,6 +1,7 @@
 """Megatron-LM: the flags of pretrain_gpt.py and similar scripts, as a bash array."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -140,7 +141,7 @@ def _arguments(knob: str, value: object) -> list[str]:
     """Flags for a value of a knob; settings that are on have no value."""
     settings = KNOBS.write(knob, value)
     return [
-        f"--{name}" if each is True else f"--{name} {each}"
+        f"--{name}" if each is True else f"--{name} {shlex.quote(str(each))}"
         for name, each in settings.items()
         if each not in (False, None)
     ]
@@ -249,8 +250,8 @@ def _recomputation(setup: Setup) -> list[str]:
 
 def _shell(setup: Setup, comment: str) -> str:
     lines = "".join(f"  {each}\n" for each in flags(setup))
-    # Before Blackwell, Megatron refuses tensor parallelism without this, and its FSDP with it.
-    alone = setup.tp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
+    # Before Blackwell, Megatron refuses tensor and context parallelism without this, and its FSDP with it.
+    alone = setup.tp * setup.cp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
     environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if alone else ""
     return f"{hashed(comment)}{environment}MEGATRON_ARGS=(\n{lines})\n"
 

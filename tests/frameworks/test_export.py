@@ -416,6 +416,18 @@ def test_hostile_names_stay_data(target, form, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim", "experts", "intermediate"])
+def test_sizes_of_a_model_are_quoted_for_a_shell(name, tmp_path):
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "intermediate", "vocabulary", "head_dim", "kv_lora_rank"), 8)
+    document = {"asked": {**DOCUMENT["asked"], "shape": {"family": "deepseek_v3", **sizes, name: "1 $(touch pwned)"}}}
+    made = render("megatron", trial(micro_batch=2, grad_accum=1), document)
+    assert "pwned" in made.text
+    text = made.text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'
+    env = {"PATH": "/usr/bin:/bin"}
+    out = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    assert "1 $(touch pwned)" in out.splitlines() and list(tmp_path.iterdir()) == []
+
+
 def test_without_run_yaml_what_the_table_knows_is_exported():
     made, notes = parsed("deepspeed", document=None, micro_batch=4, grad_accum=2, dp=2)
     assert made["train_batch_size"] == 16
