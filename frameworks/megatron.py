@@ -27,6 +27,8 @@ _LAYOUT, _FIRST, _LAST = (
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
 )
+_LONGEST_LAYOUT = 1 << 16
+"""Largest number of characters that repetitions in a layout stand for."""
 _CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 KNOBS = KnobTable(
     KnobSettings(knob="tp", keys=("tensor-model-parallel-size",)),
@@ -183,6 +185,8 @@ def _read_layout(text: str) -> tuple[int, ...] | None:
     """
     plain_text = re.sub(r"[\s,'\"]", "", text)
     for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([A-Za-z])\*(\d{1,4})"):
+        if sum(len(part) * int(times) for part, times in re.findall(pattern, plain_text)) > _LONGEST_LAYOUT:
+            return None
         plain_text = re.sub(pattern, lambda found: found[1] * int(found[2]), plain_text)
     sizes = tuple(stage.count("t") for stage in plain_text.split("|"))
     return sizes if re.fullmatch(r"[Etm|L]+", plain_text) and all(sizes) else None
