@@ -72,6 +72,7 @@ def test_one_damaged_run_is_a_row_beside_the_others(whole, tmp_path):
         ("seq_len: 128", "seq_len: lots", "asked.seq_len is 'lots', not a whole number"),
         ("heads: 4", "heads: 0", "asked.shape.heads is 0, not a whole number from 1 on"),
         ("heads: 4", "kv_lora_rank: 1 $(x)\n    heads: 4", "asked.shape.kv_lora_rank is '1 $(x)', not a whole number"),
+        ("layers: 4", "layers: 9000000000", "asked.shape.layers is 9000000000, not a whole number from 1 to 1,048,576"),
         ("family: gpt2", "family: [gpt2]", "asked.shape.family is a list of 1, not a text"),
         ("used: 8", "used: .nan", "asked.devices.used is nan, not a whole number"),
     ],

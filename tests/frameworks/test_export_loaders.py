@@ -824,13 +824,14 @@ def test_megatrons_own_parser_takes_its_flags(tmp_path):
         metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         pytest.skip("megatron-core is not installed (it needs Python 3.12)")
-    asked = {}
+    layers = {model: architecture(model).configuration().num_hidden_layers for model in MODELS}
+    asked, expected = {}, {}
     for model, name in itertools.product(MODELS, CONFIGURATIONS):
         config = CONFIGURATIONS[name]
+        if layers[model] % (config.get("pp", 1) * config.get("virtual_stages", 1)):
+            continue  # Megatron refuses it, as a note of the export states
         given, connections = megatron_arguments(model, name)
         devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
         asked[f"{model}, {name}"] = [devices, connections, given]
-    read = results(WITHOUT_TRITON + READ_BY_MEGATRON, asked, tmp_path)
-    for model, name in itertools.product(MODELS, CONFIGURATIONS):
-        layers = architecture(model).configuration().num_hidden_layers
-        assert read[f"{model}, {name}"] == [CONFIGURATIONS[name].get("dp", 1), layers]
+        expected[f"{model}, {name}"] = [config.get("dp", 1), layers[model]]
+    assert results(WITHOUT_TRITON + READ_BY_MEGATRON, asked, tmp_path) == expected
