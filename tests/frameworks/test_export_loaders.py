@@ -831,7 +831,7 @@ def test_megatrons_own_parser_takes_its_flags(tmp_path):
         if layers[model] % (config.get("pp", 1) * config.get("virtual_stages", 1)):
             continue  # Megatron refuses it, as a note of the export states
         given, connections = megatron_arguments(model, name)
-        devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
+        devices = prod(config.get(name, 1) for name in ("tp", "cp", "pp", "dp"))  # without `sp`, which Megatron lacks
         asked[f"{model}, {name}"] = [devices, connections, given]
         expected[f"{model}, {name}"] = [config.get("dp", 1), layers[model]]
     assert results(WITHOUT_TRITON + READ_BY_MEGATRON, asked, tmp_path) == expected
