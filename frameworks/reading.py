@@ -551,9 +551,9 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     if framework is not None:
         if framework.name == "litgpt":
             # Its options replace settings of its file, and both have the defaults of the subcommand.
-            for file in [each for each in sources if each.framework == "litgpt"]:
-                settings = {**file.settings, **settings}
-                sources.remove(file)
+            for source in [each for each in sources if each.framework == "litgpt"]:
+                settings = {**source.settings, **settings}
+                sources.remove(source)
             if len(own) > 1:
                 settings["subcommand"] = own[1]
             if len(own) > 2 and not own[2].startswith("-"):
