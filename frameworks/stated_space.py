@@ -310,7 +310,7 @@ def declare_micro_batch(draft: Draft, shown: str, given: Any, total: int | None,
             "its range ends at the global batch, which is not given: --global-batch B, or --set micro_batch=1,2,4",
         )
         return False
-    values = whole_numbers(listed(given, divisors(total) if total else ()), shown)
+    values = whole_numbers(divisors(total) if auto and total else listed(given, ()), shown)
     if auto and len(values) > MOST_LISTED:
         powers = [each for each in values if each & (each - 1) == 0 or each == total]
         draft.say(f"{shown}: {', '.join(map(str, powers))} of the {len(values)} divisors of the global batch {total}")

@@ -367,6 +367,12 @@ def test_sizes_that_would_take_unbounded_work_are_refused(size, tmp_path):
         read(auto, devices=8)
 
 
+def test_a_large_global_batch_needs_no_divisors_if_micro_batches_are_listed():
+    total = 3 << 20
+    listed = {**PADDLE, "micro_batch_size": [1, 2], "model_cfg": {**PADDLE["model_cfg"], "global_batch_size": total}}
+    assert read(listed, devices=8).space["micro_batch"].values == (1, 2)
+
+
 def test_deepspeeds_comments_and_schedules_are_not_choices():
     document = {
         "_comment": ["one line", "another"],
