@@ -65,6 +65,7 @@ KNOBS = KnobTable(
                 "none": {"deepspeed_config.offload_optimizer_device": "none"},
                 "optimizer": {"deepspeed_config.offload_optimizer_device": "cpu"},
             },
+            {"optimizer": {"deepspeed_config.offload_optimizer_device": "nvme"}},
         ),
     ),
     KnobSettings(

@@ -16,7 +16,10 @@ KNOBS = KnobTable(
     KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
     KnobSettings(
         knob="precision",
-        ways=({"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},),
+        ways=(
+            {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},
+            {"tf32": {"bf16": False, "fp16": False, "tf32": True}},
+        ),
     ),
     KnobSettings(
         knob="checkpoint_ratio", ways=({0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},)
@@ -62,7 +65,7 @@ KNOBS = KnobTable(
 
 
 def _prepare(stated: Stated) -> None:
-    if stated.whole("fsdp_version") == 2 and stated.has("fsdp_config.reshard_after_forward") is False:
+    if stated.whole("fsdp_version") == 2 and stated.has(_RESHARD) is False:
         stated.set(_RESHARD, True)
     if str(stated.settings.get("bf16", "")).lower() == "auto":  # bf16 on devices of compute capability 8
         stated.override("bf16", True)

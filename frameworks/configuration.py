@@ -70,6 +70,8 @@ YAML = Target(
     use=lambda file: f"yaml.safe_load(open({file!r}))['configuration']",
     forms={"yaml": _yaml},
     sequences=("sp", "cp"),
+    runs=True,
+    uneven=True,
 )
 JSON = Target(
     name="json",
@@ -78,6 +80,8 @@ JSON = Target(
     use=lambda file: f"json.load(open({file!r}))['configuration']",
     forms={"json": _json},
     sequences=("sp", "cp"),
+    runs=True,
+    uneven=True,
     silent=frozenset({"json"}),
 )
 ENV = Target(
@@ -87,4 +91,6 @@ ENV = Target(
     use=lambda file: f"set -a; . {sourced(shlex.quote(file))}; set +a",
     forms={"env": _env},
     sequences=("sp", "cp"),
+    runs=True,
+    uneven=True,
 )

@@ -16,6 +16,8 @@ _STAGES = (0, 1, 2, 3)
 _LARGEST_MICRO_BATCH = 1024
 """Default of its autotuner."""
 _BUCKETS = (5e7, 5e8, 1e9)
+_NOT_CHOICES = ("elasticity", "curriculum_learning", "data_efficiency", "compression_training", "sparse_attention")
+"""Sections whose lists belong together, such as the batch sizes of an elastic training."""
 _OWN_CHOICES: dict[str, tuple[tuple[Any, ...], str | None]] = {
     "overlap_comm": ((True, False), "zero >= 2"),
     "reduce_scatter": ((False, True), "zero >= 2"),
@@ -135,6 +137,11 @@ def _count(tuner: Mapping[str, Any], name: str, default: int) -> int:
 def _lists(document: Mapping[str, Any], draft: Draft, paths: dict[str, str]) -> None:
     """Declares every other list of values as a choice."""
     found = {".".join(path): values for path, values in _choices(document)}
+    for name in _NOT_CHOICES:
+        if lists := [text for text in found if text.partition(".")[0] == name]:
+            draft.leave(name, "its lists belong together, and are not choices")
+            for text in lists:
+                del found[text]
     short = {text: text.removeprefix("zero_optimization.") for text in found}
     names = identifiers(short.values())
     for text, values in found.items():
@@ -145,6 +152,8 @@ def _lists(document: Mapping[str, Any], draft: Draft, paths: dict[str, str]) -> 
 def _choices(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
     for key, value in section.items():
         if not path and key in ("optimizer", "autotuning", _MICRO_BATCH, _ACCUMULATION):
+            continue
+        if str(key).startswith("_"):  # a comment, such as those of exports
             continue
         if (*path, key) == ("zero_optimization", "stage"):
             continue

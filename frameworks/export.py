@@ -8,9 +8,8 @@ from typing import Any
 from .. import __version__
 from ..base.errors import UsageError, unknown
 from ..results import summary
-from ..results.best import PLANNED
 from ..results.columns import fold, number, speed
-from ..results.measurement import Trial
+from ..results.measurement import PLANNED, Trial
 from . import accelerate, configuration, deepspeed, lightning, megatron, script, torchtitan, trainer
 from .launch import LAUNCHES, Job
 from .setup import Setup, ending

@@ -22,6 +22,7 @@ from .stated_space import (
     section,
     share,
     whole_numbers,
+    whole_range,
 )
 
 _DIMENSIONS = (
@@ -184,7 +185,7 @@ def _batches(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], r
 
 
 def _stages(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Declares interleaved stages; returns the layers of a model chunk, 0 if stages are not interleaved."""
+    """Declares interleaved stages by the layers of a model chunk."""
     name, layers = "num_layers_per_virtual_pipeline_stage", sizes.get("num_layers")
     if name not in given:
         return
@@ -233,7 +234,8 @@ def _recomputed_layers(draft: Draft, given: Mapping[str, Any], layers: int | Non
     if given.get(name, "auto") == "auto" and layers is None:
         draft.leave(name, "its range ends at num_layers of the model; --set gives its values")
         return
-    values = listed(given.get(name, "auto"), range(1, (layers or 0) + 1))
+    auto = str(given.get(name, "auto")).lower() == "auto"
+    values = whole_range(1, layers or 1, name) if auto else listed(given[name], ())
     if not draft.knob(name, values, when="recompute_granularity == 'full'") or layers is None:
         return
     stage = f"{layers} // pp" if "pp" in draft.space.by_name else str(layers)

@@ -182,9 +182,9 @@ _NO_VALUE = ("--standalone", "--run-path", "--run_path")
 def without_torchrun(command: str) -> str:
     """A command without the torchrun that starts its ranks: one process, whose environment says what rank it is.
 
-    >>> alone("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")
+    >>> without_torchrun("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")
     'python pretrain_gpt.py --bf16'
-    >>> alone("python -m torch.distributed.run --nnodes=2 -m torchtitan.train")
+    >>> without_torchrun("python -m torch.distributed.run --nnodes=2 -m torchtitan.train")
     'python -m torchtitan.train'
     """
     words = _words(command)

@@ -4,6 +4,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from ..knobs.text import value_text
+from . import deepspeed
 from .common import (
     adamw,
     note_adamw,
@@ -45,6 +46,9 @@ KNOBS = KnobTable(
         ways=(
             {0: {"trainer.strategy": "ddp"}, 3: {"trainer.strategy": "fsdp"}},
             {stage: {"trainer.strategy": f"deepspeed_stage_{stage}"} for stage in (1, 2, 3)},
+            {stage: {"trainer.strategy": f"deepspeed_stage_{stage}_offload"} for stage in (2, 3)},
+            {2: {"trainer.strategy": "deepspeed"}, 3: {"trainer.strategy": "deepspeed_stage_3_offload_nvme"}},
+            {stage: {f"{_ARGUMENTS}stage": stage} for stage in range(4)},
             {
                 stage: {f"{_ARGUMENTS}sharding_strategy": name}
                 for stage, name in ((0, "NO_SHARD"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"))
@@ -53,7 +57,10 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="offload",
-        ways=({"none": {f"{_ARGUMENTS}cpu_offload": False}, "optimizer": {f"{_ARGUMENTS}cpu_offload": True}},),
+        ways=tuple(
+            {value: {f"{_ARGUMENTS}{name}": value == "optimizer"} for value in ("none", "optimizer")}
+            for name in ("cpu_offload", "offload_optimizer")
+        ),
     ),
     KnobSettings(knob="tp", keys=(f"{_ARGUMENTS}tensor_parallel_size",)),
     KnobSettings(
@@ -194,13 +201,26 @@ LAUNCHER = Launcher(
 )
 
 
+def prepare(stated: Stated) -> None:
+    """Fills in the stage of DeepSpeedStrategy."""
+    if str(stated.get(_CLASS) or "").endswith("DeepSpeedStrategy"):
+        stated.set(f"{_ARGUMENTS}stage", 2)
+
+
 def read(stated: Stated) -> None:
-    """Reads the devices and the strategy's sizes."""
+    """Reads the devices, the strategy's sizes, and DeepSpeed's formats."""
     name = str(stated.get("trainer.strategy", _CLASS) or "")
     if "fsdp" in name.lower():
         stated.knobs.setdefault("zero", 3)
     if "offload" in name:
         stated.knobs["offload"] = "optimizer"
+    if "deepspeed" in name.lower():
+        if stated.knobs.get("precision") == "bf16_pure":  # bf16-true, too, is DeepSpeed's bf16.enabled
+            stated.knobs["precision"] = "bf16"
+        if "stage_3_offload" in name or stated.flag(f"{_ARGUMENTS}offload_parameters"):
+            stated.knobs["offload"] = "optimizer"
+            stated.conventions["offload_weights"] = True
+        stated.conventions |= deepspeed.conventions(stated.knobs)
     if "ModelParallel" in name:
         if (dp := stated.whole(f"{_ARGUMENTS}data_parallel_size")) is not None:
             stated.knobs["dp"] = dp
@@ -239,6 +259,7 @@ FRAMEWORK = Framework(
     model=("model.init_args.model_name", "model.model_name", "model.init_args.model_name_or_path"),
     seq_len=("data.init_args.max_length", "data.max_length", "data.init_args.block_size", "data.block_size"),
     defaults={"precision": "fp32", "grad_accum": 1},
+    prepare=prepare,
     read=read,
     write=write,
 )

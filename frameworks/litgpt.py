@@ -24,16 +24,38 @@ KNOBS = KnobTable(
 )
 """LitGPT's names of the knobs; it uses FSDP whenever there are several devices."""
 
+_ADAPTED = {
+    "lora_query": ("q_proj",),
+    "lora_key": ("k_proj",),
+    "lora_value": ("v_proj",),
+    "lora_projection": ("o_proj",),
+    "lora_mlp": ("gate_proj", "up_proj", "down_proj"),
+    "lora_head": ("lm_head",),
+}
+"""Layers with adapters by LitGPT's flags, with the names of Llama in transformers."""
+_ADAPTED_BY_DEFAULT = ("lora_query", "lora_value")
+
 
 def read(stated: Stated) -> None:
-    """Reads the global batch, the devices and the adapters."""
+    """Reads the global batch, the devices, the adapters, and recomputation, which finetuning by FSDP has for each block
+    (litgpt/finetune).
+    """
     if (total := stated.whole(_TOTAL)) is not None:
         stated.facts["global_batch"] = total
     devices, hosts = stated.whole("devices"), stated.whole("num_nodes") or 1
     if devices is not None:
         stated.facts |= {"devices": devices * hosts, "per_host": devices}
-    if (rank := stated.whole("lora_r")) is not None:
-        read_lora(stated, rank, None, stated.whole("lora_alpha"))
+    command = str(stated.get("subcommand") or "")
+    if command in ("finetune", "finetune_lora") or stated.has("lora_r"):
+        chosen = [
+            layer
+            for name, layers in _ADAPTED.items()
+            for layer in layers
+            if (name in _ADAPTED_BY_DEFAULT if (flag := stated.flag(name)) is None else flag)
+        ]
+        read_lora(stated, stated.whole("lora_r") or 8, chosen, stated.whole("lora_alpha") or 16)
+    if (command.startswith("finetune") or stated.has("lora_r")) and (devices or 1) * hosts > 1:
+        stated.knobs["checkpoint_ratio"] = 1  # activation_checkpointing_policy={Block}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

@@ -61,7 +61,11 @@ LAUNCHER = Launcher(
         "kernels": (False, True),
     },
     options=KNOBS.options(
-        "{}={}", dict.fromkeys(("micro_batch", "grad_accum", "precision", "checkpoint_ratio", "kernels"))
+        "{}={}",
+        {
+            **dict.fromkeys(("micro_batch", "grad_accum", "checkpoint_ratio", "kernels")),
+            "precision": ("fp32", "bf16", "fp16"),
+        },
     ),
     short=_SHORT,
 )

@@ -1,6 +1,7 @@
 """Megatron-LM: the flags of pretrain_gpt.py and similar scripts, as a bash array."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ _LAYOUT, _FIRST, _LAST = (
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
 )
+_LONGEST_LAYOUT = 1 << 16
+"""Largest number of characters that repetitions in a layout stand for."""
 _CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 KNOBS = KnobTable(
     KnobSettings(knob="tp", keys=("tensor-model-parallel-size",)),
@@ -140,7 +143,7 @@ def _arguments(knob: str, value: object) -> list[str]:
     """Flags for a value of a knob; settings that are on have no value."""
     settings = KNOBS.write(knob, value)
     return [
-        f"--{name}" if each is True else f"--{name} {each}"
+        f"--{name}" if each is True else f"--{name} {shlex.quote(str(each))}"
         for name, each in settings.items()
         if each not in (False, None)
     ]
@@ -182,6 +185,8 @@ def _read_layout(text: str) -> tuple[int, ...] | None:
     """
     plain_text = re.sub(r"[\s,'\"]", "", text)
     for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([A-Za-z])\*(\d{1,4})"):
+        if sum(len(part) * int(times) for part, times in re.findall(pattern, plain_text)) > _LONGEST_LAYOUT:
+            return None
         plain_text = re.sub(pattern, lambda found: found[1] * int(found[2]), plain_text)
     sizes = tuple(stage.count("t") for stage in plain_text.split("|"))
     return sizes if re.fullmatch(r"[Etm|L]+", plain_text) and all(sizes) else None
@@ -249,8 +254,8 @@ def _recomputation(setup: Setup) -> list[str]:
 
 def _shell(setup: Setup, comment: str) -> str:
     lines = "".join(f"  {each}\n" for each in flags(setup))
-    # Before Blackwell, Megatron refuses tensor parallelism without this, and its FSDP with it.
-    alone = setup.tp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
+    # Before Blackwell, Megatron refuses tensor and context parallelism without this, and its FSDP with it.
+    alone = setup.tp * setup.cp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
     environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if alone else ""
     return f"{hashed(comment)}{environment}MEGATRON_ARGS=(\n{lines})\n"
 

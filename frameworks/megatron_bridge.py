@@ -23,6 +23,8 @@ KNOBS = KnobTable(
     KnobSettings(
         knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)
     ),
+    # As in ModelParallelConfig of Megatron Core: model chunks of a rank, rather than layers of a chunk.
+    KnobSettings(knob="virtual_stages", keys=("model.virtual_pipeline_model_parallel_size",)),
     KnobSettings(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
     KnobSettings(
         knob="precision",

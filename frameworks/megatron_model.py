@@ -1,6 +1,7 @@
 """Converts between a model and its Megatron-LM flags: sizes and the parts of its family."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,50 +56,51 @@ def _note_uneven_stages(setup: Setup) -> None:
         )
 
 
+def _flag(name: str, value: object) -> str:
+    """A flag with its value, quoted for a shell: the sizes come from the folder of a run."""
+    return f"--{name} {shlex.quote(str(value))}"
+
+
 def _sizes(setup: Setup) -> list[str]:
     shape = setup.shape
     heads, kv_heads = shape["heads"], shape.get("kv_heads") or shape["heads"]
     out = [
-        f"--num-layers {shape['layers']}",
-        f"--hidden-size {shape['hidden']}",
-        f"--ffn-hidden-size {shape['intermediate']}",
-        f"--num-attention-heads {heads}",
+        _flag("num-layers", shape["layers"]),
+        _flag("hidden-size", shape["hidden"]),
+        _flag("ffn-hidden-size", shape["intermediate"]),
+        _flag("num-attention-heads", heads),
     ]
     if shape.get("kv_lora_rank"):
         out += _latent(shape)
     else:
         if kv_heads != heads:
-            out.append(f"--group-query-attention --num-query-groups {kv_heads}")
+            out += ["--group-query-attention", _flag("num-query-groups", kv_heads)]
         if shape.get("head_dim", shape["hidden"] // heads) * heads != shape["hidden"]:
-            out.append(f"--kv-channels {shape['head_dim']}")
-    out.append(f"--max-position-embeddings {max(shape.get('positions') or 0, setup.seq_len or 0)}")
-    out.append(f"--vocab-size {shape['vocabulary']}")
+            out.append(_flag("kv-channels", shape["head_dim"]))
+    out.append(_flag("max-position-embeddings", max(shape.get("positions") or 0, setup.seq_len or 0)))
+    out.append(_flag("vocab-size", shape["vocabulary"]))
     if not shape.get("tied", True):
         out.append("--untie-embeddings-and-output-weights")
     if shape.get("experts"):
         if setup.tp > 1 and not setup.knob("sequence_parallel"):
             setup.note(f"tp={setup.tp} with experts: Megatron trains that with --sequence-parallel only")
-        out += [f"--num-experts {shape['experts']}", f"--moe-router-topk {shape.get('experts_per_token', 2)}"]
+        out += [_flag("num-experts", shape["experts"]), _flag("moe-router-topk", shape.get("experts_per_token", 2))]
         if width := shape.get("expert_intermediate"):
-            out.append(f"--moe-ffn-hidden-size {width}")
+            out.append(_flag("moe-ffn-hidden-size", width))
             if shared := shape.get("shared_experts"):
-                out.append(f"--moe-shared-expert-intermediate-size {shared * width}")
+                out.append(_flag("moe-shared-expert-intermediate-size", shared * width))
         if dense := shape.get("dense_layers"):
-            out.append(f"--moe-layer-freq '([0]*{dense}+[1]*{shape['layers'] - dense})'")
+            out.append(_flag("moe-layer-freq", f"([0]*{dense}+[1]*{shape['layers'] - dense})"))
     return out
 
 
 def _latent(shape: Mapping[str, Any]) -> list[str]:
     """Sizes of multi-head latent attention (arXiv:2405.04434)."""
-    out = ["--multi-latent-attention", f"--kv-lora-rank {shape['kv_lora_rank']}"]
-    if shape.get("q_lora_rank"):
-        out.append(f"--q-lora-rank {shape['q_lora_rank']}")
-    return [
-        *out,
-        f"--qk-head-dim {shape['head_dim']}",
-        f"--qk-pos-emb-head-dim {shape['rope_head_dim']}",
-        f"--v-head-dim {shape['v_head_dim']}",
-    ]
+    sizes = {"kv-lora-rank": "kv_lora_rank", "q-lora-rank": "q_lora_rank", "qk-head-dim": "head_dim"}
+    sizes |= {"qk-pos-emb-head-dim": "rope_head_dim", "v-head-dim": "v_head_dim"}
+    # Without a rank, queries are not compressed; heads without positions have 0 of them.
+    stated = [flag for flag, name in sizes.items() if name in shape and (shape[name] or name != "q_lora_rank")]
+    return ["--multi-latent-attention", *(_flag(flag, shape[sizes[flag]]) for flag in stated)]
 
 
 def _family(setup: Setup) -> list[str]:

@@ -7,14 +7,15 @@ from .megatron_bridge import launcher, read_batch, write_batch
 _TOTAL, _OLD_TOTAL = "data.global_batch_size", "model.global_batch_size"
 
 
-def _degree(knob: str) -> KnobSettings:
-    name = MEGATRON[knob].keys[0].replace("-", "_")
+def _degree(knob: str, name: str = "") -> KnobSettings:
+    name = name or MEGATRON[knob].keys[0].replace("-", "_")
     return KnobSettings(knob=knob, keys=(f"trainer.strategy.{name}", f"model.{name}"))
 
 
 KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("data.micro_batch_size", "model.micro_batch_size")),
     *map(_degree, ("tp", "pp", "cp", "ep", "etp")),
+    _degree("virtual_stages", "virtual_pipeline_model_parallel_size"),
     KnobSettings(
         knob="sequence_parallel",
         ways=tuple(
@@ -53,6 +54,8 @@ def read(stated: Stated) -> None:
     read_batch(stated, _TOTAL if stated.has(_TOTAL) else _OLD_TOTAL)
     if stated.get("model.optim.name") in ("distributed_fused_adam", "mcore_distributed_optim"):
         stated.knobs["zero"] = 1
+    if stated.knobs.get("virtual_stages", 1) > 1:
+        stated.knobs["pipeline_schedule"] = "interleaved"
     devices, hosts = stated.whole("trainer.devices"), stated.whole("trainer.num_nodes") or 1
     if devices is not None:
         stated.facts |= {"devices": devices * hosts, "per_host": devices}

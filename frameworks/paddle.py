@@ -21,6 +21,7 @@ from .stated_space import (
     section,
     share,
     whole_numbers,
+    whole_range,
 )
 
 _DEGREES = {"mp_degree": "tp", "pp_degree": "pp", "sharding_degree": "sharding_degree"}
@@ -85,7 +86,7 @@ def _range(given: Any, shown: str) -> Any:
         low, high = given.get("min"), given.get("max")
         if type(low) is not int or type(high) is not int or not 0 < low <= high:
             raise UsageError(f"{shown} must have min and max, whole numbers of at least 1, but is {dict(given)}")
-        return list(range(low, high + 1))
+        return whole_range(low, high, shown)
     return "auto" if isinstance(given, str) and "auto" in given.lower() else given
 
 

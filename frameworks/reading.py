@@ -524,7 +524,14 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
         for word in own[1:]
         if word.endswith((".yaml", ".yml", ".toml", ".json")) and not word.startswith("-") and "=" not in word
     ]
-    files = [word for word in files if word not in settings.values()]
+    # The first of an option's values is its own; if that is a file, so are the others.
+    taken = {
+        each
+        for value in settings.values()
+        for each in (value if isinstance(value, list) and value[0] in files else [value])
+        if isinstance(each, str)
+    }
+    files = [word for word in files if word not in taken]
     framework = _of_command(own, settings)
     for key in ("config", "config_file"):
         stated = settings.get(key)
@@ -542,8 +549,15 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     if framework is None:
         framework = _recognised(settings)
     if framework is not None:
-        if framework.name == "litgpt" and len(own) > 2 and not own[2].startswith("-"):
-            settings.setdefault("model_name", own[2])
+        if framework.name == "litgpt":
+            # Its options replace settings of its file, and both have the defaults of the subcommand.
+            for source in [each for each in sources if each.framework == "litgpt"]:
+                settings = {**source.settings, **settings}
+                sources.remove(source)
+            if len(own) > 1:
+                settings["subcommand"] = own[1]
+            if len(own) > 2 and not own[2].startswith("-"):
+                settings.setdefault("model_name", own[2])
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
         found, more = _with_files(framework, settings, where, form or assigned, Path())
         sources += found

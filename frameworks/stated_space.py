@@ -10,6 +10,7 @@ from typing import Any
 from ..base.errors import SpaceError, UsageError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, read_named, with_power
 from ..knobs.strategy import STANDARD
+from ..results.schema import shortened
 from ..space import Space
 from ..space.grammar import check_name
 from ..space.values import Value, kind_of_all, python_scalar
@@ -228,6 +229,10 @@ def section(given: Any, shown: str) -> Mapping[str, Any]:
 
 MOST_LISTED = 16
 """Largest number of integers of a range that are all taken."""
+LARGEST_SIZE = 1 << 20
+"""Largest size in a file whose divisors are values of a knob."""
+MOST_VALUES = 1 << 12
+"""Largest number of values of a range in a file."""
 
 
 def listed(given: Any, auto: Sequence[Any]) -> list[Any]:
@@ -248,6 +253,19 @@ def whole_numbers(values: Sequence[Any], shown: str) -> list[int]:
     if not values:
         raise UsageError(f"{shown} must have values, but is empty")
     return list(values)
+
+
+def whole_range(low: int, high: int, shown: str) -> list[int]:
+    """Whole numbers from `low` to `high`, both included.
+
+    Raises:
+        UsageError: they are more than `MOST_VALUES`.
+    """
+    if high - low >= MOST_VALUES:
+        raise UsageError(
+            f"{shown} from {shortened(low)} to {shortened(high)} has more than {MOST_VALUES:,} values: give fewer, or a list"
+        )
+    return list(range(low, high + 1))
 
 
 def declare_degrees(draft: Draft, degrees: Mapping[str, tuple[str, Sequence[int]]]) -> str:
@@ -292,7 +310,7 @@ def declare_micro_batch(draft: Draft, shown: str, given: Any, total: int | None,
             "its range ends at the global batch, which is not given: --global-batch B, or --set micro_batch=1,2,4",
         )
         return False
-    values = whole_numbers(listed(given, divisors(total) if total else ()), shown)
+    values = whole_numbers(divisors(total) if auto and total else listed(given, ()), shown)
     if auto and len(values) > MOST_LISTED:
         powers = [each for each in values if each & (each - 1) == 0 or each == total]
         draft.say(f"{shown}: {', '.join(map(str, powers))} of the {len(values)} divisors of the global batch {total}")
@@ -320,8 +338,13 @@ def divisors(total: int, among: Sequence[int] | None = None) -> list[int]:
 
     >>> divisors(12), divisors(12, [5, 4, 2])
     ([1, 2, 3, 4, 6, 12], [4, 2])
+
+    Raises:
+        UsageError: all divisors of a number above `LARGEST_SIZE` are asked for.
     """
     if among is not None:
         return [each for each in among if each > 0 and total % each == 0]
+    if total > LARGEST_SIZE:
+        raise UsageError(f"a size must be at most {LARGEST_SIZE:,} for 'auto', but is {shortened(total)}: give a list")
     low = [each for each in range(1, math.isqrt(total) + 1) if total % each == 0]
     return sorted({*low, *(total // each for each in low)})

@@ -39,6 +39,7 @@ KNOBS = KnobTable(
                 "fp32": {"bf16": False, "fp16": False},
                 "bf16": {"bf16": True, "fp16": False},
                 "fp16": {"bf16": False, "fp16": True},
+                "tf32": {"bf16": False, "fp16": False, "tf32": True},
             },
         ),
     ),
@@ -260,7 +261,10 @@ LAUNCHER = Launcher(
     },
     options=KNOBS.options(
         "--{} {}",
-        dict.fromkeys(("micro_batch", "grad_accum", "precision", "checkpoint_ratio", "fusion", "kernels")),
+        {
+            **dict.fromkeys(("micro_batch", "grad_accum", "checkpoint_ratio", "fusion", "kernels")),
+            "precision": ("fp32", "bf16", "fp16"),
+        },
     )
     | {"optim": "--optim {optim}"},
     short="--output_dir {trial_dir} --max_steps 1000 --save_strategy no --eval_strategy no --report_to none",
@@ -278,7 +282,7 @@ def read(stated: Stated) -> None:
     """Reads FSDP's text, checkpointing of every n-th layer, and the optimizer."""
     given = stated.get("fsdp")
     text = " ".join(map(str, given)) if isinstance(given, list) else str(given or "").lower()
-    for name, stage in (("shard_grad_op", 2), ("full_shard", 3), ("hybrid_shard", 3)):
+    for name, stage in (("shard_grad_op", 2), ("full_shard", 3), ("hybrid_shard", 3), ("hybrid_shard_zero2", 2)):
         if name in text:
             stated.knobs["zero"] = stage
     if "hybrid_shard" in text:

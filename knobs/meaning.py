@@ -2,7 +2,7 @@
 those that are recomputed. `redline.knobs.pipeline` has the orders of a pipeline.
 
 It is defined once. Training is built from it (`training/training.py`), time and memory are estimated from it
-(`runners/estimate`), and exports translate it to other frameworks (`frameworks`).
+(`estimator/`), and exports translate it to other frameworks (`frameworks`).
 """
 
 from collections.abc import Mapping

@@ -15,11 +15,9 @@ from ..base.errors import NothingFound, StudyError, UsageError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_inside
 from ..knobs.lossy import lossy_values
 from . import schema, summary
-from .measurement import Measurement, Status, Trial
+from .measurement import PLANNED, Measurement, Status, Trial
 from .names import BEST, holds_run
 
-PLANNED = "estimate"
-"""The sampler of a plan's configuration, which was predicted and not run."""
 TRAINS = ("model", "workload", "shape", "seq_len", "global_batch", "memory_limit_mib", "simulated", "emulated")
 """Keys of a run's request that define the training and its memory limit."""
 OF_DEVICES = ("type", "name", "used", "per_host", "memory_mib")

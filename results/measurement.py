@@ -173,7 +173,7 @@ class Measurement:
     """Average number of cores that other processes used on the trial's busiest host during the measurement."""
     machine_speed: float | None = None
     """Speed of the default configuration at that time relative to its first measurement, if other load changed it
-    (see `tuner.conditions`).
+    (see `tuner/history.py`).
     """
     expert_load: float | None = None
     """Rows of the busiest expert over the mean, averaged over the model's mixtures, on the probe's samples; None without
@@ -292,13 +292,8 @@ def _rank(data: Any) -> dict[str, Any]:
     return values
 
 
-DEFAULT, USER, FALLBACK = "default", "user", "fallback"
-"""Origins of trials that no sampler proposed: the default configuration, those that the user named, and the one with less memory
-that follows a failed first trial."""
-LAYERWISE = "layerwise"
-"""Origin of the trial that refines the winner block by block."""
-PLANNED = "estimate"
-"""Origin of a plan of `redline estimate`."""
+DEFAULT, USER, FALLBACK, REFINEMENT, PLANNED = "default", "user", "fallback", "layerwise", "estimate"
+"""Values of `Trial.sampler` that do not name a sampler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +305,10 @@ class Trial:
     config: Any
     """The tried `Config`."""
     sampler: str = ""
-    """Name of the sampler that proposed it, or `DEFAULT`, `USER`, `FALLBACK`, `LAYERWISE` or `PLANNED`."""
+    """Name of the sampler that proposed it; otherwise its origin: `DEFAULT` for the default configuration, `USER` for one
+    that the user gave, `FALLBACK` for the one tried after the default failed, `REFINEMENT` for the refined winner,
+    `PLANNED` for one that was predicted and not run.
+    """
     attempts: int = 1
     """Number of times it was started: by processes that ended during it and by the present one."""
     predicted_throughput: float | None = None

@@ -44,6 +44,11 @@ def positive(value: Any) -> bool:
     return count(value) and value > 0
 
 
+def blocks(value: Any) -> bool:
+    """a whole number from 1 to 1,048,576"""
+    return positive(value) and value <= 1 << 20
+
+
 def sign(value: Any) -> bool:
     """-1, 0 or 1"""
     return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= 1
@@ -88,7 +93,7 @@ _ASKED = {
     "workload": {...: text},
     "shape": {
         "family": text,
-        "layers": positive,
+        "layers": blocks,
         "hidden": positive,
         "heads": positive,
         "kv_heads": positive,
@@ -105,7 +110,14 @@ _ASKED = {
         "mlp_bias": flag,
         "window": count,
         "experts": count,
+        "expert_intermediate": positive,
         "experts_per_token": count,
+        "shared_experts": count,
+        "dense_layers": count,
+        "q_lora_rank": count,
+        "kv_lora_rank": count,
+        "rope_head_dim": count,
+        "v_head_dim": positive,
         "parallel_residual": flag,
         "rope": {"rope_theta": number, "partial_rotary_factor": number, "factor": number, "rope_type": text},
     },

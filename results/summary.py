@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..knobs import lossy
 from .again import median_rank
 from .columns import number
-from .measurement import Status, Trial
+from .measurement import DEFAULT, Status, Trial
 
 EQUAL = 0.01
 """Relative difference within which two throughputs count as equal."""
@@ -100,7 +100,7 @@ def exactness(trials: Sequence[Trial]) -> str:
 
 def default(trials: Sequence[Trial]) -> Trial | None:
     """Returns the first trial of the default configuration; None if there is none."""
-    return next((trial for trial in trials if trial.sampler == "default"), None)
+    return next((trial for trial in trials if trial.sampler == DEFAULT), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,9 +146,9 @@ def gain(trials: Sequence[Trial]) -> Gain | None:
 def only_default(trials: Sequence[Trial]) -> str:
     """Returns the reason why only the default configuration succeeded; empty if other trials succeeded."""
     ran = [trial for trial in trials if not trial.pending and trial.measured.status is not Status.SKIPPED]
-    if not ran or any(trial.ok and trial.sampler != "default" for trial in ran):
+    if not ran or any(trial.ok and trial.sampler != DEFAULT for trial in ran):
         return ""
-    if all(trial.sampler == "default" for trial in ran):
+    if all(trial.sampler == DEFAULT for trial in ran):
         return "only the default configuration was tried"
     return "every other trial failed"
 

@@ -1,10 +1,13 @@
 """A training's folder: its request, its configurations, and its log.
 
-train.yaml      the request, and the configurations with the steps from which they apply log.jsonl       lines for
-steps at intervals, evaluations, checkpoints and other events checkpoints/    the latest ones data/           the
-corpus as tokens logs/           output of ranks, one file per start stop            while it exists, the training ends
-at its next step, with a checkpoint out-of-memory.json  written if ranks of a launcher ran out of memory, with their
-configuration; removed by the next start
+train.yaml          the request, and the configurations with the steps from which they apply
+log.jsonl           lines for steps at intervals, evaluations, checkpoints and other events
+checkpoints/        the latest ones
+data/               the corpus as tokens
+logs/               output of ranks, one file per start
+stop                while it exists, the training ends at its next step, with a checkpoint
+out-of-memory.json  written if ranks of a launcher ran out of memory, with their configuration; removed by the next
+                    start
 """
 
 import os

@@ -9,7 +9,7 @@ from numbers import Real
 
 from ..base.errors import UsageError
 from ..results import Status, Trial
-from ..results.measurement import LAYERWISE
+from ..results.measurement import REFINEMENT
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1.0, "MIB": 1.0, "M": 1.0, "GIB": 1024.0, "G": 1024.0, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
@@ -55,7 +55,7 @@ class Budget:
 
 def counts(trial: Trial) -> bool:
     """True if a trial counts towards the limit of trials: it was not skipped, and does not refine the winner."""
-    return trial.sampler != LAYERWISE and (trial.pending or trial.measured.status is not Status.SKIPPED)
+    return trial.sampler != REFINEMENT and (trial.pending or trial.measured.status is not Status.SKIPPED)
 
 
 def device_hours_of(trials: Sequence[Trial], devices: int) -> float:

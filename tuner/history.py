@@ -8,7 +8,7 @@ from operator import is_not
 import numpy as np
 
 from ..results import Measurement, Status, Trial
-from ..results.measurement import LAYERWISE
+from ..results.measurement import REFINEMENT
 from ..runners import Reference
 from ..runners.load import CHANGED_CORES
 from .listener import SearchListener
@@ -157,7 +157,7 @@ class History:
                 self._best = speed
             if measured.probe is not None:
                 self._probed[number] = Reference(probe=measured.probe, config_id=trial.config.id)
-        if trial.sampler == LAYERWISE:
+        if trial.sampler == REFINEMENT:
             return
         if measured is not None and measured.status is Status.SKIPPED:
             self._skipped.add(number)

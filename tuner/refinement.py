@@ -7,7 +7,7 @@ from ..base.errors import UsageError
 from ..knobs.rules import RuleContext
 from ..models import Workload
 from ..results import Trial, summary
-from ..results.measurement import LAYERWISE
+from ..results.measurement import REFINEMENT
 from ..space import Config, Space
 from .search import Refinement
 
@@ -52,7 +52,7 @@ def refiner(
         from ..estimator.survey import Ranked
 
         winner = summary.best(trials)
-        if winner is None or winner.sampler == LAYERWISE:
+        if winner is None or winner.sampler == REFINEMENT:
             return None
         if estimator is None:
             warn("the winner is not refined layer by layer: there is no estimate")

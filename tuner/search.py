@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..base.errors import RunnerError
 from ..results import Measurement, RunFolder, Status, Trial
-from ..results.measurement import DEFAULT, FALLBACK, LAYERWISE, USER
+from ..results.measurement import DEFAULT, FALLBACK, REFINEMENT, USER
 from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
 from ..runners.soak import SoakPlan
@@ -183,7 +183,7 @@ class Search:
         self.listener.on_message(found.summary)
         started = self.run_folder.start(
             found.config,
-            sampler=LAYERWISE,
+            sampler=REFINEMENT,
             predicted_throughput=found.predicted_throughput,
             predicted_memory_mib=found.predicted_memory_mib,
         )

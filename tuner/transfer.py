@@ -32,7 +32,7 @@ from ..base.errors import StudyError, UsageError
 from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..results import Trial, View
-from ..results.measurement import LAYERWISE
+from ..results.measurement import REFINEMENT
 from ..space import Config, Space
 from .predicting import estimator_of
 from .samplers.encoding import Encoding
@@ -291,7 +291,7 @@ def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> l
         if view.document is None:
             raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
         # A refined configuration names single blocks and is outside every space.
-        trials = [each for each in view.trials() if not each.pending and each.sampler != LAYERWISE]
+        trials = [each for each in view.trials() if not each.pending and each.sampler != REFINEMENT]
         runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
     return runs
 

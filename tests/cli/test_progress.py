@@ -9,7 +9,7 @@ from redline.base.errors import UsageError
 from redline.cli.outcome import print_result
 from redline.cli.progress import LineListener, TerminalListener
 from redline.results import Measurement, RunFolder, Status, Trial
-from redline.results.measurement import LAYERWISE
+from redline.results.measurement import REFINEMENT
 from redline.space import Config
 from redline.tuner import search_setup
 from redline.tuner.listener import SearchListener, SearchPlan
@@ -48,7 +48,7 @@ def test_skipped_trials_and_the_refined_winner_are_not_counted():
     listener = TerminalListener(io.StringIO())
     skipped = replace(trial(1, None), measurement=Measurement(status=Status.SKIPPED, reason="needs as much"))
     listener.on_start(plan(trial(0, 482.0), skipped))
-    listener.on_trial_end(replace(trial(2, 500.0), sampler=LAYERWISE))
+    listener.on_trial_end(replace(trial(2, 500.0), sampler=REFINEMENT))
     assert "1 of 8 trials" in shown(listener) and listener._plan.done == 1
 
 

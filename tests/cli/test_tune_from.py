@@ -117,6 +117,6 @@ def test_a_model_takes_the_values_of_knobs_that_it_has_and_keeps_the_rest(capsys
     assert {"require": "dp in [2]", "reason": "data_parallel_size"} in space["constraints"]
     assert space["valid"] == 4  # both micro-batches, with and without ZeRO, on two replicas
     notes = "\n".join(space["notes"])
-    assert "not carried over: ep: the model has no such knob" in notes and "fusion=False" in notes
+    assert "not carried over: ep: the model has no such knob" in notes and "fusion=false" in notes
     code, out, err = run(capsys, *shown, "--set", "checkpoint_ratio=0,1")
     assert code == 0 and json.loads(out)["valid"] == 8, err

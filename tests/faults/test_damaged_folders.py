@@ -6,7 +6,9 @@ import shutil
 import pytest
 from damage import ASKED, copied, damage, make_run, read_everything, serve_everything
 from redline.frameworks import export_targets, render
+from redline.models.architecture import NAMES
 from redline.results import View
+from redline.results.schema import REQUEST
 from redline.views.report import Source, document
 
 
@@ -69,6 +71,8 @@ def test_one_damaged_run_is_a_row_beside_the_others(whole, tmp_path):
     [
         ("seq_len: 128", "seq_len: lots", "asked.seq_len is 'lots', not a whole number"),
         ("heads: 4", "heads: 0", "asked.shape.heads is 0, not a whole number from 1 on"),
+        ("heads: 4", "kv_lora_rank: 1 $(x)\n    heads: 4", "asked.shape.kv_lora_rank is '1 $(x)', not a whole number"),
+        ("layers: 4", "layers: 9000000000", "asked.shape.layers is 9000000000, not a whole number from 1 to 1,048,576"),
         ("family: gpt2", "family: [gpt2]", "asked.shape.family is a list of 1, not a text"),
         ("used: 8", "used: .nan", "asked.devices.used is nan, not a whole number"),
     ],
@@ -81,6 +85,10 @@ def test_a_part_of_another_type_is_named_and_left_out(whole, tmp_path, old, new,
     assert any(message in each for each in View(run).problems)
     assert any(message in each for each in Source.read(run).problems)
     assert [problem for problem in read_everything(run, whole) if "Error" in problem] == []
+
+
+def test_every_size_of_a_model_is_checked():
+    assert set(NAMES) <= set(REQUEST["asked"]["shape"])
 
 
 def test_a_trial_that_makes_no_sense_is_named_and_left_out(whole, tmp_path):

@@ -346,3 +346,41 @@ def test_a_damaged_document_is_read_or_refused_in_words(document, devices):
         assert str(error)
     else:
         assert found.space.default() in found.space
+
+
+HUGE = [(1 << 20) + 1, 10**12 + 39, 10**300]
+
+
+@pytest.mark.parametrize("size", HUGE)
+def test_sizes_that_would_take_unbounded_work_are_refused(size, tmp_path):
+    for changed in ({"global_batch_size": size}, {"num_layers": size}):
+        document = yaml.safe_load(FLAGSCALE)
+        document["experiment"]["auto_tuner"]["space"]["micro_batch_size"] = "auto"
+        document["train"] = {"model": {**MODEL, **changed}}
+        with pytest.raises(UsageError, match="at most 1,048,576|more than 4,096 values"):
+            read(document, devices=8)
+    for name in ("micro_batch_size", "mp_degree", "dp_degree", "vpp_degree"):
+        with pytest.raises(UsageError, match=f"{name} from 1 to .* has more than 4,096 values"):
+            read({**PADDLE, name: {"min": 1, "max": size}}, devices=8)
+    with pytest.raises(UsageError, match="at most 1,048,576 for 'auto'"):
+        auto = {**PADDLE, "micro_batch_size": "auto", "model_cfg": {**PADDLE["model_cfg"], "global_batch_size": size}}
+        read(auto, devices=8)
+
+
+def test_a_large_global_batch_needs_no_divisors_if_micro_batches_are_listed():
+    total = 3 << 20
+    listed = {**PADDLE, "micro_batch_size": [1, 2], "model_cfg": {**PADDLE["model_cfg"], "global_batch_size": total}}
+    assert read(listed, devices=8).space["micro_batch"].values == (1, 2)
+
+
+def test_deepspeeds_comments_and_schedules_are_not_choices():
+    document = {
+        "_comment": ["one line", "another"],
+        "zero_optimization": {"stage": [1, 2]},
+        "elasticity": {"enabled": True, "micro_batch_sizes": [2, 4, 6]},
+        "data_efficiency": {"data_sampling": {"curriculum_learning": {"difficulty": [1, 2]}}},
+        "curriculum_learning": {"enabled": False},
+    }
+    found = read(document)
+    assert values(found.space) == {"zero": (1, 2)}
+    assert set(left(found)) == {"elasticity", "data_efficiency"}

@@ -416,6 +416,20 @@ def test_hostile_names_stay_data(target, form, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "name", ["kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim", "experts", "intermediate"]
+)
+def test_sizes_of_a_model_are_quoted_for_a_shell(name, tmp_path):
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "intermediate", "vocabulary", "head_dim", "kv_lora_rank"), 8)
+    document = {"asked": {**DOCUMENT["asked"], "shape": {"family": "deepseek_v3", **sizes, name: "1 $(touch pwned)"}}}
+    made = render("megatron", trial(micro_batch=2, grad_accum=1), document)
+    assert "pwned" in made.text
+    text = made.text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'
+    env = {"PATH": "/usr/bin:/bin"}
+    out = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    assert "1 $(touch pwned)" in out.splitlines() and list(tmp_path.iterdir()) == []
+
+
 def test_without_run_yaml_what_the_table_knows_is_exported():
     made, notes = parsed("deepspeed", document=None, micro_batch=4, grad_accum=2, dp=2)
     assert made["train_batch_size"] == 16
@@ -572,13 +586,31 @@ def test_deepspeed_refuses_tp_beside_pp():
     assert parsed("deepspeed", tp=2, micro_batch=1, grad_accum=2)[0]["tensor_parallel"] == {"autotp_size": 2}
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name != "python"])
+PLAIN = ("yaml", "json", "env")
+"""Targets with the configuration itself."""
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name not in ("python", *PLAIN)])
 def test_blocks_that_are_treated_unlike_each_other_are_refused_where_that_cannot_be_stated(target):
     plain = {"dp": 4, "zero": 1, "micro_batch": 4, "grad_accum": 2}
     with pytest.raises(UsageError, match=f'to {target}: strategy="0-1:ckpt 2-3:-" treats blocks unlike each other'):
         render(target, trial(**plain, strategy="0-1:ckpt 2-3:-"), DOCUMENT)
     alike = render(target, trial(**plain, strategy="0-3:ckpt"), DOCUMENT)
     assert alike.text == render(target, trial(**plain, checkpoint_ratio=1.0), DOCUMENT).text
+
+
+@pytest.mark.parametrize("target", PLAIN)
+def test_plain_files_have_any_configuration(target):
+    knobs = {"dp": 2, "pp": 2, "micro_batch": 4, "grad_accum": 2}
+    for unlike in ({"strategy": "0-1:ckpt 2-3:-"}, {"strategy": "0-3:ckpt"}, {"stage_blocks": "3,1"}):
+        made = render(target, trial(**knobs, **unlike), DOCUMENT)
+        ((name, value),) = unlike.items()
+        if target == "env":
+            script = f'{made.text}printf %s "$REDLINE_{name.upper()}"'
+            found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+        else:
+            found = yaml.safe_load(made.text)["configuration"][name]
+        assert found == value and not any(name in note for note in made.notes)
 
 
 def test_a_script_of_redlines_own_takes_a_strategy_along():

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import tracemalloc
 from math import prod
 from pathlib import Path
 
@@ -486,7 +487,7 @@ def test_stages_of_given_blocks_are_exported_to_megatron_and_read_back(sizes, tm
 def test_stages_of_given_blocks_are_refused_where_a_framework_cannot_have_them():
     uneven = {"micro_batch": 1, "grad_accum": 8, "pp": 2, "stage_blocks": "31,1"}
     for target in export_targets():
-        if target in ("megatron", "python"):
+        if target in ("megatron", "python", "yaml", "json", "env"):
             assert "31" in exported(target, uneven).text
             continue
         with pytest.raises(UsageError, match='stage_blocks="31,1" gives stages different numbers of blocks'):
@@ -541,3 +542,106 @@ def test_megatron_bridges_layers_of_each_stage_are_read():
     ]
     assert read([*command.split(), *ends]).on(4).config["stage_blocks"] == "1,2,2,3"
     assert "stage_blocks" not in read(command.split()).on(4).config
+
+
+@pytest.mark.parametrize("key", ["trainer.strategy", "model"])
+def test_nemos_chunks_of_a_rank_are_read(key):
+    command = f"nemo llm pretrain --factory llama3_8b {key}.pipeline_model_parallel_size=4"
+    found = read(f"{command} {key}.virtual_pipeline_model_parallel_size=2 data.micro_batch_size=1").config
+    assert (found["virtual_stages"], found["pipeline_schedule"]) == (2, "interleaved")
+
+
+LIGHTNING = "trainer:\n  accelerator: gpu\n  devices: 8\n  precision: {precision}\n  strategy: {strategy}\n"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "zero", "offload", "weights"),
+    [
+        ("deepspeed", 2, "none", False),
+        ("deepspeed_stage_1", 1, "none", False),
+        ("deepspeed_stage_2_offload", 2, "optimizer", False),
+        ("deepspeed_stage_3_offload", 3, "optimizer", True),
+        ("deepspeed_stage_3_offload_nvme", 3, "optimizer", True),
+        ("{class_path: lightning.pytorch.strategies.DeepSpeedStrategy}", 2, "none", False),
+        ("{class_path: DeepSpeedStrategy, init_args: {stage: 3}}", 3, "none", False),
+        ("{class_path: DeepSpeedStrategy, init_args: {stage: 3, offload_optimizer: true}}", 3, "optimizer", False),
+        ("{class_path: DeepSpeedStrategy, init_args: {stage: 3, offload_parameters: true}}", 3, "optimizer", True),
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
+def test_lightnings_deepspeed_has_its_stage_and_its_formats(strategy, zero, offload, weights, precision, folder):
+    (folder / "config.yaml").write_text(LIGHTNING.format(precision=precision, strategy=strategy))
+    found = read("config.yaml").on()
+    assert (found.config["zero"], found.config.get("offload", "none")) == (zero, offload)
+    assert found.conventions.get("offload_weights", False) is weights
+    narrow = precision != "32-true"
+    assert found.config["precision"] == ("bf16" if narrow else "fp32")
+    assert found.conventions.get("master_weights") == ("fp32" if narrow else None), "DeepSpeed keeps a master copy"
+
+
+def test_lightnings_ddp_has_no_master_copy(folder):
+    (folder / "config.yaml").write_text(LIGHTNING.format(precision="bf16-true", strategy="ddp"))
+    found = read("config.yaml")
+    assert found.config["precision"] == "bf16_pure" and "master_weights" not in found.conventions
+
+
+def test_litgpts_subcommand_decides_on_adapters_and_recomputation(folder):
+    lora = read("litgpt finetune_lora meta-llama/Llama-3.2-1B --devices 4")
+    assert lora.model == "meta-llama/Llama-3.2-1B"
+    assert (lora.lora, lora.config["checkpoint_ratio"]) == ("r=8,alpha=16,target=q_proj+v_proj", 1)
+    assert read("litgpt finetune_lora m").config["checkpoint_ratio"] == 0, "FSDP is for several devices"
+    more = read("litgpt finetune_lora m --lora_r 32 --lora_key true --lora_value false --lora_mlp true")
+    assert more.lora == "r=32,alpha=16,target=q_proj+k_proj+gate_proj+up_proj+down_proj"
+    full = read("litgpt finetune_full m --devices 4")
+    assert (full.lora, full.config["checkpoint_ratio"]) == (None, 1)
+    whole = read("litgpt pretrain m --devices 4")
+    assert (whole.lora, whole.config["checkpoint_ratio"]) == (None, 0)
+
+
+def test_litgpts_options_replace_settings_of_its_file(folder):
+    (folder / "lora.yaml").write_text("checkpoint_dir: m\nlora_r: 32\nlora_alpha: 64\ntrain:\n  micro_batch_size: 2\n")
+    found = read("litgpt finetune_lora --config lora.yaml --devices 2 --train.micro_batch_size 3")
+    assert found.lora == "r=32,alpha=64,target=q_proj+v_proj"
+    assert (found.config["micro_batch"], found.config["checkpoint_ratio"], found.devices) == (3, 1, 2)
+
+
+def test_files_of_data_are_not_those_of_a_trainer(folder):
+    (folder / "a.json").write_text('{"text": "data"}')
+    command = "python run_clm.py --per_device_train_batch_size 2 --train_files a.json b.json"
+    found = read(command)
+    assert (found.framework, found.config["micro_batch"]) == ("trainer", 2)
+    (folder / "args.json").write_text('{"per_device_train_batch_size": 4, "optim": "adamw_torch"}')
+    assert read("python run_clm.py --learning_rate 1e-4 args.json").config["micro_batch"] == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "knob", "value"),
+    [
+        ("python run_clm.py --fsdp hybrid_shard_zero2 --optim adamw_torch", "zero", 2),
+        ("python run_clm.py --fsdp hybrid_shard --optim adamw_torch", "zero", 3),
+        ("python run_clm.py --tf32 true --optim adamw_torch", "precision", "tf32"),
+        ("python run_clm.py --tf32 true --bf16 true --optim adamw_torch", "precision", "bf16"),
+        ("python run_clm.py --tf32 false --optim adamw_torch", "precision", "fp32"),
+        ("llamafactory-cli train --stage sft --tf32 true", "precision", "tf32"),
+        ("axolotl train --x 1 --tf32 true --micro_batch_size 1", "precision", "tf32"),
+        ("axolotl train --x 1 --tf32 true --bf16 true --micro_batch_size 1", "precision", "bf16"),
+        (
+            "accelerate launch --use_deepspeed --zero_stage 3 --offload_optimizer_device nvme train.py",
+            "offload",
+            "optimizer",
+        ),
+    ],
+)
+def test_settings_with_several_spellings_are_read(given, knob, value):
+    assert read(given).config[knob] == value
+
+
+@pytest.mark.parametrize("layout", [f"E{'t*9999' * 5000}L", "E(t*9999|)*9999L"])
+def test_repetitions_in_a_layout_of_stages_take_little_memory(layout):
+    tracemalloc.start()
+    try:
+        found = megatron("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", layout)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert any("is not followed" in note for note in found.notes) and peak < 16 << 20

@@ -6,8 +6,9 @@ from dataclasses import replace
 from probes import BF16, FP32, probe
 from redline.results import Measurement, Status, Trial
 from redline.results.again import judged
+from redline.results.measurement import REFINEMENT
 from redline.space import Config
-from redline.tuner.history import REFINEMENT, History
+from redline.tuner.history import History
 
 
 def seen(trials):

@@ -14,11 +14,12 @@ from redline.knobs.layers import of_blocks
 from redline.models.huggingface import hugging_face
 from redline.results import Measurement, Status, Trial, View, summary
 from redline.results.again import judged
+from redline.results.measurement import REFINEMENT
 from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
 from redline.tuner.refinement import refiner
-from redline.tuner.search import REFINEMENT, Refinement, Search
+from redline.tuner.search import Refinement, Search
 from redline.tuner.transfer import read_runs
 
 
