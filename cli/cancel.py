@@ -6,7 +6,6 @@ from .server_options import client_of, with_server
 
 
 @click.command(
-    short_help="End searches on a server.",
     epilog="""\b
 Examples:
   redline cancel 3f2a9c01d4e7

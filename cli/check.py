@@ -24,9 +24,7 @@ Examples:
 """
 
 
-@click.command(
-    epilog=EXAMPLES, short_help="Predict whether another trainer's file or command fits, and how fast it is."
-)
+@click.command(epilog=EXAMPLES)
 @click.argument("given", metavar="FILE|COMMAND")
 @click.option("--hardware", required=True, metavar="NAME|FILE", help="A name in the table or a YAML file.")
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices.  [default: from the file]")

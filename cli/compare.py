@@ -12,7 +12,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Compare the winners of runs of one space.")
+@click.command(epilog=EXAMPLES)
 @click.argument("runs", nargs=-1, required=True)
 @click.option("--format", "form", default="table", show_default=True, help=f"{either(FORMATS)}.")
 def compare(runs: tuple[str, ...], form: str) -> None:

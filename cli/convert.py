@@ -16,7 +16,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Write a training's checkpoint for other tools.")
+@click.command(epilog=EXAMPLES)
 @click.argument("folder")
 @click.argument("out")
 @options_for(ConvertRequest)

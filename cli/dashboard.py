@@ -10,7 +10,6 @@ Examples:
   redline dashboard runs --port 9000
   redline dashboard runs --host 0.0.0.0       prints an address with a token
 """,
-    short_help="Serve a page over all runs in a folder.",
 )
 @click.argument("folder", metavar="DIR")
 @click.option(

@@ -39,7 +39,6 @@ _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
 
 @click.command(
     epilog=EXAMPLES,
-    short_help="Check versions, devices and memory, and find missing dependencies.",
 )
 @click.option("--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file.")
 @click.option(

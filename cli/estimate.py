@@ -74,7 +74,7 @@ class EstimateOptions:
     ] = False
 
 
-@click.command(epilog=EXAMPLES, short_help="Predict the best configurations of a model on any hardware.")
+@click.command(epilog=EXAMPLES)
 @options_of(ModelRequest, SpaceRequest, EstimateOptions, Shape, without=OF_MAPPINGS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context

@@ -29,7 +29,7 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
     ctx.exit()
 
 
-@click.command(epilog=EXAMPLES, short_help="Write the winner for the framework you train with.")
+@click.command(epilog=EXAMPLES)
 @click.argument("run")
 @click.option("--to", "target", required=True, metavar="NAME", help="The framework; --list names them.")
 @click.option("-o", "--out", "output", metavar="FILE", help="Where to write.  [default: standard output]")

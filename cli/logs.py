@@ -20,7 +20,6 @@ Examples:
   redline logs 3f2a9c01d4e7 -f
   redline logs 3f2a9c01d4e7 --trial 4 -f
 """,
-    short_help="Show the events of a search on a server, or the output of a trial.",
 )
 @click.argument("search", metavar="ID")
 @click.option("-f", "--follow", is_flag=True, help="Continue until it ends.")

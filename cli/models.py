@@ -7,7 +7,6 @@ import click
 
 @click.command(
     epilog="\b\nExamples:\n  redline models\n  redline models --json\n",
-    short_help="List the predefined models.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def models(as_json: bool) -> None:

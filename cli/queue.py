@@ -23,7 +23,6 @@ Examples:
   redline queue --hold 3f2a9c01d4e7 --priority 9b1c02d4e7aa 20
   redline queue --delete 3f2a9c01d4e7
 """,
-    short_help="Show the running and waiting searches of a server.",
 )
 @click.option("--all", "everything", is_flag=True, help="Include searches that have ended.")
 @click.option("--workers", is_flag=True, help="Show the workers in place of searches.")

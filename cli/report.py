@@ -18,7 +18,6 @@ Examples:
   redline report runs/gpt2 --trace-memory
   redline report measured-elsewhere.csv
 """,
-    short_help="Write a run as an HTML page.",
 )
 @click.argument("run")
 @click.option("-o", "--out", "output", metavar="FILE", help="The page to write.  [default: RUN/report.html]")

@@ -21,7 +21,6 @@ Examples:
   redline results 3f2a9c01d4e7 --csv trials.csv
   redline results 3f2a9c01d4e7 --to accelerate
 """,
-    short_help="Show the results of a search on a server.",
 )
 @click.argument("search", metavar="ID")
 @click.option(

@@ -31,7 +31,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Tune a model for increasing numbers of devices.")
+@click.command(epilog=EXAMPLES)
 @options_of(*SECTIONS, without=("devices", "global_batch", "baseline"))
 @click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
 @click.option("--global-batch", metavar="N", help="Samples of a step, also as an expression such as 8*n.")

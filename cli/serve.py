@@ -16,7 +16,6 @@ Examples:
   redline serve --storage postgresql://redline@db/redline --no-worker --host 0.0.0.0 --certificate tls.pem
   redline serve --ray-address auto
 """,
-    short_help="Serve searches for a team on shared devices.",
 )
 @click.option(
     "--data",

@@ -15,7 +15,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Show a run: its winner and its trials.")
+@click.command(epilog=EXAMPLES)
 @click.argument("run")
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Trials shown.  [default: 20; all as data]")
 @click.option("--status", metavar="A,B,...", help="Only trials of these statuses: ok, oom, timeout, ..., pending.")

@@ -22,7 +22,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Show the search space of a model on the available devices.")
+@click.command(epilog=EXAMPLES)
 @options_of(ModelRequest, SpaceRequest)
 @click.option("-o", "--out", "output", metavar="FILE", help="Write the space as YAML, for --space.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

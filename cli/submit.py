@@ -29,7 +29,6 @@ Examples:
   redline submit --workload train.py:workload --reuse
   redline submit llama2-7b --runner simulate --hardware h100-80gb --devices 64 --wait
 """,
-    short_help="Submit a search to a server.",
 )
 @options_of(ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
 @click.option("--name", default="", metavar="TEXT", help="Name of the search.  [default: the model's name]")

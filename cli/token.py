@@ -36,7 +36,6 @@ def at_database(group: Callable[[], None]) -> Callable[..., None]:
 
 
 @click.group(
-    short_help="Add users and tokens of a server, and revoke them.",
     epilog="""\b
 Examples:
   redline token new ann --role submitter --running 8 --device-hours 200

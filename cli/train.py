@@ -24,7 +24,7 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES, short_help="Train with a run's winner on real data.")
+@click.command(epilog=EXAMPLES)
 @click.argument("source")
 @options_for(*SECTIONS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")

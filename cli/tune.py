@@ -54,9 +54,7 @@ GROUPS = {
 """Options in the order of the help, by name of the parameter; all others are advanced."""
 
 
-@click.command(
-    epilog=EXAMPLES, short_help="Find the fastest configuration of a model.", cls=GroupedCommand, groups=GROUPS
-)
+@click.command(epilog=EXAMPLES, cls=GroupedCommand, groups=GROUPS)
 @options_of(*SECTIONS, Command)
 @click.option("--command-file", metavar="FILE", help="A YAML file with --command and its options.")
 @click.option("--dry", is_flag=True, help="Print the commands of the first trials without starting them.")

@@ -12,7 +12,6 @@ ROLES = ("reader", "submitter", "admin")
 
 
 @click.group(
-    short_help="Change the rights of users of a server, and list their actions.",
     epilog="""\b
 Examples:
   redline user list

@@ -25,7 +25,6 @@ Examples:
   sudo -E redline worker --code-user nobody
   srun redline worker                 in a Slurm allocation, on each of its hosts
 """,
-    short_help="Join this host's devices to a server's pool.",
 )
 @with_server
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Number of devices.  [default: all]")

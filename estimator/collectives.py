@@ -22,8 +22,6 @@ class Group:
     """Seconds of an empty message once around the ring; each step takes as long as on its slowest link."""
     tree: np.ndarray
     """Seconds of an empty all-reduce up and down a tree of nodes."""
-    crosses: np.ndarray
-    """True where the ring crosses nodes."""
 
     def gather(self, total: np.ndarray, fixed: float, pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
         """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in `pieces` pieces."""
@@ -62,5 +60,4 @@ def group(size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: H
         bandwidth=np.where(crosses, outside, inside),
         latency=(size - 1) * np.where(crosses, far, near),
         tree=2 * (depth * far + (local - 1) * near),
-        crosses=crosses,
     )

@@ -186,7 +186,7 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
     kind = device.type
     where = torch.device(kind)
     works: dict[tuple[str, int], Callable[[], object]] = {}
-    for name, dtype in _dtypes(device, short).items():
+    for name, dtype in _dtypes(device).items():
         for size in (SHORT_SIZES if short else SIZES)[kind]:
             works[name, size] = _product(size, dtype, where, tf32=name == "tf32")
     works["copy", COPY_BYTES[kind]] = _copy(COPY_BYTES[kind], where, where)
@@ -290,7 +290,7 @@ def table_entry(device: Device) -> Hardware | None:
     return recognise(device.name, device.memory_mib) if device.type == "cuda" else None
 
 
-def _dtypes(device: Device, short: bool) -> "dict[str, torch.dtype]":
+def _dtypes(device: Device) -> "dict[str, torch.dtype]":
     import torch
 
     if device.type == "cpu":
@@ -461,7 +461,7 @@ def link_rank() -> None:
     small, large = MESSAGE_BYTES[kind]
     out: dict[str, dict[str, float]] = {}
     for name in ("all-reduce", "point-to-point"):
-        times = {size: _collective(name, size, rank, ranks, where) for size in (small, large)}
+        times = {size: _collective(name, size, rank, where) for size in (small, large)}
         # A ring sends each byte 2 (n - 1) / n times, in as many steps; a message is sent once.
         share, steps = (2 * (ranks - 1) / ranks, 2 * (ranks - 1)) if name == "all-reduce" else (1.0, 1)
         out[name] = {
@@ -474,7 +474,7 @@ def link_rank() -> None:
     dist.destroy_process_group()
 
 
-def _collective(name: str, size: int, rank: int, ranks: int, where: "torch.device") -> float:
+def _collective(name: str, size: int, rank: int, where: "torch.device") -> float:
     import torch
     import torch.distributed as dist
 

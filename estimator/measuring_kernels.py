@@ -73,10 +73,10 @@ def product_s(size: Sequence[int], dtype: "torch.dtype", where: "torch.device") 
     def run() -> None:
         torch.mm(first, second, out=out)
 
-    return _median_s(run, where)
+    return _median_s(run)
 
 
-def _median_s(run: object, where: "torch.device") -> float:
+def _median_s(run: object) -> float:
     from torch.utils.benchmark import Timer
 
     # Timer synchronises CUDA devices around each block of calls.
@@ -127,7 +127,7 @@ def attention_s(length: int, dtype: "torch.dtype", where: "torch.device") -> flo
         if "No available kernel" not in str(error):
             raise
         return None
-    return _median_s(run, where)
+    return _median_s(run)
 
 
 def attention_of(seconds: Mapping[int, float | None], peak: float) -> float | None:

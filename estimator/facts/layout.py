@@ -1,6 +1,6 @@
 """Repeated blocks of a model and their division by tensor parallelism."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ class Layout:
         notes = [] if cuts is not None else ["tensor parallelism: assumed to divide the products as Megatron does"]
         return cls(blocks, cuts, notes)
 
-    def split(self, product: Product, earlier: Sequence[Product], attended: bool, width: int) -> str:
+    def split(self, product: Product, attended: bool, width: int) -> str:
         """Dimension of a product that tensor parallelism divides: `column`, `row` or `none`."""
         if not product.weight:
             return "none"

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Split = Callable[[Product, "list[Product]", bool, int], str]
-"""`split(product, earlier products of the segment, True if attention ran since, width of the residual stream)`."""
+Split = Callable[[Product, bool, int], str]
+"""`split(product, True if attention ran before in its segment, width of the residual stream)`."""
 
 
 class Recorder:
@@ -302,7 +302,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         segment.parameters.add(name)
         product = Product(name, rows, k, n, name in self._trainable, transposed, count=count, stacked=stacked)
-        product.split = self._split(product, segment.products, self._attended, self._width)
+        product.split = self._split(product, self._attended, self._width)
         segment.products.append(product)
         self._inside = product.split == "column"
         if product.split == "row":

@@ -375,8 +375,8 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def near_misses(lines: Sequence[str], wanted: Sequence[str], most: int = 3) -> list[str]:
-    """Returns the lines that may be meant: those with a number and a word of a metric's name."""
+def near_misses(lines: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Returns the last three lines that may be meant: those with a number and a word of a metric's name."""
     words = {
         word for name in wanted for word in name.lower().split("_") if len(word) > 2 and word not in ("per", "second")
     }
@@ -384,7 +384,7 @@ def near_misses(lines: Sequence[str], wanted: Sequence[str], most: int = 3) -> l
     found = [
         line for line in lines if any(char.isdigit() for char in line) and any(word in line.lower() for word in words)
     ]
-    return found[-most:]
+    return found[-3:]
 
 
 def _text(line: bytes) -> str:

@@ -327,7 +327,7 @@ def _replicate(
     params = [param for param in module.parameters() if kept is None or param in kept]
     shared = {param: sharing.replicas for param, sharing in shared_parameters(module).items()}
     apart = {**shared, **copies_of_experts(module, sch.mesh)}
-    owned = _owned(sch, module, given, params)
+    owned = _owned(sch, given, params)
     replicas = Replicas(params, axis, owned, late, given["reduce_dtype"], apart)
     if pipeline is not None:
         replicas.by_itself = False
@@ -351,9 +351,7 @@ def _in_groups(make: Callable[..., Any], params: Iterable[nn.Parameter]) -> Any:
     return optimizer
 
 
-def _owned(
-    sch: ScheduledModule, module: nn.Module, given: Mapping[str, Any], params: Sequence[nn.Parameter]
-) -> list[nn.Parameter]:
+def _owned(sch: ScheduledModule, given: Mapping[str, Any], params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Those of some parameters that one replica each updates (ZeRO 1)."""
     stages = dict.fromkeys(params, len(given["cut"]))
     for path, stage in given["stages"].items():

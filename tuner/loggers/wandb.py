@@ -57,7 +57,6 @@ class WandbLogger(_Wandb, TrialLogger):
         self._run = self._begin(plan.name, config)
         self._run.define_metric("trial")
         self._run.define_metric("*", step_metric="trial")
-        self._columns: list[str] = []
         self._rows: list[dict[str, object]] = []
 
     def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
