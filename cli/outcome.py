@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..knobs.text import value_text
 from ..results import summary
-from ..results.columns import fold, knob_text, speed
+from ..results.columns import fold, speed
 from ..results.measurement import DEFAULT
 from ..tuner.result import Candidate, Result
 from ..views.show import speed_of
@@ -95,7 +96,10 @@ def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
             table.add_row(Text(name, style="dim"), *cells)
     winner, *_ = sides.values()
     for name in winner.config:
-        cells = [knob_text(each.trial, name) if name in each.config else "-" for each in sides.values()]
+        cells = [
+            value_text(each.config[name]) + " (lossy)" * (name in each.trial.lossy) if name in each.config else "-"
+            for each in sides.values()
+        ]
         style = "bold" if len(set(cells)) > 1 else ""
         table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
     return table

@@ -1,16 +1,21 @@
-"""Text of configurations, as the command line takes them."""
+"""Text of configurations."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def value_text(value: Any) -> str:
-    """Returns a knob's value exactly, as `true`, `0.5` or `sdpa`."""
+def exact_text(value: Any) -> str:
+    """Returns a knob's value as the command line takes it, with its type: `true`, `1.0` or `sdpa`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def value_text(value: Any) -> str:
+    """Returns a knob's value for people, as `true`, `1`, `0.25` or `sdpa`."""
+    return exact_text(value).removesuffix(".0") if isinstance(value, float) else exact_text(value)
+
+
 def config_text(config: Mapping[str, Any], lossy: Collection[str] = (), *, between: str = " ") -> str:
-    """Returns the knobs of a configuration, as `tp=2 precision=bf16_pure (lossy)`.
+    """Returns the knobs of a configuration for people, as `tp=2 precision=bf16_pure (lossy)`.
 
     Args:
         config: values by knob.

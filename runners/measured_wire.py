@@ -1,4 +1,5 @@
-"""Measures what communications take among real ranks on this CPU, and what they compute slower in each other's company."""
+"""Measures, among real ranks on this CPU, the time of each kind of communication, and how much slower a rank computes while the
+others compute too."""
 
 import statistics
 import time

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.reading import absolute
 from ..knobs.strategy import BLOCK_KNOBS
-from ..knobs.text import value_text
+from ..knobs.text import exact_text
 from ..models.architecture import shape_of
 from ..models.server_model import ServerModel
 from ..results import RunFolder, summary
@@ -122,7 +122,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             command += [f"--{name}", str(given) if task.command is not None else absolute(given)]
     for name, values in (request.override or {}).items():
         between = ";" if name in BLOCK_KNOBS else ","
-        command += ["--set", f"{name}={between.join(value_text(each) for each in values)}"]
+        command += ["--set", f"{name}={between.join(exact_text(each) for each in values)}"]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
     winner = summary.best(made_of)
@@ -130,7 +130,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         chosen = [knob.name for knob in task.space.knobs if not knob.derived]
         for name in dict.fromkeys((*chosen, *BLOCK_KNOBS)):
             if name in winner.config:
-                command += ["--fix", f"{name}={value_text(winner.config[name])}"]
+                command += ["--fix", f"{name}={exact_text(winner.config[name])}"]
         command += ["--trials", "1", *(["--soak"] if request.soak else [])]
     return [*command, "--seed", str(request.seed)]
 

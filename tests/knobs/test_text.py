@@ -3,15 +3,20 @@
 import math
 
 import pytest
-from redline.knobs.text import config_text, value_text
+from redline.knobs.text import config_text, exact_text, value_text
 from redline.space.values import from_text
 
 
 @pytest.mark.parametrize("value", [True, False, 3, 0.1, 1.0, 1e-05, math.pi, "sdpa", "0-7:tp2,ckpt 8-31:tp1,zero3"])
 def test_the_command_line_reads_the_text_of_a_value_as_that_value(value):
-    read = from_text(value_text(value), None, "knob")
+    read = from_text(exact_text(value), None, "knob")
     assert read == value
     assert type(read) is type(value)
+    assert from_text(value_text(value), None, "knob") == value
+
+
+def test_whole_numbers_are_short():
+    assert [value_text(each) for each in (1.0, 0.0, 2, 0.25, 10.0, 1e-05)] == ["1", "0", "2", "0.25", "10", "1e-05"]
 
 
 def test_lossy_knobs_are_marked():

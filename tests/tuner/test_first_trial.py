@@ -72,7 +72,7 @@ def test_a_default_that_cannot_fit_gives_way_to_the_first_rung_that_does_and_the
     need, limit = needs(estimate, [default])[0] / 1024, estimate.memory_limit_mib / 1024
     needed = f"that is predicted to need {need:,.0f} of {limit:.0f} GiB"
     assert found.note.endswith(f"otherwise the default configuration, because {needed}")
-    assert found.note.startswith("trial 0 is zero=3 micro_batch=2 checkpoint_ratio=1.0 precision=bf16, ")
+    assert found.note.startswith("trial 0 is zero=3 micro_batch=2 checkpoint_ratio=1 precision=bf16, ")
     assert "tp=" not in found.note and "grad_accum=" not in found.note
     assert found.fallback == space.config({**free(space, found.config), "micro_batch": 1})
 

@@ -14,7 +14,7 @@ from redline.results.trained import LOG
 from redline.space import Config
 from redline.tuner.loggers import logger_names, logging_training_to
 from redline.tuner.loggers.training import RUNS, TrainLogger, metrics_of
-from redline.tuner.train.chosen import Strategy
+from redline.tuner.train.chosen import TrainingStrategy
 from redline.tuner.train.driver import train
 from redline.tuner.train.listener import TrainingStart, TrainListener
 from redline.tuner.train.request import TrainRequest
@@ -23,7 +23,7 @@ from tiers import tiered
 
 def training_start(folder, step=0, zero=0):
     return TrainingStart(
-        name="gpt2-tiny", folder=folder, strategy=Strategy(config=Config({"zero": zero}), devices=2, why="the winner"),
+        name="gpt2-tiny", folder=folder, strategy=TrainingStrategy(config=Config({"zero": zero}), devices=2, why="the winner"),
         where="2 x CPU", data={}, steps=100, step=step, unit="tokens/s", hyperparameters={"lr": 1e-3, "ema": None},
     )  # fmt: skip
 

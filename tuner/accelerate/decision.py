@@ -15,7 +15,7 @@ from ...models.spaces import make_space
 from ...space import Config, Knob
 from ..planning import adapted, plan, with_samples_of
 from ..ranks import RankPlace
-from ..train.chosen import in_words
+from ..train.chosen import devices_text
 from ..train.strategy import read_source
 from .optimisations import NEUTRAL, Followed, follow, read_list
 
@@ -141,7 +141,7 @@ def _checked_value(knob: Knob, value: Any, workload: Workload, size: int) -> Any
         instead = ", as by ('amp_native', {'dtype': 'bf16'})" if knob.name == "precision" else ""
         raise UsageError(
             f"the list of optimisations requires {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
-            f"{in_words(size)} of this kind; name another one{instead}. There are: {', '.join(map(str, knob.values))}"
+            f"{devices_text(size)} of this kind; name another one{instead}. There are: {', '.join(map(str, knob.values))}"
         )
     return value
 

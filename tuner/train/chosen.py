@@ -8,7 +8,7 @@ from ...space import Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class TrainingStrategy:
     """A configuration of a training, and the reason for it."""
 
     config: Config
@@ -28,9 +28,9 @@ class Strategy:
         }
 
     @staticmethod
-    def from_dict(document: Mapping[str, Any]) -> "Strategy":
+    def from_dict(document: Mapping[str, Any]) -> "TrainingStrategy":
         """Converts back from `to_dict`."""
-        return Strategy(
+        return TrainingStrategy(
             step=document["step"],
             devices=document["devices"],
             config=Config(document["configuration"]),
@@ -38,6 +38,6 @@ class Strategy:
         )
 
 
-def in_words(devices: int) -> str:
+def devices_text(devices: int) -> str:
     """Number of devices, as text."""
     return f"{devices} device{'s'[: devices > 1]}"

@@ -47,10 +47,10 @@ from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan, LoopResult
 from ..loggers import logging_training_to
-from .chosen import Strategy, in_words
+from .chosen import TrainingStrategy, devices_text
 from .listener import TrainingStart, TrainListener
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
-from .strategy import Source, after_oom, anew, read_source, winner, without_batch
+from .strategy import Source, after_oom, read_source, replanned, winner, without_batch
 
 LOSSES = 3
 """Number of restarts in a row of lost ranks that reach no further checkpoint."""
@@ -74,7 +74,7 @@ class Trained:
     """True if it was ended before the last step."""
     measurement: Measurement | None
     """Measurement of the last configuration; None if all steps were done before."""
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[TrainingStrategy, ...]
     """All configurations of the training, in order."""
     predicted: float | None = None
     """Throughput of a dry run of the last configuration; None if there was none."""
@@ -142,7 +142,7 @@ class Driver:
         stack.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
         self.device = detect()
-        self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]
+        self.strategies = [TrainingStrategy.from_dict(each) for each in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}
         """Description of the training data."""
         self._weights_dtype: str | None = self.document.get("weights_dtype")
@@ -163,7 +163,7 @@ class Driver:
         return last is not None and last.step >= self.request.steps and not check(last, None)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> TrainingStrategy:
         """Current configuration."""
         return self.strategies[-1]
 
@@ -283,7 +283,7 @@ class Driver:
             hyperparameters=vars(self.request.section(Hyperparameters)),
         )
 
-    def _begin(self) -> Strategy:
+    def _begin(self) -> TrainingStrategy:
         """Returns the first configuration: the known one, or a plan."""
         request, before = self.request, self.strategies[-1] if self.strategies else None
         known = winner(request, self.source, self.workload) if before is None else self._as_before(before)
@@ -299,16 +299,16 @@ class Driver:
             devices, like = request.devices or self.source.devices or self.device.count, self.source.config
             if like is not None and request.global_batch is not None:
                 like = without_batch(like)
-            return anew(request, self.workload, devices, like=like, step=0)
+            return replanned(request, self.workload, devices, like=like, step=0)
         self.listener.on_wait("replanning")
         devices = request.devices or before.devices
-        planned = anew(request, self.workload, devices, like=before.config, step=self.step)
+        planned = replanned(request, self.workload, devices, like=before.config, step=self.step)
         of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
         after = f", after {before.devices}" if devices != before.devices else ""
-        self.listener.on_message(f"replanned for {in_words(devices)}{of}{after}: {planned.why}")
+        self.listener.on_message(f"replanned for {devices_text(devices)}{of}{after}: {planned.why}")
         return planned
 
-    def _as_before(self, before: Strategy) -> Strategy | None:
+    def _as_before(self, before: TrainingStrategy) -> TrainingStrategy | None:
         """Returns the previous configuration; None if other devices, memory or knobs are requested."""
         asked = self.document["asked"]
         same = all(getattr(self.request, name) == asked.get(name) for name in ("memory_limit", "fix"))
@@ -324,7 +324,7 @@ class Driver:
         if failed["configuration"] == dict(self.strategy.config):  # and it was not replanned since
             self.safer(f"out of memory: {failed['reason']}")
 
-    def _take(self, strategy: Strategy) -> None:
+    def _take(self, strategy: TrainingStrategy) -> None:
         """Saves a configuration before it is used, for a resumed training."""
         if not self.strategies or strategy != self.strategy:
             self.strategies.append(strategy)
@@ -388,8 +388,8 @@ class Driver:
                     time.sleep(RETRY_S)
                     continue
                 fewer = self.strategy.devices // 2
-                self.listener.on_message(f"{error}; planning for {in_words(fewer)}")
-                self._take(anew(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
+                self.listener.on_message(f"{error}; planning for {devices_text(fewer)}")
+                self._take(replanned(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
 
     def _watched(self, runner: Runner) -> Measurement:
         """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .chosen import Strategy
+from .chosen import TrainingStrategy
 
 
 class TrainListener:
@@ -33,7 +33,7 @@ class TrainingStart:
 
     name: str
     folder: Path
-    strategy: Strategy
+    strategy: TrainingStrategy
     where: str
     """Description of the hardware."""
     data: Mapping[str, Any]

@@ -14,7 +14,7 @@ from ...results.best import is_plan, load
 from ...results.names import BEST, holds_run
 from ...space import Config
 from ..planning import adapted, plan, safer, with_samples_of
-from .chosen import Strategy, in_words
+from .chosen import TrainingStrategy, devices_text
 from .request import TrainRequest
 
 
@@ -111,7 +111,7 @@ def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, 
     )
 
 
-def winner(request: TrainRequest, source: Source, workload: Workload) -> Strategy | None:
+def winner(request: TrainRequest, source: Source, workload: Workload) -> TrainingStrategy | None:
     """Returns the run's winner, adapted to the requested knobs and global batch; None if there is none, or if other devices or
     another memory limit are requested.
 
@@ -128,7 +128,7 @@ def winner(request: TrainRequest, source: Source, workload: Workload) -> Strateg
     if fixed or trained.global_batch != with_samples_of(workload, config).global_batch:
         config = adapted(trained, config, devices=source.devices, fixed=request.fix or {})
         why = "the valid configuration nearest to the run's winner"
-    return Strategy(config=config, devices=source.devices, why=why)
+    return TrainingStrategy(config=config, devices=source.devices, why=why)
 
 
 def without_batch(config: Config) -> Config:
@@ -136,7 +136,9 @@ def without_batch(config: Config) -> Config:
     return Config({name: value for name, value in config.items() if name not in ("micro_batch", "grad_accum")})
 
 
-def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int) -> Strategy:
+def replanned(
+    request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int
+) -> TrainingStrategy:
     """Plans a configuration for devices without a known one.
 
     Raises:
@@ -153,10 +155,12 @@ def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Confi
         fixed=request.fix or {},
         seed=request.seed,
     )
-    return Strategy(config=planned.config, devices=devices, why=planned.why, step=step)
+    return TrainingStrategy(config=planned.config, devices=devices, why=planned.why, step=step)
 
 
-def after_oom(request: TrainRequest, workload: Workload, ran: Strategy, failed: list[Config], step: int) -> Strategy:
+def after_oom(
+    request: TrainRequest, workload: Workload, ran: TrainingStrategy, failed: list[Config], step: int
+) -> TrainingStrategy:
     """Returns the next safer configuration after an out-of-memory failure.
 
     Raises:
@@ -172,7 +176,7 @@ def after_oom(request: TrainRequest, workload: Workload, ran: Strategy, failed: 
     )
     if planned is None:
         raise NothingFound(
-            f"the training ran out of memory, and no configuration for {in_words(ran.devices)} needs clearly less; "
+            f"the training ran out of memory, and no configuration for {devices_text(ran.devices)} needs clearly less; "
             "more devices, a smaller --global-batch or a shorter --seq-len would help"
         )
-    return Strategy(config=planned.config, devices=ran.devices, why=planned.why, step=step)
+    return TrainingStrategy(config=planned.config, devices=ran.devices, why=planned.why, step=step)
