@@ -9,12 +9,18 @@ from torch.nn import functional as F
 from ...base.errors import ScheduleError
 from .collectives import Axis, all_gather, all_reduce, scatter, through
 
+ACROSS = frozenset(
+    ("softmax", "log_softmax", "logsumexp", "argmax", "topk", "max", "amax", "sort", "argsort", "gather", "multinomial")
+)
+"""Names of functions whose results depend on all classes."""
+
 
 class SplitLogits(torch.Tensor):
     """This rank's piece of logits along their last dimension, the vocabulary.
 
-    It behaves as a plain tensor, with two exceptions: `cross_entropy` is that of the whole vocabulary, and a `view` or
-    `reshape` whose last size is the whole vocabulary uses the size of this rank's part instead.
+    It behaves as a plain tensor, with three exceptions: `cross_entropy` is that of the whole vocabulary, functions that compare
+    classes (`ACROSS`) get the gathered logits, and a `view` or `reshape` whose last size is the whole vocabulary uses the size of
+    this rank's part instead.
     """
 
     axis: Axis
@@ -37,6 +43,9 @@ class SplitLogits(torch.Tensor):
         source = next((each for each in args if isinstance(each, SplitLogits)), None)
         if source is None or not hasattr(source, "axis"):
             return super().__torch_function__(func, types, args, kwargs)
+        if getattr(func, "__name__", "") in ACROSS:
+            args = tuple(whole_logits(each) if each is source else each for each in args)
+            return func(*args, **kwargs)
         if func in (torch.Tensor.view, torch.Tensor.reshape):
             args = (source, *_local_shape(source, args[1:]))
         out = super().__torch_function__(func, types, args, kwargs)

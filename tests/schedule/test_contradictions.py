@@ -206,6 +206,13 @@ def check_loss(seed):
             numeric.within(departs, most * rounded, f"its gradient, {reduction}")
     with pytest.raises(ScheduleError, match="no weights"):
         nn.functional.cross_entropy(split, target, weight=torch.ones(10))
+    full, piece = logits.clone().requires_grad_(), logits.chunk(2, -1)[axis.rank].clone().requires_grad_()
+    split = SplitLogits.of(piece * 1, axis)
+    assert torch.equal(split.argmax(-1), logits.argmax(-1)), "of all classes"
+    assert torch.equal(split.topk(3).values, logits.topk(3).values)
+    torch.logsumexp(full, -1).square().sum().backward()
+    torch.logsumexp(split, -1).square().sum().backward()
+    torch.testing.assert_close(piece.grad, full.grad.chunk(2, -1)[axis.rank])
 
 
 def test_the_loss_of_split_logits_is_that_of_the_whole(two, seed):
