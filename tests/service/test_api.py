@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 from redline.estimator.hardware import find_hardware
 from redline.service.request import digest
+from redline.service.searchers import Searchers
 from served import SEARCH, SPACE, served
 
 HARDWARE = json.loads(json.dumps(asdict(find_hardware("h100-80gb"))))
@@ -207,6 +208,12 @@ def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
         assert service.client("coder").post("/v1/searches", json=each).status_code == 201
     with served(tmp_path, allow_code=False) as closed, closed.client("coder") as client:
         error(client.post("/v1/searches", json=code), 403, "refused")
+        # They were submitted before the server was restarted with --no-code.
+        for action in ("release", "retry"):
+            search = closed.store.submit(closed.store.user("coder"), command["request"], devices=1)[0].id
+            before = closed.store.cancel(search) if action == "retry" else closed.store.hold(search)
+            error(client.post(f"/v1/searches/{search}/{action}"), 403, "refused")
+            assert closed.store.search(search) == before
     (tmp_path / "commands").mkdir()
     with served(tmp_path / "commands", workloads=False) as commands, commands.client("coder") as client:
         assert "submit a --command" in error(client.post("/v1/searches", json=code), 403, "refused")["message"]
@@ -300,3 +307,17 @@ def test_a_server_whose_database_is_gone_is_not_ready_and_says_so(tmp_path):
         assert client.get("/readyz").json()["status"] == "ready"
         running.parts.dispatcher.close()
         assert "no dry runs" in error(client.get("/readyz"), 503, "not_ready")["message"]
+
+
+def test_a_server_whose_searchers_are_not_managed_is_not_ready(tmp_path):
+    def searchers(store, url, slots):
+        return Searchers(store, url, tmp_path, slots, imports=(), of_models=())
+
+    with served(tmp_path, searchers=searchers) as running, running.client() as client:
+        assert "no searches are started" in error(client.get("/readyz"), 503, "not_ready")["message"]
+        running.parts.searchers.start()
+        assert client.get("/readyz").json()["status"] == "ready"
+        running.parts.searchers.failure = "KeyError: 'x'"
+        running.parts.searchers._stopping.set()
+        assert error(client.get("/readyz"), 503, "not_ready")
+        running.parts.searchers.close()
