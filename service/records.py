@@ -152,7 +152,9 @@ class Search:
     """When a searcher first took it."""
     ended: float | None
     attempt: int
-    """Number of times that a searcher took it. Only the latest attempt may write."""
+    """Number of the latest attempt, which alone may write. It grows when a searcher takes the search, and when the search
+    returns to the queue.
+    """
     heartbeat: float | None
     """When its searcher last reported."""
     best: dict[str, Any] | None
