@@ -320,8 +320,7 @@ class Searches(Part):
             UsageError: it has not ended.
         """
         row = locked_search(connection, search)
-        if not SearchState(row.state).ended:
-            raise UsageError(f"the search {search} is {row.state}: cancel it before it is deleted")
+        check_ended(search, row.state)
         # `add_event` below adds a newer event, so that event numbers keep increasing although the latest may be deleted here.
         connection.execute(delete(events).where(events.c.search == search))
         if row.visibility == "all":
@@ -411,6 +410,16 @@ class Searches(Part):
         connection.execute(update(dry_runs).where(open_ones).values(**over))
         add_event(connection, now, search, "search", {"state": state, "reason": reason})
         return _get(connection, search)
+
+
+def check_ended(search: str, state: str) -> None:
+    """Checks that a search in this state may be deleted.
+
+    Raises:
+        UsageError: it has not ended.
+    """
+    if not SearchState(state).ended:
+        raise UsageError(f"the search {search} is {state}: cancel it before it is deleted")
 
 
 def check_attempt(row: Row[Any], attempt: int) -> None:
