@@ -11,7 +11,7 @@ from ..results import Measurement, Trial, table_frame
 from ..results.table import parse, trials_of
 from ..space import Config, Space
 from ..tuner.result import Candidate
-from .records import priority_of
+from .records import ENDED, priority_of
 from .request import travelling
 from .transport import ServerUnreachable, Transport
 
@@ -32,7 +32,6 @@ PATIENCE_S = 15.0
 """How long requests to an unreachable server are retried, s."""
 FOLLOWING_S = 900.0
 """The same for an event stream that has received events, s: long enough to restart a machine or move the server."""
-ENDED = ("done", "failed", "cancelled")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LOOK_S = 0.5
 T = TypeVar("T")
@@ -217,13 +216,19 @@ class Client:
                             event = EventAnswer.model_validate(json.loads(line[6:]))
                             after = event.id
                             yield event
-                            if search is not None and event.kind == "search" and event.data.get("state") in ENDED:
-                                return
+                if search is not None and self._is_over(search, after):
+                    return
             except (ServerUnreachable, StorageUnavailable):
                 if time.monotonic() - contact > patience:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+    def _is_over(self, search: str, after: int | None) -> bool:
+        """True if a search has ended and has no events after that one."""
+        if self._json("GET", f"/v1/searches/{search}")["state"] not in ENDED:
+            return False
+        return not self._json("GET", "/v1/history", params={"search": search, "after": after or 0, "limit": 1})
 
     def close(self) -> None:
         """Closes the connections."""

@@ -64,7 +64,11 @@ class SearchState(StrEnum):
     @property
     def ended(self) -> bool:
         """True if the state is final."""
-        return self not in (SearchState.QUEUED, SearchState.RUNNING)
+        return self in ENDED
+
+
+ENDED = (SearchState.DONE, SearchState.FAILED, SearchState.CANCELLED)
+"""The final states of a search."""
 
 
 class DryRunState(StrEnum):

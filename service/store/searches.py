@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, not_, or_, select, update
+from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, or_, select, update
 
 from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
 from ..records import MOST_PRIORITY, DryRunState, Role, Search, SearchState, User
@@ -170,12 +170,13 @@ class Searches(Part):
 
     @reads
     def hidden_from(self, connection: Connection, user: User, found: Iterable[str]) -> set[str]:
-        """Returns those of these searches that are not visible to a user."""
+        """Returns those of these searches that are not visible to a user. Deleted ones are visible to admins only."""
         if user.role == Role.ADMIN:
             return set()
+        given = set(found)
         query = select(searches.c.id).join(users, users.c.id == searches.c.user)
-        query = query.where(searches.c.id.in_(list(found)), not_(_shown_to(user)))
-        return set(connection.execute(query).scalars())
+        query = query.where(searches.c.id.in_(given), _shown_to(user))
+        return given - set(connection.execute(query).scalars())
 
     @writes
     def cancel(self, connection: Connection, search: str) -> Search:
