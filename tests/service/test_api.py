@@ -176,6 +176,20 @@ def test_bodies_that_are_not_json_are_malformed(submitter):
         assert answer.json()["error"]["message"]
 
 
+def test_other_types_of_json_and_json_as_a_log_are_refused(service, submitter):
+    """Regression: FastAPI parses them in the event loop, without a limit of values."""
+    for kind in ("application/merge-patch+json", "Application/X+JSON; charset=utf-8", "application/json+json"):
+        headers = {"content-type": kind}
+        detail = error(submitter.post("/v1/searches", content=b"[" * 9, headers=headers), 415, "media_type")
+        assert detail["rule"] == "application/json"
+    with service.client("worker") as worker:
+        path = "/v1/leases/1/log?lease=1&name=0.log&offset=0"
+        for kind in ("application/json", "application/x+json"):
+            detail = error(worker.put(path, content=b"[]", headers={"content-type": kind}), 415, "media_type")
+            assert detail["rule"] == "application/octet-stream"
+        error(worker.put(path, content=b"[]", headers={"content-type": "application/octet-stream"}), 404, "not_found")
+
+
 def test_a_large_body_is_refused_regardless_of_its_stated_length(submitter):
     large = b'{"request": {"target": "' + b"x" * (1 << 20) + b'"}}'
     headers = {"content-type": "application/json"}
@@ -300,6 +314,10 @@ def test_metrics_count_requests_by_route_without_user_names(service, submitter):
     text = service.client(None).get("/metrics").text
     assert 'redline_http_requests_total{method="GET",route="/v1/searches/{search}",status="404"}' in text
     assert "submitter" not in text and "0123456789ab" not in text
+    for number in range(3):
+        service.client(None).request(f"STRANGE{number}", "/healthz")
+    text = service.client(None).get("/metrics").text
+    assert 'method="other"' in text and "STRANGE" not in text
 
 
 def test_a_server_whose_database_is_gone_is_not_ready_and_says_so(tmp_path):
