@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 
 class Client:
-    """A connection to a server. Requests are retried while the server is unreachable, for example during a restart.
+    """A connection to a server. Requests are retried while the server is unreachable, for example during a restart,
+    except those that it may have received and that are not idempotent: `study` and `ask`.
 
     Args:
         server: its address, such as `http://127.0.0.1:8700`.
@@ -155,7 +156,7 @@ class Client:
         """Creates a study over a space, for trials that the caller runs, and returns its id."""
         document = space.to_dict() if isinstance(space, Space) else dict(space)
         body = {"space": document, "sampler": sampler, "seed": seed, "name": name}
-        return str(self._json("POST", "/v1/studies", json=body, timeout=150.0)["id"])
+        return str(self._json("POST", "/v1/studies", json=body, timeout=150.0, repeatable=False)["id"])
 
     def look(self, study: str) -> "StudyAnswer":
         """Returns a study with its trials."""
@@ -164,10 +165,12 @@ class Client:
         return StudyAnswer.model_validate(self._json("GET", f"/v1/studies/{study}", timeout=150.0))
 
     def ask(self, study: str) -> "AskAnswer":
-        """Returns a study's next trial; without a configuration if none is left."""
+        """Returns a study's next trial; without a configuration if none is left. The request is not repeated once the
+        server may have received it, since it would take another trial.
+        """
         from .api.models import AskAnswer
 
-        return AskAnswer.model_validate(self._json("POST", f"/v1/studies/{study}/ask", timeout=150.0))
+        return AskAnswer.model_validate(self._json("POST", f"/v1/studies/{study}/ask", timeout=150.0, repeatable=False))
 
     def tell(
         self,
@@ -243,14 +246,17 @@ class Client:
     def _json(self, method: str, path: str, **more: Any) -> Any:
         return self._send(method, path, **more).json()
 
-    def _send(self, method: str, path: str, **more: Any) -> Any:
-        """Sends a request, retried until the server answers or `patience_s` is over. All requests are idempotent."""
+    def _send(self, method: str, path: str, *, repeatable: bool = True, **more: Any) -> Any:
+        """Sends a request, retried until the server answers or `patience_s` is over. One that is not `repeatable` is
+        retried only while no connection is established.
+        """
         until, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
                 return self._transport.send(method, path, **more)
-            except (ServerUnreachable, StorageUnavailable):
-                if time.monotonic() + pause > until:
+            except (ServerUnreachable, StorageUnavailable) as error:
+                may_repeat = repeatable or (isinstance(error, ServerUnreachable) and not error.sent)
+                if not may_repeat or time.monotonic() + pause > until:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, Select, and_, case, delete, func, insert, or_, select, update
 
 from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
 from ..records import MOST_PRIORITY, DryRunState, Role, Search, SearchState, User
@@ -402,7 +402,9 @@ class Searches(Part):
             update(searches).where(searches.c.id == search).values(**values, **({} if best is None else {"best": best}))
         )
         open_ones = and_(dry_runs.c.search == search, dry_runs.c.state.in_(["waiting", "leased"]))
-        over = {"state": DryRunState.WITHDRAWN, "lease": dry_runs.c.lease + 1, "ended": now}
+        # A waiting one may have had a lease that was lost: it has used no device since then.
+        started = case((dry_runs.c.state == DryRunState.LEASED, dry_runs.c.started), else_=None)
+        over = {"state": DryRunState.WITHDRAWN, "lease": dry_runs.c.lease + 1, "started": started, "ended": now}
         row = one(connection, select(searches.c.user).where(searches.c.id == search))
         assert row is not None
         leased = and_(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)

@@ -330,3 +330,14 @@ def test_the_share_of_a_user_is_what_their_dry_runs_had_of_devices(store, pool, 
     assert store.waiting() == []
     pool.ask("1")
     assert store.waiting()[0].seconds == pytest.approx(1800)
+
+
+def test_a_withdrawn_dry_run_that_waited_after_a_lost_lease_is_not_charged(store, pool, clock):
+    """Regression: the time from its lost lease to its end counted as use of the devices."""
+    pool.lease(pool.ask(devices=2), seconds=10)
+    clock.pass_by(11)
+    store.expire()
+    clock.pass_by(1800)
+    store.cancel(pool.search.id)
+    clock.pass_by(1)
+    assert [each.recent for each in store.shares() if each.user == pool.user.id] == [0.0]
