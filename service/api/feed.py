@@ -162,7 +162,7 @@ class Feed:
                             return
                         found = [each for each in found if each.search not in out] if out else found
                     if search is not None and (ended or any(each.last for each in found)):
-                        ended, over = await asyncio.to_thread(self._ended, search, upto)
+                        ended, over = await asyncio.to_thread(self.ended, search, upto)
                     seen = upto
                 except ServiceError:  # no event is lost: the read is repeated when the database is back
                     yield b": the database is unavailable\n\n"
@@ -177,7 +177,7 @@ class Feed:
         finally:
             self.listeners -= 1
 
-    def _ended(self, search: str, seen: int) -> tuple[bool, bool]:
+    def ended(self, search: str, seen: int) -> tuple[bool, bool]:
         """Returns whether a search has ended or was deleted, and whether it has no events after `seen` either."""
         try:
             ended = self._store.search(search).state.ended

@@ -295,7 +295,7 @@ def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
     return {"state": found.state.value, **parts.runs.summary(search)}
 
 
-@router.get("/{search}/events", response_class=StreamingResponse, responses=STREAM)
+@router.get("/{search}/events", response_class=StreamingResponse, responses={**STREAM, 204: {}})
 async def events(
     search: SearchId,
     user: Reader,
@@ -304,11 +304,16 @@ async def events(
     after: EventId = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Streams the events of a search, from its beginning or after an event, until it ends."""
+    """Streams the events of a search, from its beginning or after an event, until it ends. Status 204 means that no
+    event follows the one in `Last-Event-ID`, which keeps a browser from reconnecting.
+    """
     from anyio.to_thread import run_sync
 
     await run_sync(seen, parts, user, search)
-    return stream(request, parts, resumed(after, last_event_id), search)
+    begin = resumed(after, last_event_id)
+    if last_event_id and begin is not None and (await run_sync(parts.feed.ended, search, begin))[1]:
+        return Response(status_code=204)
+    return stream(request, parts, begin, search)
 
 
 def resumed(after: int | None, header: str | None) -> int | None:

@@ -160,6 +160,10 @@ def test_a_stream_of_a_retried_search_continues_after_the_earlier_failure(tmp_pa
             assert len(read(other, f"/v1/searches/{run.id}/events", 100)) == len(expected)
             last = store.latest()
             assert read(other, f"/v1/searches/{run.id}/events?after={last}", 1) == []
+            # A browser stops reconnecting.
+            again = {"headers": {"last-event-id": str(last)}}
+            assert other.get(f"/v1/searches/{run.id}/events", **again).status_code == 204
+            assert len(read(other, f"/v1/searches/{run.id}/events", 1, headers={"last-event-id": str(last - 1)})) == 1
 
 
 def test_events_of_a_search_that_a_user_may_not_see_any_more_are_not_sent(service, monkeypatch):
