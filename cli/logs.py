@@ -6,11 +6,11 @@ import time
 
 import click
 
+from ..service.records import ENDED
 from .server_options import client_of, with_server
 from .submit import event_text
 
 LOOK_S = 1.0
-ENDED = ("done", "failed", "cancelled")
 
 
 @click.command(

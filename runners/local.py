@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 from ..base.device import visible_gpus
@@ -90,6 +91,12 @@ class LocalRunner(DryRunner):
         else:
             agent.also_import(self.work.imports)
         self._agent = agent
+
+    def on(self, shared: SharedDevices) -> "LocalRunner":
+        """Returns this runner for trials on other devices. Both use the same agent, which only this one closes."""
+        other = copy(self)
+        other._shared = shared
+        return other
 
     def dispatch(self, job: Job) -> Outcome:
         ids = self._shared.take(self.terms.devices)

@@ -39,6 +39,7 @@ class Helper:
         self._seconds, self._most_waiting = seconds, most_waiting
         self._slots = threading.BoundedSemaphore(1 + most_waiting)
         self._lock = threading.Lock()
+        self._closed = False
         self._process: HelperProcess | None = None
         self._caller: Caller | None = None
 
@@ -49,7 +50,8 @@ class Helper:
         Raises:
             RedlineError: raised by the function.
             UsageError: the call took too long.
-            RunnerError: the process died during the call, the call failed in another way, or too many calls wait.
+            RunnerError: the process died during the call, the call failed in another way, too many calls wait, or
+                this helper is closed.
         """
         if not self._slots.acquire(blocking=False):
             raise RunnerError(f"{self._most_waiting} other requests wait for this computation; try again in a moment")
@@ -73,11 +75,16 @@ class Helper:
                 raise RunnerError("the computation failed; the server's log has the traceback") from None
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and with it the call in progress. Later calls fail."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # without the lock, which the call in progress has
         with self._lock:
             self._end()
 
     def _started(self) -> Caller:
+        if self._closed:
+            raise RunnerError("the server is stopping")
         if self._caller is None or self._caller.look():
             self._end()
             self._process = HelperProcess("redline.service.child_processes", "helper")
@@ -85,6 +92,8 @@ class Helper:
                 self._process.connection,
                 lambda error: "the process that computes this died during it; it may have run out of memory",
             )
+            if self._closed:  # meanwhile
+                self._process.kill()
         return self._caller
 
     def _end(self) -> None:

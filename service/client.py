@@ -11,7 +11,7 @@ from ..results import Measurement, Trial, table_frame
 from ..results.table import parse, trials_of
 from ..space import Config, Space
 from ..tuner.result import Candidate
-from .records import priority_of
+from .records import ENDED, priority_of
 from .request import travelling
 from .transport import ServerUnreachable, Transport
 
@@ -32,14 +32,14 @@ PATIENCE_S = 15.0
 """How long requests to an unreachable server are retried, s."""
 FOLLOWING_S = 900.0
 """The same for an event stream that has received events, s: long enough to restart a machine or move the server."""
-ENDED = ("done", "failed", "cancelled")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LOOK_S = 0.5
 T = TypeVar("T")
 
 
 class Client:
-    """A connection to a server. Requests are retried while the server is unreachable, for example during a restart.
+    """A connection to a server. Requests are retried while the server is unreachable, for example during a restart,
+    except those that it may have received and that are not idempotent: `study` and `ask`.
 
     Args:
         server: its address, such as `http://127.0.0.1:8700`.
@@ -156,7 +156,7 @@ class Client:
         """Creates a study over a space, for trials that the caller runs, and returns its id."""
         document = space.to_dict() if isinstance(space, Space) else dict(space)
         body = {"space": document, "sampler": sampler, "seed": seed, "name": name}
-        return str(self._json("POST", "/v1/studies", json=body, timeout=150.0)["id"])
+        return str(self._json("POST", "/v1/studies", json=body, timeout=150.0, repeatable=False)["id"])
 
     def look(self, study: str) -> "StudyAnswer":
         """Returns a study with its trials."""
@@ -165,10 +165,12 @@ class Client:
         return StudyAnswer.model_validate(self._json("GET", f"/v1/studies/{study}", timeout=150.0))
 
     def ask(self, study: str) -> "AskAnswer":
-        """Returns a study's next trial; without a configuration if none is left."""
+        """Returns a study's next trial; without a configuration if none is left. The request is not repeated once the
+        server may have received it, since it would take another trial.
+        """
         from .api.models import AskAnswer
 
-        return AskAnswer.model_validate(self._json("POST", f"/v1/studies/{study}/ask", timeout=150.0))
+        return AskAnswer.model_validate(self._json("POST", f"/v1/studies/{study}/ask", timeout=150.0, repeatable=False))
 
     def tell(
         self,
@@ -217,13 +219,19 @@ class Client:
                             event = EventAnswer.model_validate(json.loads(line[6:]))
                             after = event.id
                             yield event
-                            if search is not None and event.kind == "search" and event.data.get("state") in ENDED:
-                                return
+                if search is not None and self._is_over(search, after):
+                    return
             except (ServerUnreachable, StorageUnavailable):
                 if time.monotonic() - contact > patience:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+    def _is_over(self, search: str, after: int | None) -> bool:
+        """True if a search has ended and has no events after that one."""
+        if self._json("GET", f"/v1/searches/{search}")["state"] not in ENDED:
+            return False
+        return not self._json("GET", "/v1/history", params={"search": search, "after": after or 0, "limit": 1})
 
     def close(self) -> None:
         """Closes the connections."""
@@ -238,14 +246,17 @@ class Client:
     def _json(self, method: str, path: str, **more: Any) -> Any:
         return self._send(method, path, **more).json()
 
-    def _send(self, method: str, path: str, **more: Any) -> Any:
-        """Sends a request, retried until the server answers or `patience_s` is over. All requests are idempotent."""
+    def _send(self, method: str, path: str, *, repeatable: bool = True, **more: Any) -> Any:
+        """Sends a request, retried until the server answers or `patience_s` is over. One that is not `repeatable` is
+        retried only while no connection is established.
+        """
         until, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
                 return self._transport.send(method, path, **more)
-            except (ServerUnreachable, StorageUnavailable):
-                if time.monotonic() + pause > until:
+            except (ServerUnreachable, StorageUnavailable) as error:
+                may_repeat = repeatable or (isinstance(error, ServerUnreachable) and not error.sent)
+                if not may_repeat or time.monotonic() + pause > until:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..base.scratch import remove
+from ..runners.local import LocalRunner, SharedDevices
 from ..runners.protocol import Channel, Received, receive_call, serve
 from .records import Assignment
 from .warm import WarmRunners
@@ -27,9 +28,6 @@ class CodeProcess:
     def __init__(self, channel: Channel, folder: Path, devices: int) -> None:
         self._channel = channel
         self._warm = WarmRunners("local", devices, folder / "asked")
-        assert self._warm.shared is not None, "the devices of this host are shared"
-        self._shared = self._warm.shared
-        self._shared.take(devices)  # it has no devices until some are lent
         self._running: dict[int, tuple[Assignment, Path]] = {}
 
     def serve(self) -> None:
@@ -45,14 +43,15 @@ class CodeProcess:
         assignment = Assignment(**content)
         log = logs / (assignment.payload["requests"][0]["log"] or "")
         self._running[call.number] = (assignment, log)
-        self._shared.give_back(ids, assignment.devices)
+        # Only the devices lent for this dry run: the worker takes these back when it ends.
+        lent = SharedDevices(ids, count=assignment.devices)
         try:
             with self._warm.runner(assignment) as runner:
-                return run_dry_run(runner, assignment, logs)
+                assert isinstance(runner, LocalRunner)
+                return run_dry_run(runner.on(lent), assignment, logs)
         except UsageError as error:
             return {"refused": str(error)}
         finally:
-            self._shared.take(assignment.devices)
             del self._running[call.number]
 
     def _stop(self, number: int) -> None:

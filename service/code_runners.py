@@ -121,7 +121,7 @@ class CodeRunners:
                 self._stops.pop(assignment.dry_run, None)
 
     def stop(self, assignment: Assignment) -> None:
-        """Stops a dry run; `tried` then returns the outcome so far."""
+        """Stops a dry run; `run_dry_run` then returns the outcome so far."""
         with self._lock:
             stop = self._stops.get(assignment.dry_run)
         if stop is not None:

@@ -89,6 +89,10 @@ class Dispatcher(threading.Thread):
                 if not self.failure:
                     _log.error("nothing is dispatched: %s", error)
                 self.failure = str(error)
+            except Exception as error:  # the next decision may succeed, and without this thread nothing is dispatched
+                _log.exception("nothing is dispatched")
+                self.failure = f"{type(error).__name__}: {error}"
+            if self.failure:
                 self._closing.wait(DECIDE_S)
         with self._mutex:
             asking = [each for futures in self._asking.values() for each in futures]

@@ -4,6 +4,7 @@
 server.
 """
 
+import hashlib
 import json
 import tempfile
 import threading
@@ -26,7 +27,8 @@ class Estimates:
 
     def __init__(self) -> None:
         self._helper = Helper(SECONDS)
-        self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        # By digest of the request, which may have a MiB.
+        self._known: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, form: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +37,7 @@ class Estimates:
         Raises:
             UsageError: a field is unknown or invalid, or the estimate takes too long.
         """
-        key = json.dumps(form, sort_keys=True)
+        key = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).digest()
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)

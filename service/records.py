@@ -64,7 +64,11 @@ class SearchState(StrEnum):
     @property
     def ended(self) -> bool:
         """True if the state is final."""
-        return self not in (SearchState.QUEUED, SearchState.RUNNING)
+        return self in ENDED
+
+
+ENDED = (SearchState.DONE, SearchState.FAILED, SearchState.CANCELLED)
+"""The final states of a search."""
 
 
 class DryRunState(StrEnum):
@@ -152,7 +156,9 @@ class Search:
     """When a searcher first took it."""
     ended: float | None
     attempt: int
-    """Number of times that a searcher took it. Only the latest attempt may write."""
+    """Number of the latest attempt, which alone may write. It grows when a searcher takes the search, and when the search
+    returns to the queue.
+    """
     heartbeat: float | None
     """When its searcher last reported."""
     best: dict[str, Any] | None

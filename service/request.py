@@ -33,6 +33,7 @@ LARGEST_FILE = 512 * 1024
 """Largest file that is sent, bytes."""
 LONGEST_SHOWN = 200
 """Longest text of a request that lists show, characters."""
+NO_CODE = "this server does not run submitted code, such as a workload or a command; submit a model's name or config.json instead"
 NO_WORKLOADS = (
     "this server does not run workload files: its searchers would run them as the server's user; submit a --command, a model's "
     "name or a config.json instead"

@@ -6,21 +6,26 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..base.errors import RunnerError, StorageUnavailable, StudyError, UsageError
+from ..base.errors import RedlineError, StudyError, UsageError
 from ..base.lock import FolderLock
 from ..results import request
 from ..results.names import RUN
 from .runs import Runs
 from .store import Store
+from .store.searches import check_ended
 
 
 def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], object]) -> None:
-    """Deletes a search that has ended, with its folder and its ledger.
+    """Deletes a search that has ended, with its folder and its ledger. The search itself is deleted last, so that a
+    failed deletion can be repeated.
 
     Raises:
         NotFound: the search does not exist.
         UsageError: it has not ended, or its searcher is still ending.
+        RunnerError: the process that deletes the ledger failed.
+        OSError: the folder cannot be deleted.
     """
+    check_ended(search, store.search(search).state)
     folder = runs.folder(search)
     lock = None
     if folder.is_dir():
@@ -29,12 +34,12 @@ def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], objec
         except StudyError:
             raise UsageError(f"the searcher of {search} has not ended yet; delete the search in a moment") from None
     try:
-        store.delete_search(search)
         if (folder / RUN).is_file():
             with suppress(StudyError):  # without a readable run.yaml the ledger's name is unknown
                 forget(request.read(folder)[0]["study"])
         if lock is not None:
             shutil.rmtree(folder)
+        store.delete_search(search)
     finally:
         if lock is not None:
             lock.release()
@@ -75,18 +80,26 @@ class Retention(threading.Thread):
                     _log.info("deleted %d events of searches that ended over %g days ago", found, self._days)
                 if self._search_days is not None:
                     self._delete_searches(self._store.clock() - self._search_days * DAY_S)
-            except (StorageUnavailable, UsageError, RunnerError) as error:
+            except (RedlineError, OSError) as error:
                 _log.warning("old events and searches are not deleted, next try in an hour: %s", error)
             if self._over.wait(ROUND_S):
                 return
 
     def _delete_searches(self, before: float) -> None:
-        """Deletes the searches that ended before a time."""
+        """Deletes the searches that ended before a time, except those whose deletion fails."""
+        while sum(self._is_deleted(each) for each in self._store.ended_before(before)):
+            continue
+
+    def _is_deleted(self, search: str) -> bool:
+        """Deletes a search. Returns False if that fails."""
         assert self._delete_search is not None, "search_days needs delete"
-        while found := self._store.ended_before(before):
-            for each in found:
-                self._delete_search(each)
-                self._store.audit("", "delete", each, {"kept_days": self._search_days})
+        try:
+            self._delete_search(search)
+        except (RedlineError, OSError) as error:
+            _log.warning("the search %s is not deleted, next try in an hour: %s", search, error)
+            return False
+        self._store.audit("", "delete", search, {"kept_days": self._search_days})
+        return True
 
     def close(self) -> None:
         """Ends the thread."""

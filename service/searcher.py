@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 class StoreListener(SearchListener):
     """Stores the events of a search: `plan`, `started`, `finished`, `remeasuring`, `waiting`, `said`, `ended`."""
 
-    def __init__(self, store: Store, search: str) -> None:
-        self._store, self._search = store, search
+    def __init__(self, store: Store, search: str, attempt: int) -> None:
+        self._store, self._search, self._attempt = store, search, attempt
         self.done = 0
         """Number of finished trials."""
         self.finished_one: Callable[[Trial], None] = lambda trial: None
@@ -88,7 +88,7 @@ class StoreListener(SearchListener):
             "unit": measured.unit,
             "peak_memory_mib": _finite(measured.peak_memory_mib),
         }
-        self._store.tell_trial(self._search, self.done, event)
+        self._store.tell_trial(self._search, self._attempt, self.done, event)
         self.finished_one(trial)
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
@@ -102,7 +102,7 @@ class StoreListener(SearchListener):
         self._record_event("ended", why=result.ended, best=None if best is None else best.trial.number)
 
     def _record_event(self, kind: str, **data: Any) -> None:
-        self._store.add_event(self._search, kind, data)
+        self._store.add_event(self._search, kind, data, self._attempt)
 
 
 def _finite(value: float | None) -> float | None:
@@ -191,7 +191,7 @@ class Searcher:
         self._folder.mkdir(parents=True, exist_ok=True)
         asked = arguments(search.request, self._folder / "asked", code=self._code)
         target = asked.pop("target")
-        listener = StoreListener(self._store, search.id)
+        listener = StoreListener(self._store, search.id, self._attempt)
         self._trying = listener.trying
         more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
         placed = None if search.simulated else self._placed()

@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
-from ..base.errors import NotFound, RunnerError, StorageUnavailable
+from ..base.errors import AttemptOver, NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
 from ..runners.job import AgentTask
 from ..runners.protocol import Call
 from .limits import SearcherLimits
 from .logs import folder_of
 from .records import Contender, Search, SearchState, Share, Worker
+from .request import NO_CODE, is_code
 from .scheduling import share_slots, why_no_slot
 from .searcher_task import IMPORTS, OF_MODELS, SearchTask, driver_of
 from .store import Store
@@ -154,6 +155,8 @@ class Searchers:
     data: Path
     """The server's data folder."""
     slots: SearcherSlots
+    allow_code: bool = True
+    """True if searches of submitted code may run."""
     workloads: bool = True
     """True if searchers may run workload files, as this process's user."""
     limits: SearcherLimits = field(default_factory=SearcherLimits)
@@ -167,6 +170,8 @@ class Searchers:
     """An agent that was started beforehand. It is closed with this object."""
     agent: HostAgent = field(init=False)
     """The host agent that the searchers are forked from."""
+    failure: str = field(default="", init=False)
+    """Why searchers are not managed at the moment; empty if there is no error."""
     _children: dict[str, _Child] = field(default_factory=dict, init=False)
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -178,6 +183,10 @@ class Searchers:
         """Manages the searchers from now on, in a thread."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="searchers")
         self._thread.start()
+
+    def is_alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Ends the processes. Their searches keep their state and continue with the next server."""
@@ -194,9 +203,14 @@ class Searchers:
         while not self._stopping.is_set():
             try:
                 self.look()
+                self.failure = ""
             except StorageUnavailable as error:
                 _log.warning("searchers are not managed at the moment: %s", error)
-            self._stopping.wait(LOOK_S)
+                self.failure = str(error)
+            except Exception as error:  # the next round may succeed, and without this thread no search would start
+                _log.exception("searchers are not managed at the moment")
+                self.failure = f"{type(error).__name__}: {error}"
+            self._stopping.wait(DECIDE_S if self.failure else LOOK_S)
 
     def look(self) -> None:
         """Checks all searchers once: restarts, starts and ends processes."""
@@ -208,8 +222,8 @@ class Searchers:
             self._end(name)
         # Running searches without a process are those of an earlier server.
         for name in [*running, *begin[: max(0, self.slots.most - len(self._children))]]:
-            if name not in self._children:
-                self._children[name] = _Child(of_a_model=_of_a_model(self.store.search(name)))
+            if name not in self._children and (search := self._to_run(name)) is not None:
+                self._children[name] = _Child(of_a_model=_of_a_model(search))
         if self.agent.ended() and not self._stopping.is_set():
             self.agent.close()
             self.agent = HostAgent((*self.imports, *driver_of(self.url)))
@@ -230,7 +244,7 @@ class Searchers:
         if child.call is None or child.is_alive():
             return
         child.hang_up()
-        if self._needs_none(search):
+        if self._to_run(search) is None:
             del self._children[search]
             return
         how = "was killed" if child.code is None else f"ended with {child.code}"
@@ -241,25 +255,47 @@ class Searchers:
             child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
         self._died(search, child, f"{how}: {output}" if output else how)
 
-    def _needs_none(self, search: str) -> bool:
-        """True if a search needs no process: it ended, was deleted, or is held in the queue."""
+    def _to_run(self, search: str) -> Search | None:
+        """Returns a search that needs a process; None if it ended, was deleted, or is held. One that may not run here
+        fails.
+        """
         try:
             found = self.store.search(search)
         except NotFound:
-            return True
-        return found.state.ended or (found.held and found.state is SearchState.QUEUED)
+            return None
+        if found.state.ended or found.held:
+            return None
+        if is_code(found.request) and not self.allow_code:
+            self._fail(search, NO_CODE)
+            return None
+        return found
 
     def _died(self, search: str, child: _Child, how: str) -> None:
         """Schedules a restart of a searcher, unless it has died too often."""
         _log.warning("the searcher of %s %s", search, how)
         if child.deaths >= MOST_DEATHS:
-            self._give_up(search, how)
+            self._fail(search, f"its searcher died {MOST_DEATHS} times in a row; the last one {how}")
             del self._children[search]
             return
         pause = FIRST_PAUSE_S * 2 ** max(0, child.deaths - 1)
         child.again_at = time.monotonic() + min(LONGEST_PAUSE_S, pause)
 
     def _begin(self, search: str, child: _Child) -> None:
+        try:
+            log = self._log_of(search, child)
+            child.began, child.code = time.monotonic(), None
+            task = self.task(
+                url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
+            )
+            child.agent = self.agent
+            child.call = child.agent.begin(task)
+        except (RunnerError, OSError) as error:
+            if not self._stopping.is_set():  # not the search's fault, so not counted as a death
+                child.again_at = time.monotonic() + LONGEST_PAUSE_S
+                _log.warning("the searcher of %s did not start: %s", search, error)
+
+    def _log_of(self, search: str, child: _Child) -> Path:
+        """Returns the file for a searcher's output, emptied if it is too large."""
         folder = folder_of(self.data, search)
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / LOG
@@ -267,25 +303,12 @@ class Searchers:
         if child.printed > LARGEST_LOG:
             log.unlink()
             child.printed = 0
-        child.began, child.code = time.monotonic(), None
-        try:
-            task = self.task(
-                url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
-            )
-            child.agent = self.agent
-            child.call = child.agent.begin(task)
-        except RunnerError as error:
-            if not self._stopping.is_set():  # not the search's fault, so not counted as a death
-                child.again_at = time.monotonic() + LONGEST_PAUSE_S
-                _log.warning("the searcher of %s did not start: %s", search, error)
+        return log
 
-    def _give_up(self, search: str, how: str) -> None:
-        try:
-            attempt = self.store.take_search(search)
-            reason = f"its searcher died {MOST_DEATHS} times in a row; the last one {how}"
-            self.store.finish(search, attempt, SearchState.FAILED, reason)
-        except NotFound:
-            return
+    def _fail(self, search: str, reason: str) -> None:
+        """Ends a search as failed, unless it has ended, was deleted or is held."""
+        with suppress(NotFound, AttemptOver):
+            self.store.finish(search, self.store.take_search(search), SearchState.FAILED, reason)
 
     def _last_words(self, search: str, child: _Child) -> str:
         """Returns the end of the process's output."""

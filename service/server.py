@@ -232,7 +232,16 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         slots = SearcherSlots(store, options.searches)
         limits = SearcherLimits(memory_mib=options.search_memory)
         workloads = options.workloads and options.code_user is None
-        searchers = Searchers(store, url, options.data, slots, workloads=workloads, limits=limits, started=agent)
+        searchers = Searchers(
+            store,
+            url,
+            options.data,
+            slots,
+            allow_code=options.allow_code,
+            workloads=workloads,
+            limits=limits,
+            started=agent,
+        )
         searchers.start()
         stack.callback(searchers.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
@@ -247,6 +256,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
             store=store,
             dispatcher=dispatcher,
             slots=slots,
+            searchers=searchers,
             runs=runs,
             feed=Feed(store),
             estimates=estimates,

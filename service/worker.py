@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import LeaseOver, NotFound, RedlineError, RunnerError, StorageUnavailable, UsageError
+from ..base.errors import (
+    LeaseOver,
+    MissingDependency,
+    NotFound,
+    RedlineError,
+    RunnerError,
+    StorageUnavailable,
+    UsageError,
+)
 from ..base.reading import open_inside
 from ..base.scratch import Scratch, remove
 from ..results import Measurement, environment
@@ -42,8 +50,8 @@ MOST_LOST = 3
 """Number of runners lost during a dry run after which its outcome is a crash."""
 MOST_UNREADY = 3
 """Number of failed starts of a runner in a row after which the worker ends."""
-AWAY = (OSError, StorageUnavailable)
-"""Errors that mean that the pool cannot be reached at the moment."""
+AWAY = (ConnectionError, StorageUnavailable)
+"""Errors that mean that the pool cannot be reached at the moment. `Refused` is an `OSError`, but is not one of them."""
 
 _log = logging.getLogger("redline.worker")
 
@@ -153,7 +161,8 @@ class Worker:
                 if self._id is not None:
                     self._lease(self._id)
         except RedlineError as error:
-            self._trouble = error
+            if not self._stopping.is_set():
+                self._trouble = error
         finally:
             self._stopping.set()
 
@@ -185,20 +194,37 @@ class Worker:
     def _do(self, lease: _Lease) -> None:
         """Runs a dry run and returns its outcome to the pool. Gives it back if this worker cannot run it or is stopping."""
         assignment = lease.assignment
-        lease.logs.parent.mkdir(mode=0o700)
-        lease.logs.mkdir()
         try:
-            outcome = self._outcome(lease)
-        except UsageError as error:
-            outcome = {"refused": str(error)}
-        if self._stopping.is_set() or (outcome is None and assignment.lease <= FORGIVEN):
-            self._retrying(self.pool.give_back, assignment.dry_run, assignment.lease, over=lease.over)
-        elif outcome is not None:
-            self._answer(lease, small(outcome))
-        # Else the lease expires and counts as lost, so that a dry run that no worker can run ends at some point.
-        with self._lock:
-            self._leases.pop(assignment.dry_run, None)
-        remove(lease.logs.parent)
+            outcome = self._outcome_or_reason(lease)
+            if self._stopping.is_set() or (outcome is None and assignment.lease <= FORGIVEN):
+                self._retrying(self.pool.give_back, assignment.dry_run, assignment.lease, over=lease.over)
+            elif outcome is not None:
+                self._answer(lease, small(outcome))
+        except RedlineError as error:
+            _log.error("the pool does not take the outcome of dry run %d: %s", assignment.dry_run, error)
+        finally:
+            # A lease without an answer expires now and counts as lost, so that a dry run that no worker can run ends at
+            # some point.
+            with self._lock:
+                self._leases.pop(assignment.dry_run, None)
+            remove(lease.logs.parent)
+
+    def _outcome_or_reason(self, lease: _Lease) -> dict[str, Any] | None:
+        """Returns what `_outcome` does, or an outcome with the reason why the dry run cannot run here."""
+        number = lease.assignment.dry_run
+        try:
+            lease.logs.parent.mkdir(mode=0o700)
+            lease.logs.mkdir()
+        except OSError as error:
+            self._not_ready(error)
+            return None
+        try:
+            return self._outcome(lease)
+        except (UsageError, MissingDependency) as error:
+            return {"refused": str(error)}
+        except Exception as error:  # of the user's code, or a defect: the search learns of it and continues
+            _log.exception("dry run %d failed", number)
+            return lost_outcome(f"its worker failed: {type(error).__name__}: {error}"[:2000])
 
     def _answer(self, lease: _Lease, outcome: dict[str, Any]) -> None:
         """Submits an outcome. An outcome that the pool rejects as invalid is replaced by a crash."""
@@ -217,6 +243,7 @@ class Worker:
 
         Raises:
             UsageError: the request is invalid or cannot be run here.
+            MissingDependency: it needs a package that is not installed here.
         """
         for number in range(MOST_LOST):
             with contextlib.ExitStack() as stack:
@@ -244,7 +271,7 @@ class Worker:
                     trouble = str(error)
         return lost_outcome(f"its runner was lost {MOST_LOST} times: {trouble}")
 
-    def _not_ready(self, error: RunnerError) -> None:
+    def _not_ready(self, error: RunnerError | OSError) -> None:
         """Counts a failed start of a runner. After several in a row the worker ends, so that it does not take dry
         runs from others.
         """
@@ -269,6 +296,8 @@ class Worker:
                     self._end_lease(lease)
                 except AWAY as error:
                     _log.warning("the pool cannot be reached: %s", error)
+                except RedlineError as error:
+                    _log.error("the lease of dry run %d is not renewed: %s", lease.assignment.dry_run, error)
             time.sleep(max(0.1, RENEW_S - (time.monotonic() - start)))
 
     def _end_lease(self, lease: _Lease) -> None:
@@ -310,7 +339,7 @@ class Worker:
                     data = _part(lease, sent)
             except (LeaseOver, NotFound, UsageError):
                 return
-            except AWAY:
+            except (OSError, StorageUnavailable):
                 if not last:
                     continue
             if last:

@@ -7,6 +7,7 @@ import hmac
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from email.message import Message
 from functools import partial
 from typing import Annotated, Any
 
@@ -157,19 +158,41 @@ class Guarded(APIRoute):
         needs = next((each.call for each in self.dependant.dependencies if isinstance(each.call, RequiredRole)), None)
         body = self.body_field.field_info.annotation if self.body_field is not None else None
         form = body if isinstance(body, type) and issubclass(body, Body) else None
+        takes_body = self.body_field is not None
 
         async def guarded(request: Request) -> Response:
             if needs is not None:
                 await run_sync(needs.admitted, request)
-            if form is not None and _is_json(request) and (text := await request.body()):
+            is_json = takes_body and _is_json(request, form is not None)
+            if form is not None and is_json and (text := await request.body()):
                 request._json = await run_sync(_formed, form, text, limiter=_PARSING)
             return await handle(request)
 
         return guarded
 
 
-def _is_json(request: Request) -> bool:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+def _is_json(request: Request, accepted: bool) -> bool:
+    """True if FastAPI would parse the body as JSON.
+
+    Args:
+        request: the request.
+        accepted: whether the route accepts application/json.
+
+    Raises:
+        Problem: the route does not accept JSON, or not of this type, and FastAPI would parse it without limits.
+    """
+    header = Message()  # parsed as FastAPI does
+    header["content-type"] = request.headers.get("content-type", "")
+    kind, _, subtype = header.get_content_type().partition("/")
+    if kind != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        return False
+    if not (accepted and subtype == "json"):
+        rule = "application/json" if accepted else "application/octet-stream"
+        raise Problem(
+            415, "media_type", f"the body must be {rule}, but the content type is {kind}/{subtype[:80]}",
+            given=f"{kind}/{subtype}", rule=rule,
+        )  # fmt: skip
+    return True
 
 
 def _formed(form: type[Body], text: bytes) -> Body:

@@ -28,11 +28,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (404, "The object does not exist."),
         (409, "The object is in another state or has another owner."),
         (413, "The body is too large."),
+        (415, "The content type is not supported."),
         (422, "A field breaks a rule."),
         (429, "Too many requests."),
         (503, "The database, or another part of the service, is unavailable."),
     )
 }
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+"""Methods that metrics count separately."""
 _log = logging.getLogger("redline.http")
 
 
@@ -86,8 +89,13 @@ class RequestCounter:
         try:
             await self.app(scope, receive, send_counted)
         finally:
-            self._metrics.requests.labels(scope["method"][:10], _route(scope), str(status)).inc()
+            self._metrics.requests.labels(_method(scope), _route(scope), str(status)).inc()
             _log.info("request", extra={"fields": _log_fields(scope, status, time.monotonic() - start)})
+
+
+def _method(scope: dict[str, Any]) -> str:
+    """Returns the method, or `other`: a request may have any text as its method, without a token."""
+    return str(scope["method"]) if scope["method"] in _METHODS else "other"
 
 
 def _route(scope: dict[str, Any]) -> str:
@@ -99,7 +107,7 @@ def _route(scope: dict[str, Any]) -> str:
 def _log_fields(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
     client = scope.get("client")
     return {
-        "method": scope["method"],
+        "method": scope["method"][:20],
         "path": scope["path"][:500],
         "status": status,
         "ms": round(1000 * seconds, 1),

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ...base.errors import ServiceError
-from ..records import Event
+from ...base.errors import NotFound, ServiceError
+from ..records import ENDED, Event
 from ..store import Store
 from .problems import Problem
 
@@ -43,7 +43,7 @@ class _Entry:
     id: int
     search: str | None
     last: bool
-    """True if it ends its search."""
+    """True if it ends its search, which may be retried later."""
     text: bytes
     """The event as sent."""
 
@@ -55,7 +55,7 @@ def encoded(event: Event) -> bytes:
 
 
 def _entry(event: Event) -> _Entry:
-    last = event.kind == "search" and event.data.get("state") in ("done", "failed", "cancelled")
+    last = event.kind == "search" and event.data.get("state") in ENDED
     return _Entry(event.id, event.search, last, encoded(event))
 
 
@@ -109,18 +109,19 @@ class Feed:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def follow(
+    def follow(
         self,
         after: int | None,
         search: str | None = None,
         allowed: Callable[[], bool] = lambda: True,
         hidden: Callable[[set[str]], set[str]] = lambda searches: set(),
     ) -> AsyncIterator[bytes]:
-        """Yields events as chunks of a stream.
+        """Returns events as chunks of a stream.
 
         Args:
             after: id of the last event seen; None for new events only.
-            search: only events of this search; the stream ends when the search does.
+            search: only events of this search; the stream ends when the search has ended, or the listener may not see
+                it any more.
             allowed: called now and then, in a thread; the stream ends when it returns False.
             hidden: returns those of some searches that the listener may not see; called in a thread.
 
@@ -133,10 +134,20 @@ class Feed:
                 "too_many_listeners",
                 f"{MOST_LISTENERS} event streams are open, the limit; try again later",
             )
+        return self._stream(after, search, allowed, hidden)
+
+    async def _stream(
+        self,
+        after: int | None,
+        search: str | None,
+        allowed: Callable[[], bool],
+        hidden: Callable[[set[str]], set[str]],
+    ) -> AsyncIterator[bytes]:
         self.listeners += 1
         try:
             yield b"retry: 1000\n\n"
             seen, checked = await self._begin(after), time.monotonic()
+            ended, over = search is not None, False
             while not self._stopped:
                 changed = self._changed
                 try:
@@ -144,22 +155,35 @@ class Feed:
                         if not await asyncio.to_thread(allowed):
                             return
                         checked = time.monotonic()
-                    found, seen = await self._since(seen, search)
-                    if others := {each.search for each in found if each.search not in (None, search)}:
-                        out = await asyncio.to_thread(hidden, {each for each in others if each is not None})
+                    found, upto = await self._since(seen, search)
+                    if searches := {each.search for each in found if each.search is not None}:
+                        out = await asyncio.to_thread(hidden, searches)
+                        if search in out:
+                            return
                         found = [each for each in found if each.search not in out] if out else found
+                    if search is not None and (ended or any(each.last for each in found)):
+                        ended, over = await asyncio.to_thread(self.ended, search, upto)
+                    seen = upto
                 except ServiceError:  # no event is lost: the read is repeated when the database is back
                     yield b": the database is unavailable\n\n"
                     await asyncio.sleep(IDLE_S)
                     continue
                 if found:
                     yield b"".join(each.text for each in found)
-                    if search is not None and any(each.last for each in found):
-                        return
-                elif not await self._waited(changed):
+                if over:
+                    return
+                if not found and not await self._waited(changed):
                     yield b": nothing new\n\n"
         finally:
             self.listeners -= 1
+
+    def ended(self, search: str, seen: int) -> tuple[bool, bool]:
+        """Returns whether a search has ended or was deleted, and whether it has no events after `seen` either."""
+        try:
+            ended = self._store.search(search).state.ended
+        except NotFound:
+            return True, True
+        return ended, ended and not self._store.events(seen, search=search, limit=1)
 
     async def _begin(self, after: int | None) -> int:
         """Returns the event that a stream starts after. An id beyond the latest one belongs to another database and

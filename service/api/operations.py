@@ -91,7 +91,7 @@ def healthz() -> HealthAnswer:
 
 @router.get("/readyz", tags=["operations"])
 def readyz(request: Request, parts: PartsOf) -> HealthAnswer:
-    """Returns ready if the database answers and dry runs are dispatched."""
+    """Returns ready if the database answers, dry runs are dispatched and searchers are managed."""
     parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
     try:
         parts.store.latest()
@@ -100,6 +100,9 @@ def readyz(request: Request, parts: PartsOf) -> HealthAnswer:
     if parts.dispatcher.failure or not parts.dispatcher.is_alive():
         reason = parts.dispatcher.failure or "the dispatcher has not started, or is stopping"
         raise Problem(503, "not_ready", f"no dry runs are dispatched: {reason}", headers={"retry-after": "2"})
+    if parts.searchers is not None and (parts.searchers.failure or not parts.searchers.is_alive()):
+        reason = parts.searchers.failure or "their thread has ended"
+        raise Problem(503, "not_ready", f"no searches are started: {reason}", headers={"retry-after": "2"})
     return HealthAnswer(status="ready", version=__version__)
 
 

@@ -19,7 +19,8 @@ from .access import CSRF, SESSION_S, TOO_MANY_STRANGERS, address_of, cookie_name
 from .parts import Parts
 from .problems import Problem
 
-LARGEST_FORM = 4096
+LARGEST_FORM, MOST_FIELDS = 4096, 10
+"""Limits of the form of a login: bytes and fields."""
 _SCRIPTS = ("dom", "format")
 _PAGES = ("asking", "queue", "submit", "search", "service")
 _POLICY = "content-security-policy"
@@ -55,10 +56,14 @@ def add(app: FastAPI, parts: Parts) -> None:
     @app.post("/login", include_in_schema=False, max_body_size=LARGEST_FORM)
     async def logging_in(request: Request) -> Response:
         _same_origin(request)
-        form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), max_num_fields=10))
-        token = form.get("token", "").strip()
         address = address_of(request)
         parts.strangers.take(address, TOO_MANY_STRANGERS)
+        try:
+            form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), max_num_fields=MOST_FIELDS))
+        except ValueError:
+            rule = f"at most {MOST_FIELDS} fields"
+            raise Problem(400, "malformed", f"the form has too many fields: {rule}", rule=rule) from None
+        token = form.get("token", "").strip()
         try:
             user = await run_sync(user_of, parts, token, address)
         except Problem as error:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..dispatcher import Dispatcher
     from ..estimates import Estimates
     from ..runs import Runs
-    from ..searchers import SearcherSlots
+    from ..searchers import Searchers, SearcherSlots
     from .feed import Feed
 
 
@@ -77,6 +77,8 @@ class Parts:
     url: str
     """URL of the database."""
     metrics: "Metrics"
+    searchers: "Searchers | None" = None
+    """None if this process runs no searches."""
     rates: Rates
     """Limits the requests of a user."""
     failures: Rates = field(default_factory=lambda: Rates(0.5, 20))

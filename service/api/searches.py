@@ -12,7 +12,7 @@ from ...base.errors import NotFound, Refused, UsageError
 from ...frameworks import export_targets
 from ..logs import read_log
 from ..records import Role, Search, SearchState, User
-from ..request import NO_WORKLOADS, brief, is_code, without_secrets
+from ..request import NO_CODE, NO_WORKLOADS, brief, is_code, without_secrets
 from ..retention import deleted
 from ..studies import forget_ledger
 from .access import Guarded, Reader, Submitter
@@ -103,14 +103,8 @@ def submit(
 ) -> SearchAnswer:
     """Submits a search. A repeated `Idempotency-Key` returns the same search, with status 200."""
     request = form.request.request()
-    if is_code(request) and not (parts.allow_code and user.allow_code):
-        raise Refused(
-            f"{user.name} may not submit code on this server, such as a workload or a command; submit a model's name or "
-            "config.json, or ask an admin to allow it"
-        )
+    _check_code(parts, user, request)
     _check_priority(user, form.priority)
-    if "workload" in request and not parts.workloads:
-        raise Refused(NO_WORKLOADS)
     if form.reuse and "command" in request:
         raise UsageError(
             "reuse: measurements of a command are not reused, since its program may have changed; leave reuse out"
@@ -133,6 +127,25 @@ def submit(
         parts.metrics.submitted.inc()
     response.status_code = 201 if new else 200
     return search_answer(parts, search).model_copy(update={"created_now": new})
+
+
+def _check_code(parts: Parts, owner: User, request: Mapping[str, Any]) -> None:
+    """Checks that this server runs a request of that owner.
+
+    Raises:
+        Refused: it is code that may not run here.
+    """
+    if not is_code(request):
+        return
+    if not parts.allow_code:
+        raise Refused(NO_CODE)
+    if not owner.allow_code:
+        raise Refused(
+            f"{owner.name} may not submit code on this server, such as a workload or a command; submit a model's name or "
+            "config.json, or ask an admin to allow it"
+        )
+    if "workload" in request and not parts.workloads:
+        raise Refused(NO_WORKLOADS)
 
 
 def _check_priority(user: User, priority: int) -> None:
@@ -210,6 +223,17 @@ def _changed(
     return search_answer(parts, found)
 
 
+def _resumed(parts: Parts, user: User, search: str, action: str, resume: Callable[[], Search]) -> SearchAnswer:
+    """Resumes a search if this server still runs its request. Otherwise as `_changed`."""
+
+    def checked() -> Search:
+        found = parts.store.search(search)
+        _check_code(parts, parts.store.user(found.owner), found.request)
+        return resume()
+
+    return _changed(parts, user, search, action, checked, None)
+
+
 @router.post("/{search}/hold")
 def hold(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     """Pauses a search until it is released. Running dry runs finish, nothing else starts."""
@@ -219,13 +243,13 @@ def hold(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
 @router.post("/{search}/release")
 def release(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     """Resumes a held search."""
-    return _changed(parts, user, search, "release", lambda: parts.store.hold(search, False), None)
+    return _resumed(parts, user, search, "release", lambda: parts.store.hold(search, False))
 
 
 @router.post("/{search}/retry")
 def retry(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     """Resumes a search that failed or was cancelled. Finished dry runs are not repeated."""
-    return _changed(parts, user, search, "retry", lambda: parts.store.retry(search), None)
+    return _resumed(parts, user, search, "retry", lambda: parts.store.retry(search))
 
 
 @router.patch("/{search}")
@@ -271,7 +295,7 @@ def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
     return {"state": found.state.value, **parts.runs.summary(search)}
 
 
-@router.get("/{search}/events", response_class=StreamingResponse, responses=STREAM)
+@router.get("/{search}/events", response_class=StreamingResponse, responses={**STREAM, 204: {}})
 async def events(
     search: SearchId,
     user: Reader,
@@ -280,11 +304,16 @@ async def events(
     after: EventId = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Streams the events of a search, from its beginning or after an event, until it ends."""
+    """Streams the events of a search, from its beginning or after an event, until it ends. Status 204 means that no
+    event follows the one in `Last-Event-ID`, which keeps a browser from reconnecting.
+    """
     from anyio.to_thread import run_sync
 
     await run_sync(seen, parts, user, search)
-    return stream(request, parts, resumed(after, last_event_id), search)
+    begin = resumed(after, last_event_id)
+    if last_event_id and begin is not None and (await run_sync(parts.feed.ended, search, begin))[1]:
+        return Response(status_code=204)
+    return stream(request, parts, begin, search)
 
 
 def resumed(after: int | None, header: str | None) -> int | None:

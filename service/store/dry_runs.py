@@ -26,7 +26,7 @@ from ..records import Assignment, DryRun, DryRunState, SearchState, StoredMeasur
 from ..scheduling import matches
 from ..tables import dry_runs, measured, searches, workers
 from .part import Part, add, add_event, add_usage, as_count, as_text, beats, locked, one, reads, writes
-from .searches import check_attempt, counting_for
+from .searches import check_attempt, counting_for, locked_search
 
 MOST_ATTEMPTS = 3
 """Number of counted leases after which the outcome is a crash."""
@@ -78,9 +78,7 @@ class DryRuns(Part):
             NotFound: the search does not exist.
             AttemptOver: the search has ended, or a later attempt has it.
         """
-        owner = locked(connection, searches, search)
-        if owner is None:
-            raise NotFound(f"there is no search '{search}'")
+        owner = locked_search(connection, search)
         check_attempt(owner, attempt)
         known = one(connection, select(dry_runs).where(dry_runs.c.search == search, dry_runs.c.key == key))
         if known is not None and known.state != DryRunState.WITHDRAWN:

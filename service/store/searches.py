@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, delete, func, insert, not_, or_, select, update
+from sqlalchemy import Connection, Row, Select, and_, case, delete, func, insert, or_, select, update
 
 from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
 from ..records import MOST_PRIORITY, DryRunState, Role, Search, SearchState, User
@@ -170,12 +170,13 @@ class Searches(Part):
 
     @reads
     def hidden_from(self, connection: Connection, user: User, found: Iterable[str]) -> set[str]:
-        """Returns those of these searches that are not visible to a user."""
+        """Returns those of these searches that are not visible to a user. Deleted ones are visible to admins only."""
         if user.role == Role.ADMIN:
             return set()
+        given = set(found)
         query = select(searches.c.id).join(users, users.c.id == searches.c.user)
-        query = query.where(searches.c.id.in_(list(found)), not_(_shown_to(user)))
-        return set(connection.execute(query).scalars())
+        query = query.where(searches.c.id.in_(given), _shown_to(user))
+        return given - set(connection.execute(query).scalars())
 
     @writes
     def cancel(self, connection: Connection, search: str) -> Search:
@@ -184,7 +185,7 @@ class Searches(Part):
         Raises:
             NotFound: the search does not exist.
         """
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         if SearchState(row.state).ended:
             return _get(connection, search)
         return self._end(connection, search, SearchState.CANCELLED, "cancelled", None)
@@ -198,7 +199,7 @@ class Searches(Part):
             NotFound: the search does not exist.
             AttemptOver: it has ended.
         """
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         if SearchState(row.state).ended:
             raise AttemptOver(f"the search {search} has ended: it is {row.state}")
         now = self.clock()
@@ -221,7 +222,7 @@ class Searches(Part):
             NotFound: the search does not exist.
             AttemptOver: it has ended, or a later attempt has it.
         """
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         check_attempt(row, attempt)
         if SearchState(row.state).ended:
             raise AttemptOver(f"the search {search} has ended: it is {row.state}")
@@ -233,7 +234,8 @@ class Searches(Part):
 
     @writes
     def put_back(self, connection: Connection, search: str, reason: str) -> bool:
-        """Returns a running search that cannot run to the queue, which frees its slot. Its results are kept.
+        """Returns a running search that cannot run to the queue, which frees its slot and ends its attempt. Its
+        results are kept.
 
         Returns:
             False if it does not run any more, or a worker has a dry run of it, which is never interrupted.
@@ -241,11 +243,12 @@ class Searches(Part):
         Raises:
             NotFound: the search does not exist.
         """
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         leased = select(dry_runs.c.id).where(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)
         if row.state != SearchState.RUNNING or one(connection, leased.limit(1)) is not None:
             return False
-        connection.execute(update(searches).where(searches.c.id == search).values(state=SearchState.QUEUED))
+        values = {"state": SearchState.QUEUED, "attempt": row.attempt + 1}
+        connection.execute(update(searches).where(searches.c.id == search).values(**values))
         add_event(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": reason})
         return True
 
@@ -257,7 +260,7 @@ class Searches(Part):
         Raises:
             NotFound: the search does not exist.
         """
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         if not SearchState(row.state).ended and row.held != held:
             connection.execute(update(searches).where(searches.c.id == search).values(held=held))
             add_event(connection, self.clock(), search, "held" if held else "released", {})
@@ -273,7 +276,7 @@ class Searches(Part):
             NotFound: the search does not exist.
             UsageError: a value is invalid.
         """
-        _locked(connection, search)
+        locked_search(connection, search)
         values: dict[str, Any] = {}
         if priority is not None:
             values["priority"] = as_count("priority", priority, least=-MOST_PRIORITY, most=MOST_PRIORITY)
@@ -286,18 +289,24 @@ class Searches(Part):
 
     @writes
     def retry(self, connection: Connection, search: str) -> Search:
-        """Returns a failed or cancelled search to the queue. Its finished dry runs are not repeated. Does nothing if
-        it is queued or running.
+        """Returns a failed or cancelled search to the queue. Its finished dry runs are not repeated, and its
+        earlier attempt is over. Does nothing if it is queued or running.
 
         Raises:
             NotFound: the search does not exist.
             UsageError: it is done.
         """
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         if row.state == SearchState.DONE:
             raise UsageError(f"the search {search} is done and cannot be retried: submit it again for another result")
         if SearchState(row.state).ended:
-            values = {"state": SearchState.QUEUED, "reason": "", "ended": None, "best": None}
+            values = {
+                "state": SearchState.QUEUED,
+                "reason": "",
+                "ended": None,
+                "best": None,
+                "attempt": row.attempt + 1,
+            }
             connection.execute(update(searches).where(searches.c.id == search).values(**values))
             add_event(connection, self.clock(), search, "search", {"state": SearchState.QUEUED, "reason": "retried"})
         return _get(connection, search)
@@ -311,10 +320,9 @@ class Searches(Part):
             NotFound: the search does not exist.
             UsageError: it has not ended.
         """
-        row = _locked(connection, search)
-        if not SearchState(row.state).ended:
-            raise UsageError(f"the search {search} is {row.state}: cancel it before it is deleted")
-        # `tell` below adds a newer event, so that event numbers keep increasing although the latest may be deleted here.
+        row = locked_search(connection, search)
+        check_ended(search, row.state)
+        # `add_event` below adds a newer event, so that event numbers keep increasing although the latest may be deleted here.
         connection.execute(delete(events).where(events.c.search == search))
         if row.visibility == "all":
             connection.execute(update(measured).where(measured.c.search == search).values(search=None))
@@ -331,8 +339,14 @@ class Searches(Part):
         return list(connection.execute(query).scalars())
 
     @writes
-    def tell_trial(self, connection: Connection, search: str, trials: int, data: dict[str, Any]) -> None:
-        """Records the event `finished` of a trial, and the number of finished trials."""
+    def tell_trial(self, connection: Connection, search: str, attempt: int, trials: int, data: dict[str, Any]) -> None:
+        """Records the event `finished` of a trial, and the number of finished trials.
+
+        Raises:
+            NotFound: the search does not exist.
+            AttemptOver: a later attempt has it.
+        """
+        check_attempt(locked_search(connection, search), attempt)
         connection.execute(update(searches).where(searches.c.id == search).values(trials=trials))
         add_event(connection, self.clock(), search, "finished", data)
 
@@ -344,7 +358,7 @@ class Searches(Part):
             NotFound: the search does not exist.
             AttemptOver: a later attempt has it.
         """
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         check_attempt(row, attempt)
         if not SearchState(row.state).ended:
             connection.execute(update(searches).where(searches.c.id == search).values(heartbeat=self.clock()))
@@ -369,7 +383,7 @@ class Searches(Part):
         """
         if not SearchState(state).ended:
             raise UsageError(f"{state} is not a final state; give done, failed or cancelled")
-        row = _locked(connection, search)
+        row = locked_search(connection, search)
         check_attempt(row, attempt)
         if row.state == SearchState.CANCELLED:
             if best is not None:
@@ -388,7 +402,9 @@ class Searches(Part):
             update(searches).where(searches.c.id == search).values(**values, **({} if best is None else {"best": best}))
         )
         open_ones = and_(dry_runs.c.search == search, dry_runs.c.state.in_(["waiting", "leased"]))
-        over = {"state": DryRunState.WITHDRAWN, "lease": dry_runs.c.lease + 1, "ended": now}
+        # A waiting one may have had a lease that was lost: it has used no device since then.
+        started = case((dry_runs.c.state == DryRunState.LEASED, dry_runs.c.started), else_=None)
+        over = {"state": DryRunState.WITHDRAWN, "lease": dry_runs.c.lease + 1, "started": started, "ended": now}
         row = one(connection, select(searches.c.user).where(searches.c.id == search))
         assert row is not None
         leased = and_(dry_runs.c.search == search, dry_runs.c.state == DryRunState.LEASED)
@@ -399,6 +415,16 @@ class Searches(Part):
         return _get(connection, search)
 
 
+def check_ended(search: str, state: str) -> None:
+    """Checks that a search in this state may be deleted.
+
+    Raises:
+        UsageError: it has not ended.
+    """
+    if not SearchState(state).ended:
+        raise UsageError(f"the search {search} is {state}: cancel it before it is deleted")
+
+
 def check_attempt(row: Row[Any], attempt: int) -> None:
     """Checks that `attempt` is the latest one.
 
@@ -406,7 +432,7 @@ def check_attempt(row: Row[Any], attempt: int) -> None:
         AttemptOver: it is not.
     """
     if row.attempt != attempt:
-        raise AttemptOver(f"attempt {attempt} at the search {row.id} is over: attempt {row.attempt} has it")
+        raise AttemptOver(f"attempt {attempt} at the search {row.id} is over: the latest is {row.attempt}")
 
 
 def counting_for(user: int) -> Any:
@@ -446,7 +472,12 @@ def _get(connection: Connection, search: str) -> Search:
     return _search(found)
 
 
-def _locked(connection: Connection, search: str) -> Row[Any]:
+def locked_search(connection: Connection, search: str) -> Row[Any]:
+    """Returns the row of a search, locked against changes.
+
+    Raises:
+        NotFound: there is none.
+    """
     found = locked(connection, searches, search)
     if found is None:
         raise NotFound(f"there is no search '{search}'")

@@ -13,7 +13,7 @@ from .demand import Demand
 from .dry_runs import DryRuns, Knowledge
 from .part import Part, add_event, as_text, reads, writes
 from .people import People
-from .searches import Searches
+from .searches import Searches, check_attempt, locked_search
 from .workers import Workers
 
 MOST_FORGOTTEN = 1000
@@ -24,8 +24,23 @@ class Events(Part):
     """Operations on events."""
 
     @writes
-    def add_event(self, connection: Connection, search: str | None, kind: str, data: dict[str, Any]) -> Event:
-        """Records an event of a search, or of the pool."""
+    def add_event(
+        self, connection: Connection, search: str | None, kind: str, data: dict[str, Any], attempt: int | None = None
+    ) -> Event:
+        """Records an event of a search, or of the pool.
+
+        Args:
+            search: id of the search; None for an event of the pool.
+            kind: of the event.
+            data: its content.
+            attempt: the attempt at the search that reports it; None for an event that no attempt reports.
+
+        Raises:
+            NotFound: the search of that attempt does not exist.
+            AttemptOver: a later attempt has it.
+        """
+        if search is not None and attempt is not None:
+            check_attempt(locked_search(connection, search), attempt)
         return add_event(connection, self.clock(), search, as_text("kind", kind, longest=40, empty=False), data)
 
     @reads

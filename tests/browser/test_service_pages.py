@@ -174,7 +174,7 @@ def test_a_run_s_figures_are_those_of_the_dashboard(tab, service, expect):
     space = rl.Space.from_dict({"knobs": [{"name": "micro_batch", "type": "choice", "values": [1, 2, 4]}]})
     rl.tune(lambda config: 10.0 * config["micro_batch"], space, isolate=False, sampler="grid", trials=3, out=folder)
     attempt = service.store.take_search(search)
-    service.store.tell_trial(search, 3, {"trial": 2})
+    service.store.tell_trial(search, attempt, 3, {"trial": 2})
     service.store.finish(search, attempt, "done", "all tried", None)
     log_in(tab, service)
     tab.locator(f"[data-search='{search}']").get_by_role("link").click()

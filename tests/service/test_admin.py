@@ -5,7 +5,8 @@ import json
 import pytest
 import redline as rl
 from click.testing import CliRunner
-from redline.base.errors import NotFound, Refused, UsageError
+from redline.base.errors import NotFound, Refused, RunnerError, UsageError
+from redline.base.lock import FolderLock
 from redline.cli.main import redline as command_line
 from redline.results.ledger import Ledger
 from redline.results.names import RUN
@@ -93,9 +94,10 @@ def test_a_search_is_deleted_with_its_folder_and_its_ledger(service, client):
 
 
 def test_searches_that_ended_long_ago_are_deleted(service, client):
-    old, new = client.submit("gpt2-tiny"), client.submit("gpt2-tiny")
-    for each in (old, new):
+    in_use, old, new = (client.submit("gpt2-tiny") for _ in range(3))
+    for each in (in_use, old, new):
         each.cancel()
+    service.parts.runs.folder(in_use.id).mkdir()
     folder = service.parts.runs.folder(old.id)
     folder.mkdir()
     (folder / RUN).write_text("damaged")
@@ -105,11 +107,32 @@ def test_searches_that_ended_long_ago_are_deleted(service, client):
     def delete(search):
         deleted(service.store, service.parts.runs, search, lambda name: forget_ledger(service.parts.url, name))
 
-    Retention(service.store, 30, 0.0, delete)._delete_searches(before + 1e-6)
+    retention, lock = Retention(service.store, 30, 0.0, delete), FolderLock(service.parts.runs.folder(in_use.id))
+    retention._delete_searches(before + 1e-6)
+    assert service.store.search(in_use.id).state == "cancelled", "its searcher is still ending"
+    lock.release()
     assert not folder.exists()
     with pytest.raises(NotFound):
         service.store.search(old.id)
     assert service.store.search(new.id).state == "queued"
+
+
+def test_a_deletion_that_fails_can_be_repeated(service, client):
+    """Regression: the search was deleted first, and its folder and ledger stayed for ever."""
+    run = client.submit("gpt2-tiny")
+    run.cancel()
+    folder = service.parts.runs.folder(run.id)
+    more = {"isolate": False, "sampler": "grid", "trials": 1, "out": folder, "storage": service.parts.url}
+    rl.tune(lambda config: 1.0, rl.Space.from_dict(SPACE), **more)
+
+    def forget(name):
+        raise RunnerError("the process that computes this died")
+
+    with pytest.raises(RunnerError):
+        deleted(service.store, service.parts.runs, run.id, forget)
+    assert folder.exists() and run.state == "cancelled"
+    run.delete()
+    assert not folder.exists()
 
 
 def test_a_search_is_seen_by_those_that_it_is_shown_to(service, client):

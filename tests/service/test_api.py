@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 from redline.estimator.hardware import find_hardware
 from redline.service.request import digest
+from redline.service.searchers import Searchers
 from served import SEARCH, SPACE, served
 
 HARDWARE = json.loads(json.dumps(asdict(find_hardware("h100-80gb"))))
@@ -175,6 +176,20 @@ def test_bodies_that_are_not_json_are_malformed(submitter):
         assert answer.json()["error"]["message"]
 
 
+def test_other_types_of_json_and_json_as_a_log_are_refused(service, submitter):
+    """Regression: FastAPI parses them in the event loop, without a limit of values."""
+    for kind in ("application/merge-patch+json", "Application/X+JSON; charset=utf-8", "application/json+json"):
+        headers = {"content-type": kind}
+        detail = error(submitter.post("/v1/searches", content=b"[" * 9, headers=headers), 415, "media_type")
+        assert detail["rule"] == "application/json"
+    with service.client("worker") as worker:
+        path = "/v1/leases/1/log?lease=1&name=0.log&offset=0"
+        for kind in ("application/json", "application/x+json"):
+            detail = error(worker.put(path, content=b"[]", headers={"content-type": kind}), 415, "media_type")
+            assert detail["rule"] == "application/octet-stream"
+        error(worker.put(path, content=b"[]", headers={"content-type": "application/octet-stream"}), 404, "not_found")
+
+
 def test_a_large_body_is_refused_regardless_of_its_stated_length(submitter):
     large = b'{"request": {"target": "' + b"x" * (1 << 20) + b'"}}'
     headers = {"content-type": "application/json"}
@@ -207,6 +222,12 @@ def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
         assert service.client("coder").post("/v1/searches", json=each).status_code == 201
     with served(tmp_path, allow_code=False) as closed, closed.client("coder") as client:
         error(client.post("/v1/searches", json=code), 403, "refused")
+        # They were submitted before the server was restarted with --no-code.
+        for action in ("release", "retry"):
+            search = closed.store.submit(closed.store.user("coder"), command["request"], devices=1)[0].id
+            before = closed.store.cancel(search) if action == "retry" else closed.store.hold(search)
+            error(client.post(f"/v1/searches/{search}/{action}"), 403, "refused")
+            assert closed.store.search(search) == before
     (tmp_path / "commands").mkdir()
     with served(tmp_path / "commands", workloads=False) as commands, commands.client("coder") as client:
         assert "submit a --command" in error(client.post("/v1/searches", json=code), 403, "refused")["message"]
@@ -293,6 +314,10 @@ def test_metrics_count_requests_by_route_without_user_names(service, submitter):
     text = service.client(None).get("/metrics").text
     assert 'redline_http_requests_total{method="GET",route="/v1/searches/{search}",status="404"}' in text
     assert "submitter" not in text and "0123456789ab" not in text
+    for number in range(3):
+        service.client(None).request(f"STRANGE{number}", "/healthz")
+    text = service.client(None).get("/metrics").text
+    assert 'method="other"' in text and "STRANGE" not in text
 
 
 def test_a_server_whose_database_is_gone_is_not_ready_and_says_so(tmp_path):
@@ -300,3 +325,17 @@ def test_a_server_whose_database_is_gone_is_not_ready_and_says_so(tmp_path):
         assert client.get("/readyz").json()["status"] == "ready"
         running.parts.dispatcher.close()
         assert "no dry runs" in error(client.get("/readyz"), 503, "not_ready")["message"]
+
+
+def test_a_server_whose_searchers_are_not_managed_is_not_ready(tmp_path):
+    def searchers(store, url, slots):
+        return Searchers(store, url, tmp_path, slots, imports=(), of_models=())
+
+    with served(tmp_path, searchers=searchers) as running, running.client() as client:
+        assert "no searches are started" in error(client.get("/readyz"), 503, "not_ready")["message"]
+        running.parts.searchers.start()
+        assert client.get("/readyz").json()["status"] == "ready"
+        running.parts.searchers.failure = "KeyError: 'x'"
+        running.parts.searchers._stopping.set()
+        assert error(client.get("/readyz"), 503, "not_ready")
+        running.parts.searchers.close()

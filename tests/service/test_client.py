@@ -1,6 +1,8 @@
 """`rl.Client` and the commands: Python and the terminal show the state that the server has."""
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -124,6 +126,33 @@ def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     assert len({each.id for each in seen}) == 3
 
 
+def test_an_ask_is_repeated_only_while_no_connection_is_established():
+    """Regression: the repetition of a request whose answer was lost took another trial."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        received = []
+
+        def hang_up():
+            with contextlib.suppress(OSError):  # the socket is closed at the end
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        received.append(connection.recv(65536).split(b" ")[1])
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with rl.Client(address, token="x", patience_s=1.0) as client:
+            for call in (client.me, lambda: client.ask("s"), lambda: client.study(SPACE)):
+                with pytest.raises(ServerUnreachable):
+                    call()
+        listening.shutdown(socket.SHUT_RDWR)
+    assert received.count(b"/v1/me") > 1
+    assert (received.count(b"/v1/studies/s/ask"), received.count(b"/v1/studies")) == (1, 1)
+    start = time.monotonic()
+    with rl.Client(address, token="x", patience_s=0.5) as client, pytest.raises(ServerUnreachable) as refused:
+        client.ask("s")
+    assert not refused.value.sent and time.monotonic() - start > 0.25
+
+
 @pytest.mark.parametrize("sampler", ["random", pytest.param("bayes", marks=pytest.mark.slow)])
 def test_a_study_supports_ask_and_tell(service, client, sampler):
     study = client.study(SPACE, sampler=sampler, seed=1)
@@ -147,7 +176,7 @@ def test_a_study_supports_ask_and_tell(service, client, sampler):
         client.tell(study, 99, throughput=1.0)
     with pytest.raises(Refused, match="another user"):
         service.rl("other").ask(study)
-    service.parts.studies.close()  # like a killed server: the ledger is in the database
+    service.parts.studies._process.kill()  # the ledger is in the database
     assert client.look(study).best["throughput"] == 400.0
     assert client.ask(study).config is None
 

@@ -8,16 +8,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 from other_user import NOBODY, closed, only_root, open_python
 from processes import until
 from redline.base.errors import UsageError
-from redline.results import Measurement
+from redline.results import Measurement, Status
+from redline.runners.job import Outcome
+from redline.runners.protocol import Caller, Channel
 from redline.runners.unix_user import UnixUser, unix_user
+from redline.service.code_process import CodeProcess
 from redline.service.logs import read_log
+from redline.service.records import Assignment
 from redline.service.request import digest
 from redline.service.worker import Worker
 from served import served
@@ -117,6 +124,49 @@ def test_the_environment_of_code_has_no_secrets_of_the_worker_s(monkeypatch, tmp
     assert "secret" not in arguments["env"].values() and arguments["env"]["CUDA_VISIBLE_DEVICES"] == "3"
     assert (arguments["env"]["HOME"], arguments["env"]["USER"]) == (str(tmp_path), NOBODY)
     assert (arguments["user"], arguments["group"], arguments["extra_groups"]) == (65534, 65534, [44])
+
+
+class Agent:
+    """In place of a host agent: ends each of three concurrent jobs as a crash whose reason is its devices."""
+
+    def __init__(self, imports):
+        self._all = threading.Barrier(3)
+
+    def run(self, job, key):
+        self._all.wait(30)
+        return Outcome(status=Status.CRASH, reason=",".join(job.device_ids))
+
+    def also_import(self, imports):
+        return
+
+    wait_ready = close = lambda self: None
+
+
+def test_concurrent_dry_runs_of_code_run_on_the_devices_lent_to_each(tmp_path, monkeypatch):
+    """Regression: they shared all lent devices, so one could run on a device that the worker had taken back."""
+    monkeypatch.setattr("redline.service.warm.HostAgent", Agent)
+    here, there = Pipe()
+    process = CodeProcess(Channel(there, plain=True), tmp_path, 3)
+    serving = threading.Thread(target=process.serve)
+    serving.start()
+    caller = Caller(here, str, plain=True)
+    space = {"knobs": [{"name": "x", "type": "choice", "values": [1]}]}
+    request = {
+        "command": {"command": "true {x}", "metric": [r"(?P<tokens_per_second>\d+)"]},
+        "space": space,
+        "devices": 1,
+    }
+    asked = {"config": {"x": 1}, "timeout_s": 60.0, "best_throughput": None, "reference": None, "soak": None}
+    lent, calls = ("2", "1", "0"), []
+    for number, each in enumerate(lent):
+        payload = {"requests": [{**asked, "number": number, "log": f"{number}.log"}], "memory_limit_mib": 4000.0}
+        of = {"dry_run": number, "lease": 1, "worker": "w", "until": 0.0, "search": "s", "attempt": 1, "user": 1}
+        assignment = Assignment(**of, request=request, kind="run", payload=payload, devices=1)
+        calls.append(caller.begin("run", asdict(assignment), (each,), str(tmp_path)))
+    found = [call.result()["reason"] for call in calls]
+    caller.close()
+    serving.join(30)
+    assert found == list(lent)
 
 
 # -- real dry runs -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from processes import until as wait_until
 from redline.base.errors import RunnerError, StorageAhead
 from redline.service.child_processes import MOST_WAITING, Helper
 from redline.service.server import ServeOptions, serve
@@ -234,3 +235,24 @@ def test_slow_requests_do_not_delay_others():
         assert all(isinstance(each, RunnerError) and "try again in a moment" in str(each) for each in refused)
     finally:
         helper.close()
+
+
+def test_a_helper_that_is_closed_ends_its_call_at_once_and_takes_no_others():
+    """Regression: it waited for the call, up to its time limit of two minutes."""
+    helper, errors = Helper(60), []
+
+    def call():
+        with pytest.raises(RunnerError) as raised:
+            helper.call(time.sleep, 60)
+        errors.append(str(raised.value))
+
+    calling = [threading.Thread(target=call) for _ in range(2)]
+    for each in calling:
+        each.start()
+    folder = wait_until(lambda: helper._process).folder
+    helper.close()
+    for each in calling:
+        each.join(10)
+    assert len(errors) == 2 and not folder.exists()
+    with pytest.raises(RunnerError, match="the server is stopping"):
+        helper.call(time.sleep, 0)

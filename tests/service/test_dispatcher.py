@@ -159,3 +159,15 @@ def test_a_database_that_is_away_is_waited_for(sqlite_url, monkeypatch):
         assert asked.result(60).payload == {"number": "0"}
         dispatcher.close()
         assert dispatcher.failure == ""
+
+
+def test_an_unexpected_error_is_logged_and_the_next_decision_leases(sqlite_url, monkeypatch, caplog):
+    with Store.open(sqlite_url) as store:
+        pool, dispatcher = Pool(store), Dispatcher(store)
+        step, errors = dispatcher.step, [KeyError("w")]
+        monkeypatch.setattr(dispatcher, "step", lambda: (_ for _ in ()).throw(errors.pop()) if errors else step())
+        pool.ask()
+        dispatcher.start()
+        assert dispatcher.ask(pool.worker.id).result(60).payload == {"number": "0"}
+        dispatcher.close()
+    assert "KeyError: 'w'" in caplog.text

@@ -134,3 +134,67 @@ def test_many_idle_listeners_hear_of_what_happens(service):
     for each in threads:
         each.join(timeout=20)
     assert len(received) == 50 and len(set(received)) == 1
+
+
+@pytest.mark.parametrize("page", [1000, 2])
+def test_a_stream_of_a_retried_search_continues_after_the_earlier_failure(tmp_path, monkeypatch, page):
+    """Regression: it ended at the failure of the earlier attempt, and `wait` requested it again and again."""
+    monkeypatch.setattr(feeds, "PAGE", page)
+    monkeypatch.setattr(feeds, "REMEMBERED", 3)
+    with served(tmp_path) as service, service.rl() as client:
+        store, run = service.store, client.submit("gpt2-tiny")
+        store.finish(run.id, store.take_search(run.id), "failed", "its disk was full")
+        store.retry(run.id)
+        attempt = store.take_search(run.id)
+
+        def end():
+            store.finish(run.id, attempt, "done", "trials")
+            store.change_search(run.id, visibility="own")
+
+        threading.Timer(0.5, end).start()
+        states = [each.data.get("state", each.kind) for each in run.events()]
+        expected = ["queued", "running", "failed", "queued", "running", "done", "changed"]
+        assert states in (expected[:-1], expected)
+        assert [each.data.get("state", each.kind) for each in run.events()] == expected
+        with service.client() as other:
+            assert len(read(other, f"/v1/searches/{run.id}/events", 100)) == len(expected)
+            last = store.latest()
+            assert read(other, f"/v1/searches/{run.id}/events?after={last}", 1) == []
+            # A browser stops reconnecting.
+            again = {"headers": {"last-event-id": str(last)}}
+            assert other.get(f"/v1/searches/{run.id}/events", **again).status_code == 204
+            assert len(read(other, f"/v1/searches/{run.id}/events", 1, headers={"last-event-id": str(last - 1)})) == 1
+
+
+def test_events_of_a_search_that_a_user_may_not_see_any_more_are_not_sent(service, monkeypatch):
+    """Regression: events of a deleted private search were sent to everybody."""
+    store = service.store
+    with service.client() as client, service.client("other") as other:
+        private = client.post("/v1/searches", json={**SEARCH, "visibility": "own"}).json()["id"]
+        shown = client.post("/v1/searches", json=SEARCH).json()["id"]
+        with other.stream("GET", f"/v1/searches/{shown}/events") as stream:
+            lines = stream.iter_lines()
+            assert "queued" in next(each for each in lines if each.startswith("data: "))
+            store.change_search(shown, visibility="own")
+            store.add_event(shown, "said", {"message": "a secret"})
+            assert "a secret" not in "".join(lines)
+        store.cancel(private)
+        time.sleep(0.3)  # the events are in memory
+        store.delete_search(private)
+        store.add_event(None, "said", {"message": "the last one"})
+        found = []
+        with other.stream("GET", "/v1/events?after=0") as stream:
+            for line in stream.iter_lines():
+                found.append(line)
+                if "the last one" in line:
+                    break
+        assert not [each for each in found if f'"search":"{private}","time"' in each]
+
+
+def test_too_many_streams_are_refused_with_a_reason(service, monkeypatch):
+    monkeypatch.setattr(feeds, "MOST_LISTENERS", 1)
+    with service.client() as client, client.stream("GET", "/v1/events") as stream:
+        lines = stream.iter_lines()  # the stream closes with it
+        next(lines)
+        answer = client.get("/v1/events")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_listeners")

@@ -246,12 +246,28 @@ def test_an_earlier_attempt_at_a_search_may_write_nothing(store, pool):
         lambda: pool.ask(),
         lambda: store.beat_search(pool.search.id, pool.attempt),
         lambda: store.finish(pool.search.id, pool.attempt, "done"),
+        lambda: store.tell_trial(pool.search.id, pool.attempt, 1, {"trial": 0}),
+        lambda: store.add_event(pool.search.id, "said", {}, pool.attempt),
     ):
-        with pytest.raises(AttemptOver, match=rf"attempt 1 at the search {pool.search.id} is over: attempt 2 has it"):
+        with pytest.raises(AttemptOver, match=rf"attempt 1 at the search {pool.search.id} is over: the latest is 2"):
             late()
     assert store.finish(pool.search.id, later, "done").state == "done"
     with pytest.raises(AttemptOver, match="has ended: it is done"):
         store.take_search(pool.search.id)
+
+
+def test_the_earlier_attempt_at_a_search_that_returned_to_the_queue_may_not_end_it(store, pool):
+    """Regression: its searcher, which was still ending, cancelled the search that a user had retried."""
+    for return_it in (
+        lambda: store.retry(store.cancel(pool.search.id).id),
+        lambda: store.put_back(pool.search.id, "its user is over"),
+    ):
+        attempt = store.take_search(pool.search.id)
+        return_it()
+        for state in ("cancelled", "failed", "done"):
+            with pytest.raises(AttemptOver):
+                store.finish(pool.search.id, attempt, state)
+        assert store.search(pool.search.id).state == "queued"
 
 
 def test_a_cancelled_search_stops_what_runs_and_stays_cancelled(store, pool):
@@ -314,3 +330,14 @@ def test_the_share_of_a_user_is_what_their_dry_runs_had_of_devices(store, pool, 
     assert store.waiting() == []
     pool.ask("1")
     assert store.waiting()[0].seconds == pytest.approx(1800)
+
+
+def test_a_withdrawn_dry_run_that_waited_after_a_lost_lease_is_not_charged(store, pool, clock):
+    """Regression: the time from its lost lease to its end counted as use of the devices."""
+    pool.lease(pool.ask(devices=2), seconds=10)
+    clock.pass_by(11)
+    store.expire()
+    clock.pass_by(1800)
+    store.cancel(pool.search.id)
+    clock.pass_by(1)
+    assert [each.recent for each in store.shares() if each.user == pool.user.id] == [0.0]

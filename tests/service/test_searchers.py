@@ -14,6 +14,7 @@ from agent_tasks import Fails, Waits
 from pools import DEVICE, a_store
 from processes import until
 from redline.service import searchers as module
+from redline.service.logs import folder_of
 from redline.service.records import SearchState
 from redline.service.searchers import MOST_DEATHS, Searchers, SearcherSlots
 
@@ -26,8 +27,8 @@ def service(tmp_path, monkeypatch):
     store, user = a_store(tmp_path)
     store.ann, made = user, []
 
-    def searching(task, most=8):
-        more = {"imports": ("agent_tasks",), "of_models": ()}
+    def searching(task, most=8, **more):
+        more |= {"imports": ("agent_tasks",), "of_models": ()}
         made.append(Searchers(store, "sqlite:///it", tmp_path, SearcherSlots(store, most), task=task, **more))
         made[-1].start()
         return made[-1]
@@ -40,8 +41,8 @@ def service(tmp_path, monkeypatch):
                 each.close()
 
 
-def a_search(store, **more):
-    return store.submit(store.ann, {"target": "gpt2-tiny"}, devices=1, **more)[0].id
+def a_search(store, request=None, **more):
+    return store.submit(store.ann, request or {"target": "gpt2-tiny"}, devices=1, **more)[0].id
 
 
 def pid_of(searchers, search):
@@ -197,3 +198,66 @@ def test_each_searcher_has_its_own_process_group_and_log(service, tmp_path):
     pids = [pid_of(searchers, each) for each in searches]
     assert [os.getpgid(each) for each in pids] == pids
     assert not {os.getpgid(0), os.getpgid(searchers.agent.pid)} & set(pids)
+
+
+def test_a_held_search_of_an_earlier_server_starts_when_it_is_released(service):
+    """Regression: its searchers died because it was held, and the eighth death ended the thread for all searches."""
+    store, searching = service
+    worker = store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
+    search = a_search(store)
+    asked = store.ask_dry_run(search, store.take_search(search), "0", "run", {}, 1)
+    store.lease(asked.id, worker.id, 60.0)  # keeps the slot
+    store.hold(search)
+    searchers = searching(Waits)
+    time.sleep(0.3)
+    assert store.search(search).state is SearchState.RUNNING and not searchers._children
+    searchers._fail(search, "its searcher died")
+    assert store.search(search).state is SearchState.RUNNING
+    store.hold(search, False)
+    until(lambda: pid_of(searchers, search))
+
+
+def test_an_unexpected_error_of_a_round_is_logged_and_searches_start_in_the_next(service, monkeypatch, caplog):
+    store, searching = service
+    share, failing = SearcherSlots.share, [KeyError("a search")]
+    monkeypatch.setattr(module, "DECIDE_S", 0.2)
+
+    def failing_once(slots):
+        if failing:
+            raise failing.pop()
+        return share(slots)
+
+    monkeypatch.setattr(SearcherSlots, "share", failing_once)
+    search = a_search(store)
+    store.take_search(search)
+    searchers = searching(Waits)
+    until(lambda: searchers.failure == "KeyError: 'a search'")
+    until(lambda: pid_of(searchers, search))
+    until(lambda: searchers.failure == "")
+    assert searchers.is_alive() and "in failing_once" in caplog.text
+
+
+def test_a_searcher_whose_folder_cannot_be_made_does_not_keep_others_from_starting(service, tmp_path):
+    store, searching = service
+    first, second = a_search(store), a_search(store)
+    for each in (first, second):
+        store.take_search(each)
+    folder_of(tmp_path, first).parent.mkdir(parents=True)
+    folder_of(tmp_path, first).write_text("a file")
+    searchers = searching(Waits)
+    until(lambda: pid_of(searchers, second))
+    assert searchers.failure == "" and searchers._children[first].deaths == 0
+    folder_of(tmp_path, first).unlink()
+    until(lambda: pid_of(searchers, first))
+
+
+def test_searches_of_code_fail_on_a_server_that_does_not_run_code(service):
+    store, searching = service
+    code, model = a_search(store, {"command": {"command": "true {x}"}}), a_search(store)
+    for each in (code, model):
+        store.take_search(each)
+    searchers = searching(Waits, allow_code=False)
+    until(lambda: pid_of(searchers, model))
+    found = store.search(code)
+    assert (found.state, code in searchers._children) == (SearchState.FAILED, False)
+    assert found.reason.startswith("this server does not run submitted code")

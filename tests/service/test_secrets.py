@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import time
 
 import pytest
 from redline.base.device import Device
@@ -121,6 +122,14 @@ def test_half_a_surrogate_pair_is_refused_in_words(service, body):
     with service.client(headers={"content-type": "application/json"}) as client:
         answer = client.post("/v1/searches", content=body)
         assert answer.status_code == 422 and answer.json()["error"]["message"]
+
+
+def test_a_login_with_too_many_fields_is_malformed_and_counts(service, monkeypatch):
+    with service.client(None) as client:
+        answer = client.post("/login", data={f"f{number}": "x" for number in range(11)})
+        assert (answer.status_code, answer.json()["error"]["rule"]) == (400, "at most 10 fields")
+        monkeypatch.setattr(service.parts.strangers, "_buckets", {"127.0.0.1": (-100.0, time.monotonic())})
+        assert client.post("/login", data={f"f{number}": "x" for number in range(11)}).status_code == 429
 
 
 def test_redirects_do_not_use_the_host_header(service):

@@ -1,13 +1,14 @@
 """A worker runs, answers and gives back the dry runs that it leases; it waits for a pool that cannot be reached."""
 
 import contextlib
+import shutil
 import threading
 import time
 
 import pytest
 from pools import PLACED, a_store, measured
 from processes import until
-from redline.base.errors import RunnerError, StorageUnavailable, UsageError
+from redline.base.errors import MissingDependency, Refused, RunnerError, ServiceError, StorageUnavailable, UsageError
 from redline.results import Measurement, Status
 from redline.runners import Runner
 from redline.service import worker as work
@@ -249,3 +250,91 @@ def test_a_pool_that_is_away_is_waited_for(place):
         outcomes = [until(lambda each=each: place.outcome(each)) for each in dry_runs]
     assert [each["status"] for each in outcomes] == ["ok"] * 3
     assert [place.dry_run(each).attempts for each in dry_runs] == [1, 1, 1]
+
+
+def test_a_missing_package_refuses_a_dry_run_and_an_unexpected_error_is_its_crash(place, caplog):
+    """Regression: both ended the thread, and its lease was renewed for ever."""
+    runner = Formula()
+    with working(place, runner):
+        runner.raises = MissingDependency("timm is not installed")
+        missing = asked(place)
+        assert until(lambda: place.outcome(missing)) == {"refused": "timm is not installed"}
+        runner.raises = KeyError("hidden_size")
+        broken = asked(place, 1)
+        found = until(lambda: place.outcome(broken))
+    assert (found["status"], found["reason"]) == (Status.CRASH, "its worker failed: KeyError: 'hidden_size'")
+    assert "in run\n    raise self.raises" in caplog.text
+
+
+def test_a_worker_without_room_for_logs_gives_back_what_it_has_and_ends(place):
+    with working(place, Formula()) as worker:
+        until(place.workers)
+        shutil.rmtree(worker._folder)
+        dry_run = asked(place)
+        until(lambda: worker.trouble)
+    assert "No such file" in str(worker.trouble)
+    assert (place.dry_run(dry_run).state, place.dry_run(dry_run).attempts) == (DryRunState.WAITING, 0)
+
+
+class RejectingPool(StorePool):
+    """A pool that raises `error` for the calls named in `rejected`, and records all calls."""
+
+    error, rejected = ServiceError("the server answered 500"), ()
+
+    def __init__(self, *what, **more):
+        super().__init__(*what, **more)
+        self.calls = []
+
+    def _called(self, name):
+        self.calls.append(name)
+        if name in self.rejected:
+            raise self.error
+
+    def join(self, *what):
+        self._called("join")
+        return super().join(*what)
+
+    def renew(self, *what):
+        self._called("renew")
+        super().renew(*what)
+
+    def answer(self, *what):
+        self._called("answer")
+        super().answer(*what)
+
+
+@pytest.mark.parametrize("error", [ServiceError("the server answered 500"), Refused("the token is unknown")])
+def test_a_lease_whose_answer_is_rejected_is_not_renewed_any_more(place, error):
+    pool = RejectingPool(place, user=place.ann, data=place.data, lease_s=30.0)
+    pool.error, pool.rejected = error, ("answer",)
+    with working(place, Formula(), pool) as worker:
+        asked(place)
+        until(lambda: "answer" in pool.calls and not worker._leases)
+        assert not list(worker._folder.glob("*-1"))
+    assert pool.calls.count("answer") == 1
+
+
+@pytest.mark.parametrize("error", [ServiceError("the server answered 500"), UsageError("invalid")])
+def test_leases_are_renewed_after_a_rejected_renewal(place, error):
+    pool, runner = RejectingPool(place, user=place.ann, data=place.data, lease_s=30.0), Formula()
+    pool.error, pool.rejected = error, ("renew",)
+    runner.go_on.clear()
+    with working(place, runner, pool):
+        asked(place)
+        until(lambda: pool.calls.count("renew") > 2)
+
+
+def test_a_worker_whose_token_is_refused_ends(place):
+    """Regression: `Refused` is an `OSError`, and the worker retried for ever."""
+    pool = RejectingPool(place, user=place.ann, data=place.data, lease_s=30.0)
+    pool.error, pool.rejected = Refused("the token is unknown"), ("join",)
+    worker = Worker(
+        pool,
+        name="w",
+        host="here",
+        devices=1,
+        describe=lambda devices: ({}, 1),
+        warm=lambda *what, **more: Warm(Formula()),
+    )
+    with pytest.raises(Refused, match="the token is unknown"):
+        worker.run()

@@ -105,9 +105,9 @@ class Killed(BaseException):
     """Raised in place of a searcher's death."""
 
 
-def a_runner(store, search, **more):
-    """Returns the runner of a new attempt at a search."""
-    attempt = store.take_search(search)
+def a_runner(store, search, attempt=None, **more):
+    """Returns the runner of an attempt at a search; by default of a new one."""
+    attempt = attempt or store.take_search(search)
     return PoolRunner(store, search=search, attempt=attempt, placed=PLACED, devices=1, in_turns=False, **more)
 
 
@@ -121,11 +121,12 @@ def a_whole_search(store, search, folder, killed_after=None, known=None):
             if killed_after is not None and self.done >= killed_after:
                 raise Killed
 
-    listener = Dying(store, search)
+    attempt = store.take_search(search)
+    listener = Dying(store, search, attempt)
     more = {}
     if known is not None:
         listener.finished_one, more = known.note, {"known": known.measurement}
-    runner = a_runner(store, search, finished=lambda: listener.done, **more)
+    runner = a_runner(store, search, attempt, finished=lambda: listener.done, **more)
     return tune(
         lambda config: 0.0,  # not called: the pool runs its own formula
         a_space(),

@@ -56,9 +56,10 @@ def served(
     port=0,
     tokens=None,
     patience_s=10.0,
+    searchers=lambda store, url, slots: None,
     **uvicorn_,
 ):
-    """Runs a service over a folder and closes it in order."""
+    """Runs a service over a folder and closes it in order. `searchers` makes its `Searchers`."""
     with contextlib.ExitStack() as stack:
         url = url or f"sqlite:///{folder / 'redline.db'}"
         store = stack.enter_context(Store.open(url, patience_s=patience_s))
@@ -68,10 +69,11 @@ def served(
         estimates, studies = Estimates(), Helper(120, STUDIES_WAITING)
         stack.callback(estimates.close)
         stack.callback(studies.close)
+        slots = SearcherSlots(store)
         parts = Parts(
-            store=store, dispatcher=dispatcher, slots=SearcherSlots(store), runs=Runs(folder), feed=Feed(store, every=0.02),
+            store=store, dispatcher=dispatcher, slots=slots, runs=Runs(folder), feed=Feed(store, every=0.02),
             estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code,
-            workloads=workloads, most_queued=queued, url=url,
+            workloads=workloads, most_queued=queued, url=url, searchers=searchers(store, url, slots),
         )  # fmt: skip
         config = guarded(make_app(parts), port=port, timeout_graceful_shutdown=1, **uvicorn_)
         server = GuardedServer(config)
