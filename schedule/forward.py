@@ -16,6 +16,16 @@ Inner = Callable[..., Any]
 """The layers inside another one, as a function: `inner(*args, **kwargs)` returns the module's output."""
 
 
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the arguments of a module's forward."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]  # without self
+
+
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of a call of a module's forward by name."""
+    return {**dict(zip(argument_names(module), args)), **kwargs}
+
+
 class Layer(ABC):
     """Code around a module's forward. Instances are plain data and are copied with the module."""
 

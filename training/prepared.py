@@ -511,14 +511,14 @@ class Info:
         """
         from ..schedule import full_state_dict
 
-        world = self.world
-        own = {name: each.detach().to("cpu", copy=True) for name, each in full_state_dict(self.training.model).items()}
-        if world.pp == 1:
-            return own if self.main else {}
+        world, state = self.world, full_state_dict(self.training.model)
         # Every stage has the weights of its layers.
-        first = world.dp_rank == 0 and world.tp_rank == 0
+        keeps = self.main if world.pp == 1 else world.replica == 0 and world.tp_rank == 0
+        own = {name: each.detach().to("cpu", copy=True) for name, each in state.items()} if keeps else {}
+        if world.pp == 1:
+            return own
         stages: list[Any] | None = [None] * world.size if self.main else None
-        dist.gather_object(own if first else {}, stages, group=self._group)
+        dist.gather_object(own, stages, group=self._group)
         return {name: each for stage in stages or () for name, each in stage.items()}
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..forward import Inner, Layer
+from ..forward import Inner, Layer, named_arguments
 from .collectives import Axis, all_reduce
 from .experts import mixtures_of, num_experts, rows_of_experts
 
@@ -38,7 +38,7 @@ class BalancedTogether(Layer):
         own = getattr(output, "aux_loss", None)
         if logits is None or own is None or output.loss is None:
             return output
-        mask = kwargs.get("attention_mask")
+        mask = named_arguments(module, args, kwargs).get("attention_mask")
         together = self._loss(
             logits, int(module.num_experts_per_tok), None if mask is None else mask.reshape(-1).float()
         )

@@ -18,7 +18,6 @@ on the host. With one (`ExpertCapacity`) each expert gets C rows of every rank, 
 Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch.
 """
 
-import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from torch import nn
 from ...base._torch import parameters_of
 from ...base.errors import ScheduleError
 from .. import collectives as differentiable
-from ..forward import Inner, Layer, layers_of
+from ..forward import Inner, Layer, argument_names, layers_of, named_arguments
 from .collectives import Axis, all_to_all_rows, axis_of, through
 from .sharing import Sharing, copies_with_parts, shared_parameters
 
@@ -196,8 +195,8 @@ def routed(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the arguments of an experts module: tokens (T, D), the indices of their experts (T, K), and their weights."""
-    given = {**dict(zip(_arguments(module), args)), **kwargs}
-    hidden, index, weights = (given[name] for name in _arguments(module))
+    given = named_arguments(module, args, kwargs)
+    hidden, index, weights = (given[name] for name in argument_names(module))
     return hidden, index, weights
 
 
@@ -249,7 +248,7 @@ def stacked_parameters(module: nn.Module) -> list[str]:
     for layer in layers_of(module, ExpertParallel):
         experts //= layer.axis.size
     found = [name for name, each in own.items() if each is not None and each.dim() > 1 and each.shape[0] == experts]
-    return found if experts and len(found) > 1 and len(_arguments(module)) == 3 else []
+    return found if experts and len(found) > 1 and len(argument_names(module)) == 3 else []
 
 
 def num_experts(module: nn.Module) -> int:
@@ -259,10 +258,6 @@ def num_experts(module: nn.Module) -> int:
         return spread[0].experts
     count = getattr(module, "num_experts", None)
     return count if isinstance(count, int) and not isinstance(count, bool) else 0
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def is_spread(module: nn.Module) -> bool:

@@ -1,6 +1,5 @@
 """The pipeline of a model that was cut into stages, run by torch.distributed.pipelining."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from ...base._torch import parameters_of, set_call, tree_flatten, tree_map
 from ...base.errors import ScheduleError
 from ...knobs.pipeline import PIPELINE_SCHEDULES, Placement
 from ...knobs.rules import NOT_SPLIT
+from ..forward import named_arguments
 from ..tree import Tree, is_within
 from .collectives import Axis
 from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
@@ -117,8 +117,7 @@ class Pipeline:
         Returns:
             The mean loss over the micro-batches, on every rank.
         """
-        names = list(inspect.signature(type(self.model).forward).parameters)[1:]  # without self
-        kwargs = {**dict(zip(names, args)), **kwargs}
+        kwargs = named_arguments(self.model, args, kwargs)
         tensors = [each for each in tree_flatten(kwargs)[0] if isinstance(each, torch.Tensor) and each.dim()]
         if not tensors or tensors[0].shape[0] % self.micro_batches:
             raise ScheduleError(

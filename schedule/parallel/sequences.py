@@ -30,7 +30,7 @@ from ...base._transformers import attends_by_name, change_attention
 from ...base.errors import ScheduleError
 from ...knobs.rules import sequence_refusal
 from ...knobs.sequence import SequenceShards
-from ..forward import Inner, Layer, add_layer, layers_of
+from ..forward import Inner, Layer, add_layer, layers_of, named_arguments
 from . import ring, ring_mask, ulysses
 from .collectives import Axis, all_gather
 
@@ -303,8 +303,7 @@ class CutSequence(Layer):
         """The axes of the ranks that get the same samples as this one."""
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        kwargs = {**dict(zip(names, args)), **kwargs}
+        kwargs = named_arguments(module, args, kwargs)
         tokens = kwargs["inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"]
         length = tokens.shape[1]
         if reason := sequence_refusal(length, self.sharing.sp, self.sharing.cp):

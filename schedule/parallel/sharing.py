@@ -18,7 +18,6 @@ piece of a ring of C ranks for a ring of c gives the piece of a ring of C c, and
 Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.2, on the layouts between layers of different strategies.
 """
 
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from ...base.errors import ScheduleError
 from ...knobs.rules import sequence_refusal
 from ...knobs.sequence import SequenceShards
 from .. import collectives as differentiable
-from ..forward import Inner, Layer, layers_of
+from ..forward import Inner, Layer, argument_names, layers_of
 from ..outputs import without_cache
 from . import collectives
 from .collectives import Axis, through
@@ -81,7 +80,7 @@ class SharedSamples(Layer):
         the same parts."""
         self.draws = draws
         """True if the block draws random numbers, which differ between parts."""
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self.names = argument_names(module)
         """Names of the block's arguments."""
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
