@@ -233,6 +233,16 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
     assert len(found.logits) == 16 and len(found.quiet.blocks) == 2 and found.still == ()
 
 
+def test_a_probe_in_more_micro_batches_than_the_configuration_reduces_its_gradients_once(four):
+    from redline.testing import numerics
+
+    workload, gpipe = numerics.tiny("gpt2"), {"pp": 2, "dp": 2, "pipeline_schedule": "gpipe"}
+    expected = spread(four, workload, **gpipe, micro_batch=1)
+    found = spread(four, workload, **gpipe, micro_batch=4)  # one micro-batch a step, and two in the probe
+    assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
+    assert found.quiet.gradient == pytest.approx(expected.quiet.gradient, rel=1e-5)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_norms_count_shared_pieces_once(four, seed, zero):
     from redline.testing import numerics
