@@ -5,6 +5,7 @@ import sys
 import numeric
 import pytest
 import torch
+import torch.distributed as dist
 from redline.base.errors import MissingDependency, WorkloadError
 from redline.models import Workload, flops_of, workload
 from redline.models.lora import Lora, with_lora
@@ -69,6 +70,18 @@ def test_adapters_train_alike_on_two_ranks(two, small, seed, family, config):
     made = with_lora(small(family), Lora(r=4, alpha=64, target=("all-linear",)))
     for found in two.run(numeric.departure, made, {"micro_batch": 2, **config}, seed):
         numeric.hold(found)
+
+
+def with_frozen_gradients(made):
+    rank = Training(made, {"pp": 2, "micro_batch": 2}, CPU, rank=dist.get_rank(), world_size=2)
+    rank.passes()
+    held = {name for name, each in rank.model.named_parameters() if each.grad is not None}
+    return held - trained(rank.model), bool(held)
+
+
+def test_frozen_weights_that_stages_share_have_no_gradient(two, small):
+    """GPT-2's embedding is tied to its head, in the other stage."""
+    assert two.run(with_frozen_gradients, with_lora(small("gpt2"), Lora(r=4))) == [(set(), True)] * 2
 
 
 def test_the_workload_is_another_and_its_space_is_the_same(cpu):
