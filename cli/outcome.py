@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..knobs.text import value_text
+from ..knobs.text import marked_text
 from ..results import summary
 from ..results.columns import fold, speed
 from ..results.measurement import DEFAULT
@@ -97,7 +97,7 @@ def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
     winner, *_ = sides.values()
     for name in winner.config:
         cells = [
-            value_text(each.config[name]) + " (lossy)" * (name in each.trial.lossy) if name in each.config else "-"
+            marked_text(each.config[name], lossy=name in each.trial.lossy) if name in each.config else "-"
             for each in sides.values()
         ]
         style = "bold" if len(set(cells)) > 1 else ""

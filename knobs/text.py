@@ -14,6 +14,11 @@ def value_text(value: Any) -> str:
     return exact_text(value).removesuffix(".0") if isinstance(value, float) else exact_text(value)
 
 
+def marked_text(value: Any, *, lossy: bool) -> str:
+    """Returns a knob's value for people, marked if it trades accuracy for speed: `bf16_pure (lossy)`."""
+    return f"{value_text(value)} (lossy)" if lossy else value_text(value)
+
+
 def config_text(config: Mapping[str, Any], lossy: Collection[str] = (), *, between: str = " ") -> str:
     """Returns the knobs of a configuration for people, as `tp=2 precision=bf16_pure (lossy)`.
 
@@ -22,6 +27,4 @@ def config_text(config: Mapping[str, Any], lossy: Collection[str] = (), *, betwe
         lossy: knobs to mark: their values trade accuracy for speed.
         between: separator of knobs.
     """
-    return between.join(
-        f"{name}={value_text(value)}{' (lossy)' if name in lossy else ''}" for name, value in config.items()
-    )
+    return between.join(f"{name}={marked_text(value, lossy=name in lossy)}" for name, value in config.items())

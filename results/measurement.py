@@ -332,6 +332,11 @@ class Trial:
         return self.measurement is None
 
     @property
+    def skipped(self) -> bool:
+        """True if the trial was not run, because it was known to fail."""
+        return self.measurement is not None and self.measurement.status is Status.SKIPPED
+
+    @property
     def measured(self) -> Measurement:
         """Outcome of a finished trial.
 

@@ -145,7 +145,7 @@ def gain(trials: Sequence[Trial]) -> Gain | None:
 
 def only_default(trials: Sequence[Trial]) -> str:
     """Returns the reason why only the default configuration succeeded; empty if other trials succeeded."""
-    ran = [trial for trial in trials if not trial.pending and trial.measured.status is not Status.SKIPPED]
+    ran = [trial for trial in trials if not trial.pending and not trial.skipped]
     if not ran or any(trial.ok and trial.sampler != DEFAULT for trial in ran):
         return ""
     if all(trial.sampler == DEFAULT for trial in ran):

@@ -88,7 +88,7 @@ class HostWorker(ABC):
 
     @property
     def lost(self) -> bool:
-        """True if the host is known to be lost."""
+        """True if the host is known to be lost. A worker whose calls raise an error of their own then returns False."""
         return False
 
     @abstractmethod

@@ -225,9 +225,13 @@ class Loop:
 
         assert self._hyper.average is not None, "averages need a decay"
         with torch.no_grad():
-            held = [local(each) for each in self.average.values()]
-            weights = [local(each.detach()).float() for each in self.average]
-            foreach_interpolate(held, weights, 1 - self._hyper.average)
+            pairs = [(local(average), local(each.detach())) for each, average in self.average.items()]
+            alike = [(average, each) for average, each in pairs if each.dtype == average.dtype]
+            if alike:
+                foreach_interpolate(*map(list, zip(*alike)), 1 - self._hyper.average)
+            for average, each in pairs:
+                if each.dtype != average.dtype:  # one at a time, as each needs a copy in float32
+                    average.lerp_(each.to(average.dtype), 1 - self._hyper.average)
 
     def _begin_interval(self) -> None:
         self._losses.clear()
@@ -407,4 +411,8 @@ class Loop:
 def averages(training: Training) -> "dict[nn.Parameter, torch.Tensor]":
     """Moving averages of the trained parameters, initialized by the weights: a copy of each parameter on this rank, in float32,
     because in bfloat16 the change of a step would be rounded away."""
-    return {each: each.detach().clone().float() for each in training.model.parameters() if each.requires_grad}
+    import torch
+
+    return {
+        each: each.detach().to(torch.float32, copy=True) for each in training.model.parameters() if each.requires_grad
+    }

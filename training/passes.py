@@ -55,8 +55,8 @@ class Accumulation:
                 batch = to_device(batch, device)
             with self._precision.autocast():
                 loss = self.loss_of(batch, watch)
-            if factors is not None:  # 0 for a micro-batch without labels, whose mean loss is not a number
-                loss = torch.where(factors[number] > 0, loss * factors[number], 0.0)
+            if factors is not None:
+                loss = _weighted(loss, factors[number])
             if torch.is_grad_enabled():
                 self._precision.scale(loss / len(batches)).backward()
             value = loss.detach().float()
@@ -99,12 +99,7 @@ class Pipelined:
         with self._precision.autocast():
             first, end = int(numbers[0]), int(numbers[-1]) + 1
             loss = self.loss_of.loss(output, batch_slice(self._batch, first, end))
-        if self._factors is None:
-            return loss
-        import torch
-
-        factor = self._factors[first // (end - first)]
-        return torch.where(factor > 0, loss * factor, 0.0)
+        return loss if self._factors is None else _weighted(loss, self._factors[first // (end - first)])
 
     def __call__(
         self,
@@ -143,3 +138,10 @@ def check_pipeline(workload: Workload, cuts: int, stages: int) -> None:
             f"{workload.name}: pp={stages} needs a schedule that cuts the model into {stages} stages, but it "
             f"makes {cuts + 1}; call sch[...].cut_pipeline_stage() on the last module of each but the last"
         )
+
+
+def _weighted(loss: "torch.Tensor", factor: "torch.Tensor") -> "torch.Tensor":
+    """Returns the loss of a micro-batch with its factor: 0 without labels, when the mean over them is not a number."""
+    import torch
+
+    return torch.where(factor > 0, loss * factor, 0.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from ..base.errors import UsageError
-from ..results import Status, Trial
+from ..results import Trial
 from ..results.measurement import REFINEMENT
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -55,7 +55,7 @@ class Budget:
 
 def counts(trial: Trial) -> bool:
     """True if a trial counts towards the limit of trials: it was not skipped, and does not refine the winner."""
-    return trial.sampler != REFINEMENT and (trial.pending or trial.measured.status is not Status.SKIPPED)
+    return trial.sampler != REFINEMENT and not trial.skipped
 
 
 def device_hours_of(trials: Sequence[Trial], devices: int) -> float:

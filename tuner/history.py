@@ -7,7 +7,7 @@ from operator import is_not
 
 import numpy as np
 
-from ..results import Measurement, Status, Trial
+from ..results import Measurement, Trial
 from ..results.measurement import REFINEMENT
 from ..runners import Reference
 from ..runners.load import CHANGED_CORES
@@ -159,7 +159,7 @@ class History:
                 self._probed[number] = Reference(probe=measured.probe, config_id=trial.config.id)
         if trial.sampler == REFINEMENT:
             return
-        if measured is not None and measured.status is Status.SKIPPED:
+        if trial.skipped:
             self._skipped.add(number)
         if number in self._places:
             self.comparable[self._places[number]] = compared

@@ -90,30 +90,9 @@ def beginning_with(space: Space, config: Config) -> Space:
     """Returns a copy of a space whose default configuration is the nearest to `config`."""
     copy = space.copy()
     for knob in copy.knobs:
-        if not knob.derived and config.get(knob.name, knob.default) in knob.values:  # not fixed at another one
-            knob.default = config.get(knob.name, knob.default)
+        if not knob.derived and knob.name in config and config[knob.name] in knob.values:
+            knob.default = config[knob.name]
     return copy
-
-
-def adapted(workload: Workload, config: Config, *, devices: int, fixed: Mapping[str, Any]) -> Config:
-    """Returns the valid configuration nearest to another one, with these values of knobs, the workload's global batch and the
-    devices.
-
-    Args:
-        workload: what is trained.
-        config: the other configuration, of a run on as many devices.
-        devices: number of devices.
-        fixed: values of knobs.
-
-    Raises:
-        SpaceError: no configuration has these values.
-    """
-    space, _ = training_space(workload, detect(), devices, config, fixed)
-    for knob in space.knobs:
-        known = knob.derived or knob.name in fixed or knob.name not in config
-        if not known and config[knob.name] not in knob.values:
-            space.override(knob.name, [*knob.values, config[knob.name]])
-    return beginning_with(space, config).default()
 
 
 def smallest(space: Space) -> Space:
@@ -207,6 +186,34 @@ def plan(
     where = {"runner": runner, "ray_address": ray_address, "hardware": hardware, "out": out}
     search = {"trials": trials, "headroom": headroom, "seed": seed, **where}
     return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
+
+
+def adapted(workload: Workload, config: Config, *, devices: int, fixed: Mapping[str, Any], of: str) -> Planned:
+    """Returns the configuration of a run, or the valid one nearest to it that has these values of knobs and the workload's
+    global batch.
+
+    Args:
+        workload: what is trained.
+        config: the configuration, of a run on as many devices.
+        devices: number of devices.
+        fixed: values of knobs.
+        of: description of the configuration.
+
+    Raises:
+        SpaceError: no configuration has these values.
+    """
+    same_batch = with_samples_of(workload, config).global_batch == workload.global_batch
+    if same_batch and all(config.get(name) == value for name, value in fixed.items()):
+        return Planned(config=config, estimate=None, why=of)
+    space, kept = training_space(workload, detect(), devices, config, fixed)
+    for knob in space.knobs:
+        if knob.derived or knob.name in fixed or knob.name not in config:
+            continue
+        if config[knob.name] not in knob.values:
+            with suppress(SpaceError):  # impossible here
+                space.override(knob.name, [*knob.values, config[knob.name]])
+    nearest = beginning_with(space, config).default()
+    return _with_notes(Planned(config=nearest, estimate=None, why=f"the valid configuration nearest to {of}"), kept)
 
 
 def safer(

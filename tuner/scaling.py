@@ -347,10 +347,7 @@ def _predicted(
             scaling, points=tuple(_with_prediction(each, target, options, known, request) for each in points)
         )
         return _with_trainer(scaling, target, options, known) if trainer else scaling
-    except (
-        UsageError,
-        RunnerError,
-    ) as error:  # also a model that cannot be traced, and a machine that cannot be measured
+    except (UsageError, RunnerError) as error:  # the model cannot be traced, or the machine cannot be measured
         return replace(scaling, notes=(f"nothing is predicted: {error}",))
 
 
@@ -364,7 +361,7 @@ def _with_trainer(
     for point in scaling.points:
         try:
             found, reason = _trainer(point, target, options, known)
-        except (SpaceError, UsageError, RunnerError) as error:
+        except (UsageError, RunnerError) as error:
             found, reason = None, f"Trainer on {point.devices} devices: {error}"
         if found is None:
             notes[reason] = None

@@ -236,15 +236,14 @@ class Search:
 
     def _all_alike(self, trials: list[Trial]) -> str | None:
         """Reason to expect that further trials crash like the first two; None if there is none."""
+        if not self.user_code_errors:
+            return None
         finished = [
-            trial for trial in trials if not trial.pending and not _skipped(trial) and trial.number not in self._earlier
+            trial for trial in trials if not trial.pending and not trial.skipped and trial.number not in self._earlier
         ]
-        if (
-            not self.user_code_errors
-            or len(finished) < 2
-            or any(trial.measured.status is not Status.CRASH for trial in finished)
-            or len({re.sub(r"\d+", "N", trial.measured.reason) for trial in finished}) > 1
-        ):
+        if len(finished) < 2 or any(trial.measured.status is not Status.CRASH for trial in finished):
+            return None
+        if len({re.sub(r"\d+", "N", trial.measured.reason) for trial in finished}) > 1:
             return None
         return f"the first two trials crashed in the same way, so {self.user_code_errors} is to blame"
 
@@ -252,7 +251,7 @@ class Search:
         """Reason why further trials are not worth their time; None if there is none."""
         if not self.budget.patience or self.judge is None or len(trials) < self._judge_at:
             return None
-        trials = [trial for trial in trials if not _skipped(trial)]
+        trials = [trial for trial in trials if not trial.skipped]
         finished = [trial for trial in trials if not trial.pending]
         if len(finished) < self._judge_at:
             return None
@@ -289,7 +288,7 @@ class Search:
 
     def _exhausted(self, trials: list[Trial]) -> str:
         """Reason for the end of a search with nothing left to try."""
-        tried = [trial for trial in trials if not trial.pending and not _skipped(trial)]
+        tried = [trial for trial in trials if not trial.pending and not trial.skipped]
         if tried and all(trial.measured.status is Status.OOM for trial in tried):
             return (
                 f"nothing feasible: {_trials(len(tried))} ran out of memory, and every other configuration needs at "
@@ -428,7 +427,3 @@ class Search:
 
 def _trials(count: int) -> str:
     return f"{count} trial{'s'[: count > 1]}"
-
-
-def _skipped(trial: Trial) -> bool:
-    return not trial.pending and trial.measured.status is Status.SKIPPED

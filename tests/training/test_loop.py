@@ -277,7 +277,8 @@ def test_an_own_optimizer_s_learning_rates_keep_their_ratio(small):
     assert rates == [pytest.approx([1e-3 * HYPER.lr_factor(step), 4e-3 * HYPER.lr_factor(step)]) for step in range(6)]
 
 
-def test_the_moving_average_is_one(small, tmp_path):
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_the_moving_average_is_one(small, tmp_path, precision):
     kept = []
 
     def watch(training):
@@ -285,12 +286,13 @@ def test_the_moving_average_is_one(small, tmp_path):
 
         def update(adjust):
             inner(adjust)
-            kept.append({name: each.detach().clone() for name, each in model.named_parameters()})
+            kept.append({name: each.detach().float().clone() for name, each in model.named_parameters()})
 
-        kept.append({name: each.detach().clone() for name, each in model.named_parameters()})
+        kept.append({name: each.detach().float().clone() for name, each in model.named_parameters()})
         training.update = update
 
-    part(small("llama"), {"micro_batch": 8}, replace(HYPER, average=0.8), watch=watch, save=tmp_path)
+    config = {"micro_batch": 8, "precision": precision}
+    part(small("llama"), config, replace(HYPER, average=0.8), watch=watch, save=tmp_path)
     held = dcp_tensors(CheckpointFolder(tmp_path).all()[0].path)
     first, *later = kept
     for name, expected in first.items():

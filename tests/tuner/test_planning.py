@@ -70,17 +70,23 @@ def test_on_other_devices_precision_and_samples_of_a_step_stay(tiny, devices):
 def test_a_winner_is_adapted_to_other_knobs_with_the_samples_of_its_step(tiny):
     winner = Config({**LIKE, "micro_batch": 6, "grad_accum": 2, "dp": 2})
     workload = with_samples_of(tiny, winner)
-    found = adapted(workload, winner, devices=2, fixed={"micro_batch": 4})
+    found = adapted(workload, winner, devices=2, fixed={"micro_batch": 4}, of="it").config
     assert (found["micro_batch"], found["grad_accum"], found["dp"]) == (4, 3, 2)
     assert {name: found[name] for name in ("zero", "precision", "fusion")} == {
         name: winner[name] for name in ("zero", "precision", "fusion")
     }
-    wide = adapted(workload, winner, devices=2, fixed={"tp": 2})
+    wide = adapted(workload, winner, devices=2, fixed={"tp": 2}, of="it").config
     assert (wide["tp"], wide["dp"], samples(wide)) == (2, 1, 24)
-    more = adapted(tiny.with_global_batch(48), winner, devices=2, fixed={})
+    more = adapted(tiny.with_global_batch(48), winner, devices=2, fixed={}, of="it").config
     assert (more["micro_batch"], samples(more)) == (6, 48), "a size that the default space lacks is kept"
     with pytest.raises(SpaceError, match="micro_batch"):
-        adapted(workload, winner, devices=2, fixed={"micro_batch": 5})
+        adapted(workload, winner, devices=2, fixed={"micro_batch": 5}, of="it")
+
+
+def test_a_format_that_a_winner_cannot_keep_here_is_reported(tiny):
+    winner = Config({**LIKE, "precision": "fp8"})
+    found = adapted(with_samples_of(tiny, winner), winner, devices=2, fixed={"micro_batch": 2}, of="it")
+    assert found.config["precision"] != "fp8" and "; precision=fp8 could not be kept: " in found.why
 
 
 def test_a_training_of_a_winner_has_the_requested_batch_and_knobs(tiny):

@@ -83,12 +83,10 @@ def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int)
     if source.config is None:
         raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
     if source.devices in (None, size) and request.memory_limit_mib in (None, source.limit_mib):
-        fixed, why = request.fix or {}, f"the winner of '{path}'"
-        if all(source.config.get(name) == value for name, value in fixed.items()):
-            return Decision(config=source.config, why=why, predicted=source.predicted)
-        trained = with_samples_of(workload, source.config)
-        config = adapted(trained, source.config, devices=size, fixed=fixed)
-        return Decision(config=config, why=f"the valid configuration nearest to {why}", predicted=None)
+        trained, of = with_samples_of(workload, source.config), f"the winner of '{path}'"
+        nearest = adapted(trained, source.config, devices=size, fixed=request.fix or {}, of=of)
+        predicted = source.predicted if nearest.config == source.config else None
+        return Decision(config=nearest.config, why=nearest.why, predicted=predicted)
     found = _planned(with_samples_of(workload, source.config), request, size, like=source.config)
     return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
 

@@ -122,13 +122,9 @@ def winner(request: TrainRequest, source: Source, workload: Workload) -> Trainin
         return None
     if request.devices not in (None, source.devices) or request.limit_mib not in (None, source.limit_mib):
         return None
-    config, why = source.config, "the run's winner"
-    trained = workload if request.global_batch else with_samples_of(workload, config)
-    fixed = {name: value for name, value in (request.fix or {}).items() if config.get(name) != value}
-    if fixed or trained.global_batch != with_samples_of(workload, config).global_batch:
-        config = adapted(trained, config, devices=source.devices, fixed=request.fix or {})
-        why = "the valid configuration nearest to the run's winner"
-    return TrainingStrategy(config=config, devices=source.devices, why=why)
+    trained = workload if request.global_batch else with_samples_of(workload, source.config)
+    found = adapted(trained, source.config, devices=source.devices, fixed=request.fix or {}, of="the run's winner")
+    return TrainingStrategy(config=found.config, devices=source.devices, why=found.why)
 
 
 def without_batch(config: Config) -> Config:
