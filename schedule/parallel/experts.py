@@ -13,7 +13,8 @@ torch has these.
 | f, C | capacity factor, and capacity: rows of this rank that an expert computes, ceil(f T K / E) |
 
 Without a capacity no row is dropped, and the only synchronization with the device is for the row counts, which the exchange needs
-on the host. With one (`ExpertCapacity`) each expert gets C rows of every rank, so that all sizes are known.
+on the host. With one (`ExpertCapacity`) each expert gets C rows of every rank, so that all sizes are known where T is the same on
+all ranks.
 
 Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch.
 """
@@ -32,7 +33,6 @@ from ...base.errors import ScheduleError
 from .. import collectives as differentiable
 from ..forward import Inner, Layer, argument_names, layers_of, named_arguments
 from .collectives import Axis, all_to_all_rows, axis_of, through
-from .sharing import Sharing, copies_with_parts, shared_parameters
 
 
 class ExpertParallel(Layer):
@@ -55,8 +55,8 @@ class ExpertParallel(Layer):
         if hidden.is_meta:
             # Only the shape is needed.
             return hidden.clone()
-        limited = bool(layers_of(module, ExpertCapacity)) and module.training
-        return self._spread(inner, hidden, index, weights, limited)
+        equal = module.training and any(each.equal_tokens for each in layers_of(module, ExpertCapacity))
+        return self._spread(inner, hidden, index, weights, equal)
 
     @torch.compiler.disable
     def _spread(
@@ -112,6 +112,9 @@ class ExpertCapacity(Layer):
         """f."""
         self.experts = experts
         """E."""
+        self.equal_tokens = True
+        """True if all ranks have the same number of tokens in a forward pass: those that share experts then know how many rows
+        they exchange."""
         self.rows = 0
         """The number of rows that were routed in training."""
         self.dropped: torch.Tensor | None = None
@@ -175,6 +178,13 @@ class DividedTokens(Layer):
 def divides_tokens(module: nn.Module) -> bool:
     """Returns True for an experts module of which each rank takes a part of the tokens."""
     return bool(layers_of(module, DividedTokens))
+
+
+def expect_unequal_tokens(root: nn.Module) -> None:
+    """Has ranks that share experts with a capacity exchange the counts of their rows: their numbers of tokens may differ."""
+    for each in root.modules():
+        for layer in layers_of(each, ExpertCapacity):
+            layer.equal_tokens = False
 
 
 def dropped_rows(root: nn.Module) -> tuple[int, int] | None:
@@ -275,21 +285,18 @@ def copied_experts(module: nn.Module) -> bool:
     return any(layer.replicas.size > 1 for each in spread_experts(module) for layer in layers_of(each, ExpertParallel))
 
 
-def cut_copies(
-    module: nn.Module, mesh: Any, policy: Any, reshard_after_forward: bool, sharing: Sharing | None = None
-) -> None:
+def cut_copies(module: nn.Module, mesh: Any, policy: Any, reshard_after_forward: bool) -> None:
     """Shards experts by FSDP over the ranks that have the same ones: by expert if the number of ranks divides theirs.
 
     Args:
         policy, reshard_after_forward: arguments of `fully_shard`.
-        sharing: how ranks share the samples of the block around the experts, if they do.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
     (layer,) = layers_of(module, ExpertParallel)
-    axis = layer.replicas if sharing is None else copies_with_parts(mesh, layer.axis.size, sharing)
+    axis = layer.replicas
     copies = DeviceMesh.from_group(axis.group, mesh.device_type, mesh_dim_names=("copies",))
 
     def along(param: nn.Parameter) -> Shard | None:
@@ -305,17 +312,11 @@ def cut_copies(
     made.set_all_reduce_hook(lambda gradients: gradients.mul_(factor))
 
 
-def copies_of_experts(module: nn.Module, mesh: Any) -> dict[nn.Parameter, Axis]:
+def copies_of_experts(module: nn.Module) -> dict[nn.Parameter, Axis]:
     """Returns the parameters of experts that are spread over ranks, each with the axis of the ranks that have the same."""
-    out: dict[nn.Parameter, Axis] = {}
-    shared = shared_parameters(module)
-    made: dict[tuple[int, int], Axis] = {}
-    for each in spread_experts(module):
-        (layer,) = layers_of(each, ExpertParallel)
-        params = [parameters_of(each)[name] for name in stacked_parameters(each)]
-        axis = layer.replicas
-        if (sharing := shared.get(params[0])) is not None:
-            key = layer.axis.size, sharing.parts.size
-            axis = made[key] = made.get(key) or copies_with_parts(mesh, layer.axis.size, sharing)
-        out |= dict.fromkeys(params, axis)
-    return out
+    return {
+        parameters_of(each)[name]: layer.replicas
+        for each in spread_experts(module)
+        for layer in layers_of(each, ExpertParallel)
+        for name in stacked_parameters(each)
+    }

@@ -165,7 +165,7 @@ class Cutting:
             for each in spread_experts(module):
                 if id(each) not in self.done and not any(param in ignored for param in each.parameters()):
                     self.done.add(id(each))
-                    self.experts(each, reshard_after_forward=cut_again, sharing=sharing_of(module))
+                    self.experts(each, reshard_after_forward=cut_again)
             self.shard(module, reshard_after_forward=cut_again, ignored=ignored)
 
     def gather_of(self, module: nn.Module) -> str:
@@ -326,7 +326,7 @@ def _replicate(
     axis = _data_parallel(sch, "shard_data")
     params = [param for param in module.parameters() if kept is None or param in kept]
     shared = {param: sharing.replicas for param, sharing in shared_parameters(module).items()}
-    apart = {**shared, **copies_of_experts(module, sch.mesh)}
+    apart = {**shared, **copies_of_experts(module)}
     owned = _owned(sch, given, params)
     replicas = Replicas(params, axis, owned, late, given["reduce_dtype"], apart)
     if pipeline is not None:

@@ -24,9 +24,11 @@ from ..parallel.experts import (
     stacked_parameters,
 )
 from ..parallel.sharding import Shard, cut_tensor, shards_of
+from ..parallel.sharing import copies_with_parts
 from ..primitive import primitive
 from ..tree import ScheduledModule
 from .data_parallel import is_replicated
+from .tensor_parallel import sharing_around
 
 
 @primitive
@@ -82,9 +84,15 @@ def shard_experts(
         raise ScheduleError(f"{label}: replicas exchange the gradients of experts otherwise; call it before shard_data")
     for path in found:
         check_called(sch[path], "shard_experts")
+    sharings = {path: sharing_around(sch[path]) for path in found}
+    if whole and any(sharings.values()):
+        raise ScheduleError(f"{label}: whole experts are on the ranks of the tp axis, but share_samples divides these")
     sharers, copies = _axes(sch.mesh, ep, along, layers if whole else None)
-    for module in found.values():
-        layer = ExpertParallel(sharers, copies, num_experts(module))
+    # Made while every rank has all blocks: a rank of a pipeline has only those of its stages later.
+    apart = {each.parts.size: copies_with_parts(sch.mesh, ep, each) for each in sharings.values() if each is not None}
+    for path, module in found.items():
+        sharing = sharings[path]
+        layer = ExpertParallel(sharers, copies if sharing is None else apart[sharing.parts.size], num_experts(module))
         for name in stacked_parameters(module) if ep > 1 else ():
             _cut_stack(module, name, sharers)
         add_layer(module, layer)

@@ -20,6 +20,7 @@ from ..parallel import collectives
 from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
+from ..parallel.experts import spread_experts
 from ..parallel.sequences import SequenceAxes, attend_together, axes_of, obstacle, shards_of_model
 from ..parallel.sharding import Shard, cut_tensor, holders, shards_of
 from ..parallel.sharing import SharedSamples, Sharing, sharing_axes
@@ -136,8 +137,8 @@ def share_samples(
         draws: the module may draw random numbers, which differ between the parts then.
 
     Raises:
-        ScheduleError: the root; no `tp` axis; such degrees; called before, or after `shard` or `sync` within; with `sp` or
-            `cp`, a model whose sequences cannot be cut.
+        ScheduleError: the root; no `tp` axis; such degrees; called before, or after `shard`, `sync` or `shard_experts` within;
+            with `sp` or `cp`, a model whose sequences cannot be cut.
 
     Source: Miao et al., Galvatron (arXiv:2211.13878).
     """
@@ -156,6 +157,8 @@ def share_samples(
         raise ScheduleError(f"{label}: samples are shared once, and they already are")
     if any(shards_of(each) or syncs_of(each) for each in sch.module.modules()):
         raise ScheduleError(f"{label}: its weights are cut over all ranks already; call it before shard and sync")
+    if spread_experts(sch.module):
+        raise ScheduleError(f"{label}: its experts are spread over ranks already; call it before shard_experts")
     everywhere = shards_of_model(sch.tree.module)
     if sp * cp > 1:
         _check_sequences(sch, label, tp, sp, cp, everywhere or SequenceShards())

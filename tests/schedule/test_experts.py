@@ -11,7 +11,14 @@ from redline.base.errors import ScheduleError
 from redline.schedule import build, create_schedule
 from redline.schedule.parallel import experts as parallel
 from redline.schedule.parallel.collectives import PlannedMesh
-from redline.schedule.parallel.experts import ExpertParallel, counted_rows, dropped_rows, mixtures_of, num_experts
+from redline.schedule.parallel.experts import (
+    ExpertParallel,
+    counted_rows,
+    dropped_rows,
+    expect_unequal_tokens,
+    mixtures_of,
+    num_experts,
+)
 from redline.schedule.parallel.sharding import full_state_dict
 from torch import nn
 from torch.nn import functional as F
@@ -158,8 +165,10 @@ def limited(model, chosen, factor):
     return model, dropped
 
 
-def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
-    """Like `departure`, for experts with a capacity for each rank's tokens. Also returns dropped rows."""
+def departure_with_capacity(route, factor, ep, zero=0, faulty=False, uneven=False):
+    """Like `departure`, for experts with a capacity for each rank's tokens. Also returns dropped rows.
+
+    With `uneven`, the first rank has 2 tokens more than its share, and the last one 2 less."""
     torch.set_default_dtype(torch.float64)
     sort = torch.Tensor.argsort
     try:
@@ -167,8 +176,9 @@ def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
         tokens = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
         chosen = torch.tensor([[ROUTES[route](token, choice) for choice in range(2)] for token in range(TOKENS)])
         whole, parts = Model(), []
+        ends = [each * TOKENS // ranks + (2 if uneven and 0 < each < ranks else 0) for each in range(ranks + 1)]
         for each in range(ranks):
-            mine = slice(each * TOKENS // ranks, (each + 1) * TOKENS // ranks)
+            mine = slice(ends[each], ends[each + 1])
             copy, dropped = limited(Model(), chosen[mine], factor)
             copy.load_state_dict(whole.state_dict())
             expected = copy(tokens[mine], chosen[mine])
@@ -177,6 +187,8 @@ def departure_with_capacity(route, factor, ep, zero=0, faulty=False):
         sch = create_schedule(Model(), *([mesh(dp=ranks)] if ranks > 1 else []))
         sch = (sch.shard_experts(ep) if ep > 1 else sch).limit_experts(factor)
         model, _ = build(sch.shard_data(zero=zero) if ranks > 1 else sch)
+        if uneven:
+            expect_unequal_tokens(model)
         mine, expected, dropped, _ = parts[rank]
         if faulty:  # keeps an expert's first rows instead of those with the largest weights
             torch.Tensor.argsort = lambda each, **given: (
@@ -211,6 +223,12 @@ def test_experts_keep_the_rows_with_the_largest_weights_up_to_their_capacity(rou
 @pytest.mark.parametrize("route", ROUTES)
 def test_ranks_that_share_experts_drop_the_same_rows_as_ranks_that_have_all(two, route, ep):
     for found, dropped in two.run(departure_with_capacity, route, 0.8, ep, 1):
+        assert found < 1e-12 and dropped > 0
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_ranks_that_share_experts_may_have_unequal_numbers_of_tokens(two, route):
+    for found, dropped in two.run(departure_with_capacity, route, 0.5, 2, 0, False, True):
         assert found < 1e-12 and dropped > 0
 
 

@@ -1,6 +1,7 @@
 """Blocks with different strategies compute the same as one process."""
 
 from dataclasses import replace
+from datetime import timedelta
 
 import numeric
 import pytest
@@ -100,6 +101,27 @@ def test_more_strategies_compute_the_same_as_one_process(two, seed, family, conf
 @pytest.mark.parametrize(("family", "config", "text"), FOUR)
 def test_runs_compute_so_beside_all_else(four, seed, family, config, text):
     hold(four, family, config, text, seed)
+
+
+UNLIKE_STAGES = {"tp": 2, "dp": 2, "pp": 2, "ep": 2, "zero": 1, "grad_accum": 2}
+
+
+@pytest.mark.slow
+def test_stages_whose_ranks_share_experts_and_samples_unlike_each_other(eight, seed):
+    hold(eight, "mixtral", UNLIKE_STAGES, "0-1:tp1 2-3:-", seed)
+
+
+def counted(config):
+    """Returns the number of ranks in a process group that is made after a training."""
+    Training(deep("mixtral"), config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    ranks = torch.ones(())
+    dist.all_reduce(ranks, group=dist.new_group(timeout=timedelta(seconds=30)))
+    return int(ranks)
+
+
+@pytest.mark.slow
+def test_the_ranks_of_all_stages_make_the_groups_of_each(eight):
+    assert eight.run(counted, {**UNLIKE_STAGES, "strategy": "0-1:tp1 2-3:-"}) == [8] * 8
 
 
 def test_chunks_of_unlike_numbers_of_blocks_compute_what_one_process_computes(two, seed):

@@ -346,6 +346,30 @@ def test_a_loss_that_is_scaled_scales_the_gradients(two):
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
 
 
+def padded(samples):
+    """Makes a batch as long as the longest of its samples."""
+    longest = max(len(each) for each in samples)
+    tokens = torch.stack([nn.functional.pad(each, (0, longest - len(each)), value=1) for each in samples])
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def mixture_turns(config):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    samples = [torch.randint(64, (4 + 3 * number,)) for number in range(8)]
+    given = {"optimizer": make_optimizer, "global_batch": 8, "seq_len": 32, "shuffle": False, "collate": padded}
+    return turns(redline.accelerate(model, samples, strategy=config, **given), 2)
+
+
+def test_ranks_that_share_experts_with_a_capacity_may_have_batches_of_unlike_lengths(two):
+    config = {"dp": 2, "micro_batch": 2, "capacity_factor": 1.0}
+    hold(two.run(mixture_turns, {**config, "ep": 2})[0], two.run(mixture_turns, config)[0])
+
+
 def test_learning_rate_schedulers_of_pytorch_work_on_the_optimizer():
     model, optimizer, loader, _ = redline.accelerate(
         make_llama(), make_data(), strategy={"micro_batch": 2}, optimizer=make_optimizer, global_batch=8

@@ -122,6 +122,7 @@ def _prepared(
     clip: float | None,
     weights: str | Path | None,
 ) -> Accelerated:
+    from ...schedule.parallel.experts import expect_unequal_tokens
     from ...training import Training
     from ...training.data import FromWorkload
     from ...training.prepared import Info, Loader, PreparedModel, PreparedOptimizer, Steps
@@ -137,6 +138,8 @@ def _prepared(
         world_size=joined.place.size,
         own_data=False,
     )
+    # The loop may pad, or cut, the samples of each rank to a length of their own.
+    expect_unequal_tokens(training.model)
     _begin(training, resolved, weights)
     samples = resolved.samples
     if isinstance(
