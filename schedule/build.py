@@ -238,6 +238,9 @@ def complete(
     check_first_call(module, sch.mesh)
     # Frozen parameters have no gradient: the optimizer neither keeps their state nor communicates them.
     params = [each for each in module.parameters() if each.requires_grad]
+    if not params and context.pipeline is not None:
+        # All stages step, and optimizers refuse to have nothing to update.
+        params = [nn.Parameter(torch.zeros(0, device=context.device))]
     return module, context.optimizer(params) if context.optimizer is not None and params else None
 
 

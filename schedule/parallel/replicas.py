@@ -14,6 +14,8 @@ from .sharding import owner, whole
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """The size at which a bucket is full, as in DistributedDataParallel."""
+ALIGNMENT = 16
+"""Bytes to which each parameter in a bucket is aligned: matrix products and vectorised updates on GPUs read so many at once."""
 
 
 class Replicas:
@@ -174,7 +176,7 @@ class _Bucket:
     places: dict[nn.Parameter, slice] = field(default_factory=dict)
     """The parameters, with the position of each, and of its gradient, in the flat tensors."""
     size: int = 0
-    """The number of elements of all parameters."""
+    """The number of elements of all parameters, with those between them that align each."""
     arrived: dict[nn.Parameter, int] = field(default_factory=dict)
     """The number of backward passes of this step that have accumulated each gradient."""
     flat: torch.Tensor | None = None
@@ -186,8 +188,9 @@ class _Bucket:
     _work: Any = None
 
     def add(self, param: nn.Parameter) -> None:
-        self.places[param] = slice(self.size, self.size + param.numel())
-        self.size += param.numel()
+        start = -(-self.size * param.element_size() // ALIGNMENT) * ALIGNMENT // param.element_size()
+        self.size = start + param.numel()
+        self.places[param] = slice(start, self.size)
 
     def complete(self, passes: int) -> bool:
         """Returns True if all passes have accumulated all of its gradients."""
@@ -195,9 +198,9 @@ class _Bucket:
 
     def flatten(self) -> None:
         """Makes the parameters views of one tensor."""
-        flat = self.flat = torch.cat([each.detach().reshape(-1) for each in self.places])
+        flat = self.flat = next(iter(self.places)).new_zeros(self.size)
         for param, place in self.places.items():
-            param.data = flat[place].view(param.shape)
+            param.data = flat[place].view(param.shape).copy_(param.detach())
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, ranks: int) -> None:

@@ -96,6 +96,26 @@ def test_with_owners_a_parameter_is_reduced_to_one_rank_and_sent_from_it(two):
     assert [len(state) for *_, state in found] == [4, 4]
 
 
+def aligned(zero):
+    """Returns True if the weights and gradients of odd sizes begin at multiples of 16 bytes, and are those of one process."""
+    model, _ = replicated(tower(width=7), zero)
+    plain = tower(width=7)
+    whole, mine = data(width=7)
+    model(mine).mean().backward()
+    plain(whole).mean().backward()
+    for found, expected in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(found, expected)
+        if found.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad)
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    return bool(grads) and all(each.data_ptr() % 16 == 0 for each in (*model.parameters(), *grads))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_weights_and_gradients_in_buckets_are_aligned(two, zero):
+    assert two.run(aligned, zero) == [True, True]
+
+
 def check_training(zero, seed, layers, without, bias):
     """Compares replicas in which rank r omits the layers `without[r]` with one process that does the same."""
     torch.manual_seed(seed)

@@ -124,6 +124,19 @@ def test_frozen_parameters_stay_as_they_are():
     assert not torch.equal(weights["model.layers.0.mlp.up_proj.weight"], model.model.layers[0].mlp.up_proj.weight)
 
 
+def half_frozen(config):
+    model = make_llama()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    given = {"optimizer": make_optimizer, "global_batch": GLOBAL_BATCH, "clip": CLIP}
+    return turns(redline.accelerate(model, make_data(), strategy=config, **given))
+
+
+@pytest.mark.parametrize("config", [{"micro_batch": 2}, {"micro_batch": 8}], ids=str)
+def test_a_stage_may_have_nothing_to_train(two, config):
+    hold(two.run(half_frozen, {"pp": 2, **config})[0], half_frozen({"micro_batch": 8}))
+
+
 def order(config):
     prepared = redline.accelerate(make_llama(), make_data(), strategy=config, global_batch=GLOBAL_BATCH)
     seen = []
