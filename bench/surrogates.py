@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from redline.tuner.samplers.bayes import BayesSampler
-from redline.tuner.samplers.surrogate import Belief
+from redline.tuner.samplers.surrogate import PriorModel
 
 
 class OtherMixture:
@@ -65,13 +65,13 @@ def hebo_gp(points: np.ndarray, values: np.ndarray, at: np.ndarray) -> tuple[np.
 
 
 def _surrogate(
-    fit: Any, beliefs: Sequence[Belief], points: np.ndarray, values: np.ndarray, at: np.ndarray
+    fit: Any, models: Sequence[PriorModel], points: np.ndarray, values: np.ndarray, at: np.ndarray
 ) -> OtherMixture:
-    mean = beliefs[0].mean
+    mean = models[0].mean
     here, there = mean[: len(values)], mean[len(values) :]
     residual = values - here
     if len(values) < 2 or residual.std() < 1e-9:
-        deviation = beliefs[0].scales.joint ** 2 + beliefs[0].scales.additive ** 2
+        deviation = models[0].scales.joint ** 2 + models[0].scales.additive ** 2
         level = residual.mean() if len(values) else 0.0
         return OtherMixture(there + level, np.full(len(at), deviation), 1e-4)
     predicted, variance, noise = fit(points, residual, at)

@@ -59,7 +59,7 @@ def search(surface: Surface, prior: Any, trials: int, seed: int) -> list[Trial]:
         proposed = sampler.propose(done, 1) if done else [surface.space.default()]
         if not proposed:
             break
-        throughput, memory = Judge(sampler.knowledge).prediction(proposed[0])
+        throughput, memory = Judge(sampler.surrogate_prior).prediction(proposed[0])
         predicted = {"predicted_throughput": throughput, "predicted_memory_mib": memory}
         measured = surface.rows[proposed[0]]
         done.append(Trial(number=len(done), config=proposed[0], measurement=measured, **predicted))

@@ -286,10 +286,10 @@ def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     stage = cols.tp * cols.replicas > per_node
     return {
         "tensor parallel": cols.tp > per_node,
-        "sequence exchange": cols.tp * cols.sharers > per_node,
-        "expert exchange": cols.slices * cols.ep > per_node,
+        "sequence exchange": cols.tp * cols.sequence_ranks > per_node,
+        "expert exchange": cols.expert_tp * cols.ep > per_node,
         "data parallel": stage,
-        "parameter gathers": cols.tp * cols.shares > per_node,
+        "parameter gathers": cols.tp * cols.shard_ranks > per_node,
         "pipeline transfers": (cols.tp * cols.replicas * cols.pp > per_node) & (cols.tp * cols.replicas >= per_node),
         "offload": np.zeros(len(cols), bool),
     }

@@ -231,13 +231,6 @@ class Estimator:
         made._memory = carried([each._memory for each in found], self._memory_prior())
         return made
 
-    def corrected(self, time: Correction | None, memory: Correction | None) -> "Estimator":
-        """An estimator with these corrections, such as of other models on the same devices; None for none."""
-        made = self._copy()
-        made._time = Correction.none(self._time_prior()) if time is None else time
-        made._memory = Correction.none(self._memory_prior()) if memory is None else memory
-        return made
-
     def with_corrections_of(self, other: "Estimator") -> "Estimator":
         """An estimator with the corrections of another one, such as of the same model under another trainer's conventions."""
         made = self._copy()

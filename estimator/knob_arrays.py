@@ -89,32 +89,32 @@ class KnobArrays:
     @property
     def replicas(self) -> np.ndarray:
         """Ranks that train the same weights, including those that share a sequence."""
-        return self.dp * self.sharers
+        return self.dp * self.sequence_ranks
 
     @property
-    def sharers(self) -> np.ndarray:
+    def sequence_ranks(self) -> np.ndarray:
         """Ranks that share each sequence."""
         return self.sp * self.cp
 
     @property
-    def shares(self) -> np.ndarray:
+    def shard_ranks(self) -> np.ndarray:
         """Replicas that share what ZeRO shards."""
         return self.replicas // self.hsdp
 
     @property
-    def beside(self) -> np.ndarray:
+    def token_splits(self) -> np.ndarray:
         """Ranks of a layer that share experts and tokens: those of `tp` if experts are whole."""
         return np.where(self.etp == 1, self.tp, 1)
 
     @property
-    def slices(self) -> np.ndarray:
+    def expert_tp(self) -> np.ndarray:
         """Ranks that each expert is cut over."""
-        return self.tp // self.beside
+        return self.tp // self.token_splits
 
     @property
-    def copies(self) -> np.ndarray:
+    def expert_dp(self) -> np.ndarray:
         """Ranks with the same experts."""
-        return np.maximum(self.replicas * self.beside // self.ep, 1)
+        return np.maximum(self.replicas * self.token_splits // self.ep, 1)
 
     @property
     def features(self) -> np.ndarray:
@@ -172,7 +172,7 @@ class KnobArrays:
     def of_group(self, layer: BlockStrategy, recomputed: float) -> "KnobArrays":
         """The configurations for a group of blocks with the strategy `layer`, a share `recomputed` of which is recomputed. Ranks
         that share neither a block's layers nor its sequences share its samples."""
-        parts = self.tp * self.sharers // layer.ranks
+        parts = self.tp * self.sequence_ranks // layer.ranks
         return replace(
             self,
             tp=np.full(len(self), layer.tp),
@@ -249,7 +249,9 @@ def knob_arrays(
     for rule in (*GENERAL, *named):
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
     table.refuse(
-        arrays.replicas * arrays.beside % arrays.ep != 0, "ep must divide the dp * sp * cp replicas", arrays.replicas
+        arrays.replicas * arrays.token_splits % arrays.ep != 0,
+        "ep must divide the dp * sp * cp replicas",
+        arrays.replicas,
     )
     return arrays
 

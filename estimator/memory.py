@@ -374,7 +374,7 @@ def _matrices(rank: Rank) -> np.ndarray:
     total, stage = np.zeros(len(rank.tp)), rank.stage
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         for item in part.matmuls:
-            pieces, sharers = (rank.slices, rank.ep) if item.experts > 1 else (rank.tp, 1.0)
+            pieces, sharers = (rank.expert_tp, rank.ep) if item.experts > 1 else (rank.tp, 1.0)
             total += count * item.k * item.n * item.count / ((pieces if item.split != "none" else 1) * sharers)
     return total
 

@@ -46,7 +46,7 @@ class Chosen:
     """All predictions."""
 
 
-def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -> Chosen:
+def choose(estimator: Estimator, space: Space, *, top: int = 1) -> Chosen:
     """Predicts a space and picks the plans to show.
 
     A large space is sampled; then the neighbours of the best configurations are predicted, until none is better.
@@ -57,7 +57,7 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
     found = _searched(
-        estimator, space, lambda found, count: _to_improve(found, count if count == 1 else max(top, count)), seed
+        estimator, space, lambda found, count: _to_improve(found, count if count == 1 else max(top, count))
     )
     ranks = by_expected_throughput(found.table)
     best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
@@ -70,20 +70,18 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1, seed: int = 0) -
     )
 
 
-def fastest(estimator: Estimator, space: Space, *, seed: int = 0) -> Ranked | None:
+def fastest(estimator: Estimator, space: Space) -> Ranked | None:
     """The first of the plans that `choose` picks, found with fewer predictions; None if none fits."""
     found = _searched(
-        estimator, space, lambda found, count: distinct(found, by_expected_throughput(found.table), count), seed
+        estimator, space, lambda found, count: distinct(found, by_expected_throughput(found.table), count)
     )
     ranks = by_expected_throughput(found.table)
     return found.ranked(int(ranks[0])) if len(ranks) else None
 
 
-def _searched(
-    estimator: Estimator, space: Space, wanted: Callable[[Predicted, int], Sequence[int]], seed: int
-) -> Predicted:
+def _searched(estimator: Estimator, space: Space, wanted: Callable[[Predicted, int], Sequence[int]]) -> Predicted:
     """Predictions of a space, or of a sample and the neighbours of those that are wanted of it, as for `climbed`."""
-    found = predict(estimator, space, most=DRAWN, seed=seed)
+    found = predict(estimator, space, most=DRAWN)
     return found if found.whole else climbed(found, wanted)
 
 

@@ -145,7 +145,7 @@ class Rank:
     @cached_property
     def tokens(self) -> np.ndarray:
         """Tokens of a micro-batch on the rank."""
-        return self.cols.micro_batch * float(self.seq_len) / self.cols.sharers
+        return self.cols.micro_batch * float(self.seq_len) / self.cols.sequence_ranks
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -158,13 +158,13 @@ class Rank:
         return self.cols.ep.astype(float)
 
     @cached_property
-    def slices(self) -> np.ndarray:
+    def expert_tp(self) -> np.ndarray:
         """Ranks that each expert is cut over."""
-        return self.cols.slices.astype(float)
+        return self.cols.expert_tp.astype(float)
 
     @cached_property
     def _parameters(self) -> tuple[np.ndarray, np.ndarray]:
-        return local_parameters(self.stage, self.facts, self.tp, self.slices)
+        return local_parameters(self.stage, self.facts, self.tp, self.expert_tp)
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -175,12 +175,12 @@ class Rank:
     @cached_property
     def apart(self) -> np.ndarray:
         """Those of them that other ranks have than the rest: experts that some replicas share, or the ranks of a layer."""
-        return np.where((self.ep > 1) | (self.cols.beside > 1), self._parameters[1] / self.ep, 0.0)
+        return np.where((self.ep > 1) | (self.cols.token_splits > 1), self._parameters[1] / self.ep, 0.0)
 
     def held(self, cut: np.ndarray) -> np.ndarray:
         """Parameters of which the rank stores something, where all replicas `cut` them, or not."""
         total, experts = self._parameters
-        return np.where(cut, (total - experts + experts / self.cols.beside) / self.cols.shares, self.weights)
+        return np.where(cut, (total - experts + experts / self.cols.token_splits) / self.cols.shard_ranks, self.weights)
 
     @cached_property
     def trained_share(self) -> np.ndarray:
@@ -217,5 +217,5 @@ class Rank:
 
     def whole(self, part: Part) -> np.ndarray:
         """Parameters of a part on the rank."""
-        experts = _experts(part, self.slices)
-        return _cut(part, self.tp, self.slices) - experts + experts / self.ep
+        experts = _experts(part, self.expert_tp)
+        return _cut(part, self.tp, self.expert_tp) - experts + experts / self.ep

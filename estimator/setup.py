@@ -1,7 +1,6 @@
 """Training setup: settings that all configurations of a search share."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.errors import UsageError, unknown
@@ -150,8 +149,6 @@ class TrainingSetup:
     """True if the measured peak is the allocator's reserved memory; False: that of live tensors."""
     fixed: frozenset[str] = frozenset()
     """Knobs that configurations may have but that are ignored: the setup's value counts, as a fact of a framework."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings, kept for the record only."""
 
     def __post_init__(self) -> None:
         for name in ("devices", "tp", "sp", "cp", "pp", "ep", "hsdp", "micro_batch", "virtual_stages"):

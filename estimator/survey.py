@@ -194,7 +194,7 @@ class Predicted:
         )
 
 
-def predict(estimator: Estimator, space: Space, *, most: int | None = None, seed: int = 0) -> Predicted:
+def predict(estimator: Estimator, space: Space, *, most: int | None = None) -> Predicted:
     """Predicts every configuration of a space, or a sample of `most` of them if there are more.
 
     Args:
@@ -202,7 +202,7 @@ def predict(estimator: Estimator, space: Space, *, most: int | None = None, seed
     """
     if most is None:
         most = MAX_CONFIGS if space.enumerable else DRAWN
-    choices = space.choices(most, seed)
+    choices = space.choices(most, seed=0)
     table = _table(estimator, space, choices)
     return Predicted(space=space, estimator=estimator, table=table, choices=choices, drawn=choices.rows)
 
@@ -238,7 +238,6 @@ def survey(
     space: Space,
     *,
     top: int = 5,
-    seed: int = 0,
     order: Callable[[EstimateTable], np.ndarray] | None = None,
 ) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
@@ -250,7 +249,7 @@ def survey(
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
-    found = predict(estimator, space, seed=seed)
+    found = predict(estimator, space)
     order = order or ranking
     if not found.whole:
         found = climbed(found, lambda found, count: order(found.table)[:count].tolist())

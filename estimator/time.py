@@ -160,7 +160,7 @@ def _part_work(
     """The fields of `_Work` for one part; arrays of length n."""
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
-    tokens = cols.micro_batch * float(seq) / cols.sharers
+    tokens = cols.micro_batch * float(seq) / cols.sequence_ranks
     sequence = np.where(cols.sequence_parallel, tp, 1.0)
     width = bytes_of(facts.precision)
     zero = np.zeros(len(tp))
@@ -168,7 +168,7 @@ def _part_work(
     half = "fp16" if setup.products == "fp16" else "bf16" if facts.precision in FLOAT8 else facts.precision
     kind_of_product = (setup.products or facts.precision) if part.role == "block" else half
     (first, alike), fill = distinct, filled(cols)
-    all_of, own = (tokens[first], tp[first]), ((tokens / cols.beside)[first], cols.slices[first].astype(float))
+    all_of, own = (tokens[first], tp[first]), ((tokens / cols.token_splits)[first], cols.expert_tp[first].astype(float))
     for item in part.matmuls:
         one, two = (
             each[alike]
@@ -226,8 +226,8 @@ def _part_work(
 
 def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the first configuration of each set of product sizes, and for each configuration its index among these."""
-    sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sharers) * 65536 + cols.ep
-    for each in (cols.capacity_factor, cols.beside):
+    sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sequence_ranks) * 65536 + cols.ep
+    for each in (cols.capacity_factor, cols.token_splits):
         if (each != each[0]).any():
             known, which = np.unique(each, return_inverse=True)
             sizes = sizes * len(known) + which
@@ -500,32 +500,34 @@ class _Links:
     @cached_property
     def data(self) -> Group:
         """Replicas that share pieces. They are adjacent; HSDP has several such groups."""
-        return self._group(self.cols.shares, self.cols.tp)
+        return self._group(self.cols.shard_ranks, self.cols.tp)
 
     @cached_property
     def groups(self) -> Group:
         """Replicas with the same pieces in the groups of HSDP."""
-        return self._group(self.cols.hsdp, self.cols.tp * self.cols.shares)
+        return self._group(self.cols.hsdp, self.cols.tp * self.cols.shard_ranks)
 
     @cached_property
     def experts(self) -> Rows:
         """Ranks that share experts."""
-        return Rows.of(self._group(self.cols.ep, self.cols.slices), self.cols.slices, self.hardware, self.constants)
+        return Rows.of(
+            self._group(self.cols.ep, self.cols.expert_tp), self.cols.expert_tp, self.hardware, self.constants
+        )
 
     @cached_property
-    def copies(self) -> Group:
+    def expert_dp(self) -> Group:
         """Ranks with the same experts."""
-        return self._group(self.cols.copies, self.cols.slices * self.cols.ep)
+        return self._group(self.cols.expert_dp, self.cols.expert_tp * self.cols.ep)
 
     @cached_property
     def some(self) -> dict[str, bool]:
-        """For `sp`, `cp`, `ep`, `beside` and `hsdp`: True if some configuration has more than one."""
-        return {name: bool((getattr(self.cols, name) > 1).any()) for name in ("sp", "cp", "ep", "beside", "hsdp")}
+        """For `sp`, `cp`, `ep`, `token_splits` and `hsdp`: True if some configuration has more than one."""
+        return {name: bool((getattr(self.cols, name) > 1).any()) for name in ("sp", "cp", "ep", "token_splits", "hsdp")}
 
     @property
     def apart(self) -> bool:
         """True if some configuration has experts on other ranks than the rest."""
-        return self.some["ep"] or self.some["beside"]
+        return self.some["ep"] or self.some["token_splits"]
 
     @cached_property
     def late(self) -> np.ndarray:
@@ -542,7 +544,7 @@ class _Links:
         """
         cols, tp = self.cols, self.cols.tp.astype(float)
         tensor = self._group(cols.tp, np.ones(len(tp), int))
-        tokens = cols.micro_batch * float(self.setup.seq_len or 1) / cols.sharers
+        tokens = cols.micro_batch * float(self.setup.seq_len or 1) / cols.sequence_ranks
         moved = tokens * _hidden(self.facts) * bytes_of(self.facts.precision)
         pair = np.where(
             cols.sequence_parallel, 2 * tensor.gather(moved, self.collective), tensor.reduce(moved, self.collective)
@@ -595,12 +597,12 @@ class _Rank(Rank):
         """Pairs of tensor parallelism's collectives in the forward pass of each part, shape (k, 1) or (k, n)."""
         usual = {"block": 2.0, "embedding": 1.0, "head": 1.0}
         found = np.array([[usual.get(part.role, 0.0)] for part in self.parts])
-        if not self.links.some["beside"]:
+        if not self.links.some["token_splits"]:
             return found
         # Ranks that divide tokens among whole experts gather outputs, or nothing with sequence parallelism.
         less = np.where(self.cols.sequence_parallel, 1.0, 1.5)
         has = np.array([[part.experts > 0] for part in self.parts])
-        return np.where(has & (self.cols.beside > 1), less, found)
+        return np.where(has & (self.cols.token_splits > 1), less, found)
 
     def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
         """Seconds of all-gathers of the rank's weights at `width` bytes, or of reduce-scatters; experts that others share are
@@ -609,7 +611,7 @@ class _Rank(Rank):
         together = links.data.gather((self.weights - self.apart) * width, links.collective, pieces)
         if not links.apart:
             return together
-        own = links.copies.gather(self.apart * width, links.collective, pieces)
+        own = links.expert_dp.gather(self.apart * width, links.collective, pieces)
         return together + np.where(self.apart > 0, own, 0.0)
 
     @cached_property
@@ -621,7 +623,7 @@ class _Rank(Rank):
         if links.some["sp"]:
             heads = np.stack([all_to_alls(self, part, links.heads, links.collective) for part in self.parts])
         if links.some["ep"]:
-            known, share = self.cols.capacity_factor > 0, width * filled(self.cols) / self.cols.beside
+            known, share = self.cols.capacity_factor > 0, width * filled(self.cols) / self.cols.token_splits
             rows = np.stack(
                 [
                     2
@@ -798,7 +800,7 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
         gather = np.maximum(gather - forward * constants.max_overlap, gather * (1 - constants.max_overlap))
     whole = links.data.reduce(gradient - rank.apart * trained * travels, links.collective)
     if links.apart:
-        own = links.copies.reduce(rank.apart * trained * travels, links.collective)
+        own = links.expert_dp.reduce(rank.apart * trained * travels, links.collective)
         whole = whole + np.where(rank.apart > 0, own, 0.0)
     reduce = np.where(zero == 0, whole, scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
@@ -808,7 +810,7 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
     most = np.where(zero >= 2, constants.sharded_max_overlap, constants.max_overlap)
     exposed = times * np.maximum(reduce - window, reduce * (1 - most))
     if links.some["hsdp"]:
-        between = rank.pieces * links.groups.reduce(gradient / cols.shares / rank.pieces, links.collective)
+        between = rank.pieces * links.groups.reduce(gradient / cols.shard_ranks / rank.pieces, links.collective)
         both = reduce + np.where(cols.hsdp > 1, between, 0.0)
         every = np.array([SUMMED[False] == "micro_batch", SUMMED[True] == "micro_batch"])[(cols.pp > 1).astype(int)]
         sums = np.where(every, times, 1.0)

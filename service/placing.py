@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..base.device import Device, detect
+from ..base.device import Device, detect, share_of_host
 from ..base.errors import RunnerError, UsageError
-from ..tuner.search_setup import share_of_host
 from . import scheduling
 from .records import Search, Worker
 from .scheduling import matches

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..base.device import Device, available_memory_mib, usable_cores
+from ..base.device import Device, share_of_host, usable_cores
 from ..base.errors import UsageError
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 EMULATE = "emulate"
 """The runner's name."""
-HOST_SHARE = 0.9
-"""Share of the host's free memory that an emulated rank may take."""
 
 
 def memory_of_emulated(hardware: Any, device: Device, devices: int, given_mib: float | None) -> float | None:
@@ -46,11 +44,11 @@ def memory_of_emulated(hardware: Any, device: Device, devices: int, given_mib: f
     if device.type == "cuda":
         named = None if hardware is None else find_hardware(hardware).memory_mib - Constants().context_mib
         return min((each for each in (given_mib, named) if each is not None), default=None)
-    room = float(int(available_memory_mib() * HOST_SHARE))
+    room = share_of_host()
     if given_mib is not None:
         return min(given_mib, room)
     if hardware is None:
-        return float(int(room / devices))
+        return share_of_host(devices)
     found = find_hardware(hardware)
     return float(int(min(found.memory_mib - (Constants().context_mib if found.kind != "cpu" else 0.0), room)))
 

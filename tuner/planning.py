@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.device import Device, detect
+from ..base.device import Device, detect, share_of_host
 from ..base.errors import NothingFound, RunnerError, SpaceError, UsageError
 from ..knobs.lossy import LOSSY
 from ..knobs.strategy import ON_REQUEST
@@ -19,7 +19,6 @@ from ..space import Config, Space
 from .default_prior import assumed_hardware
 from .feasibility import OutOfMemoryKnowledge
 from .listener import SearchListener
-from .search_setup import share_of_host
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.device import available_memory_mib, usable_cores
+from ..base.device import available_memory_mib, share_of_host, usable_cores
 from ..base.errors import RunnerError, SpaceError, UsageError
 from ..base.gpus import gpu_use
 from ..estimator.constants import Constants
@@ -56,7 +56,6 @@ from .warm_start import WarmStart
 if TYPE_CHECKING:
     from ..estimator import Estimator
 
-_HOST_MEMORY_SHARE = 0.9
 LEAST_HELD_MIB = 300.0
 """Used memory of a GPU above which other processes count as using it, MiB: a context, which a desktop has as well."""
 
@@ -173,9 +172,9 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         asked["first_trial"] = first.note
 
     begin_with, notes = _begin_with(request, task)
-    posterior = _surrogate_prior(request, task, estimator, prior, transferred, warn)
+    surrogate_prior = _surrogate_prior(request, task, estimator, prior, transferred, warn)
     if request.sampler == BayesSampler.name:
-        sampler: Sampler = BayesSampler(task.space, seed=request.seed, knowledge=posterior)
+        sampler: Sampler = BayesSampler(task.space, seed=request.seed, surrogate_prior=surrogate_prior)
     else:
         sampler = make_sampler(request.sampler, task.space, seed=request.seed)
         if request.prior is not None or transferred:
@@ -193,7 +192,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         begin_with=begin_with,
         notes=notes,
         sampler=sampler,
-        judge=Judge(posterior),
+        judge=Judge(surrogate_prior),
     )
 
 
@@ -428,11 +427,6 @@ def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | N
         f"trials may take {left:,.0f} MiB of each GPU"
     )
     return left
-
-
-def share_of_host(ranks: int) -> float:
-    """Share of this host's free memory for each of `ranks` ranks, whole MiB."""
-    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / ranks))
 
 
 def make_work(request: Request, task: Task) -> Work | None:

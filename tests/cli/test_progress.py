@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from redline.base import device
 from redline.base.errors import UsageError
 from redline.cli.outcome import print_result
 from redline.cli.progress import LineListener, TerminalListener
@@ -99,8 +100,9 @@ def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
 def test_a_resumed_run_keeps_its_memory_limit_or_is_refused_with_both(tmp_path, monkeypatch):
     request = SimpleNamespace(limit_mib=None, runner=None, concurrency=None, runs_on="local", out="runs/a")
     task = SimpleNamespace(own=object(), simulated=False, emulated=False, devices=2, device=SimpleNamespace(type="cpu"))
-    monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 16000)
+    monkeypatch.setattr(device, "available_memory_mib", lambda: 16000)
     assert search_setup.memory_of_rank(request, task) == 7200.0
+    monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 16000)
     assert search_setup.memory_of_rank(request, task, earlier_mib=7799.0) == 7799.0
     monkeypatch.setattr(search_setup, "available_memory_mib", lambda: 7388)
     with pytest.raises(UsageError, match=r"'runs/a' had 7,799 MiB a rank, but this host has 3,694 MiB a rank left"):

@@ -159,21 +159,21 @@ def test_knobs_that_do_not_exist_everywhere_and_derived_ones_without_a_meaning_a
 
 
 def test_no_configuration_is_ruled_out_before_memory_is_measured():
-    knowledge = SurrogatePrior(SPACE, prior=VAGUE)
-    assert SearchPosterior(knowledge, []).works.min() >= 0.5
+    surrogate_prior = SurrogatePrior(SPACE, prior=VAGUE)
+    assert SearchPosterior(surrogate_prior, []).works.min() >= 0.5
     ran = [Trial(number=0, config=SPACE.default(), measurement=ok(3.0))]
-    assert SearchPosterior(knowledge, ran).works.min() >= 0.5
+    assert SearchPosterior(surrogate_prior, ran).works.min() >= 0.5
 
 
 def test_one_oom_determines_the_scale_of_memory():
     small = SPACE.config({"micro_batch": 1, "tp": 8, "pp": 2, "zero": 0, "checkpoint_ratio": 1.0})
     middle = SPACE.config({"micro_batch": 4, "tp": 2, "pp": 1, "zero": 0, "checkpoint_ratio": 0.0})
-    knowledge = SurrogatePrior(SPACE, prior=VAGUE)
+    surrogate_prior = SurrogatePrior(SPACE, prior=VAGUE)
 
     def chance(config, oom):
         trial = Trial(number=0, config=oom, measurement=Measurement(status=Status.OOM, reason="does not fit"))
-        beliefs = SearchPosterior(knowledge, [trial])
-        return beliefs.works[beliefs.candidates.find({config})[0]]
+        posterior = SearchPosterior(surrogate_prior, [trial])
+        return posterior.works[posterior.candidates.find({config})[0]]
 
     assert chance(small, middle) > 0.6  # the small one needs a fraction of the memory
     assert chance(middle, small) < 0.35
@@ -192,8 +192,8 @@ def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better(
         with contextlib.ExitStack() as stack:
             return set_up(request, stack, lambda message: None)
 
-    assert setup_of().sampler.knowledge.shape_prior is not None
-    assert setup_of(prior=lambda config: 1.0).sampler.knowledge.shape_prior is None
+    assert setup_of().sampler.surrogate_prior.shape_prior is not None
+    assert setup_of(prior=lambda config: 1.0).sampler.surrogate_prior.shape_prior is None
     assert setup_of().first.config == SPACE.default()
 
 

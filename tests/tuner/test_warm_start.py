@@ -97,9 +97,9 @@ def test_the_level_of_an_earlier_run_says_nothing():
 def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anything():
     space = make_space()
     sampler = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space)))
-    assert Judge(sampler.knowledge).prediction(space.default()) == (None, None)
+    assert Judge(sampler.surrogate_prior).prediction(space.default()) == (None, None)
     based = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space), base=lambda config: 7.0))
-    assert Judge(based.knowledge).prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
+    assert Judge(based.surrogate_prior).prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
         space, earlier(space), base=lambda config: 1.0)(space.default()).throughput)  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class BayesSampler(Sampler):
         space: the valid configurations.
         seed: seed of every random choice.
         prior, warn, headroom: of `SurrogatePrior`.
-        knowledge: a shared `SurrogatePrior`, in place of these.
+        surrogate_prior: a shared `SurrogatePrior`, in place of these.
 
     Raises:
         UsageError: an argument is out of range.
@@ -45,66 +45,68 @@ class BayesSampler(Sampler):
         prior: Any = None,
         warn: Callable[[str], None] | None = None,
         headroom: float = 0.0,
-        knowledge: SurrogatePrior | None = None,
+        surrogate_prior: SurrogatePrior | None = None,
     ) -> None:
         super().__init__(space, seed=seed)
-        self.knowledge = knowledge or SurrogatePrior(space, seed=seed, prior=prior, warn=warn, headroom=headroom)
+        self.surrogate_prior = surrogate_prior or SurrogatePrior(
+            space, seed=seed, prior=prior, warn=warn, headroom=headroom
+        )
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
         with one_blas_thread():
-            return _Choice(SearchPosterior(self.knowledge, trials, self.surrogate)).choose(count)
+            return _Choice(SearchPosterior(self.surrogate_prior, trials, self.surrogate)).choose(count)
 
 
 class _Choice:
     """One call of `propose`."""
 
-    def __init__(self, beliefs: SearchPosterior) -> None:
-        self.beliefs = beliefs
+    def __init__(self, posterior: SearchPosterior) -> None:
+        self.posterior = posterior
 
     def choose(self, count: int) -> list[Config]:
         """Returns up to `count` candidates, best first."""
-        beliefs = self.beliefs
-        for index in beliefs.pending if beliefs.open.any() else ():
-            beliefs.observe(index)
+        posterior = self.posterior
+        for index in posterior.pending if posterior.open.any() else ():
+            posterior.observe(index)
         chosen: list[Config] = []
-        while len(chosen) < count and beliefs.open.any():
-            index = self._next(len(chosen) + len(beliefs.pending))
-            beliefs.open[index] = False
-            chosen.append(beliefs.candidates.config(index))
+        while len(chosen) < count and posterior.open.any():
+            index = self._next(len(chosen) + len(posterior.pending))
+            posterior.open[index] = False
+            chosen.append(posterior.candidates.config(index))
             if len(chosen) < count:
-                beliefs.observe(index)
+                posterior.observe(index)
         return chosen
 
     def _next(self, ahead: int) -> int:
-        beliefs = self.beliefs
-        rows = beliefs.considered()
-        if beliefs.speed is None:
+        posterior = self.posterior
+        rows = posterior.considered()
+        if posterior.speed is None:
             # Without knowledge of speed: a spread of trials, among those that probably fit.
-            rng = np.random.default_rng([beliefs.knowledge.seed, len(beliefs.known), ahead])
+            rng = np.random.default_rng([posterior.surrogate_prior.seed, len(posterior.known), ahead])
             draws = rng.choice(rows, size=min(16, len(rows)), replace=False)
-            codes = [*beliefs.seen.codes, *(beliefs.candidates.codes[i] for i in beliefs.taken)]
+            codes = [*posterior.seen.codes, *(posterior.candidates.codes[i] for i in posterior.taken)]
             if not codes:
-                return int(draws[np.argmax(beliefs.works[draws] > 0.3)])
+                return int(draws[np.argmax(posterior.works[draws] > 0.3)])
             distances = np.stack(
-                [beliefs.encoding.distances(np.array(codes), beliefs.candidates.codes[i]) for i in draws]
+                [posterior.encoding.distances(np.array(codes), posterior.candidates.codes[i]) for i in draws]
             )
-            return int(draws[np.argmax(distances.min(axis=1) * beliefs.works[draws])])
-        score, promised = np.zeros(len(beliefs.open)), 0.0
-        for weight, mean, variance in beliefs.speed.outcomes():
-            if beliefs.best is None:
+            return int(draws[np.argmax(distances.min(axis=1) * posterior.works[draws])])
+        score, promised = np.zeros(len(posterior.open)), 0.0
+        for weight, mean, variance in posterior.speed.outcomes():
+            if posterior.best is None:
                 score += weight * np.exp(np.clip(mean - mean.max(), -50, 0))
                 continue
-            best = max([beliefs.best, *(mean[i] for i in beliefs.taken)])
+            best = max([posterior.best, *(mean[i] for i in posterior.taken)])
             gain = expected_improvement(mean, variance, best)
             # A model with wide uncertainty has the largest expected improvement everywhere, so each model has a vote.
-            top = float((gain * beliefs.works**CAUTION)[rows].max())
+            top = float((gain * posterior.works**CAUTION)[rows].max())
             score += weight * gain / max(top, 1e-300)
             promised += weight * top
         # Until a trial has succeeded, the probability of success comes first, and its weight grows with the failures.
-        caution = CAUTION if beliefs.best is not None else CAUTION + len(beliefs.known)
-        score = score * beliefs.works**caution
-        if beliefs.best is not None:
-            score = score - FAILURE_COST / max(promised, FAILURE_COST) * (1.0 - beliefs.works)
-            score = np.where(score > 0, score / beliefs.cost, score * beliefs.cost)
+        caution = CAUTION if posterior.best is not None else CAUTION + len(posterior.known)
+        score = score * posterior.works**caution
+        if posterior.best is not None:
+            score = score - FAILURE_COST / max(promised, FAILURE_COST) * (1.0 - posterior.works)
+            score = np.where(score > 0, score / posterior.cost, score * posterior.cost)
         return int(rows[np.argmax(score[rows])])

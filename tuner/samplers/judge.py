@@ -32,16 +32,16 @@ class Outlook:
 class Judge:
     """Forecasts trials, and what further trials can gain."""
 
-    def __init__(self, knowledge: SurrogatePrior) -> None:
-        self.knowledge = knowledge
+    def __init__(self, surrogate_prior: SurrogatePrior) -> None:
+        self.surrogate_prior = surrogate_prior
 
     def prediction(self, config: Config) -> tuple[float | None, float | None]:
         """Throughput and peak memory (MiB) that the prior predicts; None if it predicts none."""
-        answers = self.knowledge.answers
-        if answers is None or self.knowledge.relative:
+        answers = self.surrogate_prior.answers
+        if answers is None or self.surrogate_prior.relative:
             return None, None
-        if not answers.knows(config) and self.knowledge.small:
-            answers.of(list(self.knowledge.space))  # all at once, so that warnings about the prior cover all
+        if not answers.knows(config) and self.surrogate_prior.small:
+            answers.of(list(self.surrogate_prior.space))  # all at once, so that warnings about the prior cover all
         found = answers.of([config])
         throughput, memory = found.log_throughput[0], found.log_memory[0]
         return _number(throughput), _number(memory)
@@ -49,20 +49,20 @@ class Judge:
     def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
         """Returns the forecast after these trials for the `ahead` most promising candidates."""
         with one_blas_thread():
-            beliefs = SearchPosterior(self.knowledge, trials)
-            if not beliefs.open.any():
+            posterior = SearchPosterior(self.surrogate_prior, trials)
+            if not posterior.open.any():
                 return Outlook(gain=0.0, works=0.0, need_mib=None)
-            works = float(beliefs.works[beliefs.open].max())
-            need = None if beliefs.need is None else float(np.exp(beliefs.need[beliefs.open].min()))
-            if beliefs.speed is None or beliefs.best is None:
+            works = float(posterior.works[posterior.open].max())
+            need = None if posterior.need is None else float(np.exp(posterior.need[posterior.open].min()))
+            if posterior.speed is None or posterior.best is None:
                 return Outlook(gain=1.0, works=works, need_mib=need)
             # The scales were fitted to few trials, so the tails are those of a Student t with few degrees of freedom.
-            degrees = max(2.0, beliefs.seen.ok.sum() / 2)
+            degrees = max(2.0, posterior.seen.ok.sum() / 2)
             better = sum(
-                weight * stdtr(degrees, (mean - beliefs.best - WORTHWHILE / beliefs.scale) / np.sqrt(variance))
-                for weight, mean, variance in beliefs.speed.parts()
+                weight * stdtr(degrees, (mean - posterior.best - WORTHWHILE / posterior.scale) / np.sqrt(variance))
+                for weight, mean, variance in posterior.speed.parts()
             )
-            chances = np.sort((better * beliefs.works)[beliefs.considered()])[-ahead:]
+            chances = np.sort((better * posterior.works)[posterior.considered()])[-ahead:]
             return Outlook(gain=float(1.0 - np.prod(1.0 - chances)), works=works, need_mib=need)
 
 

@@ -14,7 +14,7 @@ from .gaussian_process import Kernel, Posterior, Scales
 from .model_based import SAMPLE
 from .observations import observe
 from .prior import Answers, Correction, Predictions, Prior, ShapePrior
-from .surrogate import Belief, chance_below, limit_model, throughput_model
+from .surrogate import PriorModel, chance_below, limit_model, throughput_model
 
 LIMIT = 8192
 """Largest space in which every candidate is scored in every round."""
@@ -156,25 +156,25 @@ class SearchPosterior:
     where an OOM only means "more than the limit". Other failures have their own process. See docs/search.md.
 
     Args:
-        knowledge: prior of the space.
+        surrogate_prior: prior of the space.
         trials: ordered by number; those without a measurement are pending.
         surrogate: makes the models of throughput.
     """
 
     def __init__(
-        self, knowledge: SurrogatePrior, trials: Sequence[Trial], surrogate: Callable[..., Any] = throughput_model
+        self, surrogate_prior: SurrogatePrior, trials: Sequence[Trial], surrogate: Callable[..., Any] = throughput_model
     ) -> None:
-        self.knowledge, self.surrogate = knowledge, surrogate
-        self.encoding, self.features = knowledge.encoding, knowledge.features
+        self.surrogate_prior, self.surrogate = surrogate_prior, surrogate
+        self.encoding, self.features = surrogate_prior.encoding, surrogate_prior.features
         # Pending trials do not change what is drawn or fitted.
         finished = [trial for trial in trials if not trial.pending]
-        self.rng = np.random.default_rng([knowledge.seed, len(finished)])
+        self.rng = np.random.default_rng([surrogate_prior.seed, len(finished)])
         self.known = [t for t in finished if self.encoding.encode(t.config) is not None]
         self.seen = observe(self.encoding, self.known)
         pending = {trial.config for trial in trials if trial.pending}
         best = np.argsort(-self.seen.objective)[: min(LEADERS, int(self.seen.ok.sum()))]
         left = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
-        self.candidates = self._thin(left, best).joined(knowledge.favourites())
+        self.candidates = self._thin(left, best).joined(surrogate_prior.favourites())
         # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
         self.open = np.ones(len(self.candidates), dtype=bool)
         self.pending: list[int] = []
@@ -211,7 +211,7 @@ class SearchPosterior:
         points = self.features.of(self.seen.codes)
         everything = np.concatenate([points, candidate_points])
         estimates = []
-        for answers, share in self.knowledge.estimates:
+        for answers, share in self.surrogate_prior.estimates:
             ahead = answers.of_candidates(self.candidates)
             estimates.append((answers.of([trial.config for trial in self.known]).joined(ahead), share))
         predictions = estimates[0][0] if estimates else None
@@ -234,17 +234,17 @@ class SearchPosterior:
         n, count = len(rows), len(candidate_points)
         ones = np.ones((n + count, 1))
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
-        beliefs = [
-            _estimated(each.rows(order), share, WITH_SHAPE if self.knowledge.shape_prior else WITH_ESTIMATE)
+        models = [
+            _estimated(each.rows(order), share, WITH_SHAPE if self.surrogate_prior.shape_prior else WITH_ESTIMATE)
             for each, share in estimates
             if logs and np.isfinite(each.log_throughput[order]).any()
         ]
-        trust = sum(belief.weight for belief in beliefs)
+        trust = sum(model.weight for model in models)
         none = np.zeros(n + count)
-        beliefs.append(Belief(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
+        models.append(PriorModel(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
         if not n:
-            beliefs = beliefs[:1]
-        self.speed = self.surrogate(beliefs, points[rows], values, candidate_points)
+            models = models[:1]
+        self.speed = self.surrogate(models, points[rows], values, candidate_points)
         self.best = float(values.max()) if n else None
 
     def _memory(
@@ -268,20 +268,20 @@ class SearchPosterior:
                 values.append(bound)
                 signs.append(-1.0)
             rows.append(row)
-        shape_prior = self.knowledge.shape_prior
+        shape_prior = self.surrogate_prior.shape_prior
         estimates = predictions if (limit is not None or shape_prior) and _any_memory(predictions) else None
         unconstrained = not any(sign >= 0 for sign in signs)
         if unconstrained and estimates is None:
             return np.ones(len(candidate_points))
         rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
         all_points = everything[rows_all]
-        beliefs = []
+        models = []
         middle_of = candidate_points.mean(axis=0)
         sign = self.features.memory_sign
         towards = (all_points - middle_of) * sign
         trust = 0.0 if estimates is None else shape_prior.weight if shape_prior else 0.9
-        beliefs.append(
-            Belief(
+        models.append(
+            PriorModel(
                 mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
                 basis=np.column_stack([np.ones(len(all_points)), 0.5 * towards[:, sign != 0]]),
                 scales=MEMORY_WITHOUT,
@@ -300,14 +300,14 @@ class SearchPosterior:
             if shape_prior:  # as above: the common level is near the limit
                 estimate = bound - 0.7 + estimate - middle
             scales = MEMORY_WITH_SHAPE if shape_prior else MEMORY_WITH
-            beliefs.append(Belief(mean=estimate, basis=basis, scales=scales, weight=trust))
+            models.append(PriorModel(mean=estimate, basis=basis, scales=scales, weight=trust))
         mixture = limit_model(
-            beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), candidate_points
+            models, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), candidate_points
         )
         if limit is not None:
             # A default prior does not know the scale: bounds alone only raise it, and its values would be too large.
             self.need = mixture.parts()[0][1] if shape_prior else mixture.mean
-        chance = chance_below(mixture, bound + np.log(1.0 - self.knowledge.headroom))
+        chance = chance_below(mixture, bound + np.log(1.0 - self.surrogate_prior.headroom))
         if shape_prior and unconstrained:
             chance = NO_LIMIT + (1.0 - NO_LIMIT) * chance
         if predictions is not None:
@@ -340,8 +340,8 @@ class SearchPosterior:
             return np.ones(len(at))
         # Tendency to fail: 0 is even odds, and before any trial one in ten fails.
         basis = np.zeros((len(rows) + len(at), 0))
-        belief = Belief(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
-        mixture = limit_model([belief], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at)
+        model = PriorModel(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
+        mixture = limit_model([model], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at)
         return chance_below(mixture, 0.0)
 
     def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -361,7 +361,7 @@ class SearchPosterior:
         return np.exp(posterior.mean)
 
 
-def _estimated(predictions: Predictions, share: float, scales: Scales) -> Belief:
+def _estimated(predictions: Predictions, share: float, scales: Scales) -> PriorModel:
     """Model of log throughput based on an estimate.
 
     Args:
@@ -383,7 +383,7 @@ def _estimated(predictions: Predictions, share: float, scales: Scales) -> Belief
         # The smallest remaining variance is common to all candidates: the error of the whole estimate.
         rest = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
         own = rest - rest.min()
-    return Belief(
+    return PriorModel(
         mean=estimate,
         basis=np.column_stack([level, SLOPE * estimate, effects]),
         scales=scales,

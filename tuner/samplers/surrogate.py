@@ -27,7 +27,7 @@ against an estimate.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Belief:
+class PriorModel:
     """A model before any trial: a mean, functions with unknown weights, and scales of the rest."""
 
     mean: np.ndarray
@@ -93,11 +93,11 @@ class Mixture:
             posterior.observe(index, float(noise[index]))
 
 
-def throughput_model(beliefs: Sequence[Belief], points: np.ndarray, values: np.ndarray, at: np.ndarray) -> Mixture:
+def throughput_model(models: Sequence[PriorModel], points: np.ndarray, values: np.ndarray, at: np.ndarray) -> Mixture:
     """Models of log throughput given measurements.
 
     Args:
-        beliefs: the rival models; their means and bases cover `points`, then `at`.
+        models: the rival models; their means and bases cover `points`, then `at`.
         points: features of measured trials, shape (n, columns).
         values: their objectives, shape (n,).
         at: features of the candidates, shape (m, columns).
@@ -105,16 +105,16 @@ def throughput_model(beliefs: Sequence[Belief], points: np.ndarray, values: np.n
     count = len(values)
     kept = _subset(values, LIMIT)
     posteriors, means, evidence, noises = [], [], [], []
-    for belief in beliefs:
-        residual = values - belief.mean[:count]
-        basis = belief.basis[:count]
-        own = np.zeros(count + len(at)) if belief.own is None else belief.own
-        scales, score, inflation = _robust_scales(points, residual, basis, belief.scales, own[:count])
+    for model in models:
+        residual = values - model.mean[:count]
+        basis = model.basis[:count]
+        own = np.zeros(count + len(at)) if model.own is None else model.own
+        scales, score, inflation = _robust_scales(points, residual, basis, model.scales, own[:count])
         kernel = Kernel(scales, points.shape[1])
         noise = ((scales.noise**2 + own[:count]) * inflation)[kept]
-        posteriors.append(Posterior(kernel, points[kept], residual[kept], noise, basis[kept], at, belief.basis[count:]))
-        means.append(belief.mean[count:])
-        evidence.append(score + np.log(belief.weight))
+        posteriors.append(Posterior(kernel, points[kept], residual[kept], noise, basis[kept], at, model.basis[count:]))
+        means.append(model.mean[count:])
+        evidence.append(score + np.log(model.weight))
         noises.append(np.full(len(at), scales.noise**2))
     return Mixture(posteriors, means, _softmax(evidence), noises)
 
@@ -144,7 +144,7 @@ def _robust_scales(
 
 
 def limit_model(
-    beliefs: Sequence[Belief],
+    models: Sequence[PriorModel],
     points: np.ndarray,
     values: np.ndarray,
     sign: np.ndarray,
@@ -153,7 +153,7 @@ def limit_model(
     """Models of a quantity that must stay below 0: log memory over the limit, or a tendency to fail.
 
     Args:
-        beliefs: the rival models.
+        models: the rival models.
         points: features of the trials, shape (n, columns).
         values: the quantity if it was measured; if `sign` is not 0, the bound that it is above (1) or below (-1);
             shape (n,).
@@ -168,19 +168,19 @@ def limit_model(
     )
     exact = np.flatnonzero(sign == 0)
     posteriors, means, evidence, noises = [], [], [], []
-    for belief in beliefs:
-        scales, score = belief.scales, 0.0
+    for model in models:
+        scales, score = model.scales, 0.0
         if len(exact) > 1:
-            residual = values[exact] - belief.mean[exact]
-            scales, score = fit_scales(points[exact], residual, belief.basis[exact], belief.scales)
+            residual = values[exact] - model.mean[exact]
+            scales, score = fit_scales(points[exact], residual, model.basis[exact], model.scales)
         kernel = Kernel(scales, points.shape[1])
-        here, basis, mean = points[kept], belief.basis[kept], belief.mean[kept]
+        here, basis, mean = points[kept], model.basis[kept], model.mean[kept]
         targets, noise, loss = _pseudo(
             kernel.between(here, here, basis, basis), values[kept] - mean, sign[kept], scales.noise
         )
-        posteriors.append(Posterior(kernel, here, targets, noise, basis, at, belief.basis[count:]))
-        means.append(belief.mean[count:])
-        evidence.append(score - loss + np.log(belief.weight))
+        posteriors.append(Posterior(kernel, here, targets, noise, basis, at, model.basis[count:]))
+        means.append(model.mean[count:])
+        evidence.append(score - loss + np.log(model.weight))
         noises.append(np.full(len(at), scales.noise**2))
     return Mixture(posteriors, means, _softmax(evidence), noises)
 
