@@ -50,10 +50,10 @@ class DryRunner(Runner):
 
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
-        outcome = self.dispatch(self.work.job(request, self.terms))
+        outcome = self._run(request)
         if outcome.status is Status.CRASH and is_damaged_library(outcome.reason):
             # Another trial was killed while it linked; the ranks of the second run remove the damaged library.
-            outcome = self.dispatch(self.work.job(request, self.terms))
+            outcome = self._run(request)
         known: CommonFields = {
             "devices": self.terms.devices,
             "started": started,
@@ -61,6 +61,12 @@ class DryRunner(Runner):
             "log": request.log_name,
         }
         return self.work.measurement(request, self.terms, outcome, known)
+
+    def _run(self, request: TrialRequest) -> Outcome:
+        at_once, device = self.slots, self.terms.device
+        if device.type == "cuda":
+            at_once = max(1, min(at_once, device.count // self.terms.devices))
+        return self.dispatch(replace(self.work.job(request, self.terms), at_once=at_once))
 
     @property
     def takes_turns(self) -> bool:

@@ -94,6 +94,11 @@ def _says_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_OOM_TEXT.search(text_of(error)))
 
 
+def says_peer_lost(text: str) -> bool:
+    """True if printed text reports that the other side of a connection has ended."""
+    return bool(_PEER_LOST.search(text))
+
+
 def line_says_oom(line: str) -> bool:
     """True if a line printed by a program reports that memory ran out."""
     return bool(_OOM_TEXT.search(line) or _FATAL_OOM.search(line) or _PRINTED_OOM.search(line))
@@ -135,9 +140,7 @@ def requested_mib(error: BaseException) -> float | None:
 
 def is_peer_lost(error: BaseException) -> bool:
     """True if an exception comes from a collective whose other side has ended."""
-    return any(
-        isinstance(each, (RuntimeError, OSError)) and bool(_PEER_LOST.search(text_of(each))) for each in _chain(error)
-    )
+    return any(isinstance(each, (RuntimeError, OSError)) and says_peer_lost(text_of(each)) for each in _chain(error))
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

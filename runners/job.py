@@ -47,8 +47,10 @@ class Job:
     """`cpu` or `cuda`."""
     device_ids: tuple[str, ...] = ()
     """CUDA devices of the ranks, in order; empty for those visible to the agent."""
+    at_once: int = 1
+    """Trials that run on a host at once, and share its cores."""
     threads: int | None = None
-    """Intra-operator threads of a rank; None for torch's default."""
+    """Intra-operator threads of a rank; None for its share of the cores on a GPU, or torch's default on a CPU."""
     memory_limit_mib: float | None = None
     """Memory limit of a rank, MiB; None for none."""
     used_mib: float = 0.0
@@ -74,7 +76,12 @@ class Job:
     @property
     def teardown_s(self) -> float:
         """Time for its processes to end after they are killed, s."""
-        return CUDA_TEARDOWN_S if self.device_type == "cuda" else TEARDOWN_S
+        return CUDA_TEARDOWN_S if self.on_gpus else TEARDOWN_S
+
+    @property
+    def on_gpus(self) -> bool:
+        """True if its processes use GPUs; a rank that only starts others, as for a command, is itself on the CPU."""
+        return self.device_type == "cuda" or bool(self.device_ids)
 
     @property
     def collective_timeout_s(self) -> float | None:

@@ -139,13 +139,14 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     """Sets threads, seeds and the current device. Returns the meter of this rank's CUDA devices; None on a CPU."""
     import torch
 
-    share_compile_threads(job.ranks)
+    ranks = job.ranks * job.at_once
+    share_compile_threads(ranks)
     sweep_compiled()
     if job.threads:
         torch.set_num_threads(job.threads)
     elif job.device_type == "cuda":
         # Threads update offloaded states. Ray and launchers set OMP_NUM_THREADS=1; torch alone would use all cores in each rank.
-        torch.set_num_threads(max(1, usable_cores() // job.ranks))
+        torch.set_num_threads(max(1, usable_cores() // ranks))
     torch.manual_seed(0)
     if job.device_type == "cuda":
         torch.cuda.set_device(local_rank)

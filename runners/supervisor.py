@@ -43,6 +43,8 @@ class _Rank:
     returncode: int | None = None
     open_output: bool = True
     last_words: bytes = b""
+    lost_peer: bool = False
+    """True if its output says that the other side of a connection has ended."""
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Supervisor:
 
     def _wait_for_gpus(self, log: LogFile) -> None:
         """Waits until the GPUs' memory is free. The trial's time begins after that."""
-        if self.job.device_type != "cuda":
+        if not self.job.on_gpus:
             return
 
         def say(message: str) -> None:
@@ -213,7 +215,13 @@ class Supervisor:
                 self._drain(rank, log)
             short = self._shortage.evidence(rank.pid, used.ru_maxrss / 1024)
             kind, reason = failure.from_exit(rank.returncode, rank.last_words.decode(errors="replace"), short)
-            rank.outcome = RankOutcome(rank=rank.number, status=kind, reason=f"{reason} (during {rank.phase})")
+            rank.outcome = RankOutcome(
+                rank=rank.number,
+                status=kind,
+                reason=f"{reason} (during {rank.phase})",
+                # NCCL's watchdog aborts a rank whose peers have ended.
+                secondary=rank.lost_peer and rank.returncode == -signal.SIGABRT and kind is Status.CRASH,
+            )
 
     def _drain(self, rank: _Rank, log: LogFile) -> bool:
         """Copies the output of a rank, a limited amount at a time. Returns False at the end of the output."""
@@ -227,7 +235,9 @@ class Supervisor:
                 rank.open_output = False
                 return False
             log.write(data, rank=label)
-            rank.last_words = (rank.last_words + data)[-4096:]
+            recent = rank.last_words + data
+            rank.lost_peer = rank.lost_peer or failure.says_peer_lost(recent.decode(errors="replace"))
+            rank.last_words = recent[-4096:]
         return True
 
     def _timeout(self, selector: selectors.BaseSelector, log: LogFile) -> Outcome:

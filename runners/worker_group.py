@@ -30,7 +30,7 @@ MEETINGS = 3
 """Number of attempts at a rendezvous, each on another port."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 STOP_S = 10.0
-"""Time for a host to stop its ranks and answer, s."""
+"""Time for a host to stop its ranks and answer, without that for their processes to end, s."""
 
 
 class Host(ABC):
@@ -225,6 +225,7 @@ class WorkerGroup:
         get a moment, then they are stopped.
         """
         answers = self._begin(lambda number, worker: worker.ask("run", shares[number], key, True))
+        stop_s = STOP_S + shares[0].teardown_s
         results: dict[int, tuple[Outcome, bytes]] = {}
         deadline: float | None = None
         stopped = False
@@ -236,9 +237,9 @@ class WorkerGroup:
             except queue.Empty:
                 if stopped:
                     left = len(shares) - len(results)
-                    raise TimeoutError(f"{left} hosts did not end a trial within {STOP_S:g} s") from None
+                    raise TimeoutError(f"{left} hosts did not end a trial within {stop_s:g} s") from None
                 self._begin(lambda number, worker: worker.ask("stop", key))
-                stopped, deadline = True, time.monotonic() + STOP_S
+                stopped, deadline = True, time.monotonic() + stop_s
                 continue
             if error is not None:
                 self._begin(lambda number, worker: worker.ask("stop", key))

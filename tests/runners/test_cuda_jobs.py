@@ -55,15 +55,45 @@ def test_both_backends_use_the_interface_by_which_the_host_is_reached(monkeypatc
     assert rank.report == ("eth7", "=eth7")
 
 
-@pytest.mark.parametrize(("device", "seconds"), [("cpu", 15.0), ("cuda", 60.0)])
-def test_ranks_on_gpus_have_longer_to_end(monkeypatch, device, seconds):
+@pytest.mark.parametrize(
+    ("job", "seconds"),
+    [({"device_type": "cpu"}, 15.0), ({"device_type": "cuda"}, 60.0), ({"device_ids": ("0", "1")}, 60.0)],
+    ids=["cpu", "cuda", "a command on GPUs"],
+)
+def test_ranks_on_gpus_have_longer_to_end(monkeypatch, job, seconds):
     given = []
     monkeypatch.setattr(supervisor, "kill_descendants", given.append)
     call = Received(Channel(Pipe()[0]), 1, "job", ())
-    one = supervisor.Supervisor(Job(program=b"", device_type=device), call)
+    one = supervisor.Supervisor(Job(program=b"", **job), call)
     with LogFile(None) as log:
         one._end(log)
     assert given == [seconds]
+
+
+@pytest.mark.parametrize(
+    ("job", "waits"), [({"device_type": "cpu"}, False), ({"device_ids": ("0", "1")}, True)], ids=["CPU", "GPUs"]
+)
+def test_a_command_waits_for_the_memory_of_its_gpus(monkeypatch, job, waits):
+    asked = []
+    monkeypatch.setattr(supervisor, "wait_for_room", lambda ids, *rest, **options: asked.append(ids) or 512.0)
+    one = supervisor.Supervisor(Job(program=b"", **job), Received(Channel(Pipe()[0]), 1, "job", ()))
+    with LogFile(None) as log:
+        one._wait_for_gpus(log)
+    assert asked == ([("0", "1")] if waits else [])
+
+
+@pytest.mark.parametrize(("printed", "secondary"), [("NCCL communicator was aborted", True), ("a bug", False)])
+def test_a_rank_that_nccl_aborts_for_a_lost_peer_is_no_cause(printed, secondary):
+    def program(context):
+        os.write(2, f"[rank {context.rank}] {printed} on rank 3\n{'x' * 100_000}".encode())
+        os.abort()
+
+    agent = HostAgent(["cloudpickle", "redline.runners.supervisor"])
+    try:
+        (rank,) = agent.run(Job(program=cloudpickle.dumps(program), timeout_s=60)).ranks
+    finally:
+        agent.close()
+    assert (rank.status, rank.secondary) == (Status.CRASH, secondary) and "SIGABRT" in rank.reason
 
 
 @pytest.mark.parametrize(("device", "patience"), [("cpu", 1), ("cuda", 2)])

@@ -20,12 +20,13 @@ MODEL = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda ou
 class Answers(DryRunner):
     """A work whose ranks return the given reports."""
 
-    def __init__(self, name, *reports):
-        terms = TrialTerms(device=Device(type="cuda", name=name, count=2, memory_mib=81_079), devices=2)
+    def __init__(self, name, *reports, count=2, devices=2, slots=1):
+        terms = TrialTerms(device=Device(type="cuda", name=name, count=count, memory_mib=81_079), devices=devices)
         super().__init__(MODEL, terms)
-        self.reports = reports
+        self.reports, self.slots = reports, slots
 
     def dispatch(self, job):
+        self.at_once = job.at_once
         ranks = [RankOutcome(rank=at, status=Status.OK, report=each) for at, each in enumerate(self.reports)]
         return Outcome(status=Status.OK, ranks=tuple(ranks))
 
@@ -41,6 +42,15 @@ def report(step_ms, memory):
 def measured(name, precision):
     config = Config(precision=precision)
     return Answers(name, report(200.0, 5000.0), report(250.0, 3000.0)).run(TrialRequest(config=config, number=0))
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "slots", "expected"), [(8, 1, 8, 8), (8, 2, 3, 3), (8, 4, 16, 2), (8, 16, 1, 1)]
+)
+def test_trials_share_the_cores_of_a_host_with_those_that_run_there_at_once(count, devices, slots, expected):
+    runner = Answers("a chip", report(1.0, 1.0), count=count, devices=devices, slots=slots)
+    runner.run(TrialRequest(config=Config(precision="fp32"), number=0))
+    assert runner.at_once == expected
 
 
 def test_the_slowest_rank_and_the_fullest_rank_count():

@@ -3,12 +3,14 @@
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from redline.base.errors import RunnerError
 from redline.results import Status
 from redline.runners import worker_group as gang
-from redline.runners.job import Outcome, RankOutcome
+from redline.runners.job import Job, Outcome, RankOutcome
 from redline.runners.worker_group import Layout, lay_out, merge
 
 SCRIPT = """
@@ -212,6 +214,40 @@ def test_a_trial_takes_as_few_hosts_as_will_do(devices, capacities, expected):
 
 def test_cpu_ranks_share_a_host_where_the_cluster_has_too_few_cores():
     assert lay_out(4, False, [2.0]) == Layout(hosts=1, per_host=4, bundle={"CPU": 1.0}, at_once=1)
+
+
+class SlowToStop:
+    """A host whose rank fails at once, or one whose rank takes a while to end after it is stopped."""
+
+    here = lost = False
+
+    def __init__(self, fails, seconds):
+        self.fails, self.seconds, self.stopped = fails, seconds, threading.Event()
+
+    def ask(self, method, *arguments):
+        if method == "meeting_point":
+            return "127.0.0.1", 1
+        if method == "stop":
+            self.stopped.set()
+        if method == "run" and self.fails:
+            return Outcome(status=Status.OOM, reason="rank 0: CUDA out of memory"), b""
+        if method == "run":
+            self.stopped.wait()
+            time.sleep(self.seconds)
+            return Outcome(status=Status.CRASH, reason="stopped", secondary=True), b""
+        return None
+
+
+def test_a_host_whose_ranks_take_long_to_leave_their_gpus_is_waited_for(monkeypatch):
+    monkeypatch.setattr(gang, "STOP_S", 0.2)
+    monkeypatch.setattr("redline.runners.job.CUDA_TEARDOWN_S", 5.0)
+    monkeypatch.setattr("redline.runners.job.TEARDOWN_S", 0.2)
+    job = Job(program=b"", ranks=2, device_type="cuda")
+    found = gang.WorkerGroup([SlowToStop(True, 0), SlowToStop(False, 1.0)], 1).run(job)
+    assert (found.status, found.reason) == (Status.OOM, "rank 0: CUDA out of memory")
+    on_cpu = gang.WorkerGroup([SlowToStop(True, 0), SlowToStop(False, 3.0)], 1)
+    with pytest.raises(TimeoutError, match=r"1 hosts did not end a trial within 0\.4 s"):
+        on_cpu.run(Job(program=b"", ranks=2))
 
 
 def test_the_cause_is_told_from_its_echoes_on_other_hosts():

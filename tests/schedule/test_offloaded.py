@@ -119,8 +119,8 @@ def test_copies_of_cuda_tensors_are_pinned_and_waited_for_once(monkeypatch):
     assert waits == ["synchronised"]
 
 
-@pytest.mark.parametrize(("ranks", "cores", "each"), [(4, 32, 8), (8, 4, 1)])
-def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, cores, each):
+@pytest.mark.parametrize(("ranks", "at_once", "cores", "each"), [(4, 1, 32, 8), (8, 1, 4, 1), (2, 4, 32, 4)])
+def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, at_once, cores, each):
     """Ray starts its workers with OMP_NUM_THREADS=1, so one thread would update all offloaded states."""
     asked = []
     monkeypatch.setattr(rank, "usable_cores", lambda: cores)
@@ -129,7 +129,7 @@ def test_ranks_on_gpus_share_the_cores(monkeypatch, ranks, cores, each):
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "set_num_threads", asked.append)
-        rank._prepare_torch(Job(program=b"", ranks=ranks, device_type="cuda"), 0)
+        rank._prepare_torch(Job(program=b"", ranks=ranks, at_once=at_once, device_type="cuda"), 0)
         rank._prepare_torch(Job(program=b"", ranks=ranks, device_type="cuda", threads=3), 0)
     assert asked == [each, 3]
 
