@@ -6,6 +6,7 @@ import platform
 import shutil
 import sysconfig
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -117,6 +118,18 @@ def available_memory_mib() -> int:
 def share_of_host(ranks: int = 1) -> float:
     """Memory of this host for each of `ranks` ranks, whole MiB: 90 % of what is free, divided evenly."""
     return float(int(available_memory_mib() * 0.9 / ranks))
+
+
+def one_thread(name: str) -> ThreadPoolExecutor:
+    """Returns an executor of one thread, whose CUDA device is that of the calling thread, if this process uses CUDA.
+
+    A new thread uses device 0, where any CUDA call, as for pinned memory, would open a context from every rank."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+    own = torch.cuda.current_device()
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(own,))
 
 
 def usable_cores() -> int:

@@ -299,16 +299,19 @@ class EmulateRunner(Runner):
         return GLOO_GROUP_MIB * report.groups + RECORDED_MIB * min(RECORDED, report.messages)
 
     def nccl_mib(self, world: World) -> float:
-        """Memory of NCCL's communicators on a device, MiB: channels to the peers along each mesh axis, and the fixed part of each
-        communicator. It is assumed, not measured: an emulated rank has no communicators."""
+        """Memory of NCCL's communicators on a device, MiB: channels to the peers in each group, and the fixed part of each
+        communicator. Groups are those of the mesh's axes, of ranks that share sequences or experts, and of all ranks. It is
+        assumed, not measured: an emulated rank has no communicators."""
         hardware, total = self.emulation.hardware, 0.0
-        stride = 1
-        for size in (world.tp, world.sp, world.cp, world.dp, world.pp):
+        tp, replicas = world.tp, world.replicas
+        # The ranks of each group, and the distance between neighbours in it.
+        groups = {(tp, 1), (world.sp, tp), (world.cp, tp * world.sp), (replicas, tp), (world.pp, tp * replicas)}
+        groups |= {(world.size, 1), *([(world.ep, tp), (replicas // world.ep, tp * world.ep)] if world.ep > 1 else [])}
+        for size, stride in groups:
             if size > 1:
                 far = size * stride > hardware.devices_per_node
                 channels = NCCL_CHANNELS / 2 if far else NCCL_CHANNELS
                 total += NCCL_BASE_MIB + channels * NCCL_CHANNEL_MIB * min(2, size - 1)
-            stride *= size
         return total
 
     def stop(self, log: str) -> None:

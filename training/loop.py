@@ -4,11 +4,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ..base.device import one_thread
 from ..base.errors import Diverged, StudyError
 from ..base.option import Option, check_options
 from ..models.workload import Batch
@@ -83,6 +84,24 @@ class LoopResult:
     """This rank's peak, MiB."""
 
 
+class HostCopy:
+    """A copy of a tensor in host memory that is made while the device goes on."""
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        import torch
+
+        self._values, self._done = tensor.to("cpu", non_blocking=True), None
+        if tensor.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def tolist(self) -> list[float]:
+        """The values; waits for the copy alone, and not for what was given to the device later."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._values.tolist()
+
+
 class Loop:
     """Trains from a step on, on every rank.
 
@@ -132,11 +151,11 @@ class Loop:
         self._log = log if training.world.rank == 0 else lambda line: None
         self._stop, self._memory_mib, self._peak_flops = stop, memory_mib, peak_flops
         self._lr = [group["lr"] for group in training.optimizer.param_groups]
-        self._agreed: deque[torch.Tensor] = deque()
+        self._agreed: deque[HostCopy] = deque()
         self._losses: list[torch.Tensor] = []
         self._norm: torch.Tensor | None = None
         self._steady: list[float] = []
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._loader = one_thread("data")
         self._saved_at, self._saved_step, self._kept_step = time.monotonic(), step, step
         self._begun, self._first, self._idle_s = time.perf_counter(), step, 0.0
 
@@ -202,7 +221,7 @@ class Loop:
         totals = torch.cat([gradients.square(training).reshape(1), marks])
         if training.world.size > 1:
             torch.distributed.all_reduce(totals)
-        self._agreed.append(totals[1:])
+        self._agreed.append(HostCopy(totals[1:]))
         self._norm = totals[0].sqrt()
         if self._hyper.clip:
             factor = (self._hyper.clip / (self._norm + 1e-6)).clamp(max=1.0)

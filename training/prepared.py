@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.device import one_thread
 from ..base.errors import StudyError, UsageError
 from ..knobs.text import config_text
 from ..models.batches import batch_slice, entries, to_device
@@ -177,7 +177,7 @@ class Loader:
         if self.position < self._past:  # skips batches of the epoch that no step used
             self.position = self._past
         end, step, known = self._end(), self._training.samples_per_step, self._set
-        with ThreadPoolExecutor(1, thread_name_prefix="data") as reader:
+        with one_thread("data") as reader:
             read, samples = self._training.pinned_share, self.samples
             at = self.position
             following = reader.submit(read, samples, at)
@@ -509,17 +509,26 @@ class Info:
         Returns:
             The state on rank 0; empty on the others.
         """
-        from ..schedule import full_state_dict
+        from ..schedule.parallel.sharding import whole_tensors
 
-        world, state = self.world, full_state_dict(self.training.model)
-        # Every stage has the weights of its layers.
-        keeps = self.main if world.pp == 1 else world.replica == 0 and world.tp_rank == 0
-        own = {name: each.detach().to("cpu", copy=True) for name, each in state.items()} if keeps else {}
-        if world.pp == 1:
-            return own
-        stages: list[Any] | None = [None] * world.size if self.main else None
-        dist.gather_object(own, stages, group=self._group)
-        return {name: each for stage in stages or () for name, each in stage.items()}
+        world, state = self.world, dict[str, torch.Tensor]()
+        keeps = world.replica == 0 and world.tp_rank == 0
+        # One tensor at a time, since together they may not fit on a device.
+        for name, each in whole_tensors(self.training.model):
+            if keeps and self.main:
+                state[name] = each.detach().to("cpu", copy=True)
+            elif keeps:  # every stage has the weights of its layers
+                dist.send_object_list([(name, each.detach().cpu())], dst=0, group=self._group)
+        if keeps and not self.main:
+            dist.send_object_list([None], dst=0, group=self._group)
+        for stage in range(1, world.pp) if self.main else ():
+            received: list[Any] = [None]
+            while True:
+                dist.recv_object_list(received, src=stage * world.replicas * world.tp, group=self._group)
+                if received[0] is None:
+                    break
+                name, state[name] = received[0]
+        return state
 
     def __repr__(self) -> str:
         return f"Info({config_text(self.config)}; {self.why})"

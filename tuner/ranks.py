@@ -89,7 +89,6 @@ def decide_once(here: RankPlace, decide: Callable[[], Any]) -> tuple[Any, Joined
 
 
 def _at_the_store(here: RankPlace, decide: Callable[[], Any]) -> Any:
-    import torch
     import torch.distributed as dist
 
     found_store, rank, size = next(dist.rendezvous("env://", here.rank, here.size))
@@ -99,11 +98,11 @@ def _at_the_store(here: RankPlace, decide: Callable[[], Any]) -> Any:
     else:
         store.wait([_KEY], PATIENCE)
     found = _read(store.get(_KEY))
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(here.local_rank)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", store=dist.PrefixStore("redline", store), rank=rank, world_size=size
+        "nccl" if _device(here).type == "cuda" else "gloo",
+        store=dist.PrefixStore("redline", store),
+        rank=rank,
+        world_size=size,
     )
     return found
 
@@ -177,5 +176,9 @@ def _device(here: RankPlace) -> "torch.device":
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(here.local_rank)
-    return torch.device("cuda", here.local_rank)
+    # The program may have chosen a device. A process may see one GPU only, whatever its local rank, and without a launcher
+    # that says otherwise the local rank is the global one.
+    own = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    index = own or here.local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

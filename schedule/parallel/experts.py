@@ -33,6 +33,7 @@ from ...base.errors import ScheduleError
 from .. import collectives as differentiable
 from ..forward import Inner, Layer, argument_names, layers_of, named_arguments
 from .collectives import Axis, all_to_all_rows, axis_of, through
+from .sharding import scale_gradients
 
 
 class ExpertParallel(Layer):
@@ -308,8 +309,7 @@ def cut_copies(module: nn.Module, mesh: Any, policy: Any, reshard_after_forward:
     # A gradient is a mean over all replicas; it already includes those that share the experts, through their rows.
     # (`set_gradient_divide_factor` divides twice in torch 2.13 if one rank has the experts, or gloo refuses it.)
     replicas = axis_of(mesh, "dp")
-    factor = axis.size / (1 if replicas is None else replicas.size)
-    made.set_all_reduce_hook(lambda gradients: gradients.mul_(factor))
+    scale_gradients(made, axis.size / (1 if replicas is None else replicas.size))
 
 
 def copies_of_experts(module: nn.Module) -> dict[nn.Parameter, Axis]:

@@ -121,7 +121,8 @@ class RingMask:
     def _places(self, rank: int) -> torch.Tensor:
         """Returns the positions in the sequence of a rank's tokens."""
         places = torch.arange(self.length, device=self.device).view(-1, self.stretch)
-        return places[list(stretches_of(rank, self.ranks))].flatten()
+        # An index that is a list would be copied to the device, which waits for it.
+        return torch.cat([places[stretch] for stretch in stretches_of(rank, self.ranks)])
 
     def _pairs(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         assert self.allowed is not None, "blocks with a mask are of a mask"

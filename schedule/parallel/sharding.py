@@ -5,6 +5,7 @@ are used rather than DTensor for two reasons: a fused projection (q, k and v in 
 DTensor placement keeps through an optimizer, and model code written without parallelism in mind computes with them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,12 +133,30 @@ def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return shard.join(tensor) if shard is not None else tensor
 
 
+def scale_gradients(part: Any, factor: float) -> None:
+    """Has FSDP multiply the averaged gradients of a part by a factor, in place."""
+
+    def scale(gradients: torch.Tensor) -> None:
+        if gradients.is_cuda:
+            # FSDP runs this and what follows on another stream than the one that the buffer belongs to, and does not keep it.
+            gradients.record_stream(torch.cuda.current_stream(gradients.device))
+        gradients.mul_(factor)
+
+    part.set_all_reduce_hook(scale)
+
+
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the state of a scheduled model with the original names and shapes; all ranks call it.
 
     It loads into the unscheduled model; `load_full_state_dict` loads the state of that into a scheduled model.
     """
-    return {key: whole(*owner(module, key), value) for key, value in module.state_dict().items()}
+    return dict(whole_tensors(module))
+
+
+def whole_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of `full_state_dict`, each gathered when it is asked for; all ranks iterate to the end."""
+    for key, value in module.state_dict().items():
+        yield key, whole(*owner(module, key), value)
 
 
 @torch.no_grad()

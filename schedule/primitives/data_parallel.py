@@ -19,7 +19,7 @@ from ..parallel.collectives import Axis, axis_of, divided, neighbours
 from ..parallel.experts import copied_experts, copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
 from ..parallel.sequences import CutSequence, cut_sequence as cut, obstacle
-from ..parallel.sharding import is_dtensor, local
+from ..parallel.sharding import is_dtensor, local, scale_gradients
 from ..parallel.sharing import shared_parameters, sharing_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -263,8 +263,7 @@ def _shard(
     )
     if sharing is not None:
         # A mean over all ranks; over those that share samples it is a sum.
-        parts = sharing.parts.size
-        made.set_all_reduce_hook(lambda gradients: gradients.mul_(parts))
+        scale_gradients(made, sharing.parts.size)
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) -> None:
@@ -278,10 +277,21 @@ def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) 
         cutting.cut(part)
     if context.pipeline is None:
         _cut_root(sch, module, context, given, cutting)
-    elif cutting.gather == "step":  # whole until the last micro-batch
+    else:
+        _share_buffers(context.pipeline, cutting.parts)
+    if context.pipeline is not None and cutting.gather == "step":  # whole until the last micro-batch
         for part in cutting.parts:
             part.set_reshard_after_backward(False)
             context.pipeline.after_passes += [each.reshard for each in (part, *spread_experts(part))]
+
+
+def _share_buffers(pipeline: Any, parts: Sequence[nn.Module]) -> None:
+    """Has the parts of a stage free the buffers of their gradients one after the other, as the parts of one module do. Each is a
+    root of its own, and would keep its buffer until the backward pass of the whole stage has ended."""
+    from torch.distributed.fsdp import share_comm_ctx
+
+    for stage in pipeline.own_stages:
+        share_comm_ctx([unit.module for unit in pipeline.units if unit.stage == stage and unit.module in parts])
 
 
 def _cut_root(

@@ -100,6 +100,26 @@ def test_pipeline_and_data_parallel_together(four, make_transformer, seed):
     four.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2, "dp": 2}, [0], 2, None, None, 1)
 
 
+def contexts_of_stages(make):
+    """Returns, for each stage of this rank, the number of its parts and of their communication contexts."""
+    blocks = schedule_of("gpt2").blocks(sch := create_schedule(make("gpt2", layers=8), mesh(pp=2, dp=2)))
+    for index in (1, 3, 5):
+        blocks[index].cut_pipeline_stage()
+    model, _ = build(sch.pipeline("interleaved", 2).shard_data(zero=3), device=rank_device())
+    found = {}
+    for unit in model.pipeline.units:
+        if hasattr(unit.module, "_get_fsdp_state"):
+            found.setdefault(unit.stage, []).append(id(unit.module._get_fsdp_state()._comm_ctx))
+    assert len({each for contexts in found.values() for each in contexts}) == len(found), "stages have their own"
+    return {stage: (len(contexts), len(set(contexts))) for stage, contexts in found.items()}
+
+
+def test_the_parts_of_a_stage_free_the_buffers_of_their_gradients_one_after_the_other(four, make_transformer):
+    for found in four.run(contexts_of_stages, make_transformer):
+        assert len(found) == 2
+        assert all(parts >= 2 and contexts == 1 for parts, contexts in found.values())
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("zero", [0, 2, 3])

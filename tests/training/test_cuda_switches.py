@@ -1,5 +1,7 @@
 """Effects of torch's CUDA switches on a training, tested without a device."""
 
+import threading
+
 import pytest
 import torch
 from redline.base.errors import WorkloadError
@@ -110,3 +112,20 @@ def test_tf32_costs_the_memory_of_float32_and_the_time_of_its_own_rate():
         <= 7.39 / products_of(made.hardware).sustained
     )
     assert bf16.step_ms < tf32.step_ms < fp32.step_ms
+
+
+def test_a_thread_of_ones_own_uses_the_device_of_the_rank(monkeypatch):
+    from redline.base.device import one_thread
+
+    selected = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda index: selected.append((index, threading.current_thread().name))
+    )
+    with one_thread("data") as thread:
+        thread.submit(int).result()
+    assert selected == [], "no context is opened where CUDA is not in use"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with one_thread("data") as thread:
+        thread.submit(int).result()
+    assert selected == [(3, "data_0")]

@@ -1,6 +1,7 @@
 """A user's own loop trains the same weights through `redline.accelerate` as in plain PyTorch."""
 
 import functools
+import weakref
 
 import pytest
 import redline
@@ -135,6 +136,24 @@ def half_frozen(config):
 @pytest.mark.parametrize("config", [{"micro_batch": 2}, {"micro_batch": 8}], ids=str)
 def test_a_stage_may_have_nothing_to_train(two, config):
     hold(two.run(half_frozen, {"pp": 2, **config})[0], half_frozen({"micro_batch": 8}))
+
+
+def test_the_whole_state_is_copied_one_tensor_at_a_time(monkeypatch):
+    from redline.schedule.parallel import sharding
+
+    info = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 8}, global_batch=8).info
+    whole, alive, counts = sharding.whole, set(), []
+
+    def counted(module, name, tensor):
+        found = whole(module, name, tensor).clone()
+        alive.add(number := len(counts))
+        weakref.finalize(found, alive.discard, number)
+        counts.append(len(alive))
+        return found
+
+    monkeypatch.setattr(sharding, "whole", counted)
+    assert len(info.state_dict()) == len(counts) > 10
+    assert max(counts) <= 2, "the last one is there while the next one is gathered"
 
 
 def order(config):

@@ -4,6 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 from redline.base.errors import RunnerError
 from redline.tuner import ranks
 from redline.tuner.ranks import own_part
@@ -64,3 +65,19 @@ def test_a_rank_that_never_comes_is_named(store, monkeypatch):
     monkeypatch.setattr(ranks, "START_S", 0.3)
     with pytest.raises(RunnerError, match=r"rank 0 has waited for the others for 0 s; missing: 1, 2"):
         own_part(store, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "chosen", "expected"),
+    [(3, 8, None, 3), (3, 8, 0, 3), (3, 1, None, 0), (11, 8, None, 3), (11, 8, 5, 5)],
+    ids=["torchrun", "on device 0 by default", "one GPU for each task", "no local rank", "the program's choice"],
+)
+def test_a_rank_trains_on_a_gpu_that_it_sees(monkeypatch, local_rank, visible, chosen, expected):
+    selected = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: chosen is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    place = ranks.RankPlace(rank=11, local_rank=local_rank, size=16)
+    assert ranks._device(place) == torch.device("cuda", expected) and selected == [expected]

@@ -3,12 +3,13 @@
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...base.device import one_thread
 from ...models.layouts.dcp import Piece, boxes, save_planner
 from ...models.layouts.lazy import Box
 from .folder import REPLACES, CheckpointFolder, described
@@ -134,10 +135,7 @@ class Saver:
         self._known: set[Any] = set()
         """Keys of all parts of this rank when the parts were last assigned."""
         self._buffers: dict[Any, torch.Tensor] = {}
-        # A new thread uses device 0, where any CUDA call would open a context from every rank.
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=_on_device, initargs=(_current_device(),)
-        )
+        self._thread = one_thread("checkpoint")
         self._pending: Future[Saved] | None = None
         self._kept = False
         """True if the frozen tensors are saved."""
@@ -333,21 +331,6 @@ def shared_out(all_ranks: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
         loads[rank] += all_ranks[rank][place] + 1
         out[rank].add(place)
     return out
-
-
-def _current_device() -> int | None:
-    """CUDA device of the calling thread; None in a process that does not use CUDA."""
-    import torch
-
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-
-def _on_device(index: int | None) -> None:
-    """Selects a CUDA device in the calling thread."""
-    import torch
-
-    if index is not None:
-        torch.cuda.set_device(index)
 
 
 def _or_reason(what: Any) -> Any:

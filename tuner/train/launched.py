@@ -47,7 +47,7 @@ def train_rank(request: TrainRequest, place: RankPlace, listener: TrainListener)
             meter = CudaMemoryMeter([joined.device])
         context = RankContext(
             rank=place.rank,
-            local_rank=place.local_rank,
+            local_rank=place.local_rank if joined.device.index is None else joined.device.index,
             world_size=place.size,
             device_type=joined.device.type,
             init_method="env://",
