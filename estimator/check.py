@@ -1,7 +1,6 @@
 """Predictions for a user's own configuration: fit, speed, bottleneck, and faster configurations."""
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
@@ -16,7 +15,7 @@ from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
 from ..knobs.text import config_text
-from ..models.presets import PRESETS
+from ..models.presets import preset_of
 from ..models.request import ModelRequest
 from ..models.resolve import stated, workload as resolve_workload
 from ..models.server_model import ServerModel
@@ -50,7 +49,6 @@ _LINKS = {
     "pipeline transfers": "pp",
     "stalls": "pp",
 }
-_ENDINGS = re.compile(r"-(hf|instruct|thinking|chat|base|it|pretrain|v\d[\d.]*|sft|uncased|\d{4})$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,26 +253,6 @@ class _Asked:
 
 def _parameters(estimator: Estimator) -> int:
     return next(iter(estimator._facts.values())).parameters
-
-
-def preset_of(name: str) -> str | None:
-    """The preset that a hub id or a recipe's name refers to; None if there is none.
-
-    >>> preset_of("meta-llama/Meta-Llama-3-8B-Instruct"), preset_of("llama3_8b"), preset_of("deepseek_v3-671B")
-    ('llama3-8b', 'llama3-8b', 'deepseek-v3')
-    """
-    text = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
-    while text not in PRESETS and (shorter := _ENDINGS.sub("", text)) != text:
-        text = shorter
-    joined = re.sub(r"^([a-z]+)-(\d)", r"\1\2", text)
-    # Llama 3.1 and 3.3 have the sizes of Llama 3.
-    for each in (text, joined, re.sub(r"^llama3\.[13]-", "llama3-", joined)):
-        if each in PRESETS:
-            return each
-    # A family of one size, which the name states.
-    family, _, size = text.rpartition("-")
-    named = PRESETS.get(family)
-    return family if named is not None and size == f"{named.parameters / 1e9:.0f}b" else None
 
 
 def _model(

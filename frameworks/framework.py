@@ -15,6 +15,8 @@ from ..knobs.strategy import STANDARD, Strategy
 
 Settings = Mapping[str, Any]
 """Settings of a file or command by name."""
+MOST = 10**12
+"""Larger numbers are not sizes of a training."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
 
 
@@ -187,9 +189,9 @@ class Stated:
         self._plain[self._key(key)] = (self.name(key), value)
 
     def whole(self, *keys: str) -> int | None:
-        """The first of these settings that is a whole number of at least 1; None if there is none."""
+        """The first of these settings that is a whole number from 1 to `MOST`; None if there is none."""
         value = number(self.get(*keys))
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+        return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST else None
 
     def flag(self, *keys: str) -> bool | None:
         """The first of these settings as a flag; None if it is absent or not a flag."""

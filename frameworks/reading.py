@@ -235,8 +235,9 @@ def _change(source: Source, stated: Stated, key: str, new: Any) -> Change:
     return Change(where=source.where, key=name, old=old, new=new, text=text)
 
 
-def read(given: str | os.PathLike[str] | Sequence[str]) -> TrainerConfig:
-    """Reads a file (TOML, YAML, JSON, a shell script) or a command, as a text or its words.
+def read(given: str | os.PathLike[str] | Sequence[str], *, files: bool = True) -> TrainerConfig:
+    """Reads a file (TOML, YAML, JSON, a shell script) or a command, as a text or its words. With `files` false, no file
+    that the words of a command name is opened.
 
     >>> made = read("torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 --micro-batch-size 2 --bf16")
     >>> made.framework, made.devices, made.config["tp"]
@@ -249,7 +250,7 @@ def read(given: str | os.PathLike[str] | Sequence[str]) -> TrainerConfig:
         sources, beside = _of_file(path_of(given))
     else:
         words = _shell_words(given, COMMAND) if isinstance(given, str) else list(given)
-        sources, beside = _of_words(words, COMMAND)
+        sources, beside = _of_words(words, COMMAND, files=files)
     if not sources:
         raise UsageError(_unrecognised(str(given) if isinstance(given, os.PathLike) else given))
     return combined(sources, beside)
@@ -325,7 +326,7 @@ def _of_file(path: Path) -> Found:
     if path.suffix in (".sh", ".bash"):
         sources, facts = _of_words(_shell_words(_text(path), str(path)), str(path), form="shell")
         return sources, facts
-    settings = _document(path)
+    settings = read_document(path)
     framework = _recognised(settings)
     if framework is None:
         raise UsageError(_unrecognised(str(path)))
@@ -341,7 +342,7 @@ def _text(path: Path) -> str:
         raise UsageError(f"{path} is not text in UTF-8") from error
 
 
-def _document(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
     """Settings of a file.
 
     Raises:
@@ -380,8 +381,8 @@ _FILES = {
 _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 
 
-def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path) -> Found:
-    """A source, preceded by those of the files that it names."""
+def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path | None) -> Found:
+    """A source, preceded by those of the files that it names, relative to a folder; None: they are not opened."""
     out: list[Source] = []
     facts: dict[str, Any] = {"notes": []}
     own = dict(settings)
@@ -389,7 +390,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
         if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
             own |= {f"fsdp_config.{key}": each for key, each in _inline(name, value).items()}
         kind = _FILES.get(plain(name))
-        if kind is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
+        if kind is None or folder is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
             continue
         file = next((each for each in (Path(value), folder / value) if each.is_file()), None)
         if file is None:
@@ -400,7 +401,7 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
             offload = {"zero_optimization.offload_optimizer.device": "cpu"} if "offload" in value else {}
             found = {"zero_optimization.stage": int(stage[1]), **offload}
         else:
-            found = _document(file)
+            found = read_document(file)
             if kind == "trainer":
                 own |= {f"fsdp_config.{key}": each for key, each in found.items()}
                 continue
@@ -499,8 +500,8 @@ def _begins(word: str) -> bool:
     )
 
 
-def _of_words(words: list[str], where: str, form: str = "") -> Found:
-    """Sources of a command, and the devices that its launcher starts."""
+def _of_words(words: list[str], where: str, form: str = "", *, files: bool = True) -> Found:
+    """Sources of a command and of the files that it names, and the devices that its launcher starts."""
     environment: dict[str, str] = {}
     while (
         words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL) and not any(each in words[0] for each in ("{",))
@@ -513,13 +514,15 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     facts = _processes(launched, launcher, environment)
     sources: list[Source] = []
     if any(Path(word).name == "accelerate" for word in launcher):
-        found, more = _with_files(find_framework("accelerate"), _without(launched), where, form or "options", Path())
+        found, more = _with_files(
+            find_framework("accelerate"), _without(launched), where, form or "options", Path() if files else None
+        )
         sources += [each for each in found if len(each.settings)]
         facts = more | facts
     settings = _named(own)
     if "CONFIG_FILE" in environment:
         settings.setdefault("job.config_file", environment["CONFIG_FILE"])
-    files = [
+    named = [
         word
         for word in own[1:]
         if word.endswith((".yaml", ".yml", ".toml", ".json")) and not word.startswith("-") and "=" not in word
@@ -528,17 +531,17 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
     taken = {
         each
         for value in settings.values()
-        for each in (value if isinstance(value, list) and value[0] in files else [value])
+        for each in (value if isinstance(value, list) and value[0] in named else [value])
         if isinstance(each, str)
     }
-    files = [word for word in files if word not in taken]
+    named = [word for word in named if word not in taken]
     framework = _of_command(own, settings)
     for key in ("config", "config_file"):
         stated = settings.get(key)
         if isinstance(stated, str) and stated.endswith(SUFFIXES[:4]):
-            files.append(stated)
+            named.append(stated)
             settings.pop(key)
-    for file in files:
+    for file in named if files else ():
         found, more = _of_file(Path(file))
         facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
         sources += found
@@ -559,9 +562,15 @@ def _of_words(words: list[str], where: str, form: str = "") -> Found:
             if len(own) > 2 and not own[2].startswith("-"):
                 settings.setdefault("model_name", own[2])
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
-        found, more = _with_files(framework, settings, where, form or assigned, Path())
+        found, more = _with_files(framework, settings, where, form or assigned, Path() if files else None)
         sources += found
         facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
+    # An option without a value hides the setting of a file.
+    empty = {plain(name) for name, value in (*launched.items(), *settings.items()) if value == ""}
+    sources = [
+        replace(each, settings={name: v for name, v in each.settings.items() if v == "" or plain(name) not in empty})
+        for each in sources
+    ]
     return sources, facts
 
 

@@ -313,10 +313,9 @@ def read(stated: Stated) -> None:
     elif pp == 1:
         knobs["grad_accum"] = 1
     replicate = stated.whole(_REPLICATE, "training.data_parallel_replicate_degree") or 1
-    shard = stated.get(_SHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree")
-    shard = int(shard) if shard is not None else -1
+    shard = stated.whole(_SHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree")
     # It also shards over the ranks of a ring, which share their samples.
-    if shard > 0:
+    if shard is not None:
         knobs["dp"] = replicate * shard
     if shard == 1 and knobs.get("cp", 1) == 1:
         knobs["zero"] = 0

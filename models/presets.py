@@ -1,5 +1,6 @@
 """Named models: published shapes, and small ones of the same families."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -383,6 +384,29 @@ PRESETS: Mapping[str, Preset] = {
     for name, model_type, task, parameters, seq_len, global_batch, arguments in _TABLE
 }
 """All presets by name, the tiny ones first."""
+
+
+_ENDINGS = re.compile(r"-(hf|instruct|thinking|chat|base|it|pretrain|v\d[\d.]*|sft|uncased|\d{4})$")
+
+
+def preset_of(name: str) -> str | None:
+    """The preset that a hub id or a recipe's name refers to; None if there is none.
+
+    >>> preset_of("meta-llama/Meta-Llama-3-8B-Instruct"), preset_of("llama3_8b"), preset_of("deepseek_v3-671B")
+    ('llama3-8b', 'llama3-8b', 'deepseek-v3')
+    """
+    text = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
+    while text not in PRESETS and (shorter := _ENDINGS.sub("", text)) != text:
+        text = shorter
+    joined = re.sub(r"^([a-z]+)-(\d)", r"\1\2", text)
+    # Llama 3.1 and 3.3 have the sizes of Llama 3.
+    for each in (text, joined, re.sub(r"^llama3\.[13]-", "llama3-", joined)):
+        if each in PRESETS:
+            return each
+    # A family of one size, which the name states.
+    family, _, size = text.rpartition("-")
+    named = PRESETS.get(family)
+    return family if named is not None and size == f"{named.parameters / 1e9:.0f}b" else None
 
 
 def list_presets() -> list[dict[str, Any]]:

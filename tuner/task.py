@@ -1,7 +1,7 @@
 """Resolves the target of a search (a workload, a callable or a command), its space, and its devices."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import mul
 from pathlib import Path
@@ -181,15 +181,16 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
                 "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
             )
     space, allowed = request.space_or(partial(_declared, target, request, count), foreign)
+    if "grad_accum" in space.by_name:
+        trained = replace(trained, global_batch=None)
     if total is not None and (foreign is None or "grad_accum" not in space.by_name):
         _share(space, total, count)
-    elif (
-        total is None and trained.global_batch and "micro_batch" in space.by_name and "grad_accum" not in space.by_name
-    ):
-        space.require(trained.global_batch % _of_a_pass(space, count) == 0, f"global batch {trained.global_batch}")
+    elif total is None and trained.global_batch and "micro_batch" in space.by_name:
+        passed = _of_a_pass(space, max(1, count // trained.split))
+        space.require(trained.global_batch % passed == 0, f"global batch {trained.global_batch}")
     _check_effects(space, request.fix)
     stated = foreign.stated if foreign is not None else frozenset()
-    command = Commands(target, space, devices=count, global_batch=total, stated=stated)
+    command = Commands(target, space, devices=count, global_batch=total, own_batch=trained.global_batch, stated=stated)
     if command.unplaced:
         values = config_text({name: space[name].default for name in command.unplaced}, between=", ")
         model_notes += (

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from redline.estimator import Shape
-from redline.estimator.check import preset_of
 from redline.estimator.trainers import numbers_of
+from redline.models.presets import preset_of
 from redline.models.resolve import stated
 
 from .form import Left

@@ -146,7 +146,7 @@ class CommandLine:
         Raises:
             UsageError: it is empty, a quotation mark is unbalanced, or an expression is invalid.
         """
-        words = list(command) if not isinstance(command, str) else _split(command)
+        words = list(command) if not isinstance(command, str) else split_words(command)
         environment = []
         if isinstance(command, str):
             while words and (match := _ASSIGNMENT.match(words[0])):
@@ -217,8 +217,12 @@ def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
         return False
 
 
-def _split(command: str) -> list[str]:
-    """Splits a command into words as a shell does; braced parts stay together."""
+def split_words(command: str) -> list[str]:
+    """Splits a command into words as a shell does; braced parts stay together.
+
+    Raises:
+        UsageError: a quotation mark is unbalanced.
+    """
     kept: list[str] = []
 
     def keep(match: re.Match[str]) -> str:

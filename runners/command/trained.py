@@ -2,34 +2,35 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError
-from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_named
-from ...frameworks.framework import Stated
+from ...frameworks.framework import Stated, plain
 from ...frameworks.launcher import PLACED
-from ...frameworks.megatron_model import architecture_of
+from ...frameworks.reading import COMMAND, TrainerConfig, options_of, read, read_document
 from ...frameworks.registry import find_launcher
 from ...frameworks.stated_space import ForeignSpace
-from ...frameworks.trainer import SEQ_LEN as TRAINER_LENGTHS
+from ...frameworks.trainer import MODEL as TRAINER_MODEL, SEQ_LEN as TRAINER_LENGTHS
 from ...models.architecture import Architecture
-from ...models.presets import PRESETS
+from ...models.presets import preset_of
 from ...models.server_model import ServerModel
 from .command import Command
+from .template import split_words
+from .work import SPLITS
 
-MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model", "model_path", "model_name", "model")
-"""Options that name a model; the first one given counts."""
+MODEL = (*TRAINER_MODEL, "base_model_config", "base_model", "model_path")
+"""Options that name a model in commands of any trainer; the first one given counts."""
 RECIPE = ("config", "factory", "recipe", "flavor")
 """Options that name a recipe, which may be that of a preset."""
 SEQ_LEN = (*TRAINER_LENGTHS, "cutoff_len", "sequence_len", "seq_len")
 """Options for the tokens per sample."""
 PRECISION = ("mixed_precision", "precision", "dtype", "torch_dtype")
 """Options for the number format, besides the switches `bf16` and `fp16`."""
-_COUNT = re.compile("0*[1-9][0-9]{0,11}")
-_OFF = ("false", "no", "none", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,98 +43,81 @@ class CommandTraining:
     """A model given by its sizes, as with the flags of Megatron-LM."""
     seq_len: int | None = None
     global_batch: int | None = None
-    """Samples per step, given by the launcher's option."""
+    """Samples per step."""
     precision: str | None = None
-    """`bf16`, `fp16` or `fp32`."""
+    split: int = 1
+    """Devices that share a replica by the degrees that the command gives."""
 
     @classmethod
     def by(cls, command: Command) -> "CommandTraining":
-        """Reads options `--name value`, `--name=value` and `name=value`, also with hyphens, and, if the command reads
-        files, keys of the YAML and JSON files that it names or has rendered.
+        """Reads the command as `redline check` does, with the files that it names if it reads files. Facts that no known
+        framework gives are those of options with a usual name, and of such keys in the files that it names or renders.
         """
         words = _words(command)
-        options = dict(_options(words))
-        files = (*words, *(match["file"] for each in command.render if (match := PLACED.fullmatch(each))))
-        for path in files if command.reads_files else ():
-            for name, value in _keys(path):
-                options.setdefault(name, value)
-        options = {name: value for name, value in options.items() if "{" not in value}
+        found = _trainer(command, words)
+        usual = _usual(command, words)
+        stated = {name: value for name, value in found.config.items() if name in found.stated} if found else {}
         launcher = find_launcher(command.launcher) if command.launcher is not None else None
-        total = (launcher.samples(command) if launcher is not None else None) or ""
-        length = next((options[name] for name in SEQ_LEN if _is_count(options.get(name, ""))), None)
-        stated = next((options[name] for name in MODEL if options.get(name)), None)
-        models = (command.named(each) for each in (stated, _preset(options)) if each)
+        total = Stated({"total": launcher.samples(command) if launcher is not None else None}, COMMAND).whole("total")
+        model = next((name for each in MODEL if isinstance(name := usual.get(each), str)), None)
+        recipes = (preset_of(str(each)) for each in (found and found.model, *map(usual.get, RECIPE)) if each)
+        models = (command.named(each) for each in (model, *recipes) if each)
+        lengths = (found and found.seq_len, *map(usual.whole, SEQ_LEN))
         return cls(
             model=next((model for model in models if model is not None), None),
-            architecture=_of_megatron(options),
-            seq_len=int(length) if length else None,
-            global_batch=int(total) if _is_count(total) else None,
-            precision=_precision(options),
+            architecture=_architecture(found.architecture) if found and found.architecture else None,
+            seq_len=next(filter(None, lengths), None),
+            global_batch=total or (found.global_batch if found else None),
+            precision=stated.get("precision") or _precision(usual),
+            split=prod(stated.get(name, 1) for name in SPLITS),
         )
 
 
-def _is_count(text: str) -> bool:
-    """True if a text is a whole number of at least 1."""
-    return _COUNT.fullmatch(text) is not None
+def _words(command: Command) -> list[str]:
+    """The command's words, with empty ones in place of templates."""
+    try:
+        words = split_words(command.command) if isinstance(command.command, str) else command.command
+    except UsageError:  # reported when the command is parsed as a template
+        return []
+    parts = [(word, *word.partition("=")[:2]) for word in words]
+    return [
+        word if "{" not in word else f"{name}=" if equals and "{" not in name else "" for word, name, equals in parts
+    ]
 
 
-def _preset(options: Mapping[str, str]) -> str | None:
-    """Returns a preset named by a recipe, such as torchtitan's and NeMo's `llama3_8b`."""
-    names = (options.get(name, "").lower().replace("_", "-") for name in RECIPE)
-    return next((name for name in names if name in PRESETS), None)
-
-
-def _of_megatron(options: Mapping[str, str]) -> Architecture | None:
-    """Returns the model that flags of Megatron-LM describe."""
-    found = architecture_of(Stated({name: value or True for name, value in options.items()}, "the command"))
-    if found is None:
-        return None
-    arguments = {name: value for name, value in found.items() if name != "model_type"}
-    return Architecture(model_type=found["model_type"], arguments=arguments, task="causal")
-
-
-def _precision(options: dict[str, str]) -> str | None:
-    for name in ("bf16", "fp16"):
-        if name in options and options[name].lower() not in _OFF:
-            return name
-    for name in PRECISION:
-        if value := options.get(name, "").lower():
-            if "bf16" in value or "bfloat16" in value:
-                return "bf16"
-            return "fp16" if "16" in value else "fp32"
+def _trainer(command: Command, words: Sequence[str]) -> TrainerConfig | None:
+    """Returns the training of a known framework; without the files that the command names if they cannot be read."""
+    for files in (True, False) if command.reads_files else (False,):
+        with suppress(UsageError):
+            return read(words, files=files)
     return None
 
 
-def _words(command: Command) -> list[str]:
-    if not isinstance(command.command, str):
-        return list(command.command)
-    try:
-        return shlex.split(command.command)
-    except ValueError:  # reported when the command is parsed as a template
-        return []
+def _usual(command: Command, words: Sequence[str]) -> Stated:
+    """Returns a command's options, and the settings of the files that it names or renders."""
+    settings = {plain(name): value[0] if isinstance(value, list) else value for name, value in options_of(words)}
+    rendered = (match["file"] for each in command.render if (match := PLACED.fullmatch(each)))
+    for file in map(Path, (*words, *rendered) if command.reads_files else ()):
+        if file.name.removesuffix(".in").endswith((".yaml", ".yml", ".json")) and file.is_file():
+            with suppress(UsageError):  # reported when the file is rendered, or by the command itself
+                for name, value in read_document(file).items():
+                    settings.setdefault(plain(name), value)
+    return Stated({name: value for name, value in settings.items() if "{" not in str(value)}, COMMAND)
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for word, after in zip(words, (*words[1:], "--")):
-        name, equals, value = word.partition("=")
-        name = name.lstrip("-").replace("-", "_")
-        if equals:
-            yield name, value
-        elif word.startswith("--"):
-            yield name, "" if after.startswith("--") else after
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    arguments = {name: value for name, value in config.items() if name != "model_type"}
+    return Architecture(model_type=config["model_type"], arguments=arguments, task="causal")
 
 
-def _keys(path: str) -> Iterator[tuple[str, str]]:
-    """Yields the scalars at the top level of a YAML or JSON file."""
-    file = Path(path)
-    if file.name.endswith((".yaml", ".yml", ".json", ".yaml.in", ".yml.in", ".json.in")) and file.is_file():
-        try:
-            document = parse_yaml(read_named(file, at_most=LARGEST_DOCUMENT))
-        except (OSError, Malformed):  # reported when the file is rendered, or by the command itself
-            return
-        for name, value in document.items() if isinstance(document, dict) else ():
-            if isinstance(value, str | int):
-                yield str(name), str(value)
+def _precision(usual: Stated) -> str | None:
+    for name in ("bf16", "fp16"):
+        if usual.has(name) and usual.flag(name) is not False:
+            return name
+    value = str(usual.get(*PRECISION) or "").lower()
+    if "bf16" in value or "bfloat16" in value:
+        return "bf16"
+    return None if not value else "fp16" if "16" in value else "fp32"
 
 
 _TRIAL_DIR = "{trial_dir}"

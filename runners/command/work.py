@@ -90,6 +90,7 @@ class Commands(Work):
         space: with the command's knobs.
         devices: of one trial.
         global_batch: samples per step, if given.
+        own_batch: samples per step that the command states itself.
         stated: knobs with a single value stated by another tool's file, which the command need not use.
 
     Raises:
@@ -106,12 +107,15 @@ class Commands(Work):
         *,
         devices: int,
         global_batch: int | None = None,
+        own_batch: int | None = None,
         stated: Collection[str] = (),
     ) -> None:
         self.requested = command
         """The command as requested."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
         knobs = space.by_name
+        if command.samples is None and global_batch is None and own_batch is not None:
+            command = replace(command, samples=str(own_batch))
         whole = command
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)

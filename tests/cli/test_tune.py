@@ -278,6 +278,12 @@ def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
     assert {each["micro_batch"] for each in configs} > {1, 2}
     free = rl.Command(command=MEGATRON, launcher="megatron", model="gpt2")
     assert resolve_task(Request(free, **asked), simulated=described("h100-80gb")).without["grad_accum"] == 1
+    plain = f"{MEGATRON} --tensor-model-parallel-size 4 --micro-batch-size {{micro_batch}} --global-batch-size 16"
+    request = Request(rl.Command(command=plain), override={"micro_batch": (1, 2, 4, 8, 16)}, devices=8)
+    task = resolve_task(request, cluster=True)
+    assert task.without == {"global_batch": 16, "precision": "bf16"}
+    assert [each["micro_batch"] for each in task.space] == [1, 2, 4, 8], "two replicas of 4 devices"
+    assert task.command._work({"micro_batch": 2}) == 16
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import pytest
 from click.testing import CliRunner
 from redline.base.errors import UsageError
 from redline.cli.check import check as command
-from redline.estimator.check import check, preset_of
+from redline.estimator.check import check
 from redline.frameworks import read
+from redline.models.presets import preset_of
 
 RUN = "torchrun --nproc-per-node 8 run_clm.py --config_name gpt2 --block_size 1024 --bf16"
 CHECKPOINTED = f"{RUN} --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --gradient_checkpointing"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from redline.runners.command.command import Command
+from redline.runners.command.command import Command, ServerCommand
 from redline.runners.command.trained import CommandTraining
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch):
         ("python train.py --model-name-or-path=gpt2 --bf16 False --fp16 true", CommandTraining(model="gpt2", precision="fp16")),
         ("torchrun pretrain_gpt.py --bf16 --seq-length 4096", CommandTraining(seq_len=4096, precision="bf16")),
         ("accelerate launch --mixed_precision no train.py --model m", CommandTraining(model="m", precision="fp32")),
-        ("python cli.py fit --trainer.max_steps 3 --precision bf16-true", CommandTraining(precision="bf16")),
+        ("python cli.py fit --trainer.max_steps 3 --precision bf16-true", CommandTraining(precision="bf16_pure")),
         (
             "llamafactory-cli train model_name_or_path=m cutoff_len=64 fp16=true",
             CommandTraining(model="m", seq_len=64, precision="fp16"),
@@ -34,6 +34,55 @@ def folder(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_settings_are_read_from_the_command_s_arguments(command, expected):
     assert CommandTraining.by(Command(command=command)) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            "torchrun --nproc-per-node 8 pretrain_gpt.py --micro-batch-size {micro_batch} --global-batch-size 16 --bf16",
+            CommandTraining(global_batch=16, precision="bf16"),
+        ),
+        (
+            "torchrun pretrain_gpt.py --tensor-model-parallel-size 2 --context-parallel-size 2 --global-batch-size 16",
+            CommandTraining(global_batch=16, split=4),
+        ),
+        (
+            "torchrun pretrain_gpt.py --tensor-model-parallel-size {tp} --global-batch-size {micro_batch * 16} --fp16",
+            CommandTraining(precision="fp16"),
+        ),
+        (
+            "torchrun -m torchtitan.train --module llama3 --config llama3_8b --training.global_batch_size 32",
+            CommandTraining(model="llama3-8b", global_batch=32),
+        ),
+        (
+            "litgpt pretrain --train.global_batch_size 64 --train.max_seq_length 1024 --precision bf16-mixed",
+            CommandTraining(global_batch=64, seq_len=1024, precision="bf16"),
+        ),
+        (
+            "python run_clm.py --model_name_or_path weights --config_name sizes --per_device_train_batch_size 2",
+            CommandTraining(model="sizes"),
+        ),
+        ("python train.py --block_size 512 text.txt --model m more", CommandTraining(model="m", seq_len=512)),
+    ],
+)
+def test_a_command_of_a_known_framework_is_read_as_redline_check_reads_it(command, expected):
+    assert CommandTraining.by(Command(command=command)) == expected
+
+
+def test_files_of_a_known_framework_give_its_batch_and_formats_unless_files_may_not_be_read():
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 32, "bf16": {"enabled": True}}))
+    command = "deepspeed run_clm.py --deepspeed ds.json --model_name_or_path gpt2"
+    assert CommandTraining.by(Command(command=command)) == CommandTraining(
+        model="gpt2", global_batch=32, precision="bf16"
+    )
+    assert CommandTraining.by(ServerCommand(command=command)).global_batch is None
+    Path("run.toml").write_text("[training]\nglobal_batch_size = 32\n")
+    titan = "torchrun -m torchtitan.train --job.config_file run.toml"
+    assert CommandTraining.by(Command(command=titan)).global_batch == 32
+    assert CommandTraining.by(Command(command=f"{titan} --training.global_batch_size {{x}}")).global_batch is None
+    megatron = CommandTraining.by(Command(command="torchrun pretrain_gpt.py unknown.yaml --global-batch-size 16"))
+    assert megatron.global_batch == 16, "a file of another kind does not hide the command"
 
 
 MEGATRON = (
