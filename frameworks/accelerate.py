@@ -5,6 +5,9 @@ from typing import Any
 from ..knobs.strategy import Strategy
 from . import deepspeed
 from .common import (
+    DDP_HOOK,
+    FSDP_OFFLOAD,
+    FSDP_ZERO_1,
     no_fsdp_on_a_cpu,
     note_adamw,
     note_attention,
@@ -19,7 +22,7 @@ from .common import (
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import Launcher
 from .setup import PORT, Setup
-from .target import Target, hashed
+from .target import Target, as_yaml
 from .trainer import conventions
 
 CHECKED = ("accelerate", "1.15")
@@ -167,7 +170,7 @@ def _shards(setup: Setup) -> bool:
         setup.note("zero=0 beside tp: accelerate has no DDP with tp, so the replicas are sharded by FSDP2")
         return True
     if zero == 1:
-        setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+        setup.note(FSDP_ZERO_1)
     return zero > 0
 
 
@@ -206,7 +209,7 @@ def _fp8(setup: Setup) -> dict[str, Any]:
 def _fsdp(setup: Setup) -> dict[str, Any]:
     offload = setup.knob("offload") == "optimizer"
     if offload:
-        setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too")
+        setup.note(FSDP_OFFLOAD)
     stage = 2 if setup.exchange.gathered in ("update", "step") else 3
     zero = {name: value for name, value in KNOBS.write("zero", stage).items() if name != "distributed_type"}
     return nested(
@@ -227,24 +230,17 @@ def _replicas(groups: int, dp: int) -> dict[str, int]:
 
 
 def _note_the_rest(setup: Setup) -> None:
-    hook = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate asks for it"
-    note_reduction(setup, hook)
+    note_reduction(setup, DDP_HOOK)
     note_lora(setup)
     if setup.micro_batch is not None:
         setup.note(
             f"micro_batch={setup.micro_batch} is your DataLoader's batch_size, and "
             f"grad_accum={setup.grad_accum} is Accelerator(gradient_accumulation_steps={setup.grad_accum})"
         )
-    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    note_attention(setup)
     note_adamw(setup)
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
     note_kernels(setup)
-
-
-def _yaml(setup: Setup, comment: str) -> str:
-    import yaml
-
-    return hashed(comment) + yaml.safe_dump(config(setup), sort_keys=False)
 
 
 def _start(setup: Setup, file: str) -> str:
@@ -265,7 +261,7 @@ TARGET = Target(
     name="accelerate",
     about="config of Hugging Face Accelerate: FSDP2 or DDP, parallelism, precision, compilation",
     stem="accelerate",
-    forms={"yaml": _yaml},
+    forms={"yaml": as_yaml(config)},
     checked=CHECKED,
     pipelines=False,
     start=_start,

@@ -8,6 +8,9 @@ from .setup import Setup
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
+DDP_HOOK = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate asks for it"
+FSDP_OFFLOAD = "offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too"
+FSDP_ZERO_1 = "zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)"
 
 
 def adamw(setup: Setup) -> Mapping[str, Any]:
@@ -35,11 +38,11 @@ def note_adamw(setup: Setup) -> None:
         setup.note(f"the optimizer is made in your code; {setup.found} was torch.optim.AdamW({arguments})")
 
 
-def note_attention(setup: Setup, how: str) -> None:
+def note_attention(setup: Setup) -> None:
     """Adds a note that the implementation of attention is chosen with the model."""
     value = setup.knob("attention")
     if value is not None:
-        setup.note(f"attention={value} is chosen with the model: {how.format(value=value)}")
+        setup.note(f"attention={value} is chosen with the model: from_pretrained(..., attn_implementation='{value}')")
 
 
 def note_partial_checkpointing(setup: Setup, done: str) -> None:

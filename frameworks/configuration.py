@@ -1,15 +1,15 @@
 """Exports the configuration itself: YAML, JSON, and shell variables."""
 
-import json
 import re
 import shlex
+from dataclasses import replace
 from typing import Any
 
 from ..base.errors import UsageError
 from ..base.writing import as_data
 from ..knobs.text import value_text
 from .setup import Setup
-from .target import Target, hashed, sourced
+from .target import Target, as_json, as_yaml, hashed, sourced
 
 
 def _content(setup: Setup) -> dict[str, Any]:
@@ -28,16 +28,6 @@ def _content(setup: Setup) -> dict[str, Any]:
     if trial.measurement is not None:
         out["predicted" if setup.simulated else "measurement"] = trial.measured.to_dict()
     return {name: value for name, value in out.items() if value is not None}
-
-
-def _yaml(setup: Setup, comment: str) -> str:
-    import yaml
-
-    return hashed(comment) + yaml.safe_dump(_content(setup), sort_keys=False, allow_unicode=True)
-
-
-def _json(setup: Setup, comment: str) -> str:
-    return json.dumps(_content(setup), indent=2) + "\n"
 
 
 def _env(setup: Setup, comment: str) -> str:
@@ -68,29 +58,22 @@ YAML = Target(
     about="the configuration and its measurement",
     stem="redline",
     use=lambda file: f"yaml.safe_load(open({file!r}))['configuration']",
-    forms={"yaml": _yaml},
+    forms={"yaml": as_yaml(_content)},
     sequences=("sp", "cp"),
     runs=True,
     uneven=True,
 )
-JSON = Target(
+JSON = replace(
+    YAML,
     name="json",
-    about="the configuration and its measurement",
-    stem="redline",
     use=lambda file: f"json.load(open({file!r}))['configuration']",
-    forms={"json": _json},
-    sequences=("sp", "cp"),
-    runs=True,
-    uneven=True,
+    forms={"json": as_json(_content)},
     silent=frozenset({"json"}),
 )
-ENV = Target(
+ENV = replace(
+    YAML,
     name="env",
     about="shell variables",
-    stem="redline",
     use=lambda file: f"set -a; . {sourced(shlex.quote(file))}; set +a",
     forms={"env": _env},
-    sequences=("sp", "cp"),
-    runs=True,
-    uneven=True,
 )

@@ -184,7 +184,7 @@ def _note_the_rest(setup: Setup) -> None:
             "and keeps it in TORCH_EXTENSIONS_DIR; a start that was killed meanwhile leaves a lock there, "
             "for which the next one waits"
         )
-    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    note_attention(setup)
     setup.note_unless_neutral("sequence_parallel", "AutoTP keeps activations whole")
     note_kernels(setup)
 

@@ -19,7 +19,7 @@ from .common import (
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import Launcher
 from .setup import Setup
-from .target import Target, hashed
+from .target import Target, as_yaml
 
 CHECKED = ("lightning", "2.6")
 
@@ -159,23 +159,17 @@ def _note_the_rest(setup: Setup) -> None:
         )
     if setup.knob("fusion"):
         setup.note("fusion=true: compile each repeated block in your module, by block.compile()")
-    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    note_attention(setup)
     setup.note_unless_neutral("offload", "the target deepspeed has it")
     setup.note_unless_neutral("sequence_parallel", "cut activations by your own plan")
     note_kernels(setup)
-
-
-def _yaml(setup: Setup, comment: str) -> str:
-    import yaml
-
-    return hashed(comment) + yaml.safe_dump(config(setup), sort_keys=False)
 
 
 TARGET = Target(
     name="lightning",
     about="config of LightningCLI: strategy, precision, accumulation, optimizer",
     stem="lightning",
-    forms={"yaml": _yaml},
+    forms={"yaml": as_yaml(config)},
     checked=CHECKED,
     pipelines=False,
     use=lambda file: "LightningCLI(YourModule, YourData) in train.py",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.errors import UsageError
+from .deepspeed import conventions
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .stated_space import (
     Draft,
@@ -243,12 +244,6 @@ def _replicas_of(stated: Stated) -> None:
         stated.conventions["recompute_attention"] = True
 
 
-def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """16-bit weights (level O2) beside fp32 master weights."""
-    half = config.get("precision") in ("bf16", "fp16")
-    return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
-
-
 FRAMEWORK = Framework(
     name="paddle",
     title="PaddleNLP",
@@ -269,5 +264,5 @@ FRAMEWORK = Framework(
     seq_len=("max_seq_length", "max_length"),
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 0},
     read=_replicas_of,
-    conventions=_conventions,
+    conventions=conventions,  # level O2
 )

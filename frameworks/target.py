@@ -1,5 +1,6 @@
 """Targets of exports, and their results."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,6 +88,22 @@ SUFFIXES: Mapping[str, str] = {
 def hashed(comment: str) -> str:
     """Lines of a comment, each after `#`."""
     return "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+
+
+def as_yaml(content: Callable[[Setup], Any]) -> Callable[[Setup, str], str]:
+    """Returns the form of a target whose file is this content in YAML."""
+
+    def body(setup: Setup, comment: str) -> str:
+        import yaml
+
+        return hashed(comment) + yaml.safe_dump(content(setup), sort_keys=False, allow_unicode=True)
+
+    return body
+
+
+def as_json(content: Callable[[Setup], Any]) -> Callable[[Setup, str], str]:
+    """Returns the form of a target whose file is this content in JSON, without the comment."""
+    return lambda setup, comment: json.dumps(content(setup), indent=2) + "\n"
 
 
 def sourced(file: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
-from .common import note_lora, note_partial_checkpointing, note_reduction, note_tf32
+from .common import FSDP_ZERO_1, note_lora, note_partial_checkpointing, note_reduction, note_tf32
 from .framework import Framework, KnobSettings, KnobTable, Stated, plain
 from .launcher import Launcher
 from .setup import Setup
@@ -133,7 +133,7 @@ def flags(setup: Setup) -> list[str]:
             f"was {setup.found} once a step"
         )
     if zero == 1:
-        setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+        setup.note(FSDP_ZERO_1)
     if (experts := setup.knob("ep")) > 1:
         say("ep", experts)
     _note_whole_experts(setup, experts)

@@ -1,6 +1,5 @@
 """transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,9 @@ from ..knobs.meaning import recomputed
 from ..knobs.strategy import Strategy
 from ..knobs.text import value_text
 from .common import (
+    DDP_HOOK,
+    FSDP_OFFLOAD,
+    FSDP_ZERO_1,
     adamw,
     no_fsdp_on_a_cpu,
     note_attention,
@@ -20,7 +22,7 @@ from .common import (
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
 from .setup import Setup
-from .target import Target, hashed
+from .target import Target, as_json, as_yaml
 
 CHECKED = ("transformers", "5.23")
 
@@ -152,7 +154,7 @@ def _shards(setup: Setup) -> bool:
     if no_fsdp_on_a_cpu(setup):
         return False
     if setup.dp > 1 and zero == 1:
-        setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+        setup.note(FSDP_ZERO_1)
     return setup.dp > 1 and zero > 0
 
 
@@ -195,13 +197,12 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
         out["activation_checkpointing"] = True
     if setup.knob("offload") == "optimizer":
         out["cpu_offload"] = True
-        setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too")
+        setup.note(FSDP_OFFLOAD)
     return out
 
 
 def _note_the_rest(setup: Setup) -> None:
-    hook = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate asks for it"
-    note_reduction(setup, hook)
+    note_reduction(setup, DDP_HOOK)
     note_pipeline(setup)
     note_lora(setup)
     if setup.shape.get("family", "t5") in AVERAGING and setup.dp * (setup.grad_accum or 1) > 1:
@@ -215,21 +216,10 @@ def _note_the_rest(setup: Setup) -> None:
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
             f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); a file cannot contain it"
         )
-    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    note_attention(setup)
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
     if setup.seq_len is not None:
         setup.note(f"seq_len={setup.seq_len} is your data's: what was {setup.found} had samples of that length")
-
-
-def _yaml(setup: Setup, comment: str) -> str:
-    import yaml
-
-    return hashed(comment) + yaml.safe_dump(arguments(setup), sort_keys=False)
-
-
-def _json(setup: Setup, comment: str) -> str:
-    # HfArgumentParser refuses unknown keys, so the file cannot contain notes.
-    return json.dumps(arguments(setup), indent=2) + "\n"
 
 
 def _use(file: str) -> str:
@@ -241,7 +231,8 @@ TARGET = Target(
     name="trainer",
     about="TrainingArguments of transformers.Trainer, as YAML or JSON",
     stem="trainer",
-    forms={"yaml": _yaml, "json": _json},
+    forms={"yaml": as_yaml(arguments), "json": as_json(arguments)},
+    # HfArgumentParser refuses unknown keys, so the file cannot contain notes.
     silent=frozenset({"json"}),
     checked=CHECKED,
     pipelines=False,
