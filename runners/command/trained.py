@@ -19,6 +19,7 @@ from ...frameworks.trainer import MODEL as TRAINER_MODEL, SEQ_LEN as TRAINER_LEN
 from ...models.architecture import Architecture
 from ...models.presets import preset_of
 from ...models.server_model import ServerModel
+from ...space import Config
 from .command import Command
 from .template import split_words
 from .work import SPLITS
@@ -56,18 +57,18 @@ class CommandTraining:
         words = _words(command)
         found = _trainer(command, words)
         usual = _usual(command, words)
-        stated = {name: value for name, value in found.config.items() if name in found.stated} if found else {}
+        stated: dict[str, Any] = {name: value for name, value in found.config.items() if name in found.stated}
         launcher = find_launcher(command.launcher) if command.launcher is not None else None
         total = Stated({"total": launcher.samples(command) if launcher is not None else None}, COMMAND).whole("total")
         model = next((name for each in MODEL if isinstance(name := usual.get(each), str)), None)
-        recipes = (preset_of(str(each)) for each in (found and found.model, *map(usual.get, RECIPE)) if each)
+        recipes = (preset_of(str(each)) for each in (found.model, *map(usual.get, RECIPE)) if each)
         models = (command.named(each) for each in (model, *recipes) if each)
-        lengths = (found and found.seq_len, *map(usual.whole, SEQ_LEN))
+        lengths = (found.seq_len, *map(usual.whole, SEQ_LEN))
         return cls(
             model=next((model for model in models if model is not None), None),
-            architecture=_architecture(found.architecture) if found and found.architecture else None,
+            architecture=_architecture(found.architecture) if found.architecture else None,
             seq_len=next(filter(None, lengths), None),
-            global_batch=total or (found.global_batch if found else None),
+            global_batch=total or found.global_batch,
             precision=stated.get("precision") or _precision(usual),
             split=prod(stated.get(name, 1) for name in SPLITS),
         )
@@ -85,12 +86,14 @@ def _words(command: Command) -> list[str]:
     ]
 
 
-def _trainer(command: Command, words: Sequence[str]) -> TrainerConfig | None:
-    """Returns the training of a known framework; without the files that the command names if they cannot be read."""
+def _trainer(command: Command, words: Sequence[str]) -> TrainerConfig:
+    """Returns the training of a known framework, without the files that the command names if they cannot be read; an
+    empty one if no framework is recognised.
+    """
     for files in (True, False) if command.reads_files else (False,):
         with suppress(UsageError):
             return read(words, files=files)
-    return None
+    return TrainerConfig(framework="", config=Config({}), stated=frozenset())
 
 
 def _usual(command: Command, words: Sequence[str]) -> Stated:
