@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from ..base.errors import UsageError
 from ..knobs.lossy import LOSSY
+from ..knobs.text import value_text
 
 PLACED = re.compile(
     r"(?P<file>.+?\.(?:ya?ml|json|toml|ini|cfg)(?:\.in|\.tmpl)?)(?::(?P<path>[^={}]+)=(?P<value>.*))?", re.DOTALL
@@ -157,9 +158,9 @@ class Launcher:
             )
         known = self.accepts.get(knob, ACCEPTED.get(knob))
         if known is not None and (odd := [value for value in values if value not in known]):
-            can = ", ".join(map(written, known))
+            can = ", ".join(map(value_text, known))
             raise UsageError(
-                f"--launcher {self.name} accepts {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
+                f"--launcher {self.name} accepts {knob} as {can}, but got {value_text(odd[0])}; write {{{knob}}} into the "
                 "command for other values"
             )
 
@@ -206,15 +207,6 @@ def without_torchrun(command: str) -> str:
             python = []
         start += 1 if "=" in word or word in (*_NO_VALUE, "-m", "--module", "--no-python", "--no_python") else 2
     return " ".join([*before, *python, *words[start:]])
-
-
-def written(value: Any) -> str:
-    """Formats a value for command lines: `true`, `false` and `none` in small letters, 8 and not 8.0."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return str(value)
 
 
 def _text(command: CommandLine) -> str:

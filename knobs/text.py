@@ -5,12 +5,12 @@ from typing import Any
 
 
 def exact_text(value: Any) -> str:
-    """Returns a knob's value as the command line takes it, with its type: `true`, `1.0` or `sdpa`."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Returns a knob's value as the command line takes it, with its type: `true`, `1.0` or `sdpa`; None is `none`."""
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def value_text(value: Any) -> str:
-    """Returns a knob's value for people, as `true`, `1`, `0.25` or `sdpa`."""
+    """Returns a knob's value for people and for other programs, as `true`, `1`, `0.25` or `sdpa`."""
     return exact_text(value).removesuffix(".0") if isinstance(value, float) else exact_text(value)
 
 

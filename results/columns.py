@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..base.errors import StudyError
-from .measurement import Trial
+from .measurement import Trial, plain_scalar
 
 FIXED = (
     "trial", "status", "reason", "throughput", "unit", "samples_per_second", "tokens_per_second",
@@ -66,7 +66,7 @@ def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
         "sampler": trial.sampler,
     }
     fixed = [own[name] if name in own else getattr(trial.measurement, name) for name in FIXED]
-    return [_scalar(each) for each in (*fixed, *(trial.config.get(name) for name in knobs))]
+    return [plain_scalar(each) for each in (*fixed, *(trial.config.get(name) for name in knobs))]
 
 
 def line(cells: Iterable[str]) -> str:
@@ -152,12 +152,3 @@ def fold(text: str) -> str:
     """Returns a text on one line: line breaks become a space, other control characters are escaped."""
     text = printable(_BREAKS.sub(" ", text))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
-def _scalar(value: Any) -> Any:
-    # Scalars of numpy and torch would print their type; a StrEnum is a str already.
-    if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, str):
-        return str(value)
-    return float(value) if isinstance(value, float) else value

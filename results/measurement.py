@@ -75,16 +75,19 @@ def _names(cls: "type[Measurement | RankReport]") -> tuple[str, ...]:
     return tuple(each.name for each in fields(cls))
 
 
-def to_json(value: Any) -> Any:
-    """Converts a scalar of numpy or torch to Python's, and a number that JSON cannot represent to text."""
-    if isinstance(value, Status):
-        return str(value)
+def plain_scalar(value: Any) -> Any:
+    """Converts a scalar of numpy or torch, and a member of a StrEnum, to Python's."""
     if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, float):
-        value = float(value)
-        return value if math.isfinite(value) else str(value)
-    return value
+    if isinstance(value, str):
+        return str(value)
+    return float(value) if isinstance(value, float) else value
+
+
+def to_json(value: Any) -> Any:
+    """Converts a scalar as `plain_scalar` does, and a number that JSON cannot represent to text."""
+    value = plain_scalar(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _from_json(cls: type, data: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any
 from ...base.errors import UsageError
 from ...base.reading import LARGEST_DOCUMENT, Malformed, parse_yaml, read_named
 from ...base.writing import as_data
-from ...frameworks.launcher import PLACED, written
+from ...frameworks.launcher import PLACED
+from ...knobs.text import value_text
 from ...space.expression import Expression
 from .template import Template, is_expression
 
@@ -192,7 +193,7 @@ def _write_ini(document: Any) -> str:
     import io
 
     parser = _ini()
-    parser.read_dict({name: {key: written(each) for key, each in keys.items()} for name, keys in document.items()})
+    parser.read_dict({name: {key: value_text(each) for key, each in keys.items()} for name, keys in document.items()})
     out = io.StringIO()
     parser.write(out)
     return out.getvalue()

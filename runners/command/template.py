@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.errors import SpaceError, UsageError, unknown
-from ...frameworks.launcher import written
+from ...knobs.text import value_text
 from ...space.expression import Expression
 from ...space.grammar import CONSTANTS, parse
 from ...space.values import FLAG
@@ -128,7 +128,7 @@ class Template:
 
     def text(self, values: Mapping[str, Any]) -> str:
         """Returns the text with expressions replaced by values."""
-        return "".join(each if isinstance(each, str) else written(each.evaluate(values)) for each in self.pieces)
+        return "".join(each if isinstance(each, str) else value_text(each.evaluate(values)) for each in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class ShellLine:
         """Returns the text for the shell."""
         pieces = self.template.pieces
         return "".join(
-            each if isinstance(each, str) else shlex.quote(written(each.evaluate(values))) for each in pieces
+            each if isinstance(each, str) else shlex.quote(value_text(each.evaluate(values))) for each in pieces
         )
 
 
