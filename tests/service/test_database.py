@@ -9,13 +9,11 @@ from pathlib import Path
 
 import optuna
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
-from alembic.config import Config
 from alembic.migration import MigrationContext
 from redline.base.errors import StorageAhead, StorageUnavailable, StudyError, UsageError
 from redline.service.store import Store, connection
-from redline.service.store.connection import SCRIPTS, Database, DatabaseLock
+from redline.service.store.connection import Database, DatabaseLock
 from redline.service.tables import METADATA, VERSIONS
 from sqlalchemy import text
 
@@ -238,48 +236,3 @@ def test_a_server_whose_session_is_lost_has_the_database_again_or_ends(postgresq
             first._over.clear()
             first._watch()  # as if it looked only now
             assert lost.is_set()
-
-
-def test_a_database_of_the_first_version_has_its_totals_after_the_upgrade(empty_url):
-    """The upgrade computes once the totals that the first version computed from all dry runs."""
-    database = Database(empty_url)
-    with contextlib.closing(database):
-        database.write(lambda connection: migrated(connection, "1"))
-        database.write(lambda connection: [connection.execute(text(each)) for each in FIRST_VERSION])
-    now = 20_000 * 86400.0 + 1000
-    with Store.open(empty_url, clock=lambda: now) as store:
-        model, simulated = store.search("00000000000a"), store.search("00000000000b")
-        assert (model.trials, model.kind, model.simulated) == (1, "NVIDIA H100", False)
-        assert (simulated.trials, simulated.kind, simulated.simulated) == (2, "", True)
-        assert store.usage() == {model.user: pytest.approx(2 * 100 + 2 * 50)}
-
-
-FIRST_VERSION = (
-    "INSERT INTO redline_users (id, name, role, weight, allow_code, created) VALUES (1, 'ann', 'admin', 1, FALSE, 0)",
-    'INSERT INTO redline_workers (id, "user", name, host, device, devices, memory_mib, software, seen) '
-    "VALUES ('w', 1, 'w', 'h', '{\"name\":\"NVIDIA H100\"}', 2, 1, '{}', 0)",
-    *(
-        'INSERT INTO redline_searches (id, "user", "key", name, request, state, reason, priority, devices, device, created, '
-        f"attempt, reuse, finished, seconds) VALUES ('00000000000{each}', 1, '{each}', '', '{request}', 'done', '', 0, 2, "
-        "'', 0, 1, FALSE, 0, 0)"
-        for each, request in (("a", "{}"), ("b", '{"runner":"simulate"}'))
-    ),
-    *(
-        'INSERT INTO redline_dry_runs (search, "key", kind, payload, devices, state, lease, worker, created, started, ended, '
-        f"attempts) VALUES ('00000000000a', '{key}', 'run', '{{}}', 2, 'done', 1, 'w', 0, 1728000000, {1728000000 + took}, 1)"
-        for key, took in (("trial-0", 100), ("again-0@1-1", 50))
-    ),
-    *(
-        f"INSERT INTO redline_events (search, time, kind, data) VALUES ('00000000000b', 0, '{kind}', '{{}}')"
-        for kind in ("started", "finished", "finished")
-    ),
-)
-
-
-def migrated(connection, revision):
-    """Migrates an empty database to a revision."""
-    config = Config()
-    config.set_main_option("script_location", str(SCRIPTS))
-    config.set_main_option("path_separator", "os")
-    config.attributes |= {"connection": connection, "version_table": VERSIONS}
-    command.upgrade(config, revision)
