@@ -64,33 +64,52 @@ class OutOfMemory(RedlineError, MemoryError):
 class ServiceError(RedlineError):
     """Base of the errors that the service raises."""
 
+    code = "unavailable"
+    """Names the error in an answer over HTTP."""
+    status = 503
+    """Status of that answer."""
+
 
 class NotFound(ServiceError, LookupError):
-    """The service has no search, dry run, worker, user or token of that name."""
+    """There is no run, training, trial, search, dry run, worker, user or token of that name."""
+
+    code, status = "not_found", 404
 
 
 class KeyTaken(ServiceError, ValueError):
     """A key or name is already used for something else."""
 
+    code, status = "key_taken", 409
+
 
 class LeaseOver(ServiceError, RuntimeError):
     """The lease number of a dry run is no longer valid: it has its outcome, was withdrawn, or another worker leased it."""
+
+    code, status = "lease_over", 409
 
 
 class AttemptOver(ServiceError, RuntimeError):
     """A search has ended or a later attempt has taken it over. The earlier attempt must stop."""
 
+    code, status = "attempt_over", 409
+
 
 class Refused(ServiceError, PermissionError):
     """The service does not allow this for that user or worker. The message states the reason."""
+
+    code, status = "refused", 403
 
 
 class StorageAhead(ServiceError, RuntimeError):
     """The database was written by a later version of redline."""
 
+    code = "storage_ahead"
+
 
 class StorageUnavailable(ServiceError, RuntimeError):
     """The database cannot be reached, is locked, full, read-only or damaged. The message states which."""
+
+    code = "storage_unavailable"
 
 
 def unknown(kind: str, name: object, known: Iterable[object], *, like: str | None = None) -> str:

@@ -13,7 +13,7 @@ from ..results.names import TABLE, holds_run
 from ..results.table import LARGEST_TABLE, parse, safe_lines
 from ..space import Config
 from ..tuner.result import make_result
-from ..views.dashboard.library import Library, NoSuchRun
+from ..views.dashboard.library import Library
 from ..views.report.document import as_json
 from .logs import SEARCHES, folder_of
 
@@ -97,10 +97,7 @@ class SearchLibrary(Library):
         return []
 
     def folder(self, run: str) -> Path:
-        try:
-            folder = self._runs.folder(run)
-        except NotFound as error:
-            raise NoSuchRun(str(error)) from None
+        folder = self._runs.folder(run)
         if not holds_run(folder):
-            raise NoSuchRun(f"the search {run} has not begun, or was deleted")
+            raise NotFound(f"the search {run} has not begun, or was deleted")
         return folder

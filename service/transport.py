@@ -15,24 +15,18 @@ from ..base.errors import (
     NotFound,
     Refused,
     ServiceError,
+    StorageAhead,
     StorageUnavailable,
     UsageError,
 )
 
 TIMEOUT_S = 30.0
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+_SERVICE = (AttemptOver, KeyTaken, LeaseOver, NotFound, Refused, StorageAhead, StorageUnavailable)
 _KINDS: dict[str, type[Exception]] = {
-    "not_found": NotFound,
-    "key_taken": KeyTaken,
-    "lease_over": LeaseOver,
-    "attempt_over": AttemptOver,
-    "invalid": UsageError,
-    "malformed": UsageError,
-    "too_large": UsageError,
-    "storage_unavailable": StorageUnavailable,
-    "storage_ahead": StorageUnavailable,
-    "not_ready": StorageUnavailable,
-    "unavailable": StorageUnavailable,
+    **{each.code: each for each in _SERVICE},
+    **dict.fromkeys(("invalid", "malformed", "too_large"), UsageError),
+    **dict.fromkeys(("not_ready", ServiceError.code), StorageUnavailable),
 }
 
 

@@ -8,34 +8,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from ...base.errors import (
-    AttemptOver,
-    KeyTaken,
-    LeaseOver,
-    MissingDependency,
-    NotFound,
-    RedlineError,
-    Refused,
-    StorageAhead,
-    StorageUnavailable,
-    StudyError,
-    UsageError,
-)
+from ...base.errors import MissingDependency, RedlineError, ServiceError, StudyError, UsageError
 from .models import ErrorAnswer, ErrorDetail, short
 
 _log = logging.getLogger(__name__)
 _STATUS: tuple[tuple[type[RedlineError], int, str], ...] = (
-    (NotFound, 404, "not_found"),
-    (KeyTaken, 409, "key_taken"),
-    (LeaseOver, 409, "lease_over"),
-    (AttemptOver, 409, "attempt_over"),
-    (Refused, 403, "refused"),
-    (StorageAhead, 503, "storage_ahead"),
-    (StorageUnavailable, 503, "storage_unavailable"),
-    (StudyError, 404, "not_found"),
+    (StudyError, 500, "unreadable"),
     (MissingDependency, 501, "not_installed"),
     (UsageError, 422, "invalid"),
 )
+"""Statuses and codes of errors other than `ServiceError`, the first that fits."""
 _CODES = {
     400: "malformed",
     401: "no_token",
@@ -86,11 +68,10 @@ class Problem(Exception):
 
 def problem_of(error: RedlineError) -> Problem:
     """Returns the answer for an error of redline's."""
-    for kind, status, code in _STATUS:
-        if isinstance(error, kind):
-            headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
-            return Problem(status, code, str(error), headers=headers)
-    return Problem(503, "unavailable", str(error), headers={"retry-after": str(_RETRY_S)})
+    known = error if isinstance(error, ServiceError) else ServiceError
+    status, code = next((each[1:] for each in _STATUS if isinstance(error, each[0])), (known.status, known.code))
+    headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
+    return Problem(status, code, str(error), headers=headers)
 
 
 def _invalid(error: RequestValidationError) -> Problem:
@@ -117,7 +98,10 @@ def answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RedlineError)
     def known(request: Request, error: RedlineError) -> Response:
-        return problem_of(error).answer()
+        problem = problem_of(error)
+        if problem.status == 500:
+            _log.error("%s %s failed: %s", request.method, request.url.path, error)
+        return problem.answer()
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> Response:

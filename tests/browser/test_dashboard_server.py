@@ -8,13 +8,12 @@ import socket
 import urllib.parse
 
 import pytest
-from redline.base.errors import StudyError, UsageError
+from redline.base.errors import NotFound, StudyError, UsageError
 from redline.cli import main
 from redline.results import RunFolder, Status, summary
 from redline.views.dashboard import Library, serve
 from redline.views.dashboard.discover import found_under
 from redline.views.dashboard.guard import COOKIE, HEADERS
-from redline.views.dashboard.library import NoSuchRun
 from redline.views.dashboard.serve import is_local, listen
 
 
@@ -102,7 +101,7 @@ def test_a_deleted_run_leaves_the_list_with_a_message(tmp_path, disk, monkeypatc
     assert len(library.lines()) == 2
     shutil.rmtree(tmp_path / "gone")
     assert [line["run"] for line in library.lines()] == ["kept"]
-    with pytest.raises(NoSuchRun, match="'gone' no longer exists"):
+    with pytest.raises(NotFound, match="'gone' no longer exists"):
         library.changes("gone")
 
 

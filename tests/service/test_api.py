@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict
 
 import pytest
+from redline.base.errors import ServiceError
 from redline.estimator.hardware import find_hardware
 from redline.service.request import digest
 from redline.service.searchers import Searchers
@@ -209,6 +210,25 @@ def test_unknown_paths_searches_and_methods_are_refused(submitter):
     error(submitter.get("/v1/searches/..%2F..%2Fetc"), 404, "not_found")
     error(submitter.delete("/v1/searches"), 405, "method_not_allowed")
     error(submitter.get("/v1/searches/zzz"), 422, "invalid")
+
+
+def test_damaged_files_of_a_search_are_an_error_of_the_server(service, submitter, caplog):
+    """A client that got status 404 would take the search for deleted."""
+    search = submitter.post("/v1/searches", json=SEARCH).json()["id"]
+    folder = service.parts.runs.folder(search)
+    folder.mkdir(parents=True)
+    (folder / "trials.csv").write_text("trial,status,throughput\n0,ok,5\n")
+    assert submitter.get(f"/v1/searches/{search}/best").json()["best"]["throughput"] == 5
+    (folder / "run.yaml").write_text("study: [")
+    for path in ("best", "export/accelerate"):
+        detail = error(submitter.get(f"/v1/searches/{search}/{path}"), 500, "unreadable")
+        assert "is not valid YAML" in detail["message"] and detail["message"] in caplog.text
+    with service.rl() as client, pytest.raises(ServiceError, match="is not valid YAML") as caught:
+        client.search(search).summary()
+    assert type(caught.value) is ServiceError
+    (folder / "trials.csv").unlink()
+    (folder / "trials.csv").mkdir()
+    error(submitter.get(f"/v1/searches/{search}/trials.csv"), 500, "unreadable")
 
 
 def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):

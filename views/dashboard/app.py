@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ...base.errors import StudyError
+from ...base.errors import NotFound, StudyError
 from ...base.reading import Outside, open_inside, read_inside, tail_inside
 from ...results.names import TABLE
 from ...results.table import LARGEST_TABLE, safe_lines
@@ -33,9 +33,13 @@ def make_app(library: Library) -> Any:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         return Response(text.encode("utf-8", "replace"), media_type="application/json")
 
-    @app.exception_handler(StudyError)
-    def not_found(request: Request, error: StudyError) -> Response:
+    @app.exception_handler(NotFound)
+    def not_found(request: Request, error: NotFound) -> Response:
         return PlainTextResponse(str(error), status_code=404)
+
+    @app.exception_handler(StudyError)
+    def unreadable(request: Request, error: StudyError) -> Response:
+        return PlainTextResponse(str(error), status_code=500)
 
     @app.get("/")
     def index() -> Response:

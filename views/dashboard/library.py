@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import StudyError, unknown
+from ...base.errors import NotFound, StudyError, unknown
 from ...base.reading import path_of
 from ...knobs.lossy import lossy_values
 from ...results import summary
@@ -28,10 +28,6 @@ SPARKS = 48
 """Points of a sparkline at most."""
 
 _FILES = (TABLE, RUN, BEST, ".lock")
-
-
-class NoSuchRun(StudyError):
-    """The run does not exist, or no longer."""
 
 
 @dataclass(slots=True)
@@ -98,10 +94,10 @@ class Library:
         """Returns the folder of a run.
 
         Raises:
-            NoSuchRun: the run does not exist; an unknown path is never opened.
+            NotFound: the run does not exist; an unknown path is never opened.
         """
         if run not in self.ids():
-            raise NoSuchRun(unknown("run", run, self.ids()[:20]))
+            raise NotFound(unknown("run", run, self.ids()[:20]))
         return self.root / run
 
     def lines(self) -> list[dict[str, Any]]:
@@ -110,7 +106,7 @@ class Library:
         for run in self.ids():
             try:
                 out.append(self._entry(run).line)
-            except NoSuchRun:  # deleted since the folders were listed
+            except NotFound:  # deleted since the folders were listed
                 continue
         return sorted(out, key=lambda line: (line["state"] != run_state.RUNNING, -line["changed"], line["run"]))
 
@@ -118,7 +114,7 @@ class Library:
         """Returns the files of a run as they are now.
 
         Raises:
-            NoSuchRun: the run does not exist.
+            NotFound: the run does not exist.
         """
         return self._whole(run).source
 
@@ -126,12 +122,12 @@ class Library:
         """Returns a trial of a run.
 
         Raises:
-            StudyError: the run or trial does not exist.
+            NotFound: the run or trial does not exist.
         """
         for each in self.source(run).trials:
             if each.number == number:
                 return each
-        raise StudyError(f"run '{run}' has no trial {number}")
+        raise NotFound(f"run '{run}' has no trial {number}")
 
     def changes(self, run: str, have: str = "") -> dict[str, Any] | None:
         """Returns the changes of a run since the version `have` of a page; None if there are none.
@@ -140,7 +136,7 @@ class Library:
         `added` is true, only of those that are new or changed since `have`.
 
         Raises:
-            NoSuchRun: the run does not exist.
+            NotFound: the run does not exist.
         """
         if have == f"{self._epoch}.{self._entry(run, keep=True).reads}":
             return None
@@ -194,14 +190,14 @@ def _read(run: str, folder: Path) -> Source:
     """Returns the readable contents of a run.
 
     Raises:
-        NoSuchRun: its folder was deleted, moved or emptied since it was found.
+        NotFound: its folder was deleted, moved or emptied since it was found.
     """
     try:
         return Source.read(folder, lenient=True)
     except StudyError as error:
         if holds_run(folder):
             return Source.unreadable(folder, str(error))
-        raise NoSuchRun(f"run '{run}' no longer exists: its folder was deleted, moved or renamed") from None
+        raise NotFound(f"run '{run}' no longer exists: its folder was deleted, moved or renamed") from None
 
 
 def _signature(folder: Path) -> tuple[Any, ...]:

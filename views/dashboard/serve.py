@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from ...base.errors import MissingDependency, StudyError, UsageError
+from ...base.errors import MissingDependency, NotFound, StudyError, UsageError
 from ..report import Source
 from .guard import Guard
 from .library import Library
@@ -98,11 +98,11 @@ def _readable(library: Library) -> None:
     """Raises the error of the first run if no run can be read; otherwise pages show the errors."""
     if library.trainings.ids():
         return
-    first: StudyError | None = None
+    first: NotFound | StudyError | None = None
     for run in library.ids():
         try:
             Source.read(library.folder(run))
-        except StudyError as error:
+        except (NotFound, StudyError) as error:
             first = first or error
         else:
             return

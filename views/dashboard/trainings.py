@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import StudyError, unknown
+from ...base.errors import NotFound, StudyError, unknown
 from ...base.reading import tail_inside
 from ...results.history import History, number
 from ...results.trained import DOCUMENT, LOG, LOGS, holds_training, read_document
@@ -24,10 +24,6 @@ STRATEGIES = 100
 """Configurations of a training that are shown at most, the latest ones."""
 PRINTED_BYTES = 64 * 1024
 """Bytes shown from the end of the output of the ranks."""
-
-
-class NoSuchTraining(StudyError):
-    """The training does not exist, or no longer."""
 
 
 class Trainings:
@@ -54,10 +50,10 @@ class Trainings:
         """Returns the folder of a training.
 
         Raises:
-            NoSuchTraining: the training does not exist; an unknown path is never opened.
+            NotFound: the training does not exist; an unknown path is never opened.
         """
         if training not in (found := self.ids()):
-            raise NoSuchTraining(unknown("training", training, found[:20]))
+            raise NotFound(unknown("training", training, found[:20]))
         return self._folders.root / training
 
     def lines(self) -> list[dict[str, Any]]:
@@ -69,7 +65,7 @@ class Trainings:
         for training in self.ids():
             try:
                 followed = self._of(training)
-            except NoSuchTraining:  # deleted since the folders were listed
+            except NotFound:  # deleted since the folders were listed
                 continue
             with followed.lock:
                 followed.read(max(0.0, until - time.monotonic()))
@@ -80,7 +76,7 @@ class Trainings:
         """Returns the contents of the page of a training with their `version`; None if that is `have`.
 
         Raises:
-            NoSuchTraining: the training does not exist.
+            NotFound: the training does not exist.
         """
         followed = self._of(training)
         with followed.lock:
@@ -92,7 +88,7 @@ class Trainings:
         """Returns the output of the latest ranks: name of the file, its end, and its size, bytes.
 
         Raises:
-            NoSuchTraining: the training does not exist.
+            NotFound: the training does not exist.
             OSError: the file does not exist or cannot be read.
         """
         folder = self.folder(training)
@@ -105,7 +101,7 @@ class Trainings:
     def _of(self, training: str) -> "_Followed":
         folder = self.folder(training)
         if not holds_training(folder):
-            raise NoSuchTraining(f"training '{training}' no longer exists: its folder was deleted, moved or renamed")
+            raise NotFound(f"training '{training}' no longer exists: its folder was deleted, moved or renamed")
         with self._lock:
             return self._followed.setdefault(training, _Followed(folder))
 
