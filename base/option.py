@@ -53,7 +53,8 @@ class Option:
     def rule(self) -> str:
         """Rule for a number, in words."""
         if self.type is int:
-            return f"a whole number of at least {self.least or 0:g}"
+            least = self.least or 0
+            return f"a whole number {f'of at least {least:g}' if self.most is None else f'from {least:g} to {self.most:g}'}"
         least, above, most, below = self.least or 0, self.above, self.most, self.below
         if above is None:
             if below is not None:

@@ -7,8 +7,10 @@ import click
 
 from ..base.errors import UsageError
 from ..service.records import priority_of
+from ..service.serve_options import PORT
 
 Command = Callable[..., Any]
+SERVER = f"http://127.0.0.1:{PORT}"
 NO_TOKEN = "a server needs a token: --token, or REDLINE_TOKEN; `redline token new` creates one"
 
 
@@ -40,9 +42,9 @@ def with_server(command: Command) -> Command:
         click.option(
             "--server",
             envvar="REDLINE_SERVER",
-            default="http://127.0.0.1:8700",
+            default=SERVER,
             metavar="URL",
-            help="The server's address.  [default: REDLINE_SERVER, or http://127.0.0.1:8700]",
+            help=f"The server's address.  [default: REDLINE_SERVER, or {SERVER}]",
         ),
     ):
         command = option(command)

@@ -154,7 +154,7 @@ class EmbeddedWorker:
         *,
         devices: int | None = None,
         ray_address: str | None = None,
-        certificate: Path | None = None,
+        certificate: str | Path | None = None,
         code_user: str | None = None,
     ) -> None:
         command = [sys.executable, "-m", "redline.cli", "worker", "--server", server, "--token", FROM_STDIN]

@@ -23,12 +23,9 @@ from .records import Contender, Search, SearchState, Share, Worker
 from .request import NO_CODE, is_code
 from .scheduling import share_slots, why_no_slot
 from .searcher_task import IMPORTS, OF_MODELS, SearchTask, driver_of
+from .serve_options import MOST
 from .store import Store
 
-MOST = 8
-"""Default number of searches that run at once; others are queued. Each takes a process with about 100 MiB of its own
-memory.
-"""
 UNABLE_S = 10.0
 """A search that cannot run for this long gives up its slot, s. The delay allows a worker to restart."""
 DECIDE_S = 1.0

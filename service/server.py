@@ -10,7 +10,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,12 @@ from .records import Role
 from .retention import Retention, deleted
 from .runs import Runs
 from .searcher_task import IMPORTS, driver_of
-from .searchers import MOST, Searchers, SearcherSlots
+from .searchers import Searchers, SearcherSlots
+from .serve_options import ServeOptions
 from .store import Store
 from .store.connection import DatabaseLock
 from .studies import forget_ledger
 
-PORT = 8700
 ADMIN, EMBEDDED = "admin", "embedded"
 """Users made by the first start: the administrator, and the owner of the server's own worker."""
 STANDBY_S = 0.5
@@ -42,56 +41,6 @@ STUDIES_WAITING = 200
 """Number of calls on studies that may wait."""
 STUDY_SECONDS = 120.0
 """Time limit of a call on a study, s."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """The options of `redline serve`."""
-
-    data: Path
-    """The server's data folder: searches, logs, and the SQLite database if `storage` is None."""
-    storage: str | None = None
-    """URL of the database; None for SQLite in the folder."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = PORT
-    """The first port to try; 0 for any."""
-    certificate: Path | None = None
-    """TLS certificate; None for HTTP."""
-    key: Path | None = None
-    """Private key of the certificate; None if it is in the same file."""
-    proxy: str = "127.0.0.1"
-    """Address of a trusted reverse proxy, whose X-Forwarded-For and X-Forwarded-Proto headers are believed."""
-    worker: bool = True
-    """True if this host's devices join the pool."""
-    devices: int | None = None
-    """Number of them; None for all."""
-    ray_address: str | None = None
-    """Ray cluster whose devices join the pool instead of this host's."""
-    allow_code: bool = True
-    """True if users who may submit code can."""
-    workloads: bool = True
-    """True if workload files are accepted from users who may submit code. The server's searchers run them as this
-    process's user, so this cannot be combined with `code_user`.
-    """
-    code_user: str | None = None
-    """Unix user that runs submitted code on this host's devices; None for this process's user."""
-    searches: int = MOST
-    """Searches that run at once."""
-    queued: int = 1000
-    """Limit of queued searches of a user. Admins have no limit."""
-    search_memory: float = 4096.0
-    """Memory limit of a searcher, MiB."""
-    rate: float = 50.0
-    """Limit of requests per second of a user."""
-    json_logs: bool = False
-    """True if the log has lines of JSON."""
-    standby: bool = False
-    """True if it waits while another server has the folder or the database, and takes over when that ends."""
-    keep_events: float = 30.0
-    """Days for which the events of an ended search are kept."""
-    keep_searches: float | None = None
-    """Days for which an ended search is kept; None for ever."""
 
 
 def serve(
@@ -115,8 +64,8 @@ def serve(
     """
     _check(options)
     with contextlib.ExitStack() as stack:
-        options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
+        options.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        url = options.storage or f"sqlite:///{(options.folder / 'redline.db').absolute()}"
         servers: list[Any] = []
         stack.enter_context(_locks(options, url, say, lambda: _end(servers)))
         # Started early: it imports in parallel with this process, which has much to import as well.
@@ -136,7 +85,7 @@ def serve(
         server = _server(options, parts)
         servers.append(server)
         address = _address(options, listening.getsockname()[1])
-        say(f"redline serve on {address}, data in {options.data}, {store.database.words}")
+        say(f"redline serve on {address}, data in {options.folder}, {store.database.words}")
         started(address, server)
         if options.worker:
             stack.enter_context(_embedded(options, store, address))
@@ -156,7 +105,7 @@ def _locks(options: ServeOptions, url: str, say: Callable[[str], None], lost: Ca
     while True:
         with contextlib.ExitStack() as stack:
             try:
-                stack.callback(FolderLock(options.data).release)
+                stack.callback(FolderLock(options.folder).release)
                 stack.enter_context(DatabaseLock(url, lost))
             except StudyError as error:
                 if not options.standby:
@@ -185,8 +134,10 @@ def _check_installed() -> None:
 
 
 def _check(options: ServeOptions) -> None:
+    if options.folder.exists() and not options.folder.is_dir():
+        raise UsageError(f"--data {options.data} is a file; give a folder")
     for name, path in (("--certificate", options.certificate), ("--key", options.key)):
-        if path is not None and not path.is_file():
+        if path is not None and not Path(path).is_file():
             raise UsageError(f"{name} {path}: there is no such file")
     if options.key is not None and options.certificate is None:
         raise UsageError("--key needs a --certificate")
@@ -230,12 +181,12 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher.start()
         stack.callback(dispatcher.close)
         slots = SearcherSlots(store, options.searches)
-        limits = SearcherLimits(memory_mib=options.search_memory)
+        limits = SearcherLimits(memory_mib=options.memory_mib)
         workloads = options.workloads and options.code_user is None
         searchers = Searchers(
             store,
             url,
-            options.data,
+            options.folder,
             slots,
             allow_code=options.allow_code,
             workloads=workloads,
@@ -247,7 +198,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
         stack.callback(estimates.close)
         stack.callback(studies.close)
-        runs, forget = Runs(options.data), partial(studies.call, forget_ledger, url)
+        runs, forget = Runs(options.folder), partial(studies.call, forget_ledger, url)
         delete = partial(deleted, store, runs, forget=forget)
         forgetting = Retention(store, options.keep_events, options.keep_searches, delete)
         forgetting.start()
@@ -349,10 +300,8 @@ def _begin_logging(as_json: bool) -> None:
     logger.setLevel(logging.INFO if as_json else logging.WARNING)
 
 
-def exposed(host: str, certificate: Path | None) -> str:
+def exposed(options: ServeOptions) -> str:
     """Returns a warning for an address that other hosts reach without encryption; empty otherwise."""
-    if is_local(host) or certificate is not None:
+    if is_local(options.host) or options.certificate is not None:
         return ""
-    return (
-        f"{host} is reachable from other hosts without encryption: pass --certificate, or use a reverse proxy with TLS"
-    )
+    return f"{options.host} is reachable from other hosts without encryption: pass --certificate, or use a reverse proxy with TLS"

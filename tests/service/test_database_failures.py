@@ -11,7 +11,8 @@ import pytest
 from processes import until as wait_until
 from redline.base.errors import RunnerError, StorageAhead
 from redline.service.child_processes import MOST_WAITING, Helper
-from redline.service.server import ServeOptions, serve
+from redline.service.serve_options import ServeOptions
+from redline.service.server import serve
 from redline.service.store import connection as connections
 from redline.service.tables import VERSIONS
 from served import SEARCH, served

@@ -7,6 +7,9 @@ import time
 
 import pytest
 import redline as rl
+from redline.base.errors import UsageError
+from redline.service.serve_options import ServeOptions
+from redline.service.server import serve
 from redline.views.dashboard.serve import listen
 from server_process import Server
 
@@ -67,3 +70,27 @@ def test_answers_do_not_wait_to_be_acknowledged():
         accepted, _ = server.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"port": 70_000}, "port must be a whole number from 0 to 65535, but got 70000"),
+        ({"searches": 0}, "searches must be a whole number of at least 1"),
+        ({"search_memory": "much"}, "search memory must be an amount"),
+        ({"rate": 0.5}, "rate must be at least 1"),
+    ],
+)
+def test_options_of_a_server_are_checked(option, message):
+    with pytest.raises(UsageError, match=message):
+        ServeOptions(**option)
+
+
+def test_the_memory_of_a_searcher_is_given_with_a_unit_or_in_mib():
+    assert [ServeOptions(search_memory=each).memory_mib for each in ("4GiB", 512)] == [4096.0, 512.0]
+
+
+def test_a_file_in_place_of_the_servers_folder_is_refused(tmp_path):
+    (tmp_path / "data").touch()
+    with pytest.raises(UsageError, match="--data .* is a file"):
+        serve(ServeOptions(data=tmp_path / "data"))

@@ -13,7 +13,8 @@ from certificates import authority
 from redline.base.errors import UsageError
 from redline.cli.worker import worker as worker_command
 from redline.service.pool import ServerPool
-from redline.service.server import ServeOptions, _check
+from redline.service.serve_options import ServeOptions
+from redline.service.server import _check
 from redline.service.transport import ServerUnreachable
 from served import served
 from server_process import Server

@@ -1,0 +1,84 @@
+"""The options of `redline serve`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ..base.option import Option, check_options
+from ..tuner.budget import parse_memory
+
+PORT = 8700
+MOST = 8
+"""Default number of searches that run at once; others are queued. Each takes a process with about 100 MiB of its own
+memory.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The options of `redline serve`.
+
+    Raises:
+        UsageError: a value is invalid.
+    """
+
+    data: Annotated[str | Path, Option("Folder for searches and logs.", metavar="DIR")] = "redline-service"
+    storage: Annotated[
+        str | None, Option("sqlite:///FILE or postgresql://...  [default: redline.db in --data]", metavar="URL")
+    ] = None
+    host: Annotated[str, Option("Address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
+    port: Annotated[
+        int, Option("Port; if it is in use, the next free one. 0 for any.", type=int, least=0, most=65535)
+    ] = PORT
+    certificate: Annotated[str | Path | None, Option("TLS certificate, in PEM.", metavar="FILE")] = None
+    key: Annotated[str | Path | None, Option("Key of the certificate, if in another file.", metavar="FILE")] = None
+    proxy: Annotated[str, Option("Address of a proxy whose X-Forwarded-* headers are trusted.", metavar="ADDRESS")] = (
+        "127.0.0.1"
+    )
+    worker: Annotated[bool, Option("Add the devices of this host to the pool.")] = True
+    devices: Annotated[int | None, Option("Number of devices of this host.  [default: all]", type=int, least=1)] = None
+    ray_address: Annotated[
+        str | None, Option("A Ray cluster whose devices join in place of those of this host.", metavar="ADDRESS")
+    ] = None
+    allow_code: Annotated[bool, Option("Accept code from users who may submit it.", flag="allow-code/--no-code")] = True
+    workloads: Annotated[
+        bool,
+        Option("Accept workload files, which run as this user on this host.  [never with --code-user]"),
+    ] = True
+    searches: Annotated[int, Option("Searches at once.", type=int, least=1)] = MOST
+    queued: Annotated[int, Option("Queued searches of a user. Admins have no limit.", type=int, least=1)] = 1000
+    search_memory: Annotated[
+        str | float,
+        Option("Memory of a searcher beyond the memory that all share.", check=parse_memory, metavar="SIZE"),
+    ] = "4GiB"
+    rate: Annotated[float, Option("Requests per second and user.", type=float, least=1, metavar="N")] = 50
+    standby: Annotated[
+        bool,
+        Option("Wait while another server uses the folder or the database, and take over when it has ended."),
+    ] = False
+    keep_events: Annotated[
+        float, Option("Days for which the events of an ended search are kept.", type=float, least=0)
+    ] = 30
+    keep_searches: Annotated[
+        float | None,
+        Option("Days after which ended searches and their folders are deleted.  [default: never]", type=float, least=0),
+    ] = None
+    code_user: Annotated[
+        str | None, Option("Unix user that runs code on this host.  [default: the user who starts this]")
+    ] = None
+    json_logs: Annotated[bool, Option("Log every request, as lines of JSON.")] = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def folder(self) -> Path:
+        """The server's folder."""
+        return Path(self.data)
+
+    @property
+    def memory_mib(self) -> float:
+        """Memory limit of a searcher, MiB."""
+        mib = parse_memory(self.search_memory)
+        assert mib is not None
+        return mib
