@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..service.records import VISIBILITIES
 from .server_options import PRIORITY, client_of, with_server
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ Examples:
 @click.option("--priority", type=(str, PRIORITY), multiple=True, metavar="ID N", help="Change a priority.")
 @click.option(
     "--show-to",
-    type=(str, click.Choice(["own", "team", "all"])),
+    type=(str, click.Choice(VISIBILITIES)),
     multiple=True,
     metavar="ID NAME",
     help="Change who sees a search: own, team or all.",

@@ -9,6 +9,7 @@ import click
 from ..knobs.text import config_text
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
+from ..service.records import VISIBILITIES
 from ..tuner.request import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
@@ -44,7 +45,7 @@ Examples:
 @click.option("--reuse", is_flag=True, help="Reuse earlier measurements on the same hardware.")
 @click.option(
     "--visibility",
-    type=click.Choice(["own", "team", "all"]),
+    type=click.Choice(VISIBILITIES),
     default="all",
     show_default=True,
     help="Users who see it besides its owner and admins.",

@@ -11,7 +11,7 @@ from ..base.errors import SpaceError, UsageError, unknown
 from ..base.option import Option, check_options, either
 from ..frameworks.autotuners import FORMATS, Source, find_source
 from ..frameworks.stated_space import ForeignSpace, declare
-from ..knobs.strategy import STANDARD
+from ..knobs.strategy import MAX_DEVICES, STANDARD
 from ..space import Space
 from .architecture import Architecture
 from .global_batch import free_accumulation, shared
@@ -45,7 +45,7 @@ class ModelRequest:
             type=int,
             least=1,
             sent=True,
-            sent_most=1 << 20,
+            sent_most=MAX_DEVICES,
             metavar="N",
         ),
     ] = None

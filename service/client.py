@@ -277,7 +277,7 @@ class SearchRun:
     @property
     def state(self) -> str:
         """`queued`, `running`, `done`, `failed` or `cancelled`."""
-        return self.look().state
+        return self.look().state.value
 
     def wait(self, timeout: float | None = None) -> "SearchRun":
         """Waits until the search ends.

@@ -6,7 +6,7 @@ Fields that `User`, `Search` or `DryRun` has as well mean the same.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..base.errors import UsageError
 
@@ -66,6 +66,10 @@ class SearchState(StrEnum):
         """True if the state is final."""
         return self in ENDED
 
+
+Visibility = Literal["own", "team", "all"]
+"""Users who can view a search besides its owner and admins: nobody, the owner's team, or all."""
+VISIBILITIES: tuple[str, ...] = get_args(Visibility)
 
 ENDED = (SearchState.DONE, SearchState.FAILED, SearchState.CANCELLED)
 """The final states of a search."""

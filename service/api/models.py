@@ -6,26 +6,25 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field as DataclassField
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, create_model, model_validator
 
 from ...base.errors import UsageError
 from ...base.option import Option, options_of
+from ...knobs.strategy import MAX_DEVICES
 from ...models.request import ModelRequest, SpaceRequest
 from ...runners.command.command import Command
 from ...tuner.request import RunRequest, SearchRequest, known_sampler
+from ..records import MOST_PRIORITY, Role, SearchState, Visibility
 from ..request import LARGEST_FILE, TARGETS, digest
 
-MOST_DEVICES = 1 << 20
-"""Largest number of devices of a trial or worker."""
 LARGEST_NUMBER = 1 << 53
 """Largest whole number that all JSON readers represent exactly."""
 LARGEST_ID = (1 << 31) - 1
 """Largest id of a database row."""
 DEEPEST = 40
 """Deepest nesting of lists and mappings."""
-Visibility = Literal["own", "team", "all"]
 _LONE = re.compile("[\ud800-\udfff\0]")
 
 
@@ -65,6 +64,12 @@ class Answer(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
+    @classmethod
+    def of(cls, record: object, **more: Any) -> Self:
+        """Returns the answer with the fields of a record, some of them replaced or added."""
+        found = {name: getattr(record, name) for name in cls.model_fields if hasattr(record, name)}
+        return cls(**found | more)
+
 
 def checked(check: Callable[..., Any], *what: str) -> AfterValidator:
     """Returns a validator that calls a function with a value and more, which raises UsageError if it is invalid."""
@@ -103,7 +108,8 @@ def _space(value: dict[str, Any]) -> None:
     Space.from_dict(value)
 
 
-Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Knob = Annotated[str, Field(min_length=1, max_length=80)]
 Value = bool | int | float | Annotated[str, Field(max_length=2000)]
@@ -246,7 +252,7 @@ class Submission(Body):
     request: SearchForm
     name: Annotated[str, Field(max_length=100)] = ""
     """Shown in lists; by default the model's name."""
-    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    priority: Priority = 0
     """The higher goes first."""
     device: Annotated[str, Field(max_length=100)] = ""
     """Kind of device, by type or a part of its name; empty for any."""
@@ -259,7 +265,7 @@ class Submission(Body):
 class ChangeForm(Body):
     """The fields of a search that can be changed."""
 
-    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    priority: Priority | None = None
     visibility: Visibility | None = None
 
 
@@ -270,7 +276,7 @@ class SearchAnswer(Answer):
     user: str
     """Name of the owner."""
     name: str
-    state: Literal["queued", "running", "done", "failed", "cancelled"]
+    state: SearchState
     reason: str
     """Why it failed, ended or waits."""
     priority: int
@@ -356,7 +362,7 @@ class MeAnswer(Answer):
     """The user of a token."""
 
     name: str
-    role: Literal["reader", "submitter", "admin", "worker"]
+    role: Role
     device_hours: float | None
     """Limit of device-hours in 30 days; None for no limit."""
     running: int | None

@@ -7,7 +7,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ... import __version__
 from ...base.errors import ServiceError
-from ..records import Role, SearchState
+from ..records import SearchState
 from .access import TOO_MANY_STRANGERS, Guarded, Reader, address_of
 from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
 from .problems import Problem
@@ -20,8 +20,7 @@ MOST_SHOWN = 1000
 @router.get("/v1/me")
 def me(user: Reader) -> MeAnswer:
     """Returns the caller and their permissions."""
-    names = ("name", "device_hours", "running", "allow_code", "priority")
-    return MeAnswer(**{name: getattr(user, name) for name in names}, role=Role(user.role).value)
+    return MeAnswer.of(user)
 
 
 @router.get("/v1/queue")
@@ -73,7 +72,7 @@ def history(
     found = parts.store.events(after, search=search, limit=limit)
     hidden = parts.store.hidden_from(user, {each.search for each in found if each.search is not None})
     found = [each for each in found if each.search not in hidden]
-    return [EventAnswer(**{name: getattr(each, name) for name in EventAnswer.model_fields}) for each in found]
+    return [EventAnswer.of(each) for each in found]
 
 
 @router.post("/v1/estimate")

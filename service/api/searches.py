@@ -48,14 +48,12 @@ def search_answer(
         waits = "it is held until a user releases it"
     else:
         waits = (why_waiting(parts, [search]) if reasons is None else reasons).get(search.id, "")
-    return SearchAnswer(
-        **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "reuse", "trials", "held")},
-        **{name: getattr(search, name) for name in ("created", "started", "ended", "best", "visibility")},
+    return SearchAnswer.of(
+        search,
         device=search.kind or search.device,
         request=without_secrets(search.request) if whole else brief(search.request),
         user=search.owner,
         reason=search.reason or waits,
-        state=search.state.value,
     )
 
 

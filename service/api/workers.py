@@ -86,15 +86,7 @@ _ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "No dry run
 
 def worker_answer(worker: Worker, busy: int, names: dict[int, str]) -> WorkerAnswer:
     """Returns the answer for a worker."""
-    return WorkerAnswer(
-        **{
-            name: getattr(worker, name)
-            for name in ("id", "name", "host", "device", "devices", "software", "seen", "left")
-        },
-        user=names.get(worker.user, ""),
-        busy=busy,
-        memory=worker.memory_mib,
-    )
+    return WorkerAnswer.of(worker, user=names.get(worker.user, ""), busy=busy, memory=worker.memory_mib)
 
 
 def _check_owner(user: User, worker: Worker) -> Worker:

@@ -6,13 +6,12 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, and_, case, delete, func, insert, or_, select, update
 
 from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
-from ..records import MOST_PRIORITY, DryRunState, Role, Search, SearchState, User
+from ..records import MOST_PRIORITY, VISIBILITIES, DryRunState, Role, Search, SearchState, User
 from ..tables import dry_runs, events, measured, searches, users
 from .part import Part, add_event, add_usage, as_count, as_text, beats, locked, new_id, one, reads, writes
 
 SAME = ("request", "devices", "device")
 """Fields that must agree between two submissions with the same key."""
-VISIBILITIES = ("own", "team", "all")
 """Users who can view a search besides its owner and admins."""
 SIMULATE = "simulate"
 """The runner of a search that needs no devices."""
