@@ -144,7 +144,7 @@ class PaperPool:
         search.left -= 1
         self.number += 1
         self.waiting[self.number] = Waiting(
-            dry_run=self.number, search=search.id, user=search.user, priority=0, device="", devices=search.devices,
+            dry_run=self.number, search=search.id, user=search.user, priority=0, kind=H100["name"], devices=search.devices,
             submitted=search.submitted, seconds=search.average,
         )  # fmt: skip
 
@@ -315,6 +315,8 @@ def in_store(url: str, searches: int) -> dict[str, Any]:
             submits.append(1000 * (time.perf_counter() - start))
         worker = store.join(ann, "bench", "host", H100, 1024, 81920, {})
         attempts = {each: store.take_search(each) for each in ids[:200]}
+        for each, attempt in attempts.items():
+            store.place_search(each, attempt, str(H100["name"]), {})
         start = time.perf_counter()
         asked = [store.ask_dry_run(each, attempt, "0", "run", {"x": 1}, 1) for each, attempt in attempts.items()]
         leases = [store.lease(each.id, worker.id, 60.0) for each in asked]

@@ -131,6 +131,7 @@ def fill(server: Server, size: int) -> str:
         made = store.submit(users[number % USERS], REQUEST, devices=8)[0].id
         if number < RUNNING:
             attempt = store.take_search(made)
+            store.place_search(made, attempt, host.kind, {})
             for trial in range(4):
                 store.ask_dry_run(made, attempt, f"trial-{trial}", "run", {"requests": [{"config": CONFIG}]}, 8)
     return f"{size // 2:012x}"

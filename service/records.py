@@ -299,14 +299,12 @@ class Waiting:
     search: str
     user: int
     priority: int
-    device: str
-    """The kind of device that the search requested; empty for any."""
+    kind: str
+    """Name of the kind of device that the search was placed on."""
     devices: int
     submitted: float
     seconds: float | None
     """Mean duration of the search's dry runs, s; None before the first has ended."""
-    kind: str = ""
-    """Full name of the kind of device that the search was placed on; empty until then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -279,8 +279,6 @@ class _Reservation:
 class _Kind:
     """The workers of one kind of device."""
 
-    device: Mapping[str, Any]
-    name: str
     workers: list[Worker] = field(default_factory=list)
     free: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Workers without a reservation, by number of free devices."""
@@ -298,92 +296,60 @@ class _Pool:
             if each.worker in self.free:
                 self.free[each.worker] -= each.devices
                 self.ends[each.worker].append((max(now, each.started + (each.seconds or NOMINAL_S)), each.devices))
-        self.kinds: dict[tuple[str, str], _Kind] = {}
+        self.kinds: dict[str, _Kind] = defaultdict(_Kind)
         for worker in sorted(workers, key=lambda one: one.id):
-            device = worker.device
-            key = str(device.get("type", "")), str(device.get("name", ""))
-            kind = self.kinds.setdefault(key, _Kind(device=device, name=key[1] or key[0]))
+            kind = self.kinds[worker.kind]
             kind.workers.append(worker)
             if self.free[worker.id] > 0:
                 kind.free[self.free[worker.id]].append(worker.id)
         self.unused = sum(max(0, each) for each in self.free.values())
-        self._bound: dict[str, _Kind] = {}
-        self._wanted: dict[tuple[str, str], list[_Kind]] = {}
-        self._words: dict[tuple[str, str, int], tuple[str, str]] = {}
+        self._words: dict[tuple[str, int], tuple[str, str]] = {}
 
     def place(self, each: Waiting) -> str | None:
         """Takes devices for a dry run and returns their worker; None if it has to wait."""
-        kinds = self.suitable(each)
-        best: tuple[int, _Kind] | None = None
-        for kind in kinds:
-            level = min((free for free, ids in kind.free.items() if free >= each.devices and ids), default=None)
-            if level is not None and (best is None or level < best[0]):
-                best = level, kind
-        if best is not None:
-            level, kind = best
+        kind = self.kinds[each.kind]
+        level = min((free for free, ids in kind.free.items() if free >= each.devices and ids), default=None)
+        if level is not None:
             worker = kind.free[level].pop()
             if level > each.devices:
                 kind.free[level - each.devices].append(worker)
+        elif (found := self._backfilled(each, kind)) is not None:
+            worker = found
         else:
-            found = self._backfilled(each, kinds)
-            if found is None:
-                if each.devices > 1:
-                    self._reserve(each, kinds)
-                return None
-            worker, kind = found
+            if each.devices > 1:
+                self._reserve(each, kind)
+            return None
         self.free[worker] -= each.devices
         self.unused -= each.devices
         self.ends[worker].append((self.now + (each.seconds or NOMINAL_S), each.devices))
-        if not each.kind:
-            self._bound[each.search] = kind
         return worker
 
-    def suitable(self, each: Waiting) -> list[_Kind]:
-        """Returns the kinds of device that a dry run may use: the one that its search was placed on, or the one that
-        its search's first dry run got.
-        """
-        if each.search in self._bound:
-            return [self._bound[each.search]]
-        wanted = each.device, each.kind
-        if wanted not in self._wanted:
-            self._wanted[wanted] = [
-                kind
-                for kind in self.kinds.values()
-                if (kind.device.get("name", "") == each.kind if each.kind else matches(each.device, kind.device))
-            ]
-        return self._wanted[wanted]
-
-    def _backfilled(self, each: Waiting, kinds: list[_Kind]) -> tuple[str, _Kind] | None:
+    def _backfilled(self, each: Waiting, kind: _Kind) -> str | None:
         """Returns a reserved worker on which a dry run delays no reservation, since it ends before or uses only spare
         devices; None if there is none.
         """
-        for kind in kinds:
-            for worker, held in kind.reserved.items():
-                if self.free[worker] < each.devices:
-                    continue
-                if each.seconds is not None and self.now + each.seconds <= held.ready:
-                    return worker, kind
-                if each.devices <= held.spare:
-                    held.spare -= each.devices
-                    return worker, kind
+        for worker, held in kind.reserved.items():
+            if self.free[worker] < each.devices:
+                continue
+            if each.seconds is not None and self.now + each.seconds <= held.ready:
+                return worker
+            if each.devices <= held.spare:
+                held.spare -= each.devices
+                return worker
         return None
 
-    def _reserve(self, each: Waiting, kinds: list[_Kind]) -> None:
+    def _reserve(self, each: Waiting, kind: _Kind) -> None:
         """Reserves the worker that will first have enough free devices, unless too many workers are reserved already."""
-        found: tuple[float, int, str, int, _Kind] | None = None
-        for kind in kinds:
-            if len(kind.reserved) >= max(1, len(kind.workers) // RESERVED):
-                continue
-            for worker in kind.workers:
-                if worker.devices < each.devices or worker.id in kind.reserved:
-                    continue
-                ready, free = self._ready(worker.id, each.devices)
-                candidate = ready, -self.free[worker.id], worker.id, free - each.devices, kind
-                if found is None or candidate[:3] < found[:3]:
-                    found = candidate
-        if found is None:
+        if len(kind.reserved) >= max(1, len(kind.workers) // RESERVED):
             return
-        ready, _, name, spare, kind = found
+        candidates = []
+        for worker in kind.workers:
+            if worker.devices >= each.devices and worker.id not in kind.reserved:
+                ready, free = self._ready(worker.id, each.devices)
+                candidates.append((ready, -self.free[worker.id], worker.id, free - each.devices))
+        if not candidates:
+            return
+        ready, _, name, spare = min(candidates)
         if self.free[name] > 0:
             kind.free[self.free[name]].remove(name)
         kind.reserved[name] = _Reservation(ready=ready, spare=spare)
@@ -399,16 +365,16 @@ class _Pool:
 
     def why(self, each: Waiting, users: "_Users") -> str:
         """Returns the reason why a dry run waits."""
-        key = each.device, each.kind, each.devices
+        key = each.kind, each.devices
         if key not in self._words:
-            never = obstacle(each.device, each.devices, self.workers, kind=each.kind)
+            never = obstacle("", each.devices, self.workers, kind=each.kind)
             self._words[key] = never, self._state(each)
         never, not_now = self._words[key]
         return never or users.obstacle(each.user) or not_now
 
     def _state(self, each: Waiting) -> str:
         """Returns the reason why a dry run that could run waits."""
-        workers = [worker for kind in self.suitable(each) for worker in kind.workers]
+        workers = self.kinds[each.kind].workers
         free = sum(max(0, self.free[worker.id]) for worker in workers)
         devices = sum(worker.devices for worker in workers)
         wants = "a device" if each.devices == 1 else f"{each.devices} devices of one worker"

@@ -252,11 +252,7 @@ class Searcher:
                 return Placed.from_dict(event.data)
         while (found := place(self._search, self._store.workers())) is None:
             time.sleep(LOOK_S)
-        kind = self._store.place_search(self._id, self._attempt, found.device.name, found.to_dict())
-        if kind != found.device.name:
-            # A worker leased a dry run before the search was placed, as earlier versions did: it stays on that kind.
-            self._search = self._store.search(self._id)
-            return self._placed()
+        self._store.place_search(self._id, self._attempt, found.device.name, found.to_dict())
         return found
 
     def _broken(self) -> str:

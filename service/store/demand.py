@@ -29,11 +29,10 @@ class Demand(Part):
                 dry_runs.c.search,
                 searches.c.user,
                 searches.c.priority,
-                searches.c.device,
+                searches.c.kind,
                 dry_runs.c.devices,
                 searches.c.created.label("submitted"),
                 _average().label("seconds"),
-                searches.c.kind,
             )
             .join(searches, searches.c.id == dry_runs.c.search)
             .where(

@@ -23,7 +23,6 @@ from sqlalchemy import Connection, Row, and_, func, or_, select, update
 
 from ...base.errors import AttemptOver, LeaseOver, NotFound, Refused
 from ..records import Assignment, DryRun, DryRunState, SearchState, StoredMeasurement
-from ..scheduling import matches
 from ..tables import dry_runs, measured, searches, workers
 from .part import Part, add, add_event, add_usage, as_count, as_text, beats, locked, one, reads, writes
 from .searches import check_attempt, counting_for, locked_search
@@ -131,8 +130,8 @@ class DryRuns(Part):
     def lease(self, connection: Connection, dry_run: int, worker: str, seconds: float) -> Assignment:
         """Leases a dry run to a worker for `seconds`.
 
-        The worker's devices must be of the kind that the search was placed on. If it was not placed, this lease
-        determines the kind: throughput on different devices is not comparable.
+        The worker's devices must be of the kind that the search was placed on, since throughput on different devices
+        is not comparable.
 
         Raises:
             NotFound: the dry run or worker does not exist.
@@ -155,12 +154,9 @@ class DryRuns(Part):
                 f"the worker {worker} has {host.devices - busy} of {host.devices} devices free, not {row.devices}"
             )
         kind = str(host.device.get("name", ""))
-        if search.kind != kind if search.kind else not matches(search.device, host.device):
-            wanted = search.kind or search.device
-            raise Refused(f"the search {search.id} needs '{wanted}', but the worker {worker} has '{kind}'")
+        if search.kind != kind:
+            raise Refused(f"the search {search.id} needs '{search.kind}', but the worker {worker} has '{kind}'")
         now = self.clock()
-        if not search.kind:
-            connection.execute(update(searches).where(searches.c.id == search.id).values(kind=kind))
         values = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
         same_worker = row.worker == worker and row.until is not None
         more = {"started": now, "attempts": attempts_when_leased(row.attempts, row.lease, same_worker=same_worker)}

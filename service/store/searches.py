@@ -213,9 +213,10 @@ class Searches(Part):
         return row.attempt + 1
 
     @writes
-    def place_search(self, connection: Connection, search: str, attempt: int, kind: str, placed: dict[str, Any]) -> str:
-        """Fixes the kind of device that a search runs on, and records the event `placed`. Returns the kind, which is
-        the earlier one if it was fixed before: throughput on different devices is not comparable.
+    def place_search(
+        self, connection: Connection, search: str, attempt: int, kind: str, placed: dict[str, Any]
+    ) -> None:
+        """Fixes the kind of device that a search runs on, and records the event `placed`.
 
         Raises:
             NotFound: the search does not exist.
@@ -225,11 +226,8 @@ class Searches(Part):
         check_attempt(row, attempt)
         if SearchState(row.state).ended:
             raise AttemptOver(f"the search {search} has ended: it is {row.state}")
-        if row.kind and row.kind != kind:
-            return str(row.kind)
         connection.execute(update(searches).where(searches.c.id == search).values(kind=as_text("kind", kind)))
         add_event(connection, self.clock(), search, "placed", placed)
-        return kind
 
     @writes
     def put_back(self, connection: Connection, search: str, reason: str) -> bool:

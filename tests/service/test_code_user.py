@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from other_user import NOBODY, closed, only_root, open_python
 from processes import until
+from redline.base.device import detect
 from redline.base.errors import UsageError
 from redline.results import Measurement, Status
 from redline.runners.job import Outcome
@@ -28,6 +29,7 @@ from redline.service.records import Assignment
 from redline.service.request import digest
 from redline.service.worker import Worker
 from served import served
+from service_pool import begun
 
 TOOL = [sys.executable, "-m", "redline.cli"]
 LONG_S = 300.0
@@ -197,7 +199,7 @@ def dry_run(service, request, config):
     asked = {"config": config, "number": 0, "log": "0.log", "timeout_s": 60.0}
     asked |= {"best_throughput": None, "reference": None, "soak": None}
     payload = {"requests": [asked], "memory_limit_mib": 4000.0}
-    attempt = service.store.take_search(search.id)
+    attempt = begun(service.store, search.id, detect().name)
     return search.id, service.store.ask_dry_run(search.id, attempt, "trial-0", "run", payload, 1).id
 
 

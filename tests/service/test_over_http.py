@@ -9,6 +9,7 @@ from redline.service.pool import ServerPool
 from redline.service.transport import ServerUnreachable
 from redline.service.worker import small
 from served import SEARCH, served
+from service_pool import begun
 
 DEVICE = {"type": "cpu", "name": "test cpu", "count": 4, "memory_mib": 1000, "capability": None, "features": []}
 
@@ -34,7 +35,7 @@ def worker(pool):
 def asked(service, key="0", devices=1):
     """Submits and takes a search and asks for a dry run, which it returns."""
     search, _ = service.store.submit(service.store.user("submitter"), SEARCH["request"], devices=devices)
-    attempt = service.store.take_search(search.id)
+    attempt = begun(service.store, search.id, DEVICE["name"])
     payload = {"requests": [{"log": "0.log"}]}
     return service.store.ask_dry_run(search.id, attempt, key, "run", payload, devices)
 

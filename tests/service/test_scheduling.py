@@ -18,9 +18,9 @@ def worker(name, devices=8, kind="NVIDIA H100", type="cuda"):
     )  # fmt: skip
 
 
-def wants(number, devices=1, *, user=1, search=None, priority=0, device="", submitted=0.0, seconds=None):
+def wants(number, devices=1, *, user=1, search=None, priority=0, kind="NVIDIA H100", submitted=0.0, seconds=None):
     return Waiting(
-        dry_run=number, search=search or f"s{number}", user=user, priority=priority, device=device, devices=devices,
+        dry_run=number, search=search or f"s{number}", user=user, priority=priority, kind=kind, devices=devices,
         submitted=submitted, seconds=seconds,
     )  # fmt: skip
 
@@ -105,9 +105,8 @@ def test_few_workers_are_reserved_at_a_time():
 
 def test_a_search_stays_on_one_kind_of_device():
     workers = [worker("a", 1, "NVIDIA A100"), worker("h", 1)]
-    got = placed([wants(1, search="s"), wants(2, search="s")], (), workers)
-    assert len(got) == 1
-    assert placed([wants(1, device="H100"), wants(2, device="a100")], (), workers) == [(1, "h"), (2, "a")]
+    assert placed([wants(1, search="s"), wants(2, search="s")], (), workers) == [(1, "h")]
+    assert placed([wants(1), wants(2, kind="NVIDIA A100")], (), workers) == [(1, "h"), (2, "a")]
 
 
 @pytest.mark.parametrize(
@@ -125,14 +124,14 @@ def why(waiting, running=(), workers=(), shares=()):
 def test_the_reason_why_a_search_waits_is_given():
     assert why([wants(1)]) == {"s1": "no worker is in the pool"}
     workers = [worker("a", 4), worker("b", 2, "NVIDIA A100")]
-    assert why([wants(1, device="TPU")], (), workers) == {
-        "s1": "no worker has 'TPU'; there are NVIDIA A100, NVIDIA H100"
+    assert why([wants(1, kind="TPU")], (), workers) == {
+        "s1": "no worker has 'TPU', on which its search began; there are NVIDIA A100, NVIDIA H100"
     }
     assert why([wants(1, 8)], (), workers) == {
         "s1": "a dry run takes 8 devices of one worker, and none has more than 4"
     }
     assert why([wants(1, 4)], [runs(9, "a", 1)], workers) == {
-        "s1": "waits for 4 devices of one worker: 5 of 6 are free, and others are ahead in the queue"
+        "s1": "waits for 4 devices of one worker: 3 of 4 are free, and others are ahead in the queue"
     }
     assert why([wants(1)], [runs(9, "a")], workers, [Share(user=1, running=1)]) == {
         "s1": "its user has 1 dry runs running, and may have 1"
@@ -143,12 +142,13 @@ def test_the_reason_why_a_search_waits_is_given():
 
 
 counts = st.integers(1, 8)
+KINDS = ["H100", "A100"]
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(counts, st.sampled_from(["H100", "A100"])), max_size=6),
-    st.lists(st.tuples(counts, st.integers(1, 3), st.integers(-1, 1), st.sampled_from(["", "A100"]), st.booleans()), max_size=30),
+    st.lists(st.tuples(counts, st.sampled_from(KINDS)), max_size=6),
+    st.lists(st.tuples(counts, st.integers(1, 3), st.integers(-1, 1), st.sampled_from(KINDS), st.booleans()), max_size=30),
     st.lists(st.tuples(st.integers(0, 5), counts), max_size=8),
     st.integers(0, 4),
 )  # fmt: skip
@@ -161,8 +161,8 @@ def test_no_device_is_assigned_twice_and_no_quota_exceeded(machines, waits, busy
             free[f"w{at}"] -= devices
             running.append(runs(500 + number, f"w{at}", devices, user=1 + at % 3, seconds=10.0 * at))
     waiting = [
-        wants(number, devices, user=user, priority=priority, device=device, seconds=30.0 if known else None)
-        for number, (devices, user, priority, device, known) in enumerate(waits)
+        wants(number, devices, user=user, priority=priority, kind=kind, seconds=30.0 if known else None)
+        for number, (devices, user, priority, kind, known) in enumerate(waits)
     ]
     got = placed(waiting, running, workers, [Share(user=1, running=limit)])
     assert len({number for number, _ in got}) == len(got)
@@ -171,13 +171,16 @@ def test_no_device_is_assigned_twice_and_no_quota_exceeded(machines, waits, busy
     taken = defaultdict(int)
     for number, where in got:
         taken[where] += of[number].devices
-        assert of[number].device in ("", kinds[where])
+        assert of[number].kind == kinds[where]
     assert all(taken[where] <= free[where] for where in taken)
     first = [each for each in (*running, *(of[number] for number, _ in got)) if each.user == 1]
     assert len(first) <= max(limit, sum(each.user == 1 for each in running))
     # No device idles if every waiting dry run takes one device and has no limits.
-    if waiting and all(each.devices == 1 and each.user != 1 and not each.device for each in waiting):
-        assert len(got) == min(len(waiting), sum(free.values()))
+    if waiting and all(each.devices == 1 and each.user != 1 for each in waiting):
+        for kind in KINDS:
+            room = sum(devices for name, devices in free.items() if kinds[name] == kind)
+            wanted = sum(each.kind == kind for each in waiting)
+            assert sum(of[number].kind == kind for number, _ in got) == min(wanted, room)
 
 
 # -- slots among the searches that run -----------------------------------------------------------------------
@@ -242,7 +245,7 @@ def test_a_simulated_search_needs_a_place_and_no_devices():
 def test_a_search_runs_only_on_the_kind_it_was_placed_on():
     """`H100` is a part of both names; a search that was planned for one does not run on the other."""
     workers = [worker("a", 8, "NVIDIA H100 PCIe"), worker("b", 2, "NVIDIA H100")]
-    wanted = replace(wants(1, device="H100"), kind="NVIDIA H100")
+    wanted = wants(1)
     assert placed([wanted], (), workers) == [(1, "b")]
     assert placed([replace(wanted, devices=4)], (), workers) == []
     assert why_waiting([replace(wanted, devices=4)], [], workers, (), NOW) == {

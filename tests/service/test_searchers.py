@@ -17,6 +17,7 @@ from redline.service import searchers as module
 from redline.service.logs import folder_of
 from redline.service.records import SearchState
 from redline.service.searchers import MOST_DEATHS, Searchers, SearcherSlots
+from service_pool import begun
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ def test_a_held_search_of_an_earlier_server_starts_when_it_is_released(service):
     store, searching = service
     worker = store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
     search = a_search(store)
-    asked = store.ask_dry_run(search, store.take_search(search), "0", "run", {}, 1)
+    asked = store.ask_dry_run(search, begun(store, search, DEVICE.name), "0", "run", {}, 1)
     store.lease(asked.id, worker.id, 60.0)  # keeps the slot
     store.hold(search)
     searchers = searching(Waits)

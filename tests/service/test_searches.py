@@ -2,6 +2,7 @@
 
 import pytest
 from redline.base.errors import KeyTaken, NotFound, UsageError
+from service_pool import begun
 
 REQUEST = {"model": "gpt2-tiny", "trials": 16}
 
@@ -33,9 +34,7 @@ def test_a_key_identifies_one_search_of_its_user(store, ann):
 
 def test_a_key_holds_when_the_search_has_found_its_kind_of_device(store, ann):
     first, _ = store.submit(ann, REQUEST, devices=1, key="k")
-    asked = store.ask_dry_run(first.id, store.take_search(first.id), "0", "run", {}, 1)
-    worker = store.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 1, 1024, {})
-    store.lease(asked.id, worker.id, 10)
+    begun(store, first.id, "Xeon")
     again, new = store.submit(ann, REQUEST, devices=1, key="k")
     assert (again.id, again.kind, new) == (first.id, "Xeon", False)
 

@@ -15,6 +15,7 @@ from redline.service import worker as work
 from redline.service.logs import read_log
 from redline.service.records import DryRunState
 from redline.service.worker import Worker
+from service_pool import begun
 from store_pool import StorePool
 
 LEASE_S = 2.0
@@ -71,7 +72,7 @@ def place(tmp_path, monkeypatch):
     with store:
         store.ann, store.data = user, tmp_path
         search = store.submit(user, {"target": "gpt2-tiny"}, devices=1)[0].id
-        store.sought, store.attempt = search, store.take_search(search)
+        store.sought, store.attempt = search, begun(store, search, PLACED.device.name)
         yield store
 
 

@@ -15,6 +15,7 @@ from redline.service.searcher import StoreListener
 from redline.service.store import Store
 from redline.space import Space
 from redline.tuner import tune
+from service_pool import begun
 
 DEVICE = Device(type="cpu", name="a CPU", count=1, memory_mib=8000)
 GPU = Device(type="cuda", name="H100", count=8, memory_mib=80_000, capability=(9, 0))
@@ -107,7 +108,7 @@ class Killed(BaseException):
 
 def a_runner(store, search, attempt=None, **more):
     """Returns the runner of an attempt at a search; by default of a new one."""
-    attempt = attempt or store.take_search(search)
+    attempt = attempt or begun(store, search, PLACED.device.name)
     return PoolRunner(store, search=search, attempt=attempt, placed=PLACED, devices=1, in_turns=False, **more)
 
 
@@ -121,7 +122,7 @@ def a_whole_search(store, search, folder, killed_after=None, known=None):
             if killed_after is not None and self.done >= killed_after:
                 raise Killed
 
-    attempt = store.take_search(search)
+    attempt = begun(store, search, PLACED.device.name)
     listener = Dying(store, search, attempt)
     more = {}
     if known is not None:

@@ -14,6 +14,13 @@ class Clock:
         self.now += seconds
 
 
+def begun(store, search, kind="NVIDIA H100"):
+    """Takes a search, places it on a kind of device, and returns the attempt."""
+    attempt = store.take_search(search)
+    store.place_search(search, attempt, kind, {})
+    return attempt
+
+
 class Pool:
     """A user with a running search, and a worker with two devices."""
 
@@ -21,7 +28,7 @@ class Pool:
         self.store = store
         self.user = store.add_user("ann")
         self.search, _ = store.submit(self.user, {"model": "gpt2-tiny"}, devices=1)
-        self.attempt = store.take_search(self.search.id)
+        self.attempt = begun(store, self.search.id)
         self.worker = self.join()
 
     def join(self, devices=2, name="NVIDIA H100", type="cuda"):
