@@ -126,9 +126,9 @@ def _end_with_parent(channel: Channel, folder: Path) -> None:
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-"""Pause before a restart of the worker, s: the first, and the longest after repeated deaths."""
+"""Pause before a worker or searcher is restarted, s: the first, and the longest after repeated deaths."""
 LIVED_S = 30.0
-"""A worker that ran this long before it died is restarted after the first pause, s."""
+"""A death after this time does not count as a repeated one, s."""
 END_S = 12.0
 """Time that the worker has to give back its leases, s."""
 FROM_STDIN = "-"

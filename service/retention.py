@@ -12,6 +12,7 @@ from ..results import request
 from ..results.names import RUN
 from .runs import Runs
 from .store import Store
+from .store.part import DAY_S
 from .store.searches import check_ended
 
 
@@ -47,7 +48,6 @@ def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], objec
 
 ROUND_S = 3600.0
 """Interval between deletions, s."""
-DAY_S = 86400.0
 _log = logging.getLogger("redline.server")
 
 

@@ -17,6 +17,7 @@ from ..base.errors import AttemptOver, NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
 from ..runners.job import AgentTask
 from ..runners.protocol import Call
+from .child_processes import FIRST_PAUSE_S, LIVED_S, LONGEST_PAUSE_S
 from .limits import SearcherLimits
 from .logs import folder_of
 from .records import Contender, Search, SearchState, Share, Worker
@@ -91,12 +92,8 @@ class SearcherSlots:
 
 LOOK_S = 0.2
 """Interval between checks of the searchers, s."""
-LIVED_S = 30.0
-"""A death after this time does not count as one in a row, s."""
 MOST_DEATHS = 8
 """Number of deaths in a row after which a search fails."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-"""Pause before a searcher is restarted, s: the first, and the longest after repeated deaths."""
 LAST_WORDS = 2000
 """Number of characters of a searcher's last output in an error."""
 LOG, LARGEST_LOG = "searcher.log", 4 << 20
