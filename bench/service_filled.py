@@ -98,7 +98,7 @@ def fill(server: Server, size: int) -> str:
             "id": f"{number:012x}", "user": user, "key": f"{number}", "name": "llama2-7b", "request": REQUEST,
             "state": rng.choice(["done"] * 8 + ["failed", "cancelled"]), "reason": "trials", "priority": 0, "devices": 8,
             "device": "", "kind": "NVIDIA H100", "created": created, "started": created, "ended": created + 1000,
-            "attempt": 1, "heartbeat": created, "reuse": False, "finished": TRIALS, "seconds": 800.0, "trials": TRIALS,
+            "attempt": 1, "reuse": False, "finished": TRIALS, "seconds": 800.0, "trials": TRIALS,
             "best": {"trial": 3, "config": CONFIG, "throughput": 12345.6, "unit": "tokens/s", "measurement": MEASURED},
         })  # fmt: skip
         used_seconds[user, int((created + 1000) // DAY_S)] += TRIALS * 8 * 40.0

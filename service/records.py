@@ -163,8 +163,6 @@ class Search:
     """Number of the latest attempt, which alone may write. It grows when a searcher takes the search, and when the search
     returns to the queue.
     """
-    heartbeat: float | None
-    """When its searcher last reported."""
     best: dict[str, Any] | None
     """The winner as reported by its searcher."""
     reuse: bool

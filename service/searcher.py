@@ -110,8 +110,8 @@ def _finite(value: float | None) -> float | None:
     return value if value is None or abs(value) < float("inf") else None
 
 
-BEAT_S = 2.0
-"""Interval of heartbeats, which also check whether the search must end, s."""
+CHECK_S = 2.0
+"""Interval between checks whether the search must end, s."""
 LOOK_S = 0.5
 """Interval between checks for suitable devices or a free lock, s."""
 LOCKED_S = 10.0
@@ -156,7 +156,7 @@ class Searcher:
 
     def run(self) -> None:
         """Runs the search to its end and stores the result."""
-        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
         try:
             result = self._tuned()
         except StudyError as error:
@@ -262,17 +262,15 @@ class Searcher:
             since = time.monotonic() - self._placed_at
         return self._limits.broken(time.process_time(), since)
 
-    def _beat(self) -> None:
-        """Sends heartbeats until the search is over. Ends it if it is cancelled, over a limit, or taken by another
-        attempt.
-        """
-        while not self._over.wait(BEAT_S if not self._cancelled else 10 * BEAT_S):
+    def _watch(self) -> None:
+        """Ends the search if it is cancelled, over a limit, or taken by another attempt."""
+        while not self._over.wait(CHECK_S if not self._cancelled else 10 * CHECK_S):
             try:
                 if broken := self._broken():
                     self._finish(SearchState.FAILED, broken)
                     print(broken, file=sys.stderr, flush=True)
                     os._exit(LIMITED)
-                found = self._store.beat_search(self._id, self._attempt)
+                found = self._store.attempted_search(self._id, self._attempt)
             except AttemptOver as error:
                 print(error, file=sys.stderr, flush=True)
                 os._exit(FENCED)

@@ -92,7 +92,6 @@ searches = Table(
     Column("started", Float),
     Column("ended", Float),
     Column("attempt", Integer, nullable=False),
-    Column("heartbeat", Float),
     Column("best", JSON(none_as_null=True)),
     Column("reuse", Boolean, nullable=False),
     # Total time of its ended dry runs, updated as they end, since scheduling needs the mean often.

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Row, Select, and_, case, delete, func, insert
 from ...base.errors import AttemptOver, KeyTaken, NotFound, Refused, UsageError, unknown
 from ..records import MOST_PRIORITY, VISIBILITIES, DryRunState, Role, Search, SearchState, User
 from ..tables import dry_runs, events, measured, searches, users
-from .part import Part, add_event, add_usage, as_count, as_text, beats, locked, new_id, one, reads, writes
+from .part import Part, add_event, add_usage, as_count, as_text, locked, new_id, one, reads, writes
 
 SAME = ("request", "devices", "device")
 """Fields that must agree between two submissions with the same key."""
@@ -204,7 +204,7 @@ class Searches(Part):
         now = self.clock()
         if row.held:
             raise AttemptOver(f"the search {search} is held")
-        values = {"state": SearchState.RUNNING, "attempt": row.attempt + 1, "heartbeat": now, "reason": ""}
+        values = {"state": SearchState.RUNNING, "attempt": row.attempt + 1, "reason": ""}
         started = now if row.started is None else row.started
         connection.execute(update(searches).where(searches.c.id == search).values(**values, started=started))
         add_event(
@@ -347,19 +347,17 @@ class Searches(Part):
         connection.execute(update(searches).where(searches.c.id == search).values(trials=trials))
         add_event(connection, self.clock(), search, "finished", data)
 
-    @beats
-    def beat_search(self, connection: Connection, search: str, attempt: int) -> Search:
-        """Records a heartbeat of an attempt and returns the search, whose state shows if it was cancelled.
+    @reads
+    def attempted_search(self, connection: Connection, search: str, attempt: int) -> Search:
+        """Returns a search for an attempt at it. Its state shows if it was cancelled.
 
         Raises:
             NotFound: the search does not exist.
             AttemptOver: a later attempt has it.
         """
-        row = locked_search(connection, search)
-        check_attempt(row, attempt)
-        if not SearchState(row.state).ended:
-            connection.execute(update(searches).where(searches.c.id == search).values(heartbeat=self.clock()))
-        return _get(connection, search)
+        found = _get(connection, search)
+        check_attempt(found, attempt)
+        return found
 
     @writes
     def finish(
@@ -422,7 +420,7 @@ def check_ended(search: str, state: str) -> None:
         raise UsageError(f"the search {search} is {state}: cancel it before it is deleted")
 
 
-def check_attempt(row: Row[Any], attempt: int) -> None:
+def check_attempt(row: Row[Any] | Search, attempt: int) -> None:
     """Checks that `attempt` is the latest one.
 
     Raises:

@@ -235,7 +235,7 @@ def test_an_earlier_attempt_at_a_search_may_write_nothing(store, pool):
     later = store.take_search(pool.search.id)
     for late in (
         lambda: pool.ask(),
-        lambda: store.beat_search(pool.search.id, pool.attempt),
+        lambda: store.attempted_search(pool.search.id, pool.attempt),
         lambda: store.finish(pool.search.id, pool.attempt, "done"),
         lambda: store.tell_trial(pool.search.id, pool.attempt, 1, {"trial": 0}),
         lambda: store.add_event(pool.search.id, "said", {}, pool.attempt),
@@ -272,7 +272,7 @@ def test_a_cancelled_search_stops_what_runs_and_stays_cancelled(store, pool):
         pool.ask("2")
     with pytest.raises(LeaseOver):
         pool.lease(waiting)
-    assert store.beat_search(pool.search.id, pool.attempt).state == "cancelled"
+    assert store.attempted_search(pool.search.id, pool.attempt).state == "cancelled"
     ended = store.finish(pool.search.id, pool.attempt, "failed", "killed", best={"throughput": 3.0})
     assert (ended.state, ended.best) == ("cancelled", {"throughput": 3.0})
     assert store.cancel(pool.search.id) == ended

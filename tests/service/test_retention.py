@@ -26,7 +26,9 @@ def test_events_of_old_searches_are_deleted_and_their_end_is_kept(pool, clock, m
     store.audit("ann", "login", "here")
     before = (events_of(store, running.id), events_of(store, recent.id), len(store.audited()))
 
-    assert store.forget_events(clock.now - 30 * DAY_S) == 10 + 10 + 1  # and the event of the pool's first worker
+    assert (
+        store.forget_events(clock.now - 30 * DAY_S) == 10 + 10 + 2
+    )  # and those of the placement and of the pool's first worker
     assert events_of(store, old) == [("search", "queued"), ("search", "running"), ("search", "done")]
     assert before == (events_of(store, running.id), events_of(store, recent.id), len(store.audited()))
     assert [each for each in events_of(store) if each[0] == "worker"] == [("worker", 10)]
