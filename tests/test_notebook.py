@@ -1,5 +1,6 @@
 """The example notebook runs unmodified from its first cell to its last and shows the results."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,20 @@ def test_the_notebook_runs_and_shows_the_result(tmp_path):
     (own,) = [each["text/html"] for name, each in cells.items() if name.startswith("rl.tune(throughput")]
     assert "oom" in own
     assert (tmp_path / "runs" / "notebook" / "best.yaml").is_file()
+
+
+def test_the_notebook_runs_up_to_its_search_and_its_names_exist():
+    cells = [each.source for each in nbformat.read(NOTEBOOK, as_version=4).cells if each.cell_type == "code"]
+    search = next(number for number, source in enumerate(cells) if "rl.tune(" in source)
+    names = {}
+    for source in cells[:search]:
+        exec(source, names)
+    assert len(names["space"]) > 1
+    for node in (node for source in cells[search:] for node in ast.walk(ast.parse(source))):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            exec(ast.unparse(node), names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "rl":
+            assert hasattr(redline, node.attr), node.attr
 
 
 def test_the_notebook_is_kept_without_outputs():
