@@ -34,6 +34,18 @@ _NEEDED = (
     "psutil",
     "PyYAML",
 )
+_EXTRAS = {
+    "dashboard": (("fastapi", "uvicorn", "plotly"), "`redline dashboard` and plots in notebooks"),
+    "service": (("fastapi", "uvicorn", "httpx", "sqlalchemy", "alembic"), "`redline serve` and its clients"),
+    "lora": (("peft",), "`--lora`"),
+    "data": (("datasets", "pyarrow"), "Parquet and datasets folders in `redline train`"),
+    "loggers": (("tensorboard", "mlflow", "wandb"), "`--log-to` for these"),
+}
+"""Modules of an extra of setup.cfg, and the features that need them."""
+_EXTRAS_OF_GPUS = {
+    "kernels": (("liger_kernel",), "the modules of the knob `kernels`"),
+    "fp8": (("torchao",), "`precision=fp8`"),
+}
 _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
 
 
@@ -187,6 +199,10 @@ def examine() -> dict[str, Any]:
         missing.append({"what": "HEBO", "disables": "disables `--sampler hebo`", "do": f"Install it: {_HEBO}"})
     else:
         versions["HEBO"] = metadata.version("HEBO")
+    for extra, (modules, needed_for) in (_EXTRAS | (_EXTRAS_OF_GPUS if device.type == "cuda" else {})).items():
+        if absent := [each for each in modules if importlib.util.find_spec(each) is None]:
+            do = f"Install it: pip install 'redline[{extra}]'"
+            missing.append({"what": ", ".join(absent), "disables": f"disables {needed_for}", "do": do})
     if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         missing.append(
             {

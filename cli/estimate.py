@@ -45,6 +45,7 @@ OF_MAPPINGS = (
     *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"),
 )
 """Shape numbers that are not options."""
+HELP = {"devices": "Devices of one trial.  [default: 1 with --hardware, otherwise all present]"}
 NOTHING_FITS = 3
 """Exit code if no configuration is predicted to fit."""
 
@@ -75,7 +76,7 @@ class EstimateOptions:
 
 
 @click.command(epilog=EXAMPLES)
-@options_of(ModelRequest, SpaceRequest, EstimateOptions, Shape, without=OF_MAPPINGS)
+@options_of(ModelRequest, SpaceRequest, EstimateOptions, Shape, without=OF_MAPPINGS, help=HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:

@@ -69,7 +69,7 @@ class _Commands(click.Group):
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="`redline COMMAND -h` shows a command's options, with examples.",
+    epilog="`redline COMMAND -h` shows a command's options, with examples; `--debug` shows the traceback of an error.",
 )
 @click.version_option(__version__, prog_name="redline")
 def redline() -> None:

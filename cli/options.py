@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
 import click
@@ -18,16 +18,18 @@ TRAINERS = ("redline", "fsdp", "megatron", "nanotron", "deepspeed", "torchtitan"
 their help.
 """
 
+LISTED = "`redline models` lists the predefined models"
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def options_of(*sections: type, without: Collection[str] = ()) -> Decorator:
+def options_of(*sections: type, without: Collection[str] = (), help: Mapping[str, str] | None = None) -> Decorator:
     """Returns a decorator that adds MODEL and the options of request sections, except some; see `request_of`."""
     named: list[Decorator] = [
         click.argument("target", metavar="[MODEL]", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
     ]
-    return options_for(*sections, before=named, without=without)
+    return options_for(*sections, before=named, without=without, help=help)
 
 
 METAVARS: dict[type | None, str] = {int: "N", float: "X"}
@@ -47,7 +49,7 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (*self.groups, "Advanced")}
-        for each in self.get_params(ctx):
+        for each in (each for each in self.get_params(ctx) if isinstance(each, click.Option)):
             title = next((title for title, names in self.groups.items() if each.name in names), "Advanced")
             if (row := each.get_help_record(ctx)) is not None:
                 rows[title].append(row)
@@ -56,11 +58,22 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(listed)
 
 
-def options_for(*sections: type, before: Sequence[Decorator] = (), without: Collection[str] = ()) -> Decorator:
-    """Returns a decorator that adds an option for each declared field of the sections, except some, after `before`."""
+def options_for(
+    *sections: type,
+    before: Sequence[Decorator] = (),
+    without: Collection[str] = (),
+    help: Mapping[str, str] | None = None,
+) -> Decorator:
+    """Returns a decorator that adds an option for each declared field of the sections, except some, after `before`.
+
+    Args:
+        help: help texts that differ from the declared ones, by field.
+    """
     decorators = list(before)
     for section in sections:
-        decorators += [_option(field, option) for field, option in declared(section) if field.name not in without]
+        for field, option in declared(section):
+            if field.name not in without:
+                decorators.append(_option(field, replace(option, help=(help or {}).get(field.name, option.help))))
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(decorators):
@@ -136,7 +149,7 @@ def target_of(model: str | None, workload: str | None) -> str:
     if model is not None and workload is None:
         return model
     if model is not None or workload is None:
-        raise UsageError("give either MODEL or --workload FILE:NAME; `redline models` lists the predefined models")
+        raise UsageError(f"give either MODEL or --workload FILE:NAME; {LISTED}")
     if ":" not in workload:
         raise UsageError(f"--workload must be FILE:NAME, such as train.py:workload, but got '{workload}'")
     return workload
@@ -211,9 +224,9 @@ def command_of(options: dict[str, Any], file: str | None) -> Command | None:
     Raises:
         UsageError: options of a command are given without one, or beside a file that contains them.
     """
-    given = {each.name: options.pop(each.name) for each in fields(Command)}
+    given = {each.name: options.pop(each.name) for each in fields(Command) if each.name in options}
     if file is None and given["command"] is None and not any(options[each] for each in ("target", "workload")):
-        if options["taken_from"] is not None:
+        if options.get("taken_from") is not None:
             raise UsageError("--from defines the knobs, not the target: give MODEL, --workload or --command")
     extra = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
     if file is not None:
@@ -224,4 +237,6 @@ def command_of(options: dict[str, Any], file: str | None) -> Command | None:
         return Command(**given)
     if extra is not None:
         raise UsageError(f"{extra} is an option of a command; give it with --command or --command-file")
+    if not any(options[each] for each in ("target", "workload")):
+        raise UsageError(f"give MODEL, --workload FILE:NAME or --command; {LISTED}")
     return None

@@ -49,9 +49,19 @@ def results(
             click.echo(run.export(target), nl=False)
             return 0
         if as_json:
-            click.echo(json.dumps({**run.look().model_dump(), **run.summary()}))
-            return 0
+            return print_json(run)
         return print_summary(run)
+
+
+def print_json(run: "SearchRun") -> int:
+    """Prints a search and its results so far as a JSON object, and returns the exit code."""
+    found = {**run.look().model_dump(), **run.summary()}
+    click.echo(json.dumps(found))
+    return _exit_code(found["state"], found["best"])
+
+
+def _exit_code(state: str, best: object) -> int:
+    return exit_codes.FAILED if state == "failed" else exit_codes.FOUND if best else exit_codes.NOTHING_FEASIBLE
 
 
 def print_summary(run: "SearchRun") -> int:
@@ -63,7 +73,7 @@ def print_summary(run: "SearchRun") -> int:
     click.echo(f"{found.id}  {fold(found.name)}  {found.state}{f': {fold(found.reason)}' if found.reason else ''}")
     if best is None:
         click.echo(fold(f"nothing feasible so far: {run.why}" if found.state != "failed" else "it failed"))
-        return exit_codes.FAILED if found.state == "failed" else exit_codes.NOTHING_FEASIBLE
+        return _exit_code(found.state, best)
     click.echo(f"winner   trial {best.trial.number}: {speed(best.throughput, best.measurement.unit)}")
     known = run.summary()
     if (ratio := known["gain"]) is not None:
@@ -72,4 +82,4 @@ def print_summary(run: "SearchRun") -> int:
     if known.get("failures"):
         click.echo(fold(f"trials   {known['failures']}"))
     click.echo(fold(f"         {config_text(best.config)}"))
-    return exit_codes.FAILED if found.state == "failed" else 0
+    return _exit_code(found.state, best)

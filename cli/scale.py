@@ -30,9 +30,11 @@ Examples:
   redline scale llama-tiny --devices 1,2 --global-batch 16 --baseline trainer
 """
 
+HELP = {"out": "Folder for the results.  [default: runs/scale-MODEL, or scale-MODEL-2, ...]"}
+
 
 @click.command(epilog=EXAMPLES)
-@options_of(*SECTIONS, without=("devices", "global_batch", "baseline"))
+@options_of(*SECTIONS, without=("devices", "global_batch", "baseline"), help=HELP)
 @click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
 @click.option("--global-batch", metavar="N", help="Samples of a step, also as an expression such as 8*n.")
 @click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it is constant]")
@@ -68,6 +70,8 @@ def scale(
     if weak and strong:
         raise UsageError("with --weak the global batch grows, with --strong it is constant; give one of them")
     given = request_of(options)
+    if given["resume"] and given["out"] is None:
+        raise UsageError("--resume needs --out, the folder to continue")
     given["out"] = given["out"] or run_folder(f"scale-{Path(given['target']).name}")
     stream = sys.stderr if as_json else sys.stdout
 

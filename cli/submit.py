@@ -1,11 +1,11 @@
 """`redline submit`: submission of a search to a server."""
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..base.option import options_of as declared
 from ..knobs.text import config_text
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
@@ -18,6 +18,14 @@ from .server_options import PRIORITY, client_of, with_server
 if TYPE_CHECKING:
     from ..service.client import SearchRun
 
+SECTIONS = (ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
+ONLY_HERE = {field.name for section in SECTIONS for field, option in declared(section) if not option.sent}
+"""Options of `redline tune` that a server does not take."""
+HELP = {
+    "devices": "Devices of one trial.  [default: 1]",
+    "runner": "simulate: predict on --hardware, without devices.  [default: the workers' devices]",
+    "hardware": "Hardware to simulate, or to assume for the estimate: a name in the table.",
+}
 OF_THE_QUEUE = ("name", "priority", "device", "reuse", "visibility", "key")
 
 
@@ -31,7 +39,7 @@ Examples:
   redline submit llama2-7b --runner simulate --hardware h100-80gb --devices 64 --wait
 """,
 )
-@options_of(ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
+@options_of(*SECTIONS, without=ONLY_HERE, help=HELP)
 @click.option("--name", default="", metavar="TEXT", help="Name of the search.  [default: the model's name]")
 @click.option(
     "--priority",
@@ -54,9 +62,9 @@ Examples:
 @click.option("--wait", is_flag=True, help="Show its events until it ends.")
 @with_server
 def submit(server: str, token: str | None, trust: str | None, wait: bool, **options: Any) -> int:
-    """Submit a search of MODEL to a server, with the options of `redline tune`. Prints its id.
+    """Submit a search of MODEL to a server, with the options of `redline tune` that a server takes. Prints its id.
 
-    --devices is 1 unless given. The contents of a config.json, a space or a workload file are sent along.
+    The contents of a config.json, a space or a workload file are sent along.
     """
     own = {name: options.pop(name) for name in OF_THE_QUEUE}
     run = submitted(request_of(options, command_of(options, None)), server, token, trust, **own)
@@ -78,10 +86,10 @@ def searched(given: Mapping[str, Any], server: str, token: str | None, as_json: 
     if not as_json:
         click.echo(f"search   {run.id} on {server}")
         return followed(run)
+    from .results import print_json
+
     run.wait()
-    found = {**run.look().model_dump(), **run.summary()}
-    click.echo(json.dumps(found))
-    return exit_codes.FAILED if found["state"] == "failed" else 0 if found["best"] else exit_codes.NOTHING_FEASIBLE
+    return print_json(run)
 
 
 def followed(run: "SearchRun") -> int:

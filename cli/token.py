@@ -114,7 +114,16 @@ def listed(url: str) -> None:
 
 
 def store_of(url: str) -> "Store":
-    """Opens the store in a database."""
+    """Opens the store in a database.
+
+    Raises:
+        UsageError: the folder of its SQLite file does not exist.
+    """
+    folder = Path(url.removeprefix("sqlite:///")).parent
+    if url.startswith("sqlite:///") and not folder.is_dir():
+        raise UsageError(
+            f"there is no server's folder {folder}: give --data, the folder of `redline serve`, or --storage"
+        )
     from ..service.store import Store
 
     return Store.open(url)

@@ -14,7 +14,7 @@ import click
 from ..base.errors import UsageError
 from ..base.reading import path_of
 from ..models.request import SpaceRequest
-from ..results.best import is_plan, load
+from ..results.best import load
 from ..results.names import fresh_folder
 from ..runners.command.command import Command
 from ..tuner.request import SECTIONS
@@ -67,18 +67,20 @@ def tune(
     """Find the configuration that trains MODEL fastest on the available devices.
 
     MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id. Weights are not
-    needed. A plan of `redline estimate -o` contains the model, its sizes and the first candidates. Every candidate is
-    built and trained for some steps in fresh processes.
+    needed. A plan of `redline estimate -o` or a best.yaml contains the model, its sizes and the first candidates. Every
+    candidate is built and trained for some steps in fresh processes.
 
     Instead of MODEL, tune a command of your own: `--command "python train.py --batch {micro_batch}" --space
     knobs.yaml`.
 
-    Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (results are kept).
+    Exit codes: 0 found, 1 the machinery failed, such as a lost Ray cluster, 2 bad usage or input, 3 nothing feasible,
+    130 interrupted. Results are kept.
     """
     command = command_of(options, command_file)
     given = request_of(options, command)
-    if isinstance(given["target"], str) and is_plan(path_of(given["target"])):
-        _begin_with_plan(given)
+    if isinstance(given["target"], str) and given["target"].endswith((".yaml", ".yml")):
+        if (plan := path_of(given["target"])).is_file():
+            _begin_with_plan(given, plan)
     if server is not None:
         if dry:
             raise UsageError("--dry prints the commands of this machine; leave --server out")
@@ -113,13 +115,12 @@ def tune(
     return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE
 
 
-def _begin_with_plan(given: dict[str, Any]) -> None:
+def _begin_with_plan(given: dict[str, Any], path: Path) -> None:
     """Starts a search with the configurations of a plan or a best.yaml; its model and sizes are defaults.
 
     Raises:
         UsageError: it does not name a model.
     """
-    path = path_of(given["target"])
     plan = load(path)
     trained = plan.trains.get("workload") or {}
     if not (spec := trained.get("spec")):

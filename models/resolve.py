@@ -82,7 +82,7 @@ def workload(
         return _local(path, text, given)
     if named := _NAMED.fullmatch(text):
         raise _no_python_file(named["path"])
-    if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
+    if text.endswith((".json", ".yaml", ".yml")) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise WorkloadError(
             f"there is no file or folder {text}; give a folder or config.json, or one of {', '.join(PRESETS)}"
         )
@@ -93,7 +93,7 @@ def workload(
     full = [name for name in PRESETS if len(text) > 2 and name.startswith(text.lower()) and not name.endswith("-tiny")]
     raise WorkloadError(
         f"{unknown('model', text, PRESETS, like=full[0] if full else None)} "
-        "A folder or config.json, a hub id (owner/name) or --workload FILE:NAME works too."
+        "A folder or config.json, a hub id (owner/name) or FILE.py:NAME works too."
     )
 
 
@@ -255,7 +255,7 @@ def _of_contents(
             hint = unknown("model type", model_type, transformers.CONFIG_MAPPING).partition(" Known:")[0]
             raise WorkloadError(
                 f"{where}: {hint} in transformers {transformers.__version__}; code that comes with a model is "
-                "not run: describe the model by a redline.Workload of your own (--workload FILE:NAME)"
+                "not run: describe the model by a redline.Workload of your own (FILE.py:NAME)"
             )
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))

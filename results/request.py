@@ -64,7 +64,7 @@ def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], l
     if version > FORMAT:
         raise StudyError(
             f"'{path}' was written by a newer redline (format {schema.shortened(version)}, this one knows up to {FORMAT}); "
-            "upgrade with `pip install --upgrade redline` or give another --out"
+            "install that redline, or give another --out"
         )
     if not isinstance(document.get("asked"), dict) or not isinstance(document.get("study"), str):
         raise StudyError(f"'{path}' does not contain the request of the run; restore it or give another --out")

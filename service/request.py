@@ -25,6 +25,11 @@ from ..runners.command.command import Command, ServerCommand, hidden
 from ..space import Space
 from ..tuner.request import SECTIONS, RunRequest
 
+_FLAGS = {
+    field.name: f"--{(option.flag or field.name).replace('_', '-')}"
+    for section in SECTIONS
+    for field, option in options_of(section)
+}
 TRAVELLING = tuple(field.name for section in SECTIONS for field, option in options_of(section) if option.sent)
 """Fields of a request that are sent. All but `space` are sent unchanged."""
 TARGETS = ("target", "model", "workload", "command")
@@ -60,7 +65,8 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
             if name in unchanged and value == unchanged[name]:
                 continue
             raise UsageError(
-                f"{name} only applies to the machine that a search runs on and cannot be sent to a server; leave it out"
+                f"{_FLAGS.get(name, name)} only applies to the machine that a search runs on and cannot be sent to a server; "
+                "leave it out"
             )
         out[name] = list(value) if isinstance(value, tuple) else value
     return out

@@ -59,7 +59,7 @@ class Hyperparameters:
         Option("AdamW's decay rates of gradients and squared gradients.", type=float, least=0, below=1, metavar="X X"),
     ] = (0.9, 0.999)
     eps: Annotated[float, Option("AdamW's epsilon.", type=float, above=0)] = 1e-8
-    clip: Annotated[float | None, Option("Largest global gradient norm.", type=float, least=0)] = 1.0
+    clip: Annotated[float | None, Option("Largest global gradient norm; 0 for any.", type=float, least=0)] = 1.0
     """Largest norm of all gradients together; None or 0 for no limit."""
     average: Annotated[
         float | None, Option("Keep a moving average of the weights with this decay.", type=float, above=0, below=1)

@@ -142,14 +142,14 @@ def check_emulate_first(request: "Request", task: "Task") -> None:
     """
     if task.own is None or task.simulated or task.emulated or isinstance(request.runner, Runner):
         raise UsageError(
-            "emulate_first tries a workload's candidates on one device before all of theirs: it cannot be used with commands, "
+            "--emulate-first tries a workload's candidates on one device before all of theirs: it cannot be used with commands, "
             f"callables, given runners, or the runner '{request.runs_on}'"
         )
     if task.devices == 1:
-        raise UsageError("emulate_first has no use for trials of one device, which is the trial itself")
+        raise UsageError("--emulate-first has no use for trials of one device, which is the trial itself")
     if (request.concurrency or 1) > 1:
         raise UsageError(
-            "emulate_first emulates on a device of the next trial, so trials run one at a time: drop concurrency"
+            "--emulate-first emulates on a device of the next trial, so trials run one at a time: leave --concurrency out"
         )
 
 

@@ -25,15 +25,15 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
 
     if workload is None:
         raise UsageError(
-            "layerwise needs a workload, whose blocks can be treated unlike each other, not a callable or a command"
+            "--layerwise needs a workload, whose blocks can be treated unlike each other, not a callable or a command"
         )
     if not followed(workload):
         raise UsageError(
-            "layerwise needs a schedule that follows a strategy for each block, but the workload has its own"
+            "--layerwise needs a schedule that follows a strategy for each block, but the workload has its own"
         )
     if not {"checkpoint_ratio", "zero", "tp"} & set(space.by_name):
         raise UsageError(
-            "layerwise chooses tp, zero or checkpointing of each block, but the space has none of these knobs"
+            "--layerwise chooses tp, zero or checkpointing of each block, but the space has none of these knobs"
         )
 
 

@@ -167,12 +167,15 @@ class RunRequest:
 
     runner: Annotated[
         str | Runner | None,
-        Option(f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray]", sent=True, metavar="NAME"),
+        Option(
+            f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray; local for a command; slurm in an allocation of "
+            "several nodes]",
+            sent=True,
+            metavar="NAME",
+        ),
     ] = None
     isolate: bool = True
-    ranks: Annotated[
-        str, Option("Ranks that emulate starts: deciding or all.  [default: deciding]", metavar="NAME")
-    ] = "deciding"
+    ranks: Annotated[str, Option("Ranks that emulate starts: deciding or all.", metavar="NAME")] = "deciding"
     memory_only: Annotated[bool, Option("With emulate: measure memory, predict the time.")] = False
     emulate_first: Annotated[bool, Option("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[

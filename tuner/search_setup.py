@@ -336,25 +336,27 @@ def check_honoured(request: Request, task: Task) -> None:
     at_once = given.get("concurrency", 1)
     if "ray_address" in given and request.runs_on != "ray":
         raise UsageError(
-            f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; request the runner "
-            "'ray', or leave it out"
+            f"--ray-address has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
         )
     for name in ("ranks", "memory_only"):
         if request.given(name) and request.runs_on != EMULATE:
-            raise UsageError(f"{name} belongs to the runner 'emulate', but got runner='{request.runs_on}'")
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} belongs to the runner 'emulate', but the runner is '{request.runs_on}'")
     if request.soak and task.emulated:
-        raise UsageError("soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
+        raise UsageError("--soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
     if request.soak and (task.own is None or task.simulated):
         what = "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
-        raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}")
+        raise UsageError(
+            f"--soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}"
+        )
     if task.own is not None:
         return
     if "measure_time" in given and task.command is None:
         raise UsageError(
-            "measure_time is for a workload or a command, whose steps are timed; a callable measures itself"
+            "--measure-time is for a workload or a command, whose steps are timed; a callable measures itself"
         )
     if request.hardware is not None and task.workload is None:
-        raise UsageError("hardware is for a workload, whose time and memory are estimated")
+        raise UsageError("--hardware is for a workload, whose time and memory are estimated")
     if request.runs_on != IN_PROCESS:
         return
     for name in ("trial_timeout", "memory_limit"):

@@ -44,7 +44,7 @@ def test_no_arguments_show_the_help(capsys):
 BAD = [
     (["tune", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["tuen", "gpt2-tiny"], "did you mean 'tune'"),
-    (["tune"], "give either MODEL or --workload"),
+    (["tune"], "give MODEL, --workload FILE:NAME or --command"),
     (["tune", "gpt2-tiny", "--workload", "a.py:b"], "give either MODEL or --workload"),
     (["tune", "--workload", "train.py"], "must be FILE:NAME"),
     (["tune", "--workload", "no_such_file.py:workload"], "no_such_file.py"),
@@ -305,13 +305,16 @@ def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "hebo" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in ("hebo", "peft") else real(name, *rest)
+    )
     monkeypatch.setattr("shutil.which", lambda name: None)
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert "--sampler hebo" in out
     assert "pip install --no-deps HEBO==0.3.6" in out
     assert "fusion" in out
+    assert "peft" in out and "disables `--lora`" in out and "pip install 'redline[lora]'" in out
 
 
 def test_an_interrupt_in_the_midst_of_an_import_still_exits_130(tmp_path):

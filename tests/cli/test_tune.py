@@ -124,7 +124,7 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
         ),
         (["gpt2-tiny", "--model", "x"], "--model is an option of a command"),
         (["--command", "true {micro_batch} {mode}", "--model", "gpt3-tiny"], "did you mean 'gpt2-tiny'"),
-        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise needs a workload"),
+        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "--layerwise needs a workload"),
         (
             ["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--data", "x"],
             "data is for a workload",
@@ -134,7 +134,7 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
             ["--command", "true {micro_batch} {mode}", "--global-batch", "8"],
             "has no placeholder for the global batch, 8",
         ),
-        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware is for a workload"),
+        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "--hardware is for a workload"),
         (["gpt2-tiny", "--metric", "x"], "--metric is an option of a command"),
         (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
         (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),

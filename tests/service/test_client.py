@@ -245,6 +245,7 @@ def test_commands_submit_show_and_cancel(service):
     assert json.loads(ran(service, "queue", "--json"))["searches"][0]["id"] == search
     assert "queued" in ran(service, "logs", search)
     assert ran(service, "results", search, code=3).startswith(search)
+    assert json.loads(ran(service, "results", search, "--json", code=3))["id"] == search
     search_of(service, search)
     assert "done: trials" in ran(service, "logs", search, "-f")
     printed = ran(service, "logs", search, "--trial", "0")
@@ -274,7 +275,7 @@ def test_tune_with_a_server_waits_there_for_what_it_finds(service, tmp_path):
     output = ran(service, "tune", "gpt2-tiny", "--trials", "2", "--server", service.address, "--token", token)
     thread.join()
     assert "winner   trial" in output and service.address in output
-    with pytest.raises(UsageError, match="cannot be sent"):
+    with pytest.raises(UsageError, match="^--out only applies .* cannot be sent"):
         ran(service, "tune", "gpt2-tiny", "--out", str(tmp_path / "x"), "--server", service.address, "--token", token)
 
 
@@ -298,6 +299,8 @@ def test_tokens_are_made_listed_and_revoked_in_the_database(tmp_path):
         command("new", "bob", "--role", "admin")
     with pytest.raises(UsageError, match="duration"):
         command("new", "eve", "--expires", "soon")
+    with pytest.raises(UsageError, match="no server's folder .*elsewhere: give --data"):
+        command("--data", str(tmp_path / "elsewhere"), "list")
 
 
 def test_waiting_ends_with_the_time_that_is_given_where_nothing_happens(client):

@@ -79,7 +79,7 @@ def test_unknown_hardware_is_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"runner": "local", "memory_only": True}, "belongs to the runner 'emulate'"),
+        ({"runner": "local", "memory_only": True}, "memory_only=True belongs to the runner 'emulate'"),
         ({"runner": "emulate", "ranks": "some", "memory_only": True, "hardware": "h100-80gb"}, "deciding"),
         ({"runner": "emulate", "soak": True}, "no part in emulated trials"),
         ({"runner": "simulate", "hardware": "h100-80gb", "emulate_first": True}, "emulate_first"),

@@ -236,7 +236,7 @@ def test_unpicklable_callables_are_refused_with_a_fix(tmp_path):
         ({"isolate": True, "measure_time": "1s"}, r"measure_time is for a workload"),
         (
             {"isolate": True, "ray_address": "127.0.0.1:1"},
-            r"ray_address=127.0.0.1:1 has no effect on the runner 'local'",
+            r"ray_address has no effect on the runner 'local'",
         ),
         ({"isolate": True, "runner": "rey"}, r"unknown runner 'rey'; did you mean 'ray'\?"),
     ],

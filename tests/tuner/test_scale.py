@@ -236,6 +236,8 @@ def test_the_command_line_shows_a_line_a_count(capsys, tmp_path):
         capsys, "scale", "gpt2-tiny", "--devices", "1", "--json", "--predict-to", 1, *common, "--out", tmp_path / "j"
     )
     assert code == 0 and [each["devices"] for each in json.loads(out)["points"]] == [1]
+    code, out, err = run(capsys, "scale", "gpt2-tiny", "--resume", "--devices", "1", *common)
+    assert code == 2 and "--resume needs --out, the folder to continue" in err
     code, out, err = run(capsys, "scale", "gpt2-tiny", "--devices", "some", *common)
     assert code == 2 and "devices must be numbers such as 1,2,4 or pow2:64, but got 'some'" in err
 

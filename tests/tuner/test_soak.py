@@ -159,7 +159,7 @@ def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run(capsys):
     space = rl.Space()
     space.choice("micro_batch", [1, 2])
     with pytest.raises(
-        UsageError, match="soak trains a workload's winner .* cannot be used with a command or a callable"
+        UsageError, match="soak=True trains a workload's winner .* cannot be used with a command or a callable"
     ):
         rl.tune(lambda config: 1.0, space, soak=True)
     with pytest.raises(SystemExit) as ended:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import NothingFound, StudyError
+from ...base.errors import NothingFound, StudyError, nearest
 from ...base.reading import path_of
 from ...models import Workload
 from ...models.resolve import workload as resolve_workload
@@ -69,7 +69,7 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
         of_model: require the model; a configuration alone is enough for a caller that has the model.
 
     Raises:
-        StudyError: a run is damaged, or of a command.
+        StudyError: a run is damaged, of a command, or does not exist in a folder of runs.
         NothingFound: a run has no winner.
     """
     path = path_of(given)
@@ -81,6 +81,9 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
         path = path.parent
     if path.is_dir() and holds_run(path):
         return source_of(View(path, Config), of_model=of_model)
+    if path.parent != Path() and ".py" not in path.name and not path.exists():
+        if runs := [each.name for each in path.parent.glob("*") if holds_run(each)]:
+            raise StudyError(f"there is no run '{given}', and no model of that name{nearest(path.name, runs)}")
     return Source(spec=str(given), name=Path(str(given)).name.partition(".")[0] or str(given))
 
 

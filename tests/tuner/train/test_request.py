@@ -95,6 +95,8 @@ def test_relative_paths_of_a_search_resolve_from_anywhere(here, tmp_path, monkey
     before = rl.workload(target, **sizes)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "best-of-all.yaml").write_bytes((tmp_path / "run" / "best.yaml").read_bytes())
+    with pytest.raises(rl.UsageError, match=rf"no run '{tmp_path}/rum', and no model .* did you mean 'run'"):
+        read_source(tmp_path / "rum")
     for source in ("run", "run/best.yaml", "best-of-all.yaml"):
         found = read_source(source).workload(TrainRequest(source=source))
         assert (found.id, found.name) == (before.id, before.name)
