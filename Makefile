@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint=,$(CONSTRAINTS))
 
-.PHONY: tune types test test-gpu test-slow test-exhaustive test-portable bench docs setup clean
+.PHONY: tune types test test-gpu test-slow test-exhaustive test-portable docs setup clean
 
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)

@@ -1,6 +1,7 @@
 """Hooks of mkdocs: pages that `nav` does not name, the commands' help, links to sources."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ def commands() -> str:
     import click
     from redline.cli.main import redline
 
-    parent = click.Context(redline, info_name="redline", max_content_width=100)
-    parts = []
-    for name in redline.list_commands(parent):
-        command = redline.get_command(parent, name)
-        assert command is not None  # it has just been listed
-        context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
-        parts.append(f"## redline {name}\n\n```text\n{command.get_help(context)}\n```\n")
-    return "\n".join(parts)
+    def helps(group: click.Group, parent: click.Context, level: str) -> Iterator[str]:
+        for name in group.list_commands(parent):
+            command = group.get_command(parent, name)
+            assert command is not None  # it has just been listed
+            context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
+            yield f"{level} {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
+            if isinstance(command, click.Group):
+                yield from helps(command, context, f"{level}#")
+
+    return "\n".join(helps(redline, click.Context(redline, info_name="redline", max_content_width=100), "##"))

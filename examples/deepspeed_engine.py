@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/deepspeed_engine.py
 
-On CPUs DeepSpeed compiles its exchange at the first start, which takes some minutes.
+On CPUs DeepSpeed compiles its communication library at the first start, which takes some minutes.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""GPT-Neo on four ranks by a configuration alone: two pipeline stages, each cut over two ranks, some blocks recomputed.
+"""GPT-Neo on four ranks by a configuration alone: two pipeline stages, each sharded over two ranks, some blocks recomputed.
 
 torchrun --nproc-per-node 4 examples/gpt_neo.py
 """

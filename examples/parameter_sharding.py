@@ -1,4 +1,4 @@
-"""Parameter sharding: an MLP cut over two ranks, with the gradients of one.
+"""Parameter sharding: an MLP sharded over two ranks, with the gradients of one.
 
 torchrun --nproc-per-node 2 examples/parameter_sharding.py
 """

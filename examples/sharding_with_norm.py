@@ -1,4 +1,4 @@
-"""Sharding with a LayerNorm in between: what is cut must be whole, or in rows, where a norm looks at all features.
+"""Sharding with a LayerNorm in between: a norm over all features needs a sharded tensor gathered, or sharded by rows.
 
 torchrun --nproc-per-node 2 examples/sharding_with_norm.py
 """

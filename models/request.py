@@ -84,7 +84,7 @@ class SpaceRequest:
 
     Args:
         space: knobs and constraints, or a YAML file with them; by default the workload's own for the devices at hand.
-        taken_from: a file of another tuner, in place of `space`: of a tool in `redline.models.foreign.FORMATS`. Notes
+        taken_from: a file of another tuner, in place of `space`: of a tool in `redline.frameworks.autotuners.FORMATS`. Notes
             name what cannot be carried over.
         allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without fp32 master
             weights; the best without them is reported beside the winner.

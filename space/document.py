@@ -32,7 +32,12 @@ _MOST_NODES = 20_000
 _LONG = 8  # more integers than this are written as a range if they form one
 _COMPARED = 10_000  # points at which a lambda and its text are compared
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_SECTIONS = ("knobs", "derived", "constraints")
+_EXAMPLES = {
+    "knobs": "; write {name: tp, values: [1, 2]}",
+    "derived": "; write {name: dp, value: 8 // tp}",
+    "constraints": "; write require: a * b <= 8",
+}
+_SECTIONS = tuple(_EXAMPLES)
 _KEYS = ("name", "type", "values", "default", "when", "help", "monotone_memory")
 _BOUNDS = ("low", "high", "step", "powers_of_two")
 _KNOB_KEYS = {"choice": (*_KEYS, "others"), "flag": _KEYS, "integer": (*_KEYS, "others", *_BOUNDS)}
@@ -351,7 +356,7 @@ class _Reader(Mapping[str, Knob]):
             raise self.error((section,), f"'{section}' has {len(found):,} entries; {most} are the most")
         for at, entry in enumerate(found):
             if not isinstance(entry, Mapping):
-                problem = f"an entry of '{section}' is a mapping, but got {_short(entry)}"
+                problem = f"an entry of '{section}' is a mapping, but got {_short(entry)}{_EXAMPLES[section]}"
                 raise self.error((section, at), problem)
         return list(found)
 

@@ -7,6 +7,7 @@ cannot run here has `<!-- not run: REASON -->` on the line before.
 
 import configparser
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -243,6 +244,15 @@ def test_every_extra_of_the_pages_exists():
     for text in PAGES.values():
         for extra in re.findall(r"redline\[(\w+)\]", text):
             assert extra in settings["options.extras_require"]
+
+
+def test_the_api_page_has_every_public_name():
+    listed = re.findall(r"^::: (\S+)", PAGES["python-api.md"], re.MULTILINE)
+    for module in (ROOT / "__init__.pyi").read_text().split("from ."):
+        for name in re.findall(r"(\w+) as (?=\w)", module):
+            where = f"redline.{module.split(' import')[0]}"
+            assert any(each.endswith(f".{name}") for each in listed) or where == "redline.base.errors", name
+    assert all(pkgutil.resolve_name(each) for each in listed)
 
 
 @pytest.mark.slow

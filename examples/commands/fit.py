@@ -1,4 +1,4 @@
-"""A training on Lightning; its progress bar is all that it says.
+"""A training on Lightning; its only output is a progress bar.
 
 python fit.py --batch 16 --devices 2 --strategy ddp --precision bf16-mixed
 """

@@ -1,4 +1,4 @@
-"""A training loop of one's own on accelerate; a progress bar is all that it says.
+"""A training loop of one's own on accelerate; its only output is a progress bar.
 
 accelerate launch --mixed_precision bf16 loop.py --batch 16
 """

@@ -1,4 +1,4 @@
-"""A training on DeepSpeed, as its documentation begins; `ds.json` says the rest.
+"""A training on DeepSpeed, as its documentation begins; `ds.json` has its settings.
 
 torchrun --nproc-per-node 2 zero.py --deepspeed_config ds.json
 """

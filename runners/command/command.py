@@ -22,8 +22,9 @@ class Command:
 
     Args:
         command: as in a shell, or as a list of words. `{knob}` and `{expression over knobs}` are replaced by values, and
-            `{trial_dir}`, `{trial}`, `{devices}`, `{hosts}`, `{node_rank}`, `{master_addr}` and `{master_port}` by those
-            of the trial; literal braces are written `{{` and `}}`. It is started without a shell.
+            `{trial_dir}`, `{trial}`, `{devices}`, `{hosts}`, `{devices_per_host}`, `{node_rank}`, `{master_addr}`,
+            `{master_port}` and `{global_batch}` by those of the trial; literal braces are written `{{` and `}}`. It is
+            started without a shell.
         env: environment variables, `NAME=value`, with `{...}` as well.
         model: the model that it trains, in any form that `redline.workload` accepts, so that an estimate guides the
             search; by default the value of a usual option of the command, such as `--model_name_or_path`, if redline

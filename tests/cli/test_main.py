@@ -362,13 +362,15 @@ def test_options_of_all_commands_have_one_set_of_metavars_one_out_and_one_json()
             assert "-o" in option.opts, name
         if "--json" in option.opts:
             assert option.is_flag and option.name == "as_json"
+        if option.show_default:
+            assert "[default" not in (option.help or ""), (name, option.opts)
 
 
 def test_the_help_of_tune_has_groups_and_every_option_once():
     tune = redline.get_command(click.Context(redline), "tune")
     text = tune.get_help(click.Context(tune, max_content_width=100))
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == [*tune.groups, "Advanced"]
+    assert titles == [*tune.groups, "Advanced"] and "\n  [MODEL]" not in text
     named = [name for names in tune.groups.values() for name in names]
     assert len(named) == len(set(named)) and set(named) <= {each.name for each in tune.params}
     for option in tune.params:

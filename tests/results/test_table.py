@@ -3,14 +3,17 @@
 import csv
 import io
 import math
+import re
+from pathlib import Path
 
 import numpy
 import pandas
 import pytest
+import redline
 from hypothesis import given, settings, strategies as st
 from redline.base.errors import StudyError
 from redline.results import Measurement, Status, Trial, read_table, table_frame
-from redline.results.columns import MAX_TEXT, cell, fold, number, row, speed, unquoted
+from redline.results.columns import FIXED, MAX_TEXT, cell, fold, number, row, speed, unquoted
 from redline.results.table import Table, trials
 
 HEADER = (
@@ -351,3 +354,10 @@ def test_a_long_table_grows_by_its_last_row_and_is_whole_at_every_moment(tmp_pat
     assert not path.is_symlink() and b"8," not in (tmp_path / "elsewhere").read_bytes()
     path.unlink()
     both(9, 1.0)
+
+
+def test_the_documentation_lists_every_column():
+    page = (Path(redline.__file__).parent / "docs" / "reading-results.md").read_text()
+    section = page.partition("## Columns of trials.csv")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert tuple(re.findall(r"`(\w+)`", "".join(rows))) == FIXED

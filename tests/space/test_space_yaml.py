@@ -199,6 +199,10 @@ def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
         ("knobs: 3", "'knobs' must be a list, but got 3"),
         ("knobs:", "'knobs' must be a list, but got None"),
         ("knobs: [3]", "an entry of 'knobs' is a mapping, but got 3"),
+        (
+            "knobs: [{name: a, values: [1]}]\nconstraints: [a * 2 <= 8]",
+            r"an entry of 'constraints' is a mapping, but got 'a \* 2 <= 8'; write require: a \* b <= 8",
+        ),
         ("knob: []\n", "unknown key 'knob'; did you mean 'knobs'"),
         ("knobs: []\nconstraints: {a: 1}\n", "line 2: 'constraints' must be a list"),
         ("knobs:\n- {values: [1]}\n", "line 2: the key 'name' is missing"),
