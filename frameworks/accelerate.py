@@ -19,9 +19,9 @@ from .common import (
     note_reduction,
     note_tf32,
 )
+from .export_input import PORT, ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import Launcher
-from .setup import PORT, Setup
 from .target import Target, as_yaml
 from .trainer import conventions
 
@@ -89,7 +89,7 @@ KNOBS = KnobTable(
 """Accelerate's names of the knobs in its file; its options are the last parts of these names."""
 
 
-def config(setup: Setup) -> dict[str, Any]:
+def config(setup: ExportInput) -> dict[str, Any]:
     """The keys of accelerate's ClusterConfig."""
     note_pipeline(setup)
     sharded = _shards(setup)
@@ -139,7 +139,7 @@ def config(setup: Setup) -> dict[str, Any]:
     return out
 
 
-def _rendezvous(setup: Setup) -> dict[str, Any]:
+def _rendezvous(setup: ExportInput) -> dict[str, Any]:
     if _ranks_on_a_cpu(setup):
         setup.note(
             "accelerate launch starts several processes of a CPU by MPI only (mpirun_config): by the line "
@@ -156,11 +156,11 @@ def _rendezvous(setup: Setup) -> dict[str, Any]:
     return {"machine_rank": 0, "main_process_ip": "FIRST-HOST", "main_process_port": PORT}
 
 
-def _ranks_on_a_cpu(setup: Setup) -> bool:
+def _ranks_on_a_cpu(setup: ExportInput) -> bool:
     return setup.device_type == "cpu" and setup.processes > 1
 
 
-def _shards(setup: Setup) -> bool:
+def _shards(setup: ExportInput) -> bool:
     zero = setup.knob("zero")
     if setup.dp == 1:
         return False
@@ -174,7 +174,7 @@ def _shards(setup: Setup) -> bool:
     return zero > 0
 
 
-def _distributed_type(setup: Setup, sharded: bool) -> str:
+def _distributed_type(setup: ExportInput, sharded: bool) -> str:
     if sharded:
         return "FSDP"
     if setup.processes == 1:
@@ -182,7 +182,7 @@ def _distributed_type(setup: Setup, sharded: bool) -> str:
     return "MULTI_CPU" if setup.device_type == "cpu" else "MULTI_GPU"
 
 
-def _mixed_precision(setup: Setup) -> str:
+def _mixed_precision(setup: ExportInput) -> str:
     precision = setup.knob("precision")
     if precision == "bf16_pure":
         note_pure_bf16(setup)
@@ -193,7 +193,7 @@ def _mixed_precision(setup: Setup) -> str:
     return str(KNOBS.write("precision", known)["mixed_precision"])
 
 
-def _fp8(setup: Setup) -> dict[str, Any]:
+def _fp8(setup: ExportInput) -> dict[str, Any]:
     setup.note(
         "accelerate converts the first and the last linear layer too, the head's among them, unless "
         "Accelerator(kwargs_handlers=[AORecipeKwargs(module_filter_func=...)]) leaves them out"
@@ -206,7 +206,7 @@ def _fp8(setup: Setup) -> dict[str, Any]:
     return {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
 
 
-def _fsdp(setup: Setup) -> dict[str, Any]:
+def _fsdp(setup: ExportInput) -> dict[str, Any]:
     offload = setup.knob("offload") == "optimizer"
     if offload:
         setup.note(FSDP_OFFLOAD)
@@ -229,7 +229,7 @@ def _replicas(groups: int, dp: int) -> dict[str, int]:
     return {_SIZE.format("dp_replicate"): groups, _SIZE.format("dp_shard"): dp // groups}
 
 
-def _note_the_rest(setup: Setup) -> None:
+def _note_the_rest(setup: ExportInput) -> None:
     note_reduction(setup, DDP_HOOK)
     note_lora(setup)
     if setup.micro_batch is not None:
@@ -243,7 +243,7 @@ def _note_the_rest(setup: Setup) -> None:
     note_kernels(setup)
 
 
-def _start(setup: Setup, file: str) -> str:
+def _start(setup: ExportInput, file: str) -> str:
     if _ranks_on_a_cpu(setup):
         # For each rank alone: torchrun sets what the ranks have in common.
         alone = "--num_machines 1 --num_processes 1"

@@ -14,7 +14,7 @@ FORMATS: tuple[Format, ...] = tuple(each.FORMAT for each in (flagscale, paddle, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class SpaceFile:
     """A search space of another tool, recognised but not yet read."""
 
     format: Format
@@ -49,7 +49,7 @@ class Source:
         return f"{self.name} ({self.format.name})" if self.name else self.format.name
 
 
-def find_source(given: Any) -> Source:
+def find_source(given: Any) -> SpaceFile:
     """Recognises the search space of another tool.
 
     Args:
@@ -66,7 +66,7 @@ def find_source(given: Any) -> Source:
         document = read_document(path)
     for each in FORMATS:
         if each.recognises(document):
-            return Source(format=each, document=document, path=path, name=name)
+            return SpaceFile(format=each, document=document, path=path, name=name)
     if isinstance(document, Mapping) and "knobs" in document:
         raise UsageError(f"{name or 'this'} is a space of redline: give it with --space")
     known = "; ".join(f"{each.name} has {each.holds}" for each in FORMATS)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..knobs.text import value_text
-from .setup import Setup
+from .export_input import ExportInput
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
@@ -13,7 +13,7 @@ FSDP_OFFLOAD = "offload=optimizer became FSDP's offload, which moves parameters 
 FSDP_ZERO_1 = "zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)"
 
 
-def adamw(setup: Setup) -> Mapping[str, Any]:
+def adamw(setup: ExportInput) -> Mapping[str, Any]:
     """Returns the optimizer's settings as measured; empty if they are the workload's or unknown."""
     if setup.own_workload or not setup.spec:
         setup.note("the learning rate, weight decay and betas of the optimizer are yours to set")
@@ -25,7 +25,7 @@ def adamw(setup: Setup) -> Mapping[str, Any]:
     return ADAMW
 
 
-def note_adamw(setup: Setup) -> None:
+def note_adamw(setup: ExportInput) -> None:
     """Adds a note that the optimizer is made in the user's code, with its measured settings.
 
     Without fused, torch chooses: `fused=False` would be a loop over the parameters on a GPU too.
@@ -38,14 +38,14 @@ def note_adamw(setup: Setup) -> None:
         setup.note(f"the optimizer is made in your code; {setup.found} was torch.optim.AdamW({arguments})")
 
 
-def note_attention(setup: Setup) -> None:
+def note_attention(setup: ExportInput) -> None:
     """Adds a note that the implementation of attention is chosen with the model."""
     value = setup.knob("attention")
     if value is not None:
         setup.note(f"attention={value} is chosen with the model: from_pretrained(..., attn_implementation='{value}')")
 
 
-def note_partial_checkpointing(setup: Setup, done: str) -> None:
+def note_partial_checkpointing(setup: ExportInput, done: str) -> None:
     """Adds a note that all blocks are checkpointed instead of a share."""
     ratio = setup.knob("checkpoint_ratio")
     if 0 < ratio < 1:
@@ -55,7 +55,7 @@ def note_partial_checkpointing(setup: Setup, done: str) -> None:
         )
 
 
-def note_kernels(setup: Setup) -> None:
+def note_kernels(setup: ExportInput) -> None:
     """Adds a note that the loss keeps all logits in memory; Liger's modules run on GPUs only."""
     instead = f"the loss keeps all logits in memory here, which takes more memory than {setup.found}"
     if setup.device_type != "cpu":
@@ -63,7 +63,7 @@ def note_kernels(setup: Setup) -> None:
     setup.note_unless_neutral("kernels", instead)
 
 
-def note_pipeline(setup: Setup) -> None:
+def note_pipeline(setup: ExportInput) -> None:
     """Adds a note that there are no pipeline stages."""
     if setup.order_of_stages() is not None:
         setup.note(
@@ -73,13 +73,13 @@ def note_pipeline(setup: Setup) -> None:
         )
 
 
-def note_reduction(setup: Setup, instead: str) -> None:
+def note_reduction(setup: ExportInput, instead: str) -> None:
     """Adds a note that gradients are reduced in another format."""
     if setup.dp > 1:
         setup.note_unless_neutral("reduce_dtype", instead)
 
 
-def note_hsdp(setup: Setup, instead: str) -> None:
+def note_hsdp(setup: ExportInput, instead: str) -> None:
     """Adds a note that shards are cut over all replicas instead of groups."""
     if setup.dp > 1:
         setup.note_unless_neutral(
@@ -89,7 +89,7 @@ def note_hsdp(setup: Setup, instead: str) -> None:
         )
 
 
-def note_order(setup: Setup, known: Sequence[str], done: str) -> None:
+def note_order(setup: ExportInput, known: Sequence[str], done: str) -> None:
     """Adds a note if the order of a pipeline's micro-batches is not one of those `known` here."""
     kind = setup.order_of_stages()
     if kind not in (None, *known):
@@ -98,7 +98,7 @@ def note_order(setup: Setup, known: Sequence[str], done: str) -> None:
         setup.note(f"pipeline_schedule={kind}{several} has no counterpart here: {done}")
 
 
-def note_lora(setup: Setup) -> None:
+def note_lora(setup: ExportInput) -> None:
     """Adds a note that the model has to get its adapters in the user's code."""
     if setup.lora:
         given = dict(each.split("=", 1) for each in setup.lora.split(","))
@@ -116,12 +116,12 @@ def note_lora(setup: Setup) -> None:
         )
 
 
-def note_tf32(setup: Setup) -> None:
+def note_tf32(setup: ExportInput) -> None:
     """Adds a note on enabling TensorFloat-32 if a framework's file cannot."""
     setup.note("precision=tf32: call torch.set_float32_matmul_precision('high') before training")
 
 
-def note_pure_bf16(setup: Setup) -> None:
+def note_pure_bf16(setup: ExportInput) -> None:
     """Adds a note that the model has to be loaded in bfloat16."""
     setup.note(
         "precision=bf16_pure keeps the weights in bfloat16 too: load the model with dtype=torch.bfloat16 "
@@ -129,7 +129,7 @@ def note_pure_bf16(setup: Setup) -> None:
     )
 
 
-def no_fsdp_on_a_cpu(setup: Setup) -> bool:
+def no_fsdp_on_a_cpu(setup: ExportInput) -> bool:
     """True if replicas would be sharded on a CPU, which accelerate refuses; adds a note that they are not."""
     zero = setup.knob("zero")
     if setup.device_type != "cpu" or zero == 0 or setup.dp == 1:

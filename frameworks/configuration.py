@@ -8,11 +8,11 @@ from typing import Any
 from ..base.errors import UsageError
 from ..base.writing import as_data
 from ..knobs.text import value_text
-from .setup import Setup
+from .export_input import ExportInput
 from .target import Target, as_json, as_yaml, hashed, sourced
 
 
-def _content(setup: Setup) -> dict[str, Any]:
+def _content(setup: ExportInput) -> dict[str, Any]:
     trial = setup.trial
     out: dict[str, Any] = {
         "model": setup.model or None,
@@ -30,7 +30,7 @@ def _content(setup: Setup) -> dict[str, Any]:
     return {name: value for name, value in out.items() if value is not None}
 
 
-def _env(setup: Setup, comment: str) -> str:
+def _env(setup: ExportInput, comment: str) -> str:
     values = {
         "model": setup.model or None,
         "lora": setup.lora or None,

@@ -8,9 +8,9 @@ from ..base.errors import UsageError
 from ..knobs.strategy import Strategy
 from ..knobs.text import value_text
 from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32
+from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import MICRO_BATCHES, Launcher
-from .setup import Setup
 from .target import Target
 from .trainer import read_optimizer
 
@@ -54,7 +54,7 @@ KNOBS = KnobTable(
 """DeepSpeed's names of the knobs in its configuration."""
 
 
-def config(setup: Setup) -> dict[str, Any]:
+def config(setup: ExportInput) -> dict[str, Any]:
     """Returns the configuration; train_batch_size is micro-batch x accumulation x replicas.
 
     Raises:
@@ -107,7 +107,7 @@ def config(setup: Setup) -> dict[str, Any]:
     return out
 
 
-def _zero(setup: Setup) -> dict[str, Any]:
+def _zero(setup: ExportInput) -> dict[str, Any]:
     stage = setup.knob("zero")
     if setup.pp > 1 and stage > 1:
         setup.note(f"zero={stage}: DeepSpeed's pipelines take stage 1 at most, so stage 1 is set")
@@ -127,7 +127,7 @@ def _zero(setup: Setup) -> dict[str, Any]:
     return out
 
 
-def _precision(setup: Setup, stage: int) -> dict[str, Any]:
+def _precision(setup: ExportInput, stage: int) -> dict[str, Any]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
@@ -149,7 +149,7 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
     return nested(KNOBS.write("precision", precision)) if precision != "fp32" else {}
 
 
-def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(setup: ExportInput, zero: Mapping[str, Any]) -> dict[str, Any]:
     fused, given = setup.knob("fused_optimizer"), adamw(setup)
     if not given:
         if fused:
@@ -168,7 +168,7 @@ def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
     return {"optimizer": {"type": "AdamW", "params": params}}
 
 
-def _note_the_rest(setup: Setup) -> None:
+def _note_the_rest(setup: ExportInput) -> None:
     note_lora(setup)
     ratio = setup.knob("checkpoint_ratio")
     if ratio:
@@ -189,13 +189,13 @@ def _note_the_rest(setup: Setup) -> None:
     note_kernels(setup)
 
 
-def _json(setup: Setup, comment: str) -> str:
+def _json(setup: ExportInput, comment: str) -> str:
     # JSON has no comments; DeepSpeed ignores unknown keys.
     head = {"_comment": comment.splitlines()} if comment else {}
     return json.dumps(head | config(setup), indent=2) + "\n"
 
 
-def _start(setup: Setup, file: str) -> str:
+def _start(setup: ExportInput, file: str) -> str:
     # DeepSpeed's own launcher would need a file of hosts and ssh between them; torchrun's variables are enough.
     if setup.hosts.count > 1 or setup.device_type == "cpu":
         launcher = setup.torchrun()

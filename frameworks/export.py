@@ -11,8 +11,8 @@ from ..results import summary
 from ..results.columns import fold, number, speed
 from ..results.measurement import PLANNED, Trial
 from . import accelerate, configuration, deepspeed, lightning, megatron, script, torchtitan, trainer
-from .launch import LAUNCHES, Job
-from .setup import Setup, ending
+from .export_input import ExportInput, ending
+from .launch import LAUNCHES, LaunchJob
 from .target import SUFFIXES, Export, Target
 
 _WIDTH = 100
@@ -100,7 +100,7 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
     launch = LAUNCHES[name]
     setup = target.setup(trial, document)
     beside = target.file(next(iter(target.forms)))
-    job = Job(
+    job = LaunchJob(
         setup=setup,
         line=target.start(setup, launch.folder + beside),
         name=beside,
@@ -157,7 +157,7 @@ def chosen_trial(trials: Sequence[Trial], number: int | None, *, force: bool = F
     return found
 
 
-def _head(target: Target, setup: Setup) -> list[str]:
+def _head(target: Target, setup: ExportInput) -> list[str]:
     """Origin of the configuration, warnings about its use, and its devices."""
     trial, measured = setup.trial, setup.trial.measurement
     which = "the fastest plan" if trial.sampler == PLANNED else f"trial {trial.number}"
@@ -187,7 +187,7 @@ def _head(target: Target, setup: Setup) -> list[str]:
     return lines
 
 
-def _instructions(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
+def _instructions(target: Target, setup: ExportInput, file: str) -> tuple[str, ...]:
     """Instructions to use a file of that name, and to start a training with it."""
     lines = [f"Use: {fold(target.use(file))}"] if target.use is not None else []
     if target.start is not None:
@@ -201,7 +201,7 @@ def _instructions(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _hosts(setup: Setup, line: str) -> str:
+def _hosts(setup: ExportInput, line: str) -> str:
     own = ", NODE_RANK its own number from 0" if "$NODE_RANK" in line else ""
     return f"{setup.hosts}, MASTER_ADDR being the first one's name{own}"
 

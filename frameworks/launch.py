@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .setup import PORT, Setup
+from .export_input import PORT, ExportInput
 from .target import Form, hashed
 
 _MOUNT = "/redline"
@@ -14,10 +14,10 @@ _IMAGE = "IMAGE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class LaunchJob:
     """A training to start."""
 
-    setup: Setup
+    setup: ExportInput
     """Its configuration, sizes and hosts."""
     line: str
     """Command line of every host (`Target.start`)."""
@@ -43,9 +43,9 @@ class Launch:
     """Short description."""
     form: Form
     """Form of its file."""
-    body: Callable[[Job, str], str]
+    body: Callable[[LaunchJob, str], str]
     """`body(job, comment)` returns the text."""
-    use: Callable[[Job, str], str]
+    use: Callable[[LaunchJob, str], str]
     """`use(job, file)` returns the instructions for a file of that name (quoted for a shell)."""
     folder: str = ""
     """Folder of the target's file as seen by the command: its own, or where the launch puts it."""
@@ -53,23 +53,23 @@ class Launch:
     """Required software, with its version."""
 
 
-def _torchrun(job: Job, comment: str) -> str:
+def _torchrun(job: LaunchJob, comment: str) -> str:
     needed = "".join(f': "${{{name}:?set it to {what}}}"\n' for name, what in _each_hosts(job).items())
     return f'#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{needed}{job.line} "$@"\n'
 
 
-def _use_torchrun(job: Job, file: str) -> str:
+def _use_torchrun(job: LaunchJob, file: str) -> str:
     given = "".join(f"{name}=... " for name in _each_hosts(job))
     return f"{given}bash {file}" + (f", on each of {job.setup.hosts}" if job.setup.hosts.count > 1 else "")
 
 
-def _each_hosts(job: Job) -> dict[str, str]:
+def _each_hosts(job: LaunchJob) -> dict[str, str]:
     """Environment variables of each host."""
     needed = {"MASTER_ADDR": "the name of the first host"} if job.setup.hosts.count > 1 else {}
     return needed | ({"NODE_RANK": "the number of this host, from 0"} if "$NODE_RANK" in job.line else {})
 
 
-def _slurm(job: Job, comment: str) -> str:
+def _slurm(job: LaunchJob, comment: str) -> str:
     hosts = job.setup.hosts
     directives = [f"job-name={job.called}", f"nodes={hosts.count}", "ntasks-per-node=1"]
     if job.setup.device_type == "cuda":
@@ -92,7 +92,7 @@ def _slurm(job: Job, comment: str) -> str:
     )
 
 
-def _kubernetes(job: Job, comment: str) -> str:
+def _kubernetes(job: LaunchJob, comment: str) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -119,7 +119,7 @@ def _kubernetes(job: Job, comment: str) -> str:
     return hashed(comment) + yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _replicas(job: Job) -> dict[str, Any]:
+def _replicas(job: LaunchJob) -> dict[str, Any]:
     hosts = job.setup.hosts
 
     def of(count: int) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _replicas(job: Job) -> dict[str, Any]:
     return {"Master": of(1)} | ({"Worker": of(hosts.count - 1)} if hosts.count > 1 else {})
 
 
-def _pod(job: Job) -> dict[str, Any]:
+def _pod(job: LaunchJob) -> dict[str, Any]:
     # The operator numbers the hosts in RANK, and finds its container by name.
     container: dict[str, Any] = {
         "name": "pytorch",

@@ -16,9 +16,9 @@ from .common import (
     note_reduction,
     note_tf32,
 )
+from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import Launcher
-from .setup import Setup
 from .target import Target, as_yaml
 
 CHECKED = ("lightning", "2.6")
@@ -70,7 +70,7 @@ KNOBS = KnobTable(
 """LightningCLI's names of the knobs."""
 
 
-def config(setup: Setup) -> dict[str, Any]:
+def config(setup: ExportInput) -> dict[str, Any]:
     """Returns the sections `trainer` and `optimizer`."""
     note_pipeline(setup)
     trainer: dict[str, Any] = {
@@ -100,7 +100,7 @@ def config(setup: Setup) -> dict[str, Any]:
     return out
 
 
-def _precision(setup: Setup) -> str:
+def _precision(setup: ExportInput) -> str:
     if scaling := setup.formats.scaling:
         setup.note(
             f"precision={setup.knob('precision')} is bf16 here with your module's linear layers converted: "
@@ -114,7 +114,7 @@ def _precision(setup: Setup) -> str:
     return _FORMATS[setup.knob("precision")]
 
 
-def _strategy(setup: Setup) -> Any:
+def _strategy(setup: ExportInput) -> Any:
     if setup.processes == 1:
         return "auto"
     zero = setup.knob("zero") if setup.dp > 1 else 0
@@ -139,7 +139,7 @@ def _strategy(setup: Setup) -> Any:
     return nested(_MESH | sizes)["trainer"]["strategy"]
 
 
-def _optimizer(setup: Setup) -> dict[str, Any]:
+def _optimizer(setup: ExportInput) -> dict[str, Any]:
     fused, settings = setup.knob("fused_optimizer"), dict(adamw(setup))
     if fused:
         settings["fused"] = True
@@ -149,7 +149,7 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
     return {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": settings}}
 
 
-def _note_the_rest(setup: Setup) -> None:
+def _note_the_rest(setup: ExportInput) -> None:
     note_lora(setup)
     note_reduction(setup, "Lightning's DDP averages gradients in their own format; register a hook of your own")
     ratio = setup.knob("checkpoint_ratio")

@@ -10,10 +10,10 @@ from ..knobs.pipeline import blocks_of_stages
 from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
 from .common import note_order, note_tf32
+from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, number
 from .launcher import Launcher
 from .megatron_model import architecture_of, model_flags
-from .setup import Setup
 from .target import Target, hashed, sourced
 from .trainer import read_optimizer
 
@@ -100,7 +100,7 @@ _SCRIPTS = {"bert": "pretrain_bert.py", "roberta": "pretrain_bert.py"}
 _FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
 
 
-def flags(setup: Setup) -> list[str]:
+def flags(setup: ExportInput) -> list[str]:
     """Flags, each an entry of a bash array; a value may be a quoted arithmetic expression."""
     out = _arguments("tp", setup.tp) + _arguments("pp", setup.pp)
     if setup.cp > 1:
@@ -149,12 +149,12 @@ def _arguments(knob: str, value: object) -> list[str]:
     ]
 
 
-def _chunks(setup: Setup) -> int:
+def _chunks(setup: ExportInput) -> int:
     """Model chunks of a pipeline rank; Megatron has no V schedule."""
     return setup.knob("virtual_stages") if setup.order_of_stages() in ("interleaved", "zero_bubble") else 1
 
 
-def _order(setup: Setup) -> list[str]:
+def _order(setup: ExportInput) -> list[str]:
     chunks = _chunks(setup)
     runs = "1F1B" if chunks == 1 else f"1F1B interleaved over {chunks} chunks a rank"
     note_order(setup, ["1f1b", "interleaved"], f"Megatron's pipelines run {runs}")
@@ -192,7 +192,7 @@ def _read_layout(text: str) -> tuple[int, ...] | None:
     return sizes if re.fullmatch(r"[Etm|L]+", plain_text) and all(sizes) else None
 
 
-def _zero(setup: Setup) -> list[str]:
+def _zero(setup: ExportInput) -> list[str]:
     zero = setup.knob("zero") if setup.replicas > 1 else 0
     offload = setup.knob("offload") == "optimizer"
     out: list[str] = []
@@ -209,7 +209,7 @@ def _zero(setup: Setup) -> list[str]:
     return out
 
 
-def _precision(setup: Setup) -> list[str]:
+def _precision(setup: ExportInput) -> list[str]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
@@ -232,7 +232,7 @@ def _precision(setup: Setup) -> list[str]:
     return out
 
 
-def _recomputation(setup: Setup) -> list[str]:
+def _recomputation(setup: ExportInput) -> list[str]:
     ratio = setup.knob("checkpoint_ratio")
     if not ratio:
         return []
@@ -252,7 +252,7 @@ def _recomputation(setup: Setup) -> list[str]:
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {number}"]
 
 
-def _shell(setup: Setup, comment: str) -> str:
+def _shell(setup: ExportInput, comment: str) -> str:
     lines = "".join(f"  {each}\n" for each in flags(setup))
     # Before Blackwell, Megatron refuses tensor and context parallelism without this, and its FSDP with it.
     alone = setup.tp * setup.cp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
@@ -260,7 +260,7 @@ def _shell(setup: Setup, comment: str) -> str:
     return f"{hashed(comment)}{environment}MEGATRON_ARGS=(\n{lines})\n"
 
 
-def _start(setup: Setup, file: str) -> str:
+def _start(setup: ExportInput, file: str) -> str:
     script = _SCRIPTS.get(str(setup.shape.get("family")), "pretrain_gpt.py")
     return f'source {sourced(file)}; {setup.hosts.torchrun()} {script} "${{MEGATRON_ARGS[@]}}"'
 

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from .export_input import ExportInput
 from .framework import Stated
-from .setup import Setup
 
 # Megatron's llama3 rule and its factor; neither can be set by a flag.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Families supported by Megatron's GPT, by transformers' names: their flags, and activations."""
 
 
-def model_flags(setup: Setup) -> list[str]:
+def model_flags(setup: ExportInput) -> list[str]:
     """Flags of the model itself; settings left to the user become notes."""
     shape = setup.shape
     if not shape:
@@ -48,7 +48,7 @@ def model_flags(setup: Setup) -> list[str]:
     return _sizes(setup) + _family(setup) + _dropout(shape)
 
 
-def _note_uneven_stages(setup: Setup) -> None:
+def _note_uneven_stages(setup: ExportInput) -> None:
     if setup.shape["layers"] % setup.pp and not setup.has("stage_blocks"):
         setup.note(
             f"pp={setup.pp}: {setup.shape['layers']} layers are not a multiple of the stages, which Megatron "
@@ -61,7 +61,7 @@ def _flag(name: str, value: object) -> str:
     return f"--{name} {shlex.quote(str(value))}"
 
 
-def _sizes(setup: Setup) -> list[str]:
+def _sizes(setup: ExportInput) -> list[str]:
     shape = setup.shape
     heads, kv_heads = shape["heads"], shape.get("kv_heads") or shape["heads"]
     out = [
@@ -103,7 +103,7 @@ def _latent(shape: Mapping[str, Any]) -> list[str]:
     return ["--multi-latent-attention", *(_flag(flag, shape[sizes[flag]]) for flag in stated)]
 
 
-def _family(setup: Setup) -> list[str]:
+def _family(setup: ExportInput) -> list[str]:
     shape = setup.shape
     family, activation = shape["family"], shape.get("activation")
     if family not in FAMILIES:
@@ -131,7 +131,7 @@ def _family(setup: Setup) -> list[str]:
     return out + _positions(setup) + _window(setup)
 
 
-def _positions(setup: Setup) -> list[str]:
+def _positions(setup: ExportInput) -> list[str]:
     rope: Mapping[str, Any] = setup.shape.get("rope") or {}
     out: list[str] = []
     if "rope_theta" in rope:
@@ -152,7 +152,7 @@ def _positions(setup: Setup) -> list[str]:
     return out
 
 
-def _window(setup: Setup) -> list[str]:
+def _window(setup: ExportInput) -> list[str]:
     window = setup.shape.get("window")
     if not window or (setup.seq_len or 0) <= window:
         return []

@@ -27,7 +27,7 @@ COMMAND = "the command"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class SettingsSource:
     """The settings of one framework in one file or command."""
 
     framework: str
@@ -81,7 +81,7 @@ class TrainerConfig:
     """Fields of the estimator's `TrainingSetup` that differ from redline's own training."""
     explicit_conventions: Mapping[str, Any] = field(default_factory=dict)
     """The `conventions` that the files set; the others are the framework's defaults for the knobs."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SettingsSource, ...] = ()
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the conventions for another configuration of this training."""
@@ -159,7 +159,7 @@ class TrainerConfig:
         # A setting that the new value does not need is removed only if it would have an effect.
         for removing in (False, True):
             out: list[Change] = []
-            changed: list[Source] = []
+            changed: list[SettingsSource] = []
             for number, source in enumerate(self.sources):
                 try:
                     edited, lines = _edited(source, old, new, {k for k, at in owners.items() if at == number}, removing)
@@ -184,8 +184,8 @@ class TrainerConfig:
 
 
 def _edited(
-    source: Source, old: Strategy, new: Strategy, knobs: set[str], removing: bool
-) -> tuple[Source, list[Change]]:
+    source: SettingsSource, old: Strategy, new: Strategy, knobs: set[str], removing: bool
+) -> tuple[SettingsSource, list[Change]]:
     """Returns a source with the settings for these knobs of another strategy, and the changed lines.
 
     Raises:
@@ -203,7 +203,7 @@ def _edited(
     return replace(source, settings=kept | added), [_change(source, stated, key, after.get(key)) for key in keys]
 
 
-def _change(source: Source, stated: Stated, key: str, new: Any) -> Change:
+def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Change:
     """Returns the changed line of a setting."""
     name = stated.name(key)
     old = stated.get(key)
@@ -266,14 +266,14 @@ def _unrecognised(given: str | Sequence[str]) -> str:
     return f"no framework is recognised in '{what[:100]}': none of its settings or programs is known to be one of these: {known}"
 
 
-def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerConfig:
+def combined(sources: Sequence[SettingsSource], beside: Mapping[str, Any]) -> TrainerConfig:
     """Combines sources to one training; later sources take precedence."""
     knobs: dict[str, Any] = {}
     stated: set[str] = set()
     facts: dict[str, Any] = {}
     conventions: dict[str, Any] = {}
     notes: list[str] = list(beside.get("notes", ()))
-    combined_sources: list[Source] = []
+    combined_sources: list[SettingsSource] = []
     for source in sources:
         found = find_framework(source.framework).reading(source.settings, source.where)
         knobs |= found.knobs
@@ -307,7 +307,7 @@ def combined(sources: Sequence[Source], beside: Mapping[str, Any]) -> TrainerCon
     )
 
 
-def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[str, Any]:
+def _conventions(sources: Sequence[SettingsSource], knobs: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     names = [source.framework for source in sources]
     # DeepSpeed's engine has its own formats and reductions under any trainer.
@@ -318,7 +318,7 @@ def _conventions(sources: Sequence[Source], knobs: Mapping[str, Any]) -> dict[st
 
 # -- files ----------------------------------------------------------------------------------------------------
 
-Found = tuple[list[Source], dict[str, Any]]
+Found = tuple[list[SettingsSource], dict[str, Any]]
 """Sources, the least important first, and settings of a launcher."""
 
 
@@ -383,7 +383,7 @@ _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 
 def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path | None) -> Found:
     """A source, preceded by those of the files that it names, relative to a folder; None: they are not opened."""
-    out: list[Source] = []
+    out: list[SettingsSource] = []
     facts: dict[str, Any] = {"notes": []}
     own = dict(settings)
     for name, value in settings.items():
@@ -424,8 +424,8 @@ def _inline(name: str, text: str) -> dict[str, Any]:
     return flattened(found) if isinstance(found, dict) else {}
 
 
-def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) -> Source:
-    return Source(
+def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) -> SettingsSource:
+    return SettingsSource(
         framework=framework, where=where, form=form.replace("yml", "yaml"), settings=settings, stated=frozenset()
     )
 
@@ -512,7 +512,7 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
     launcher, own = words[:script], words[script:]
     launched = _named(launcher)
     facts = _processes(launched, launcher, environment)
-    sources: list[Source] = []
+    sources: list[SettingsSource] = []
     if any(Path(word).name == "accelerate" for word in launcher):
         found, more = _with_files(
             find_framework("accelerate"), _without(launched), where, form or "options", Path() if files else None

@@ -5,7 +5,7 @@ import pprint
 from ..base.errors import UsageError
 from ..base.writing import as_data
 from .common import ADAMW
-from .setup import MEASURED_WITH, Setup
+from .export_input import MEASURED_WITH, ExportInput
 from .target import Target, hashed
 
 # redline.accelerate applies the configuration; the script is the loop around it, for the user to change.
@@ -95,7 +95,7 @@ if __name__ == "__main__":
 _DATA = '    parser.add_argument("--data", nargs="+", help="files to train on, as redline train takes them")\n'
 
 
-def _python(setup: Setup, comment: str) -> str:
+def _python(setup: ExportInput, comment: str) -> str:
     if not setup.spec:
         raise UsageError(
             "the target python needs a model: this run tuned a callable, or its run.yaml is missing; "

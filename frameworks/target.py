@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..results.measurement import Trial
-from .setup import Setup
+from .export_input import ExportInput
 
 Form = Literal["yaml", "json", "shell", "python", "env"]
 
@@ -21,7 +21,7 @@ class Target:
     """Short description."""
     stem: str
     """Default name of its file, without the suffix."""
-    forms: Mapping[str, Callable[[Setup, str], str]]
+    forms: Mapping[str, Callable[[ExportInput, str], str]]
     """For each form `body(setup, comment)`, which returns the text. `comment` contains the notes as lines without
     comment signs; a form with comments inserts them. The first form is the default.
     """
@@ -39,16 +39,16 @@ class Target:
     """True if it supports stages with given numbers of blocks (`stage_blocks`)."""
     use: Callable[[str], str] | None = None
     """How a file of that name is used, if `start` does not show it."""
-    start: Callable[[Setup, str], str] | None = None
+    start: Callable[[ExportInput, str], str] | None = None
     """Shell line that starts a training with a file of that name (quoted for a shell) on one host, or that runs on
     each of several hosts, with MASTER_ADDR the first host's name and NODE_RANK each host's number from 0. Further
     arguments can be appended. None if there is nothing to start.
     """
 
-    def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> Setup:
+    def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> ExportInput:
         """Input of an export to this target."""
         able = {name: getattr(self, name) for name in ("pipelines", "sequences", "runs", "uneven")}
-        return Setup(trial, document, self.name, **able)
+        return ExportInput(trial, document, self.name, **able)
 
     def file(self, form: str) -> str:
         """Default name of a file of that form."""
@@ -90,10 +90,10 @@ def hashed(comment: str) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
 
 
-def as_yaml(content: Callable[[Setup], Any]) -> Callable[[Setup, str], str]:
+def as_yaml(content: Callable[[ExportInput], Any]) -> Callable[[ExportInput, str], str]:
     """Returns the form of a target whose file is this content in YAML."""
 
-    def body(setup: Setup, comment: str) -> str:
+    def body(setup: ExportInput, comment: str) -> str:
         import yaml
 
         return hashed(comment) + yaml.safe_dump(content(setup), sort_keys=False, allow_unicode=True)
@@ -101,7 +101,7 @@ def as_yaml(content: Callable[[Setup], Any]) -> Callable[[Setup, str], str]:
     return body
 
 
-def as_json(content: Callable[[Setup], Any]) -> Callable[[Setup, str], str]:
+def as_json(content: Callable[[ExportInput], Any]) -> Callable[[ExportInput, str], str]:
     """Returns the form of a target whose file is this content in JSON, without the comment."""
     return lambda setup, comment: json.dumps(content(setup), indent=2) + "\n"
 

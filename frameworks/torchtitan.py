@@ -7,9 +7,9 @@ from typing import Any
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
 from .common import FSDP_ZERO_1, note_lora, note_partial_checkpointing, note_reduction, note_tf32
+from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, plain
 from .launcher import Launcher
-from .setup import Setup
 from .target import Target, hashed
 
 CHECKED = ("torchtitan", "0.3")
@@ -85,7 +85,7 @@ Give = Callable[[str, object], None]
 """Adds a flag and its value."""
 
 
-def flags(setup: Setup) -> list[str]:
+def flags(setup: ExportInput) -> list[str]:
     """Flags of `torchtitan.train`, after those that name the model."""
     out: list[str] = []
 
@@ -167,7 +167,7 @@ def flags(setup: Setup) -> list[str]:
     return out
 
 
-def _note_whole_experts(setup: Setup, ep: int) -> None:
+def _note_whole_experts(setup: ExportInput, ep: int) -> None:
     """Notes experts that are cut otherwise beside `tp`: torchtitan's ranks of `ep` are out of all, and have whole experts."""
     whole = setup.knob("etp") == 1
     if setup.tp > 1 and ep > 1 and not whole:
@@ -176,12 +176,12 @@ def _note_whole_experts(setup: Setup, ep: int) -> None:
         setup.note("etp=1 beside ep=1: torchtitan cuts experts over the tp ranks unless ranks share them")
 
 
-def _order(setup: Setup) -> PipelineSchedule:
+def _order(setup: ExportInput) -> PipelineSchedule:
     """Order of a pipeline's micro-batches; 1F1B in place of an unknown one."""
     return PIPELINE_SCHEDULES.get(setup.order_of_stages() or "", PIPELINE_SCHEDULES["1f1b"])
 
 
-def _chunks(setup: Setup, give: Give) -> None:
+def _chunks(setup: ExportInput, give: Give) -> None:
     """Sets the number of stages of a rank: torchtitan makes two if the schedule takes several, unless it gets the
     number of layers of each stage, in which embedding and head count as one each.
     """
@@ -196,7 +196,7 @@ def _chunks(setup: Setup, give: Give) -> None:
         setup.note(f"virtual_stages={chunks}: torchtitan makes two stages a rank of these layers")
 
 
-def _precision(setup: Setup, say: Give) -> None:
+def _precision(setup: ExportInput, say: Give) -> None:
     precision = setup.knob("precision")
     if precision == "tf32":
         note_tf32(setup)
@@ -214,7 +214,7 @@ def _precision(setup: Setup, say: Give) -> None:
     note_reduction(setup, "torchtitan reduces in float32 only")
 
 
-def _shell(setup: Setup, comment: str) -> str:
+def _shell(setup: ExportInput, comment: str) -> str:
     module, name = PRESETS.get(setup.model, ("", ""))
     if not module:
         setup.note(
@@ -236,7 +236,7 @@ def _shell(setup: Setup, comment: str) -> str:
     )
 
 
-def _policy(setup: Setup) -> str:
+def _policy(setup: ExportInput) -> str:
     """Subcommand of torchtitan's parser for recomputation."""
     return f"activation_checkpoint:{KNOBS.write('checkpoint_ratio', int(setup.knob('checkpoint_ratio') > 0))[_MODE]}"
 

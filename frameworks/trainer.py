@@ -19,9 +19,9 @@ from .common import (
     note_pure_bf16,
     note_reduction,
 )
+from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
-from .setup import Setup
 from .target import Target, as_json, as_yaml
 
 CHECKED = ("transformers", "5.23")
@@ -77,7 +77,7 @@ OPTIMIZERS = {"adafactor": "adafactor", "sgd": "sgd", "lion": "lion"}
 """Optimizers other than AdamW, by the estimator's names."""
 
 
-def arguments(setup: Setup) -> dict[str, Any]:
+def arguments(setup: ExportInput) -> dict[str, Any]:
     """Keyword arguments of transformers.TrainingArguments."""
     out: dict[str, Any] = {"output_dir": "out"}
     if setup.micro_batch is not None:
@@ -118,7 +118,7 @@ def arguments(setup: Setup) -> dict[str, Any]:
     return out
 
 
-def _precision(setup: Setup) -> dict[str, Any]:
+def _precision(setup: ExportInput) -> dict[str, Any]:
     precision = setup.knob("precision")
     if precision == "bf16_pure":
         note_pure_bf16(setup)
@@ -130,7 +130,7 @@ def _precision(setup: Setup) -> dict[str, Any]:
     return {half: True} if half else {}  # off is the default, and not written
 
 
-def _optimizer(setup: Setup) -> dict[str, Any]:
+def _optimizer(setup: ExportInput) -> dict[str, Any]:
     # Clipping was not measured. The Trainer computes the norm for it anyway.
     out: dict[str, Any] = {"max_grad_norm": 0.0}
     if given := adamw(setup):
@@ -149,7 +149,7 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
     return out
 
 
-def _shards(setup: Setup) -> bool:
+def _shards(setup: ExportInput) -> bool:
     zero = setup.knob("zero")
     if no_fsdp_on_a_cpu(setup):
         return False
@@ -158,7 +158,7 @@ def _shards(setup: Setup) -> bool:
     return setup.dp > 1 and zero > 0
 
 
-def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
+def _checkpointing(setup: ExportInput, sharded: bool) -> dict[str, Any]:
     ratio = setup.knob("checkpoint_ratio")
     if not ratio:
         return {}
@@ -183,7 +183,7 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
     return {} if sharded else {"activation_checkpointing": True}
 
 
-def _fsdp(setup: Setup) -> dict[str, Any]:
+def _fsdp(setup: ExportInput) -> dict[str, Any]:
     groups = setup.knob("hsdp")
     if groups > 1:
         tp = f", tp_size={setup.tp}" if setup.tp > 1 else ""
@@ -201,7 +201,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
     return out
 
 
-def _note_the_rest(setup: Setup) -> None:
+def _note_the_rest(setup: ExportInput) -> None:
     note_reduction(setup, DDP_HOOK)
     note_pipeline(setup)
     note_lora(setup)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ..base.device import Device
 from ..base.errors import SpaceError, UsageError, unknown
 from ..base.option import Option, check_options, either
-from ..frameworks.autotuners import FORMATS, Source, find_source
+from ..frameworks.autotuners import FORMATS, SpaceFile, find_source
 from ..frameworks.stated_space import ForeignSpace, declare
 from ..knobs.strategy import MAX_DEVICES, STANDARD
 from ..space import Space
@@ -137,7 +137,7 @@ class SpaceRequest:
         return Space.from_yaml(self.space) if isinstance(self.space, (str, Path)) else self.space
 
     @cached_property
-    def source(self) -> Source | None:
+    def source(self) -> SpaceFile | None:
         """Another tool's space, recognised but not yet read; None if none is given.
 
         Raises:

@@ -97,7 +97,7 @@ def workload(
     )
 
 
-class Stated(NamedTuple):
+class StatedShape(NamedTuple):
     """A decoder whose configuration states all of its sizes."""
 
     name: str
@@ -109,7 +109,7 @@ class Stated(NamedTuple):
     """Usual samples of one optimizer step."""
 
 
-def stated(spec: Any, seq_len: int | None = None) -> Stated | None:
+def stated(spec: Any, seq_len: int | None = None) -> StatedShape | None:
     """Returns the sizes of a preset, a folder, a `config.json` or a configuration's contents, without transformers; None if they
     are not all there, or transformers has to say whether they are valid."""
     from .huggingface import MAX_DEFAULT_SEQ_LEN
@@ -135,7 +135,7 @@ def stated(spec: Any, seq_len: int | None = None) -> Stated | None:
     length = seq_len if seq_len is not None else default
     if length < 2 or (found["family"] == "gpt2" and length > positions):
         return None
-    return Stated(name, found, length, usual.global_batch if usual else DEFAULT_GLOBAL_BATCH)
+    return StatedShape(name, found, length, usual.global_batch if usual else DEFAULT_GLOBAL_BATCH)
 
 
 def _is_decoder(architectures: Any) -> bool:

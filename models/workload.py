@@ -30,8 +30,8 @@ NEUTRAL = Config({**{name: STANDARD[name].neutral for name in _LOOKED_AT}, "fuse
 """Neutral values of the standard knobs, for builders that read their configuration."""
 
 
-class Source(Protocol):
-    """Source from which a workload can be made again: `FileSource` of a Python file."""
+class WorkloadSource(Protocol):
+    """A source from which a workload can be made again: `FileSource` of a Python file."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Workload:
     """Identifier that is valid from any folder: a preset's name, an absolute path, a hub id, or `file.py:name` with one."""
     identity: Mapping[str, Any] | None = None
     """Identity, JSON-ready, for `id`; None takes the source text of its functions."""
-    source: "Source | None" = None
+    source: "WorkloadSource | None" = None
     """File that it comes from; if set, copies in other processes are made by running that text again."""
     known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
     """Cached findings about the workload, see `once`."""
@@ -291,7 +291,7 @@ def default_name(model: Callable[..., Any]) -> str:
 
 
 def _from_source(
-    source: "Source", name: str, spec: str, global_batch: int, identity: str, known: Mapping[str, Any]
+    source: "WorkloadSource", name: str, spec: str, global_batch: int, identity: str, known: Mapping[str, Any]
 ) -> Workload:
     loaded = replace(source.load(), name=name, spec=spec, global_batch=global_batch)
     loaded.__dict__["id"] = identity

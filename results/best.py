@@ -100,7 +100,7 @@ def _entry(trial: Trial) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class PlanFile:
     """A file with a configuration: a best.yaml outside its run, or a plan of `redline estimate`."""
 
     trial: Trial
@@ -123,7 +123,7 @@ def is_plan(path: Path) -> bool:
     return named and (path.name != BEST or not holds_run(path.parent))
 
 
-def load(path: Path) -> Plan:
+def load(path: Path) -> PlanFile:
     """Reads a best.yaml outside its run, or a plan of `redline estimate`.
 
     Raises:
@@ -146,7 +146,7 @@ def load(path: Path) -> Plan:
     asked = dict(found.get("trains") or {}) | {name: True for name in ("simulated", "emulated") if found.get(name)}
     used = (asked.get("devices") or {}).get("used")
     others = [*(found.get("alternatives") or ()), found.get("default") or {}]
-    return Plan(
+    return PlanFile(
         trial=_trial(winner, used, path),
         document={"asked": asked, "environment": found.get("environment") or {}},
         others=tuple(

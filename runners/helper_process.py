@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from ..base.reading import tail_inside
 from ..base.scratch import Scratch
-from ..frameworks.setup import MEASURED_WITH
+from ..frameworks.export_input import MEASURED_WITH
 from .process import kill_tree
 from .protocol import hang_up
 from .unix_user import UnixUser

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from ..base.device import usable_cores
 from ..base.errors import MissingDependency, RunnerError, UsageError
 from ..base.scratch import Scratch
-from ..frameworks.setup import MEASURED_WITH
+from ..frameworks.export_input import MEASURED_WITH
 from ..models import Workload
 from .dispatch import DryRunner
 from .job import Job, Outcome

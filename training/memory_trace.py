@@ -65,7 +65,7 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """Part of a rank's work."""
+    """PhaseEvents of a rank's work."""
 
     BUILD = "build"
     FORWARD = "forward"
@@ -92,7 +92,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PhaseEvents:
     """Events of one phase, from its first to that of the next part."""
 
     phase: Phase
@@ -108,7 +108,7 @@ class MemoryTrace:
     rank: int
     blocks: tuple[Block, ...]
     """In the order of allocation."""
-    parts: tuple[Part, ...]
+    parts: tuple[PhaseEvents, ...]
     num_events: int
     """Number of allocations and frees."""
     messages: int
@@ -116,7 +116,7 @@ class MemoryTrace:
     groups: int
     """Number of groups that communicated."""
 
-    def part_at(self, event: int) -> Part:
+    def part_at(self, event: int) -> PhaseEvents:
         """The part that contains an event."""
         return self.parts[bisect_right([each.begin for each in self.parts], event) - 1]
 
@@ -244,7 +244,7 @@ class _Watch:
         self._updates = False
         self._event = 0
         self._blocks: list[_Live] = []
-        self._parts: list[Part] = []
+        self._parts: list[PhaseEvents] = []
         self._paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._entered: list[tuple[int, str]] = []
@@ -298,7 +298,7 @@ class _Watch:
     def _next(self) -> int:
         phase = self.phase()
         if not self._parts or (self._parts[-1].phase, self._parts[-1].step) != (phase, self.step):
-            self._parts.append(Part(phase, self.step, self._event))
+            self._parts.append(PhaseEvents(phase, self.step, self._event))
         self._event += 1
         return self._event - 1
 

@@ -298,7 +298,7 @@ class Confirmation:
             rivals = []
         return [by_number[top], *rivals, *challengers] if rivals or challengers else []
 
-    def comparison(self) -> "Comparison":
+    def comparison(self) -> "RoundsModel":
         """Compares the contenders by all rounds so far."""
         return compare_rounds(self._valid_rounds())
 
@@ -334,7 +334,7 @@ class Confirmation:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RoundsModel:
     """Contenders' levels, estimated from rounds."""
 
     level: dict[int, float]
@@ -372,7 +372,7 @@ def calm_rounds(rounds: Sequence[dict[int, Measurement]]) -> list[dict[int, Meas
     return calm if all(counts[number] >= CALM_ROUNDS for number in everyone) else list(rounds)
 
 
-def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
+def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> RoundsModel:
     """Estimates levels by least squares (see the module's docstring).
 
     Args:
@@ -399,7 +399,7 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
     disturbance: list[dict[int, float]] = [{} for _ in rounds]
     for row, (at, number, _) in enumerate(cells):
         disturbance[at][number] = float(design[row, first:] @ found[first:])
-    return Comparison(
+    return RoundsModel(
         level={number: float(found[at]) for at, number in enumerate(numbers)},
         disturbance=disturbance,
         variance=(residual + _PRIOR_DEGREES * typical**2) / (degrees + _PRIOR_DEGREES),

@@ -14,7 +14,7 @@ from redline.cli import main
 from redline.frameworks import export_targets, render
 from redline.results import Measurement, RunFolder, Status, Trial
 from redline.views.report.exports import exports
-from redline.views.report.source import Source
+from redline.views.report.run_files import RunFiles
 
 TEXT = "Full throughput, no out of memory. " * 400
 
@@ -243,7 +243,7 @@ def test_a_trial_that_did_not_run_to_its_end_is_refused_unless_forced(capsys, si
 
 
 def test_the_dashboards_exports_of_such_a_trial_name_its_end(simulated):
-    source = Source.read(simulated)
+    source = RunFiles.read(simulated)
     trial = next(each for each in source.trials if each.number == 1)
     for made in exports(source, trial):
         if "error" not in made:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from redline.base.errors import UsageError
 from redline.frameworks import export_targets, render
+from redline.frameworks.export_input import Hosts
 from redline.frameworks.launch import LAUNCHES
-from redline.frameworks.setup import Hosts
 from redline.results import Measurement, Status, Trial
 
 CONFIG = {"tp": 8, "pp": 2, "dp": 4, "micro_batch": 1, "grad_accum": 4, "precision": "bf16", "zero": 1}

@@ -10,7 +10,7 @@ import pytest
 from redline.base.errors import UsageError
 from redline.frameworks import export_targets, read, render
 from redline.frameworks.framework import Stated
-from redline.frameworks.reading import Source, combined
+from redline.frameworks.reading import SettingsSource, combined
 from redline.frameworks.registry import FRAMEWORKS, LAUNCHERS, find_framework, find_launcher
 from redline.knobs.strategy import Strategy
 from redline.results import Measurement, Status, Trial
@@ -146,7 +146,7 @@ def test_every_setting_is_read_back_as_the_same_knob(name, knob, value):
     can = {each: settings.values for each, settings in framework.knobs.items() if each in config}
     written = {each for each, values in can.items() if each == knob or not values or config[each] in values}
     settings = framework.settings(strategy, Stated({}, "x"), written)
-    source = Source(framework=name, where="x", form="yaml", settings=settings, stated=frozenset())
+    source = SettingsSource(framework=name, where="x", form="yaml", settings=settings, stated=frozenset())
     found = combined([source], {"devices": devices}).on()
     if knob == "attention" and value == "flash_attention_3":
         value = "flash_attention_2"  # Megatron has one name for both

@@ -13,7 +13,7 @@ from redline.results import Measurement, Status, Trial, View, listing, summary
 from redline.views.compare import compare
 from redline.views.notebook import html
 from redline.views.report.document import document
-from redline.views.report.source import Source
+from redline.views.report.run_files import RunFiles
 from redline.views.show import render as show
 from rich.console import Console
 
@@ -42,7 +42,7 @@ def shown(view, **more):
 def test_a_trial_knows_that_it_is_lossy_from_the_ledger_and_from_the_table(run):
     marks = [(), (), ("precision",), ()]
     assert [trial.lossy for trial in View(run).trials()] == marks
-    assert [trial.lossy for trial in Source.read(run).trials] == marks
+    assert [trial.lossy for trial in RunFiles.read(run).trials] == marks
     (run / "study.log").unlink()
     assert [trial.lossy for trial in View(run).trials()] == marks
 
@@ -60,7 +60,7 @@ def test_the_best_exact_configuration_is_shown_beside_the_winner(run):
     assert best["best_exact"]["configuration"]["precision"] == "bf16"
     notebook = "".join(ElementTree.fromstring(html(trials)).itertext())
     assert "without lossy values: 160 tokens/s (trial 1)" in notebook
-    head = document(Source.read(run))["headline"]
+    head = document(RunFiles.read(run))["headline"]
     assert (head["winner"]["trial"], head["winner"]["lossy"]) == (2, "precision=bf16_pure")
     assert (head["exact"]["trial"], head["exactness"]) == (1, "without lossy values")
 
@@ -86,7 +86,7 @@ def test_every_table_marks_lossy_values_and_data_for_programs_does_not(run):
     assert "<td>bf16_pure (lossy)</td>" in html(trials) and "<td>bf16</td>" in html(trials)
     knobs = dict(compare([View(run), View(run)]).knobs)
     assert knobs["precision"] == ("bf16_pure (lossy)",) * 2
-    assert document(Source.read(run))["lossy"] == {"precision": ["bf16_pure"]}
+    assert document(RunFiles.read(run))["lossy"] == {"precision": ["bf16_pure"]}
 
 
 @pytest.mark.parametrize("target", sorted(export_targets()))
@@ -105,7 +105,7 @@ def test_a_run_that_asked_for_none_says_nothing_of_it(tmp_path, open_run, point,
         run.write_best(["redline"])
         assert "lossy" not in shown(run) and "master" not in shown(run)
     assert "best_exact" not in yaml.safe_load((tmp_path / "best.yaml").read_text())
-    assert document(Source.read(tmp_path))["headline"]["exactness"] == ""
+    assert document(RunFiles.read(tmp_path))["headline"]["exactness"] == ""
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ from redline.runners.memory_timeline import (
     timeline_of,
     traceable,
 )
-from redline.training.memory_trace import Block, MemoryTrace, Part, Phase, Role
+from redline.training.memory_trace import Block, MemoryTrace, Phase, PhaseEvents, Role
 
 
 def block(num_bytes, begin, end, role=Role.ACTIVATION, name="layer: mm", stream=0):
     return Block(num_bytes, begin, end, role, name, (num_bytes // 4,), "float32", stream)
 
 
-PARTS = (Part(Phase.BUILD, -1, 0), Part(Phase.FORWARD, 0, 1), Part(Phase.BACKWARD, 0, 3))
+PARTS = (PhaseEvents(Phase.BUILD, -1, 0), PhaseEvents(Phase.FORWARD, 0, 1), PhaseEvents(Phase.BACKWARD, 0, 3))
 TRACE = MemoryTrace(
     rank=0,
     blocks=(

@@ -14,7 +14,7 @@ from redline.space import Config
 from redline.tuner.result import make_result
 from redline.tuner.train.strategy import read_source
 from redline.views.dashboard import Library
-from redline.views.report.source import Source
+from redline.views.report.run_files import RunFiles
 from served import SEARCH, SPACE
 
 ASKED = {"model": "gpt2-tiny", "workload": {"id": "x", "spec": "gpt2-tiny"}, "space": SPACE}
@@ -83,7 +83,7 @@ def test_everything_that_names_a_winner_names_the_confirmed_one(service, search,
             "page": winner_of(page["headline"]["winner"]),
             "report": winner_of(report_of(cli, folder, tmp_path)["headline"]["winner"]),
             "redline show --format json": winner_of(json.loads(cli("show", folder, "--top", 1, "--format", "json"))[0]),
-            "Source": told_of(summary.best(Source.read(folder).trials)),
+            "RunFiles": told_of(summary.best(RunFiles.read(folder).trials)),
             "View": told_of(summary.best(rl.results.View(folder).trials())),
         }
     assert found == dict.fromkeys(found, (1, 140.0))

@@ -24,7 +24,7 @@ from redline.tuner.planning import (
     with_samples_of,
 )
 from redline.tuner.train.request import TrainRequest
-from redline.tuner.train.strategy import Source, winner
+from redline.tuner.train.strategy import TrainingSource, winner
 from tiers import tiered
 
 H100, A100 = "h100-80gb", "a100-80gb"
@@ -90,7 +90,7 @@ def test_a_format_that_a_winner_cannot_keep_here_is_reported(tiny):
 
 
 def test_a_training_of_a_winner_has_the_requested_batch_and_knobs(tiny):
-    source = Source(spec="gpt2-tiny", config=LIKE, devices=2, global_batch=32)
+    source = TrainingSource(spec="gpt2-tiny", config=LIKE, devices=2, global_batch=32)
 
     def asked(**more):
         request = TrainRequest(source="x", **more)

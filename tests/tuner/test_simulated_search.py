@@ -64,9 +64,9 @@ def test_simulated_results_are_marked_everywhere(finished, capsys, tmp_path):
     code, shown, _ = run(capsys, "show", out)
     assert code == 0 and "simulated, nothing was run: these are predictions for 256 x a100-40gb" in shown
     from redline.views.report.document import document
-    from redline.views.report.source import Source
+    from redline.views.report.run_files import RunFiles
 
-    page = document(Source.read(out))
+    page = document(RunFiles.read(out))
     assert page["simulated"] is True and page["problems"] == []
     assert ["Simulated", "nothing was run: these are predictions"] in page["asked"]
 

@@ -11,7 +11,7 @@ import yaml
 from redline.base.errors import StudyError
 from redline.base.reading import Outside, open_inside, read_inside, tail_inside
 from redline.results import Measurement, Status, Trial
-from redline.views.report import Source, document, page, write_report
+from redline.views.report import RunFiles, document, page, write_report
 from redline.views.report.analysis import cost, frontier, lanes, predictions
 from redline.views.report.effects import effects
 from redline.views.report.failures import failures
@@ -80,7 +80,7 @@ def run(tmp_path, open_run, point, ok, oom):
 
 
 def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(run):
-    found = document(Source.read(run))
+    found = document(RunFiles.read(run))
     head = found["headline"]
     assert (head["winner"]["trial"], head["winner"]["throughput"], head["gain"]) == (1, 2000.0, 2.0)
     # Each was measured again twice: standard deviations of 1.41 % and 0, moderated by 2.5 % and 5 % within a measurement.
@@ -110,14 +110,14 @@ def test_a_simulated_run_says_so_and_that_is_no_problem(tmp_path, open_run, poin
         folder.start(point(0), sampler="default")
         folder.finish(0, ok(1000.0))
         folder.write_best(["redline"])
-    found = document(Source.read(tmp_path / "sim"))
+    found = document(RunFiles.read(tmp_path / "sim"))
     assert found["simulated"] is True and found["problems"] == []
     assert (found["folder"], found["devices"]) == ("sim", "64 × h100-80gb")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ?\S+", found["began"])
 
 
 def test_a_run_that_was_not_simulated_does_not_say_so(run):
-    found = document(Source.read(run))
+    found = document(RunFiles.read(run))
     assert found["simulated"] is False and found["devices"] == "1 × Some CPU"
 
 
@@ -126,18 +126,18 @@ def test_a_search_that_ended_without_a_winner_is_not_called_finished(tmp_path, o
         folder.start(point(0), sampler="default")
         folder.finish(0, oom(2048.0))
         folder.write_best(["redline"])
-    assert Source.read(tmp_path / "run").state == "nothing"
+    assert RunFiles.read(tmp_path / "run").state == "nothing"
 
 
 def test_the_report_needs_only_the_table_and_its_sidecars(run):
-    with_ledger = document(Source.read(run))
+    with_ledger = document(RunFiles.read(run))
     (run / "study.log").unlink()
-    without = document(Source.read(run))
+    without = document(RunFiles.read(run))
     assert {**without, "made": 0} == {**with_ledger, "made": 0}
 
 
 def test_the_space_and_the_environment_are_told_in_words(run):
-    found = document(Source.read(run))
+    found = document(RunFiles.read(run))
     knobs = {each["name"]: each for each in found["space"]["knobs"]}
     assert found["space"]["declared"]
     assert knobs["micro_batch"]["values"] == [1, 2, 4, 8]
@@ -147,7 +147,7 @@ def test_the_space_and_the_environment_are_told_in_words(run):
 
 
 def test_failures_are_grouped_by_reason_with_the_end_of_their_log(run):
-    oom, crash = sorted(document(Source.read(run))["failures"], key=lambda each: each["trials"])
+    oom, crash = sorted(document(RunFiles.read(run))["failures"], key=lambda each: each["trials"])
     assert (oom["status"], oom["trials"]) == ("oom", [2])
     assert oom["log_why"] == "the table names no log"
     assert (crash["status"], crash["trials"], crash["log_trial"]) == ("crash", [3], 3)
@@ -295,7 +295,7 @@ def test_a_success_without_a_throughput_is_left_out_with_a_note(tmp_path):
         {"trial": 2, "status": "ok", "throughput": 3},
     ]
     write_csv(tmp_path / "a.csv", rows)
-    source = Source.read(tmp_path / "a.csv")
+    source = RunFiles.read(tmp_path / "a.csv")
     assert [each.number for each in source.trials] == [2]
     assert any("trials 0, 1: ok, but without a throughput" in each for each in source.problems)
 
@@ -337,7 +337,7 @@ def test_damage_is_reported_and_the_rest_shown(run):
     (run / "run.yaml").write_text("format: [1\n")
     text = (run / "trials.csv").read_text()
     (run / "trials.csv").write_text(text[:-20])
-    source = Source.read(run)
+    source = RunFiles.read(run)
     assert [each.number for each in source.trials] == [0, 1, 2]
     assert any("run.yaml is damaged" in each for each in source.problems)
     assert any("cut off" in each for each in source.problems)
@@ -353,17 +353,17 @@ def test_no_run_is_an_error_that_says_where_one_is(tmp_path, run):
 def test_a_run_is_running_as_long_as_its_lock_is_held(tmp_path, open_run, point, ok):
     with open_run(tmp_path) as folder:
         folder.start(point(0), sampler="default")
-        assert Source.read(tmp_path).state == "running"
+        assert RunFiles.read(tmp_path).state == "running"
         folder.finish(0, ok(1.0))
-        source = Source.read(tmp_path)
+        source = RunFiles.read(tmp_path)
         assert (source.state, len(source.trials)) == ("running", 1)
-    assert Source.read(tmp_path).state == "stopped"
+    assert RunFiles.read(tmp_path).state == "stopped"
 
 
 def test_a_best_of_other_trials_is_not_believed(run):
     rows = (run / "trials.csv").read_text().splitlines(keepends=True)
     (run / "trials.csv").write_text("".join(rows[:2]))
-    source = Source.read(run)
+    source = RunFiles.read(run)
     assert source.best is None and any("does not agree" in each for each in source.problems)
     assert document(source)["headline"]["winner"]["trial"] == 0
 
@@ -374,7 +374,7 @@ def test_without_a_confirmed_success_there_is_no_winner(tmp_path, open_run, poin
         folder.finish(0, ok(1000.0, step_ms=8.0))
         folder.remeasure(0, [990.0], oom(2048.0))
         folder.write_best(["redline"])
-    found = document(Source.read(tmp_path / "run"))
+    found = document(RunFiles.read(tmp_path / "run"))
     assert found["headline"]["winner"] is None and "measured again" in found["headline"]["why"]
     assert found["rows"]["status"] == ["oom"] and found["rows"]["throughput"] == [None]
     assert found["rows"]["reason"] == ["when measured again: out of memory; the first time 1,000 tokens/s"]
@@ -396,7 +396,7 @@ def test_the_page_is_one_file_that_fetches_nothing(run):
 def test_every_export_can_be_copied(run):
     from redline.frameworks import export_targets
 
-    found = {each["target"]: each for each in document(Source.read(run))["exports"]}
+    found = {each["target"]: each for each in document(RunFiles.read(run))["exports"]}
     assert set(found) == set(export_targets())
     assert json.loads(found["json"]["text"])
     assert "micro_batch" in found["yaml"]["text"]
@@ -411,7 +411,7 @@ def test_hostile_text_cannot_leave_the_data(tmp_path):
          f"knob.{HOSTILE}": 1},
         {"trial": 1, "status": "crash", "throughput": "", "unit": "", "reason": HOSTILE, "knob.a": "b", f"knob.{HOSTILE}": 2},
     ])  # fmt: skip
-    text = page(document(Source.read(tmp_path / "h.csv")))
+    text = page(document(RunFiles.read(tmp_path / "h.csv")))
     assert text.count("<script") == 2 and text.count("</script") == 2 and "<img" not in text
     assert embedded(text)["rows"]["knob.a"][0] == HOSTILE
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SavedPart:
     """A box of a tensor."""
 
     name: str
@@ -42,12 +42,12 @@ class Part:
         return Piece(self.name, self.shape, self.offset, self.data.shape, self.data.dtype, lambda: self.data)
 
 
-def parts_of(tensors: Located) -> list[Part]:
+def parts_of(tensors: Located) -> list[SavedPart]:
     """Parts of tensors on this rank, each of at most `PIECE_BYTES`: torch reads a part as a whole, and a resumed
     training may need little of it.
     """
     return [
-        Part(name, tuple(region.shape), _moved(box.offset, piece), data[piece])
+        SavedPart(name, tuple(region.shape), _moved(box.offset, piece), data[piece])
         for name, (tensor, region) in tensors.items()
         for box, data in region.parts(tensor)
         for piece in boxes(data)
@@ -58,7 +58,7 @@ def _moved(offset: tuple[int, ...], piece: Box) -> tuple[int, ...]:
     return tuple(begin + each.start for begin, each in zip(offset, piece))
 
 
-def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> None:
+def write(folder: Path, parts: Sequence[SavedPart], group: "ProcessGroup | None") -> None:
     """Writes the parts of all ranks, each part once. All ranks call it with their own parts.
 
     Args:
@@ -223,7 +223,7 @@ class Saver:
         self._kept = not saved.failure
         return saved.failure
 
-    def _share_out(self, parts: Sequence[Part]) -> None:
+    def _share_out(self, parts: Sequence[SavedPart]) -> None:
         """Assigns the parts to ranks, again whenever a rank has new parts."""
         if self._group is None:
             return
@@ -239,7 +239,7 @@ class Saver:
         self._known, self._assigned = places, shared_out(self.gathered(sizes))[self._rank]
         self._give_back()
 
-    def _copied(self, parts: Sequence[Part]) -> list[Part]:
+    def _copied(self, parts: Sequence[SavedPart]) -> list[SavedPart]:
         """Copies on the CPU, which do not change during training."""
         import torch
 
@@ -257,7 +257,9 @@ class Saver:
             torch.cuda.synchronize()
         return out
 
-    def _save(self, parts: list[Part], step: int, facts: dict[str, Any] | None, begin: float, stalled: float) -> Saved:
+    def _save(
+        self, parts: list[SavedPart], step: int, facts: dict[str, Any] | None, begin: float, stalled: float
+    ) -> Saved:
         from torch.distributed.checkpoint import CheckpointException
 
         size = 0
@@ -269,7 +271,7 @@ class Saver:
             self.folder.discard(step)
         return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure, bytes=size)
 
-    def _written(self, parts: list[Part], step: int, facts: dict[str, Any] | None) -> tuple[str, int]:
+    def _written(self, parts: list[SavedPart], step: int, facts: dict[str, Any] | None) -> tuple[str, int]:
         """Writes a checkpoint. Returns the reason of a failure, the same on every rank, and the number of bytes."""
         beside = self.folder.temporary(step)
         write(beside, parts, self._group)

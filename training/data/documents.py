@@ -142,7 +142,7 @@ _ABOUT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class DataFile:
     """A data file, or a folder that counts as one."""
 
     path: Path
@@ -167,7 +167,7 @@ class Source:
         return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in about]
 
 
-def find_sources(paths: Iterable[str]) -> list[Source]:
+def find_sources(paths: Iterable[str]) -> list[DataFile]:
     """Sources in files and folders, those of a folder by name.
 
     Raises:
@@ -183,7 +183,7 @@ def find_sources(paths: Iterable[str]) -> list[Source]:
     return found
 
 
-def _sources_at(path: Path) -> Iterator[Source]:
+def _sources_at(path: Path) -> Iterator[DataFile]:
     if path.is_dir():
         yield from _in_folder(path)
     elif path.is_file():
@@ -198,7 +198,7 @@ def _sources_at(path: Path) -> Iterator[Source]:
         raise WorkloadError(f"the data file or folder {path} does not exist")
 
 
-def _file(path: Path, kind: Kind) -> Source:
+def _file(path: Path, kind: Kind) -> DataFile:
     if kind == "tokens" and path.with_suffix(".idx").is_file():
         kind = "indexed"
     if kind == "indexed":
@@ -206,10 +206,10 @@ def _file(path: Path, kind: Kind) -> Source:
             if not part.is_file():
                 raise WorkloadError(f"{path}: tokens with an index need a .bin and an .idx, but {part} does not exist")
         path = path.with_suffix(".bin")
-    return Source(path=path, kind=kind)
+    return DataFile(path=path, kind=kind)
 
 
-def _in_folder(folder: Path) -> Iterator[Source]:
+def _in_folder(folder: Path) -> Iterator[DataFile]:
     """Yields the sources of a folder: `datasets`, or files of one kind; if their names contain splits, only those of
     training.
     """
@@ -219,7 +219,7 @@ def _in_folder(folder: Path) -> Iterator[Source]:
             raise WorkloadError(f"{folder} has no split 'train'; give the folder of one of {', '.join(names)}")
         folder = folder / "train"
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        yield Source(path=folder, kind="datasets")
+        yield DataFile(path=folder, kind="datasets")
         return
     files = [each for each in sorted(folder.rglob("*")) if each.is_file() and _is_data(each.relative_to(folder))]
     found = list(dict.fromkeys(_file(each, KINDS[_ending(each)]) for each in files))
@@ -291,7 +291,7 @@ class BadRows:
         self.count, self.first = self.count + 1, self.first or str(error)
 
 
-def pieces_of(source: Source, field: str, bad: BadRows) -> Iterator[Piece]:
+def pieces_of(source: DataFile, field: str, bad: BadRows) -> Iterator[Piece]:
     """Yields the non-empty documents of a text source in order.
 
     Raises:

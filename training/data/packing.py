@@ -41,7 +41,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class SampleLayout:
     """Source of the samples, and how they are cut."""
 
     store: TokenStore
@@ -136,7 +136,7 @@ class UsableRows:
         return UsableRows(rows=rows, samples=about["found"], shortened=about["shortened"], folder=folder)
 
 
-def usable_rows(layout: Layout, task: Task, cache: Path) -> UsableRows:
+def usable_rows(layout: SampleLayout, task: Task, cache: Path) -> UsableRows:
     """Finds the rows with tokens to train on. If that needs a look at all rows, the result is cached."""
     if layout.packing != "padded" and not layout.store.about.masked:
         return UsableRows._all(layout.num_rows)
@@ -160,7 +160,7 @@ def usable_rows(layout: Layout, task: Task, cache: Path) -> UsableRows:
     return UsableRows.read(made_once(cache, wanted, make))
 
 
-def _looked_through(layout: Layout, task: Task) -> Iterator[tuple[np.ndarray, int]]:
+def _looked_through(layout: SampleLayout, task: Task) -> Iterator[tuple[np.ndarray, int]]:
     """Yields, batch by batch, the rows with tokens to train on, and the number of documents that are too long."""
     boundaries = layout.store.boundaries if layout.packing == "padded" else None
     step = max(1, _TOKENS_AT_ONCE // layout.length) if layout.store.about.masked else _ROWS_AT_ONCE

@@ -11,10 +11,10 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.data import Task, window
-from .documents import OF_TOKENS, BadRows, Piece, Source, find_sources, pieces_of
+from .documents import OF_TOKENS, BadRows, DataFile, Piece, find_sources, pieces_of
 from .encoder import encoded, encoder_of, tokenizer_digest
 from .order import BYTES, DataPlan, Split
-from .packing import Layout, UsableRows, usable_rows
+from .packing import SampleLayout, UsableRows, usable_rows
 from .samples import Samples
 from .store import TokenFile, TokenStore, indexed_tokens, made_once, plain_tokens, write_about_tokens, write_texts
 
@@ -75,7 +75,7 @@ def prepare(
     plan = _resolved(plan, store, task)
     fills = [each for each in (pad_id, about.pad_id, about.end_id, 0) if each is not None and 0 <= each < vocab_size]
     assert plan.packing is not None
-    layout = Layout(store=store, packing=plan.packing, length=window(task, seq_len), pad_id=fills[0])
+    layout = SampleLayout(store=store, packing=plan.packing, length=window(task, seq_len), pad_id=fills[0])
     usable = usable_rows(layout, task, cache)
     _check_size(plan, layout, usable)
     split = Split.of(usable.samples, plan.held_out)
@@ -122,7 +122,7 @@ def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
     return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
 
 
-def _check_size(plan: DataPlan, layout: Layout, usable: UsableRows) -> None:
+def _check_size(plan: DataPlan, layout: SampleLayout, usable: UsableRows) -> None:
     tokens, length = layout.store.about.tokens, layout.length
     where = plan.paths[0] if len(plan.paths) == 1 else f"the data in {', '.join(plan.paths)}"
     if layout.packing != "padded" and tokens < length:
@@ -137,7 +137,7 @@ def _check_size(plan: DataPlan, layout: Layout, usable: UsableRows) -> None:
         )
 
 
-def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path, on_read: OnRead) -> Path:
+def _tokens(plan: DataPlan, sources: list[DataFile], vocab_size: int, cache: Path, on_read: OnRead) -> Path:
     """Returns the folder of the tokens, and creates it if necessary."""
     stamps = [each.stamps() for each in sources]
     wanted = {
@@ -176,7 +176,7 @@ def _rate_limited(on_read: OnRead) -> OnRead:
     return limited
 
 
-def _pieces(sources: list[Source], field: str, bad: BadRows, on_read: OnRead) -> Iterator[Piece]:
+def _pieces(sources: list[DataFile], field: str, bad: BadRows, on_read: OnRead) -> Iterator[Piece]:
     """Yields the documents of all sources, and reports the progress."""
     sizes = [sum(size for _, size, _ in each.stamps()) for each in sources]
     total = max(1, sum(sizes))
@@ -186,7 +186,9 @@ def _pieces(sources: list[Source], field: str, bad: BadRows, on_read: OnRead) ->
             yield piece
 
 
-def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, on_read: OnRead) -> dict[str, Any]:
+def _of_texts(
+    folder: Path, plan: DataPlan, sources: list[DataFile], vocab_size: int, on_read: OnRead
+) -> dict[str, Any]:
     bad = BadRows(plan.skip_bad_rows)
     pieces = _pieces(sources, plan.field, bad, on_read)
     first = next(pieces, None)
@@ -212,7 +214,9 @@ def _no_good_row(bad: BadRows) -> WorkloadError:
     return WorkloadError(f"all {bad.count} rows are bad, so nothing is left to train on; the first: {bad.first}")
 
 
-def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, on_read: OnRead) -> dict[str, Any]:
+def _of_files(
+    folder: Path, plan: DataPlan, sources: list[DataFile], vocab_size: int, on_read: OnRead
+) -> dict[str, Any]:
     encoder = encoder_of(plan.tokenizer) if plan.tokenizer not in (None, BYTES) else None
     files: list[tuple[TokenFile, np.ndarray | None]] = [
         indexed_tokens(each) if each.kind == "indexed" else (plain_tokens(each, vocab_size), None) for each in sources

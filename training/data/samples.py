@@ -11,7 +11,7 @@ import numpy as np
 from ...models.data import Task, inputs_and_labels
 from ...models.workload import Batch
 from .order import DataPlan, HashedDraw, Split, shuffled
-from .packing import Layout, UsableRows
+from .packing import SampleLayout, UsableRows
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class Samples:
     """All ids are smaller."""
     pad_id: int | None
     """An id that does not replace a masked token."""
-    layout: Layout
+    layout: SampleLayout
     """How samples are cut from tokens."""
     usable: UsableRows
     """Rows that samples are cut from."""

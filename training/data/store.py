@@ -27,7 +27,7 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...base.writing import cannot_write, make_folder
-from .documents import Source
+from .documents import DataFile
 from .encoder import Encoded, Encoder
 
 ABOUT = "about.json"
@@ -160,7 +160,7 @@ class TokenFile:
         return np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.count,)))
 
 
-def plain_tokens(source: Source, vocab_size: int) -> TokenFile:
+def plain_tokens(source: DataFile, vocab_size: int) -> TokenFile:
     """The tokens of a nanoGPT file.
 
     Raises:
@@ -184,7 +184,7 @@ def plain_tokens(source: Source, vocab_size: int) -> TokenFile:
     return found
 
 
-def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
+def indexed_tokens(source: DataFile) -> tuple[TokenFile, np.ndarray]:
     """The tokens of Megatron's files, and the index of the first token of each document, with the end of the last,
     int64.
 

@@ -21,7 +21,7 @@ from ...training.checkpoint.restoring import check, stored_in
 from ...training.checkpoint.state import AVERAGE, MODEL
 from ...training.data.order import BYTES
 from .request import TrainRequest
-from .strategy import Source
+from .strategy import TrainingSource
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -95,7 +95,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
         raise StudyError(f"'{folder}' contains no training; give the --out of `redline train`")
     document = read_document(path)
     trained = TrainRequest.again(folder, document["asked"])
-    workload = Source.from_dict(document["source"]).workload(trained)
+    workload = TrainingSource.from_dict(document["source"]).workload(trained)
     if not isinstance(workload.model, Architecture):
         raise UsageError(
             f"{workload.name} is built by the user's code, for which no other tool has a format; its weights are in the "

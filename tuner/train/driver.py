@@ -50,7 +50,7 @@ from ..loggers import logging_training_to
 from .chosen import TrainingStrategy, devices_text
 from .listener import TrainingStart, TrainListener
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
-from .strategy import Source, after_oom, read_source, replanned, winner, without_batch
+from .strategy import TrainingSource, after_oom, read_source, replanned, winner, without_batch
 
 LOSSES = 3
 """Number of restarts in a row of lost ranks that reach no further checkpoint."""
@@ -123,7 +123,7 @@ class Driver:
             before = TrainRequest.again(request.source, self.document["asked"])
             request = taken_up(request, self.document["asked"])
             request, note = with_schedule(request, before, CheckpointFolder(path / CHECKPOINTS).step)
-            source = Source.from_dict(self.document["source"])
+            source = TrainingSource.from_dict(self.document["source"])
         elif holds_training(path):
             raise StudyError(f"'{path}' contains a training already; continue it with --resume, or give another --out")
         assert source is not None, "it is read or kept"

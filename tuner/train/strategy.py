@@ -19,7 +19,7 @@ from .request import TrainRequest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class TrainingSource:
     """The source of a training, and its known configuration."""
 
     spec: str
@@ -44,10 +44,10 @@ class Source:
         return {**vars(self), "config": None if self.config is None else self.config.to_dict()}
 
     @staticmethod
-    def from_dict(document: Mapping[str, Any]) -> "Source":
+    def from_dict(document: Mapping[str, Any]) -> "TrainingSource":
         """Converts back from `to_dict`."""
         config = document.get("config")
-        return Source(**{**document, "config": None if config is None else Config(config)})
+        return TrainingSource(**{**document, "config": None if config is None else Config(config)})
 
     def workload(self, request: TrainRequest | None = None) -> Workload:
         """Returns the workload of the source, with the sizes and adapters of a request if there is one.
@@ -61,7 +61,7 @@ class Source:
         return resolve_workload(self.spec, **sizes)
 
 
-def read_source(given: str | Path, *, of_model: bool = True) -> Source:
+def read_source(given: str | Path, *, of_model: bool = True) -> TrainingSource:
     """Reads a run's folder, its best.yaml, a plan of `redline estimate`, or a model's name.
 
     Args:
@@ -84,10 +84,10 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     if path.parent != Path() and ".py" not in path.name and not path.exists():
         if runs := [each.name for each in path.parent.glob("*") if holds_run(each)]:
             raise StudyError(f"there is no run '{given}', and no model of that name{nearest(path.name, runs)}")
-    return Source(spec=str(given), name=Path(str(given)).name.partition(".")[0] or str(given))
+    return TrainingSource(spec=str(given), name=Path(str(given)).name.partition(".")[0] or str(given))
 
 
-def source_of(view: View, *, of_model: bool = True) -> Source:
+def source_of(view: View, *, of_model: bool = True) -> TrainingSource:
     """Returns the source of a training in the winner of a run; as `read_source`."""
     trials = view.trials()
     winner = summary.best(trials)
@@ -96,12 +96,14 @@ def source_of(view: View, *, of_model: bool = True) -> Source:
     return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(view.path), of_model)
 
 
-def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str, of_model: bool) -> Source:
+def _source(
+    asked: Mapping[str, Any], config: Config, throughput: float | None, where: str, of_model: bool
+) -> TrainingSource:
     what = asked.get("workload") or {}
     if "command" in what or (of_model and not what.get("spec")):
         kind = "a command" if "command" in what else "a callable, or of an unknown model"
         raise StudyError(f"'{where}' is of {kind}; redline trains models and workloads that have a name or a file")
-    return Source(
+    return TrainingSource(
         spec=str(what.get("spec") or ""),
         seq_len=asked.get("seq_len"),
         global_batch=asked.get("global_batch"),
@@ -114,7 +116,7 @@ def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, 
     )
 
 
-def winner(request: TrainRequest, source: Source, workload: Workload) -> TrainingStrategy | None:
+def winner(request: TrainRequest, source: TrainingSource, workload: Workload) -> TrainingStrategy | None:
     """Returns the run's winner, adapted to the requested knobs and global batch; None if there is none, or if other devices or
     another memory limit are requested.
 

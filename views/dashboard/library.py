@@ -16,7 +16,7 @@ from ...knobs.lossy import lossy_values
 from ...results import summary
 from ...results.measurement import Trial
 from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run
-from ..report import Source, document, state as run_state, words
+from ..report import RunFiles, document, state as run_state, words
 from ..report.document import as_json, rows
 from .discover import Folders
 from .trainings import Trainings
@@ -38,7 +38,7 @@ class _Entry:
     line: dict[str, Any]
     reads: int
     """Number of this reading, counted over all runs; part of the version that pages send."""
-    source: Source | None
+    source: RunFiles | None
     """The contents of the files, until a page takes them."""
 
 
@@ -47,7 +47,7 @@ class _Whole:
     """A run as its page shows it, with the reading in which each row last changed."""
 
     reads: int
-    source: Source
+    source: RunFiles
     document: dict[str, Any]
     rows: dict[int, tuple[tuple[Any, ...], int]]
     columns: list[str]
@@ -110,7 +110,7 @@ class Library:
                 continue
         return sorted(out, key=lambda line: (line["state"] != run_state.RUNNING, -line["changed"], line["run"]))
 
-    def source(self, run: str) -> Source:
+    def source(self, run: str) -> RunFiles:
         """Returns the files of a run as they are now.
 
         Raises:
@@ -186,17 +186,17 @@ class Library:
             return whole
 
 
-def _read(run: str, folder: Path) -> Source:
+def _read(run: str, folder: Path) -> RunFiles:
     """Returns the readable contents of a run.
 
     Raises:
         NotFound: its folder was deleted, moved or emptied since it was found.
     """
     try:
-        return Source.read(folder, lenient=True)
+        return RunFiles.read(folder, lenient=True)
     except StudyError as error:
         if holds_run(folder):
-            return Source.unreadable(folder, str(error))
+            return RunFiles.unreadable(folder, str(error))
         raise NotFound(f"run '{run}' no longer exists: its folder was deleted, moved or renamed") from None
 
 
@@ -205,7 +205,7 @@ def _signature(folder: Path) -> tuple[Any, ...]:
     return run_state.is_running(folder), *(run_state.stamp(folder / name) for name in _FILES)
 
 
-def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any]:
+def _line(run: str, source: RunFiles, signature: tuple[Any, ...]) -> dict[str, Any]:
     trials = source.trials
     winner = summary.best(trials)
     top = winner.throughput if winner else None
@@ -246,7 +246,7 @@ def _thin(series: list[float | None]) -> list[float | None]:
     return [series[round(at * (len(series) - 1) / (SPARKS - 1))] for at in range(SPARKS)]
 
 
-def _gather(source: Source, reads: int, before: _Whole | None) -> _Whole:
+def _gather(source: RunFiles, reads: int, before: _Whole | None) -> _Whole:
     columns = rows(source)
     names = list(columns)
     before = before if before is not None and before.columns == names else None

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ...base.errors import MissingDependency, NotFound, StudyError, UsageError
-from ..report import Source
+from ..report import RunFiles
 from .guard import Guard
 from .library import Library
 
@@ -101,7 +101,7 @@ def _readable(library: Library) -> None:
     first: NotFound | StudyError | None = None
     for run in library.ids():
         try:
-            Source.read(library.folder(run))
+            RunFiles.read(library.folder(run))
         except (NotFound, StudyError) as error:
             first = first or error
         else:

@@ -2,7 +2,7 @@
 
 from .document import document
 from .page import page
-from .source import Source
+from .run_files import RunFiles
 from .write import write_report
 
-__all__ = ["Source", "document", "page", "write_report"]
+__all__ = ["RunFiles", "document", "page", "write_report"]

@@ -10,14 +10,14 @@ from . import analysis, words
 from .effects import effects
 from .exports import exports
 from .failures import failures
-from .source import Source
+from .run_files import RunFiles
 
 LOWEST, HIGHEST = -(2**53), 2**53
 """Range of the whole numbers that JavaScript represents exactly."""
 
 
 def document(
-    source: Source, *, with_rows: bool = True, memory_trace: Mapping[str, Any] | None = None
+    source: RunFiles, *, with_rows: bool = True, memory_trace: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns the contents of the report or dashboard page of a run, JSON-ready.
 
@@ -65,7 +65,7 @@ def document(
     return as_json(out)
 
 
-def rows(source: Source) -> dict[str, list[Any]]:
+def rows(source: RunFiles) -> dict[str, list[Any]]:
     """Returns the table by columns, without those whose cells are all empty."""
     kept = ("trial", "status", "reason", "throughput")
     return {

@@ -6,10 +6,10 @@ from ...base.errors import UsageError
 from ...frameworks import export_targets, render
 from ...results import summary
 from ...results.measurement import Trial
-from .source import Source
+from .run_files import RunFiles
 
 
-def exports(source: Source, trial: Trial | None = None) -> list[dict[str, Any]]:
+def exports(source: RunFiles, trial: Trial | None = None) -> list[dict[str, Any]]:
     """Returns a trial's configuration in each export format, as `target`, `about`, `text` and `notes`.
 
     `notes` are the remarks that the text has no room for. A format that cannot represent the configuration has the

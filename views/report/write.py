@@ -9,7 +9,7 @@ from ...base.reading import path_of
 from ...base.writing import write_atomic
 from .document import document
 from .page import page
-from .source import Source
+from .run_files import RunFiles
 
 NAME = "report.html"
 """File name of the report in the folder of a run."""
@@ -29,7 +29,7 @@ def write_report(
     Raises:
         StudyError: there is no run, a required file is missing, or the report cannot be written.
     """
-    source = Source.read(run)
+    source = RunFiles.read(run)
     if output is None:
         alone = Path(run).is_file() and source.table != "trials.csv"
         output = source.folder / (Path(source.table).stem + ".html" if alone else NAME)

@@ -4,7 +4,7 @@ import threading
 
 import torch
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.saver import Part, Saver, write
+from redline.training.checkpoint.saver import SavedPart, Saver, write
 
 
 def test_the_thread_that_saves_uses_the_device_of_its_rank(monkeypatch, tmp_path):
@@ -25,5 +25,5 @@ def test_writing_uses_no_cuda_stream(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, stream)
-    write(tmp_path / "new", [Part("weight", (4,), (0,), torch.arange(4.0))], None)
+    write(tmp_path / "new", [SavedPart("weight", (4,), (0,), torch.arange(4.0))], None)
     assert list((tmp_path / "new").glob("*.distcp"))

@@ -16,7 +16,7 @@ from . import state
 
 
 @dataclass(kw_only=True, slots=True)
-class Source:
+class RunFiles:
     """The contents of the files of a run. Nothing is locked or written, and optuna is not needed."""
 
     folder: Path
@@ -58,7 +58,7 @@ class Source:
         return bool((self.request or {}).get("asked", {}).get("emulated"))
 
     @classmethod
-    def unreadable(cls, folder: Path, reason: str) -> "Source":
+    def unreadable(cls, folder: Path, reason: str) -> "RunFiles":
         """Returns a run that cannot be read, as one without trials."""
         columns, _ = parse(_NOTHING, TABLE)
         return cls(
@@ -67,7 +67,7 @@ class Source:
         )  # fmt: skip
 
     @classmethod
-    def read(cls, path: str | Path, *, lenient: bool = False) -> "Source":
+    def read(cls, path: str | Path, *, lenient: bool = False) -> "RunFiles":
         """Returns the run in a folder, or the table in a CSV file of any name (then without the other files).
 
         Args:

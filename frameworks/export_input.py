@@ -62,7 +62,7 @@ a step several times slower as soon as anything else runs on the machine; sleepi
 """
 
 
-class Setup:
+class ExportInput:
     """A configuration to write for another framework.
 
     A target reads each knob that it supports and adds a `note` about anything that its framework cannot do. A knob
