@@ -54,7 +54,8 @@ def shard_experts(
 
     Raises:
         ScheduleError: not the root; no such axis, or one that such groups do not divide; called before for one of these; no
-            experts, or experts that the ranks do not divide; replicated before; whole experts that are cut.
+            experts, or experts that the ranks do not divide; replicated before; whole experts that are cut, or in
+            blocks that share samples.
 
     Source: Lepikhin et al., GShard (arXiv:2006.16668).
     """
