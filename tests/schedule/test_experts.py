@@ -350,6 +350,12 @@ def planned_cut():
     return sch.shard_experts(2, whole=True)
 
 
+def planned_shared():
+    sch = planned(tp=2)
+    sch["blocks.0"].share_samples(1)
+    return sch
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -368,12 +374,14 @@ def planned_cut():
         (lambda: planned(ranks=1, tp=3).shard_experts(2, whole=True), "ep must divide the 3 ranks of the tp axis, or"),
         (lambda: planned(ranks=1, tp=2).shard_experts(4, whole=True), "divides the 2 ranks of the tp and dp axes"),
         (planned_cut, "the experts of 'blocks.0.experts' are cut over the tp axis already"),
+        (lambda: planned_shared().shard_experts(2, whole=True), "but share_samples divides these"),
+        (lambda: planned(tp=2).shard_experts(2)["blocks.0"].share_samples(1), "call it before shard_experts"),
         (lambda: planned().limit_experts(0), "capacity_factor must be a number above 0, but is 0"),
         (lambda: planned().limit_experts(True), "capacity_factor must be a number above 0, but is True"),
         (lambda: planned().limit_experts(1).limit_experts(2), "experts have one capacity, and they have one already"),
         (lambda: planned(nn.Sequential(nn.Linear(4, 4))).limit_experts(1), "it has no experts whose rows could be"),
     ],
-    ids=range(19),
+    ids=range(21),
 )
 def test_invalid_expert_parallelism_is_refused_and_changes_nothing(call, message):
     with pytest.raises(ScheduleError, match=re.escape(message)):
