@@ -155,10 +155,10 @@ def share_samples(
         raise ScheduleError(f"{label}: sp * cp must divide the {ranks // tp} groups of {tp} ranks, but is {sp} * {cp}")
     if sharing_around(sch) is not None:
         raise ScheduleError(f"{label}: samples are shared once, and they already are")
-    if any(shards_of(each) or syncs_of(each) for each in sch.module.modules()):
-        raise ScheduleError(f"{label}: its weights are cut over all ranks already; call it before shard and sync")
-    if spread_experts(sch.module):
-        raise ScheduleError(f"{label}: its experts are spread over ranks already; call it before shard_experts")
+    if spread_experts(sch.module) or any(shards_of(each) or syncs_of(each) for each in sch.module.modules()):
+        raise ScheduleError(
+            f"{label}: its weights are cut over all ranks already; call it before shard, sync and shard_experts"
+        )
     everywhere = shards_of_model(sch.tree.module)
     if sp * cp > 1:
         _check_sequences(sch, label, tp, sp, cp, everywhere or SequenceShards())

@@ -375,7 +375,10 @@ def planned_shared():
         (lambda: planned(ranks=1, tp=2).shard_experts(4, whole=True), "divides the 2 ranks of the tp and dp axes"),
         (planned_cut, "the experts of 'blocks.0.experts' are cut over the tp axis already"),
         (lambda: planned_shared().shard_experts(2, whole=True), "but share_samples divides these"),
-        (lambda: planned(tp=2).shard_experts(2)["blocks.0"].share_samples(1), "call it before shard_experts"),
+        (
+            lambda: planned(tp=2).shard_experts(2)["blocks.0"].share_samples(1),
+            "call it before shard, sync and shard_experts",
+        ),
         (lambda: planned().limit_experts(0), "capacity_factor must be a number above 0, but is 0"),
         (lambda: planned().limit_experts(True), "capacity_factor must be a number above 0, but is True"),
         (lambda: planned().limit_experts(1).limit_experts(2), "experts have one capacity, and they have one already"),
