@@ -26,7 +26,7 @@ import sys, time
 from redline import report
 batch, mode = int(sys.argv[1]), sys.argv[2]
 for step in range(400):
-    time.sleep((0.002 if mode == "fast" else 0.005) * (1 + batch))
+    time.sleep((0.005 if mode == "fast" else 0.012) * (3 + batch))
     report(step=step, samples=batch)
 """
 
