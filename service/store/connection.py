@@ -350,6 +350,8 @@ class DatabaseLock(contextlib.AbstractContextManager["DatabaseLock"]):
             self._file.release()
         if self._session is not None:
             with contextlib.suppress(DBAPIError):  # a lost session has no lock to release
+                # At once: Postgres ends a session some time after its connection is closed.
+                self._session.execute(text("SELECT pg_advisory_unlock(:lock)"), {"lock": _SERVER_LOCK})
                 self._session.invalidate()
                 self._session.close()
         self._database.close()

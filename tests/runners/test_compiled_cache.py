@@ -16,7 +16,7 @@ from redline.runners import TrialRequest, TrialTerms
 from redline.runners.compiling import is_truncated, sweep_compiled
 from redline.runners.dispatch import DryRunner, Work
 from redline.runners.failure import is_damaged_library
-from redline.runners.job import Outcome, RankOutcome
+from redline.runners.job import Job, Outcome, RankOutcome
 from redline.space import Config
 
 DIGEST = "/tmp/torchinductor_ann/et/cetj4rebefjlz35pqzeimcnkaeww77natz5a6mdhts7arcss33kp"
@@ -152,7 +152,7 @@ class Listed(Work):
     """Returns the outcome's status as the measurement."""
 
     def job(self, request, terms):
-        return None
+        return Job(program=b"")
 
     def measurement(self, request, terms, outcome, known):
         return outcome.status
