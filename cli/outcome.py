@@ -147,5 +147,6 @@ def _next(result: Result, exports: bool) -> list[str]:
         return [f"next     the same command with --out {folder} --resume continues"]
     if result.best is None:
         return [f"next     redline show {folder}"]
-    export = [f"         redline export {folder} --to accelerate   (or --list)"] if exports else []
+    target = "accelerate" if result.best.config.get("pp", 1) == 1 else "torchtitan"  # accelerate has no pipelines
+    export = [f"         redline export {folder} --to {target}   (or --list)"] if exports else []
     return [f"next     redline report {folder}", *export]

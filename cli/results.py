@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..base.errors import UsageError
 from ..knobs.text import config_text
 from . import exit_codes
 from .server_options import client_of, with_server
@@ -39,6 +40,8 @@ def results(
     as_json: bool,
 ) -> int:
     """Show the winner of the search ID, or the best so far. Exit codes: 0 found, 1 it failed, 3 nothing feasible."""
+    if Path(search).is_dir():
+        raise UsageError(f"'{search}' is a folder, and ID is a search of a server; `redline show {search}` lists a run")
     with client_of(server, token, trust) as client:
         run = client.search(search)
         if table is not None:

@@ -855,10 +855,10 @@ def _update(rank: _Rank) -> np.ndarray:
     time = np.where(rank.cols.offload == "optimizer", 0.0, passes * rank.states / bandwidth)
     if rank.setup.gradient_copy:
         # Added to the accumulator after every micro-batch.
-        time = time + rank.accum * rank.weights * (2 * form.gradient + form.parameter) / bandwidth
+        time = time + rank.accum * rank.trained * (2 * form.gradient + form.parameter) / bandwidth
     elif rank.facts.traced:
         # Added to the first one's gradients.
-        held = np.where(rank.cols.zero >= 2, rank.owned, rank.weights)
+        held = np.where(rank.cols.zero >= 2, rank.owned, rank.weights) * rank.trained_share
         time = time + (rank.accum - 1) * held * 3 * form.gradient / bandwidth
     return time
 

@@ -144,7 +144,7 @@ def chosen_trial(trials: Sequence[Trial], number: int | None, *, force: bool = F
         winner = summary.best(trials)
         if winner is None:
             raise UsageError(
-                f"there is no winner to export: {summary.why_nothing(trials)} "
+                f"there is no winner to export: {summary.why_nothing(trials)}. "
                 "A single trial can be exported by --trial N"
             )
         return winner

@@ -66,7 +66,7 @@ class KnobSettings:
         for way in (*self.ways, self.option):
             for value, expected in way.items():
                 count = _present(expected, stated)
-                if count > most and all(_same(stated.get(key), each) for key, each in expected.items()):
+                if count > most and all(same_setting(stated.get(key), each) for key, each in expected.items()):
                     best, used, most = value, way, count
         return best, used
 
@@ -320,7 +320,7 @@ def _present(expected: Settings, stated: Stated) -> int:
     return sum(stated.has(key) for key, each in expected.items() if each is not None)
 
 
-def _same(found: Any, expected: Any) -> bool:
+def same_setting(found: Any, expected: Any) -> bool:
     """True if a setting is as expected. An absent one counts as false."""
     if expected is None:
         return found is None or as_flag(found) is False

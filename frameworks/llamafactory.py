@@ -31,9 +31,11 @@ KNOBS = KnobTable(
 def read(stated: Stated) -> None:
     """Reads the Trainer's arguments, and the adapters."""
     read_trainer(stated)
-    if stated.get("finetuning_type") == "lora" or (not stated.has("finetuning_type") and stated.has("lora_rank")):
+    kind = stated.get("finetuning_type")
+    if lora := kind == "lora" or (kind is None and stated.has("lora_rank")):
         read_lora(stated, stated.whole("lora_rank") or 8, stated.get("lora_target"), stated.whole("lora_alpha"))
-    elif stated.flag("pure_bf16"):
+    # Weights are loaded in the format of the products; those that are trained, adapters aside, get a copy in float32.
+    if stated.flag("pure_bf16") or (lora and stated.knobs.get("precision") == "bf16"):
         stated.conventions["precision"] = "bf16_pure"
     if (bits := stated.whole("quantization_bit")) is not None:
         stated.note(

@@ -13,11 +13,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ..base.errors import UsageError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, path_of, read_named
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
 from ..space import Config
-from .framework import Framework, Settings, Stated, flattened, plain
+from .framework import Framework, Settings, Stated, flattened, nested, plain, same_setting
 from .registry import FRAMEWORKS, find_framework
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
@@ -200,7 +202,13 @@ def _edited(
     replaced = {plain(stated.name(key)) for key in keys}
     kept = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
     added = {stated.name(key): after[key] for key in keys if after.get(key) is not None}
-    return replace(source, settings=kept | added), [_change(source, stated, key, after.get(key)) for key in keys]
+    unchanged = {
+        key
+        for key in keys
+        if after.get(key) is not None and stated.has(key) and same_setting(stated.get(key), after[key])
+    }
+    changed = [key for key in keys if key not in unchanged]
+    return replace(source, settings=kept | added), [_change(source, stated, key, after.get(key)) for key in changed]
 
 
 def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Change:
@@ -221,6 +229,8 @@ def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Chang
         text = f"without --{name}" if off else text
     elif new is None:
         text = f"without {name}"
+    elif source.form == "yaml" and "." in name:
+        text = yaml.safe_dump(nested({name: new}), default_flow_style=True, width=200).strip()[1:-1]
     elif source.form == "json":
         text = f"{json.dumps(name)}: {json.dumps(new)}"
     else:

@@ -144,7 +144,9 @@ def _token_batches(
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise WorkloadError(f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}")
     positions = _positions(architecture, text_config)
-    length = seq_len if seq_len is not None else min(positions or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
+    stated = getattr(text_config, "max_position_embeddings", None)
+    usual = positions or (stated if isinstance(stated, int) and stated > 0 else MAX_DEFAULT_SEQ_LEN)
+    length = seq_len if seq_len is not None else min(usual, MAX_DEFAULT_SEQ_LEN)
     least = 2 if architecture.task == "causal" else 1
     if isinstance(length, bool) or not isinstance(length, int) or length < least:
         raise WorkloadError(f"{name}: seq_len must be an integer of at least {least}, but got {length!r}")

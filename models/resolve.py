@@ -130,9 +130,13 @@ def stated(spec: Any, seq_len: int | None = None) -> StatedShape | None:
     found = stated_shape(contents.get("model_type"), contents)
     if found is None or min(found[each] for each in ("layers", "hidden", "heads", "vocabulary")) < 1:
         return None
-    positions = found["positions"] if found["family"] == "gpt2" else MAX_DEFAULT_SEQ_LEN
-    default = usual.seq_len if usual is not None and usual.seq_len else min(positions, MAX_DEFAULT_SEQ_LEN)
+    positions = found.get("positions")
+    default = (
+        usual.seq_len if usual is not None and usual.seq_len else positions and min(positions, MAX_DEFAULT_SEQ_LEN)
+    )
     length = seq_len if seq_len is not None else default
+    if length is None:  # that of transformers' class
+        return None
     if length < 2 or (found["family"] == "gpt2" and length > positions):
         return None
     return StatedShape(name, found, length, usual.global_batch if usual else DEFAULT_GLOBAL_BATCH)

@@ -16,6 +16,7 @@ from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.stages import stages
 from redline.estimator.time import RING_MERGE, TIME_TERMS, clocks, matmul_seconds, stall_chance, step_time
 from redline.estimator.trainers import find_trainer
+from redline.models.lora import Lora, with_lora
 
 LLAMA2_7B = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}
 A100 = find_hardware("a100-80gb")
@@ -492,3 +493,16 @@ def test_a_bare_machine_is_enough():
     assert sorted(name for name in found.breakdown if name.startswith("time.")) == sorted(
         f"time.{name}" for name in TIME_TERMS
     )
+
+
+def test_gradients_of_frozen_weights_are_not_accumulated(tmp_path):
+    whole = rl.workload("llama-tiny", global_batch=8)
+    added = []
+    for workload in (whole, with_lora(whole, Lora(r=1))):
+        facts = trace_facts(workload, precision="fp32", folder=tmp_path)
+        once, often = (
+            step_time(facts, knob_arrays([{"micro_batch": 8 // accum}], setup), setup, A100, UNLIMITED)["optimizer"][0]
+            for accum, setup in ((each, TrainingSetup(global_batch=8, seq_len=64)) for each in (1, 4))
+        )
+        added.append(often - once)
+    assert 0 < added[1] < added[0] / 10

@@ -446,6 +446,15 @@ def test_the_batch_follows_from_the_global_batch_where_a_knob_is_missing():
         parsed("trainer", micro_batch=5)
 
 
+@pytest.mark.parametrize("target", ["trainer", "deepspeed", "lightning", "megatron", "torchtitan", "json"])
+def test_without_a_global_batch_nothing_is_accumulated_and_a_note_says_so(target):
+    document = {**DOCUMENT, "asked": {k: v for k, v in DOCUMENT["asked"].items() if k != "global_batch"}}
+    made = render(target, trial(micro_batch=4), document)
+    assert "the run does not state its global batch" in " ".join(made.notes)
+    body = [line for line in made.text.splitlines() if not line.lstrip().startswith(("#", "//"))]
+    assert not any(re.search(r"(batch|accum)\S*\W+(null|None)\b", line) for line in body), made.text
+
+
 @pytest.mark.parametrize(("knob", "bad"), [("tp", 0), ("micro_batch", 1.5), ("dp", True), ("pp", "two")])
 def test_sizes_that_are_no_sizes_are_refused(knob, bad):
     bad_trial = Trial(number=1, config={knob: bad}, measurement=None)

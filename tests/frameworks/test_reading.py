@@ -10,7 +10,7 @@ import pytest
 from redline.base.errors import UsageError
 from redline.frameworks import export_targets, read, render
 from redline.frameworks.framework import Stated
-from redline.frameworks.reading import SettingsSource, combined
+from redline.frameworks.reading import SettingsSource, _change, combined
 from redline.frameworks.registry import FRAMEWORKS, LAUNCHERS, find_framework, find_launcher
 from redline.knobs.strategy import Strategy
 from redline.results import Measurement, Status, Trial
@@ -645,3 +645,28 @@ def test_repetitions_in_a_layout_of_stages_take_little_memory(layout):
     finally:
         tracemalloc.stop()
     assert any("is not followed" in note for note in found.notes) and peak < 16 << 20
+
+
+def test_a_llamafactory_file_with_adapters_loads_weights_in_bf16(folder):
+    sft = "model_name_or_path: meta-llama/Meta-Llama-3-8B\nstage: sft\nfinetuning_type: {}\n{}: true\n"
+    for kind, switch, expected in (
+        ("lora", "bf16", "bf16_pure"), ("lora", "pure_bf16", "bf16_pure"), ("full", "bf16", None),
+    ):  # fmt: skip
+        (folder / "sft.yaml").write_text(sft.format(kind, switch))
+        assert read("sft.yaml").conventions.get("precision") == expected, (kind, switch)
+
+
+def test_a_setting_that_is_there_already_is_no_change(folder):
+    (folder / "run.sh").write_text(
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 8 --micro-batch-size 1 "
+        "--global-batch-size 16 --use-distributed-optimizer --bf16\n"
+    )
+    found = read("run.sh")
+    changes = found.changes({**found.config, "tp": 4, "dp": 2, "zero": 1})
+    assert changes is not None and "--use-distributed-optimizer" not in [each.text for each in changes]
+
+
+def test_a_changed_line_of_yaml_is_nested_as_the_file_is():
+    source = SettingsSource(framework="accelerate", where="x", form="yaml", settings={}, stated=frozenset())
+    change = _change(source, Stated({}, "x"), "dynamo_config.dynamo_backend", "INDUCTOR")
+    assert change.text == "dynamo_config: {dynamo_backend: INDUCTOR}"
