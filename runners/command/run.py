@@ -197,7 +197,7 @@ class Run(Clock):
         if isinstance(terms.command, ShellLine):
             words = ["/bin/sh", "-c", terms.command.text(self.values)]
         else:
-            words = [each.text(self.values) for each in terms.command.words]
+            words = terms.command.texts(self.values)
             environment |= {name: template.text(self.values) for name, template in terms.command.environment}
         print("redline:", json.dumps(words), flush=True)
         self.process = subprocess.Popen(

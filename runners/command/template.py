@@ -8,7 +8,7 @@ left unchanged for the shell.
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...base.errors import SpaceError, UsageError, unknown
@@ -91,6 +91,8 @@ class Template:
     """A text with expressions in it."""
 
     pieces: tuple[str | _Piece, ...]
+    optional: bool = False
+    """True for a word of a command that is left out if its text is empty."""
 
     @classmethod
     def read(cls, text: str, knobs: Mapping[str, Expression], where: str) -> "Template":
@@ -146,15 +148,16 @@ class CommandLine:
         Raises:
             UsageError: it is empty, a quotation mark is unbalanced, or an expression is invalid.
         """
-        words = list(command) if not isinstance(command, str) else split_words(command)
+        words = _split(command) if isinstance(command, str) else [(word, False) for word in command]
         environment = []
         if isinstance(command, str):
-            while words and (match := _ASSIGNMENT.match(words[0])):
-                value = words.pop(0)[match.end() :]
+            while words and (match := _ASSIGNMENT.match(words[0][0])):
+                value = words.pop(0)[0][match.end() :]
                 environment.append((match[1], Template.read(value, knobs, "the command")))
         if not words:
             raise UsageError("the command is empty")
-        return cls(tuple(Template.read(word, knobs, "the command") for word in words), tuple(environment))
+        templates = (replace(Template.read(word, knobs, "the command"), optional=bare) for word, bare in words)
+        return cls(tuple(templates), tuple(environment))
 
     @property
     def names(self) -> frozenset[str]:
@@ -166,7 +169,12 @@ class CommandLine:
         """Returns the command for a shell, with environment variables in front."""
         own = [(name, each.text(values)) for name, each in self.environment]
         words = [f"{name}={shlex.quote(value)}" for name, value in (*variables, *own)]
-        return " ".join([*words, *(shlex.quote(each.text(values)) for each in self.words)])
+        return " ".join([*words, *map(shlex.quote, self.texts(values))])
+
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        """Returns the words of the command, without optional ones that are empty."""
+        found = [(each, each.text(values)) for each in self.words]
+        return [text for each, text in found if text or not each.optional]
 
 
 @dataclass(frozen=True)
@@ -186,10 +194,12 @@ class ShellLine:
 
     def text(self, values: Mapping[str, Any]) -> str:
         """Returns the text for the shell."""
-        pieces = self.template.pieces
-        return "".join(
-            each if isinstance(each, str) else shlex.quote(value_text(each.evaluate(values))) for each in pieces
-        )
+
+        def quoted(piece: _Piece) -> str:
+            value = value_text(piece.evaluate(values))
+            return shlex.quote(value) if value else ""
+
+        return "".join(each if isinstance(each, str) else quoted(each) for each in self.template.pieces)
 
 
 def read_command(
@@ -223,6 +233,11 @@ def split_words(command: str) -> list[str]:
     Raises:
         UsageError: a quotation mark is unbalanced.
     """
+    return [word for word, _ in _split(command)]
+
+
+def _split(command: str) -> list[tuple[str, bool]]:
+    """Returns the words of a command, each with True if it has no quotation marks or backslashes."""
     kept: list[str] = []
 
     def keep(match: re.Match[str]) -> str:
@@ -235,7 +250,10 @@ def split_words(command: str) -> list[str]:
     except ValueError as error:
         raise UsageError(f"the command cannot be split into words: {str(error).lower()}") from None
     back = re.compile(f"[{chr(_MARK)}-{chr(_MARK + max(0, len(kept) - 1))}]")
-    return [back.sub(lambda match: kept[ord(match[0]) - _MARK], word) if kept else word for word in words]
+    bare = set(marked.split())
+    return [
+        (back.sub(lambda match: kept[ord(match[0]) - _MARK], word) if kept else word, word in bare) for word in words
+    ]
 
 
 def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> _Piece:

@@ -30,7 +30,7 @@ GIVEN = {"trial": 3, "trial_dir": "/runs/a b/3", "devices": 2, "hosts": 1, "mast
 
 def words(text, space, **changed):
     line = read_command(text, space.by_name, shell=False)
-    return [each.text({**VALUES, **GIVEN, **changed}) for each in line.words]
+    return line.texts({**VALUES, **GIVEN, **changed})
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,20 @@ def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expec
     assert words(text, space) == expected
 
 
+def test_an_unquoted_word_that_is_empty_is_left_out(space):
+    switch = "{'--fused' if fusion else ''}"
+    text = f'train {switch} {{micro_batch}} "{switch}" --x={switch}'
+    assert words(text, space) == ["train", "--fused", "8", "--fused", "--x=--fused"]
+    assert words(text, space, fusion=False) == ["train", "8", "", "--x="]
+    assert words(["train", switch], space, fusion=False) == ["train", ""]
+    off = {**VALUES, "fusion": False}
+    assert read_command(text, space.by_name, shell=False).shown(off, []) == "train 8 '' --x="
+    assert read_command(f"train {switch} 8", space.by_name, shell=True).shown(off, []).split() == ["train", "8"]
+
+
 def test_variables_in_front_of_a_command_are_its_environment(space):
     line = read_command("A=1 OMP_NUM_THREADS={micro_batch} train --x=1", space.by_name, shell=False)
-    assert [each.text(VALUES) for each in line.words] == ["train", "--x=1"]
+    assert line.texts(VALUES) == ["train", "--x=1"]
     assert [(name, each.text(VALUES)) for name, each in line.environment] == [("A", "1"), ("OMP_NUM_THREADS", "8")]
     assert line.names == {"micro_batch"}
 
