@@ -32,6 +32,8 @@ GIVEN = {
 _BRACES = re.compile(r"\$\{[^}]*\}|\{\{|\}\}|\{(?P<inside>(?:'[^'\n]*'|\"[^\"\n]*\"|[^{}'\"])*)\}|(?P<stray>[{}])")
 _QUOTED = r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^'\"])"
 _CHOICE = re.compile(rf"(?P<one>{_QUOTED}+?)\sif\s(?P<condition>{_QUOTED}+?)\selse\s(?P<other>.+)", re.DOTALL)
+_SHELL = re.compile(r"&&?|\|\|?|\S*;|<|&?>>?|[012]?>>?[^>=]+")
+"""Unquoted words that are shell syntax."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
 _MARK = 0xE000
 """First of the private Unicode characters that replace braced parts while a command is split into words."""
@@ -146,10 +148,12 @@ class CommandLine:
         """Parses a command, given as in a shell or as a list of words.
 
         Raises:
-            UsageError: it is empty, a quotation mark is unbalanced, or an expression is invalid.
+            UsageError: it is empty, has shell syntax, a quotation mark is unbalanced, or an expression is invalid.
         """
         words = _split(command) if isinstance(command, str) else [(word, False) for word in command]
         environment = []
+        if syntax := next((word for word, bare in words if bare and _SHELL.fullmatch(word)), None):
+            raise UsageError(f"the command: '{syntax}' is shell syntax; add --shell, or quote it if it is an argument")
         if isinstance(command, str):
             while words and (match := _ASSIGNMENT.match(words[0][0])):
                 value = words.pop(0)[0][match.end() :]

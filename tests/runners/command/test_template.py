@@ -60,6 +60,13 @@ def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expec
     assert words(text, space) == expected
 
 
+@pytest.mark.parametrize(
+    "word", ["'&&'", "\\;", '">"', ">=1", "a|b", "<pad>", "x>y", "{precision if fusion else name}"]
+)
+def test_a_word_that_only_resembles_shell_syntax_is_an_argument(space, word):
+    assert len(words(f"train {word} {{micro_batch}}", space)) == 3
+
+
 def test_an_unquoted_word_that_is_empty_is_left_out(space):
     switch = "{'--fused' if fusion else ''}"
     text = f'train {switch} {{micro_batch}} "{switch}" --x={switch}'
@@ -103,6 +110,12 @@ def test_shown_commands_are_quoted_for_a_shell(space, name):
         ("train 'a", "cannot be split into words: no closing quotation"),
         ("", "the command is empty"),
         ("A=1", "the command is empty"),
+        ("cd sub && train {micro_batch}", "'&&' is shell syntax; add --shell"),
+        ("cd sub; train {micro_batch}", "'sub;' is shell syntax"),
+        ("train {micro_batch} | tee log", r"'\|' is shell syntax"),
+        ("train {micro_batch} > log.txt", "'>' is shell syntax"),
+        ("train {micro_batch} >{trial_dir}/log", r"'>\{trial_dir\}/log' is shell syntax"),
+        ("train {micro_batch} 2>&1", "'2>&1' is shell syntax"),
     ],
 )
 def test_invalid_templates_are_refused_with_the_position(space, text, says):
