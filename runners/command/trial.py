@@ -100,7 +100,9 @@ def _crashed(run: Run, code: int) -> Measurement:
         for pid in sorted(run.pids):
             if short := run.shortage.evidence(pid):
                 return Measurement(status=Status.OOM, reason=f"{how}: {short}")
-    return Measurement(status=Status.CRASH, reason=failure.shortened(f"{how}: {run.error}" if run.error else how))
+    last = next((line.strip() for line in reversed(run.tail) if line.strip()), "")
+    error = f": {run.error}" if run.error else f"; the last line it printed: {last}" if last else ""
+    return Measurement(status=Status.CRASH, reason=failure.shortened(f"{how}{error}"))
 
 
 def _silent(run: Run) -> Measurement:

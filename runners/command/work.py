@@ -1,6 +1,7 @@
 """A command as the work of a search: parsed before the first trial, started for each, and its results compared."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
@@ -76,6 +77,9 @@ def _deviates(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
     return f"its loss is {losses[at]:.4g} at step {at}, but that of the first run was {first[at]:.4g}"
 
 
+_INTERPRETER = re.compile(r"python[\d.]*|bash|sh|torchrun")
+_OTHER_CODE = ("-m", "--module", "-c", "--no-python", "--no_python")
+"""Options of interpreters and torchrun after which the program is not a script."""
 SPLITS = ("tp", "pp", "cp", "sp")
 """Knobs for the number of devices that share one replica."""
 _CONCLUSIVE = (Status.OK, Status.OOM, Status.WRONG)
@@ -190,16 +194,34 @@ class Commands(Work):
                 )
 
     def check_program(self) -> None:
-        """Checks that the program exists.
+        """Checks that the program exists, and the script that it is started with.
 
         Raises:
-            UsageError: it does not.
+            UsageError: one does not.
         """
         if isinstance(self._line, ShellLine) or self._line.words[0].names:
             return
         program = self._line.words[0].text(self.given(0, Path()))
         if shutil.which(program) is None:
             raise UsageError(f"the command is not found: there is no program '{program}'")
+        script = self._script(Path(program).name)
+        if script is not None and not os.path.exists(script):
+            raise UsageError(f"the command is not found: there is no file '{script}' in the current folder")
+
+    def _script(self, program: str) -> str | None:
+        """Returns the script that an interpreter or torchrun is started with; None if there is none or it varies."""
+        assert isinstance(self._line, CommandLine)
+        if not _INTERPRETER.fullmatch(program):
+            return None
+        for word in self._line.words[1:]:
+            text = "" if word.names else word.text({})
+            if text in _OTHER_CODE:
+                return None
+            if text.endswith((".py", ".sh")) and not text.startswith("-"):
+                return text
+            if program != "torchrun" and not text.startswith("-"):
+                return None  # the value of an option, or a script with another ending
+        return None
 
     def _check_metric_file(self, grows: Template) -> None:
         """Checks that event files can be read and that a metric is given for them."""

@@ -20,6 +20,8 @@ from redline.runners.command.trial import outcome
 from redline.runners.command.work import Commands
 from redline.runners.host import HostAgent
 
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
@@ -378,6 +380,11 @@ def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
             "code 2: train.py: error: argument --x",
         ),
         ("os.kill(os.getpid(), signal.SIGKILL)", Status.CRASH, "the command was killed by signal 9 (SIGKILL)"),
+        (
+            "print('no config', flush=True); print(); sys.exit(3)",
+            Status.CRASH,
+            "code 3; the last line it printed: no config",
+        ),
         ("import missing_module", Status.CRASH, "ModuleNotFoundError: No module named 'missing_module'"),
         (
             "print('Throughput: 12 tok/s')",
@@ -442,6 +449,9 @@ def test_gigabytes_of_output_are_read_and_not_kept(run, script):
     ("more", "says"),
     [
         ({"command": "no-such-program {micro_batch}"}, "there is no program 'no-such-program'"),
+        ({"command": "python3 -u trian.py {micro_batch}"}, "there is no file 'trian.py' in the current folder"),
+        ({"command": "bash trian.sh {micro_batch}"}, "there is no file 'trian.sh'"),
+        ({"command": f"{TORCHRUN} --nproc-per-node 2 trian.py {{micro_batch}}"}, "there is no file 'trian.py'"),
         ({"command": "true"}, "the knob 'micro_batch' is not used"),
         ({"command": "true {micro_batch} {x}"}, "unknown placeholder"),
         ({"command": "true {micro_batch}", "env": ["A"]}, "--env must be NAME=VALUE"),
@@ -452,6 +462,21 @@ def test_gigabytes_of_output_are_read_and_not_kept(run, script):
 def test_a_command_that_cannot_work_is_refused_before_the_first_trial(space, more, says):
     with pytest.raises(UsageError, match=says):
         Commands(Command(**more), space, devices=1).check_program()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python3 -m torch.distributed.run absent.py {micro_batch}",
+        "python3 -c 'import sys' absent.py {micro_batch}",
+        "python3 {trial_dir}/absent.py {micro_batch}",
+        f"{TORCHRUN} -m package.train absent.py {{micro_batch}}",
+        "python3 -X dev absent.py {micro_batch}",
+        "true absent.py {micro_batch}",
+    ],
+)
+def test_a_file_that_is_not_known_to_be_the_script_is_not_required(space, command):
+    Commands(Command(command=command), space, devices=1).check_program()
 
 
 def test_a_knob_counts_as_used_where_what_follows_from_it_is(space):
