@@ -238,6 +238,12 @@ class Confirmation:
             round_[trial.number] = again
             return
         self.failed[trial.number] = again
+        if again.status is Status.TIMEOUT:
+            self.listener.on_message(
+                f"trial {trial.number} timed out when measured again ({again.reason}): its first measurement is kept, and "
+                "is ranked after confirmed ones; --trial-timeout sets the time limit"
+            )
+            return
         self.listener.on_message(f"trial {trial.number} failed when measured again: {again.status} ({again.reason})")
 
     def _round(self, active: Sequence[Trial]) -> bool:
@@ -309,14 +315,15 @@ class Confirmation:
 
     def _keep(self) -> None:
         """Saves the re-measurements, each corrected for the disturbance of its round."""
-        kept: dict[int, list[float]] = {number: [] for number in self.failed}
+        failed = {number: each for number, each in self.failed.items() if each.status is not Status.TIMEOUT}
+        kept: dict[int, list[float]] = {number: [] for number in failed}
         rounds = self._valid_rounds()
         disturbances = compare_rounds(rounds).disturbance if rounds else []
         for round_, disturbance in zip(rounds, disturbances, strict=True):
             for number, each in round_.items():
                 kept.setdefault(number, []).append(each.reached / math.exp(disturbance[number]))
         for number, throughputs in kept.items():
-            self.run_folder.remeasure(number, throughputs, self.failed.get(number))
+            self.run_folder.remeasure(number, throughputs, failed.get(number))
 
     def _say_far_off(self) -> None:
         changes = []

@@ -65,14 +65,16 @@ class Machine(Runner):
 
     name = "machine"
 
-    def __init__(self, true, *, crashing=(), noise=0.0, speed=lambda call: 1.0, seed=0):
+    def __init__(self, true, *, crashing=(), late=(), noise=0.0, speed=lambda call: 1.0, seed=0):
         self._true, self._crashing, self._noise, self._speed = true, crashing, noise, speed
-        self._random, self.order = random.Random(seed), []
+        self._random, self.order, self._late = random.Random(seed), [], late
 
     def run(self, request):
         self.order.append(request.number)
         if request.number in self._crashing:
             return Measurement(status=Status.CRASH, reason="lost its nerve")
+        if request.number in self._late:
+            return Measurement(status=Status.TIMEOUT, reason="no result within 15 s")
         now = self._speed(len(self.order)) * math.exp(self._random.gauss(0.0, self._noise))
         return Measurement(
             status=Status.OK,
@@ -191,6 +193,17 @@ def test_no_confirmed_leader_means_no_winner_with_a_reason():
     assert order == [1, 0]
     assert summary.best(trials) is None
     assert "failed when it was measured again" in summary.why_nothing(trials)
+
+
+def test_a_leader_that_times_out_when_measured_again_keeps_its_first_measurement():
+    trials, order, lines = confirm([60.0, 100.0], late={0, 1})
+    assert order == [1, 0]
+    assert summary.best(trials).number == 1 and trials[1].throughput == 100.0
+    assert lines[0].startswith("trial 1 timed out when measured again (no result within 15 s): its first measurement")
+
+    trials, order, _ = confirm([60.0, 100.0, 98.0], late={1})
+    assert order.count(1) == 1 and summary.best(trials).number == 2, "a confirmed leader is ahead"
+    assert trials[1].ok and not trials[1].remeasured
 
 
 def test_a_remeasurement_far_from_the_first_is_reported():
