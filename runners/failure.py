@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from ..base.host_memory import MIB
 from ..results import Status
 
+NO_METRIC = "without a usable metric"
+"""Text in the reason of a timeout of a command that reported no metric."""
+
 # Whole sentences of allocators rather than single words, since other messages may mention memory.
 _OOM_SENTENCES = (
     # c10/core/impl/alloc_cpu.cpp, aten/src/ATen/MapAllocator.cpp

@@ -25,7 +25,7 @@ from ..process import family
 from ..timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
-from .reading import Appended, Events, Lines, Reported, StepNumbers, of_events
+from .reading import Appended, Events, Lines, Reported, StepNumbers, near_misses, of_events
 from .template import CommandLine, ShellLine
 
 LOOK_S = 0.25
@@ -36,6 +36,8 @@ LINGER_S = 1.0
 """Time without output after which a command's background processes are no longer waited for, s."""
 TERM_S = 2.0
 """Time for a command to end after SIGTERM, s."""
+REPORT_S = 1.0
+"""Interval between reports of its state, s."""
 SHOWN_LINES = 40
 """Number of last lines shown if no metric was found."""
 MOST_LOSSES = 1000
@@ -97,6 +99,8 @@ class Run(Clock):
     """Values of the knobs and of the trial on this host."""
     on_peak: Callable[[float], None] = lambda mib: None
     """Called with its peak memory, MiB, whenever that rises."""
+    on_state: Callable[[str], None] = lambda state: None
+    """Called with a text of what has been read so far, when that changes, at most once per `REPORT_S`."""
     costs: list[float] = field(default_factory=list)
     """Cost of each value of the objective, in order."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -139,6 +143,7 @@ class Run(Clock):
         self._steps = StepNumbers()
         self._reported_at: float | None = None
         self._look = 0.0
+        self._state, self._state_at = "", time.monotonic() + REPORT_S
         self.pids: set[int] = set()
         """All its processes."""
         self.shortage = Shortage(None if self.terms.on_gpus else self.terms.memory_limit_mib)
@@ -328,6 +333,31 @@ class Run(Clock):
             self.over_limit = True
         self.pids.update(held)
         self.shortage.look(list(held))
+        if now >= self._state_at:
+            self._state_at = now + REPORT_S
+            before, self._state = self._state, self._read_so_far()
+            if self._state != before:
+                self.on_state(self._state)
+
+    def _read_so_far(self) -> str:
+        """Describes what has been read, for the reason of a timeout."""
+        if self.costs and self.objective is not None:
+            return f"the command, after {len(self.costs)} value{'s'[: len(self.costs) > 1]} of '{self.objective.name}'"
+        if not self.tail and not self.seen:
+            return f"the command, {failure.NO_METRIC}: it has printed nothing"
+        return f"the command, {failure.NO_METRIC}: its output does not contain {self.missing}{self.hint}"
+
+    @property
+    def missing(self) -> str:
+        """Name of the objective that it should report."""
+        return f"'{self.terms.wanted}'" if self.terms.wanted else "a throughput, a step's time or its number"
+
+    @property
+    def hint(self) -> str:
+        """Lists the metrics that it reported and the line that nearly matched, to be appended; may be empty."""
+        near = near_misses(list(self.tail), [self.terms.wanted] if self.terms.wanted else [])
+        meant = f"; did you mean the number in '{failure.shortened(near[-1].strip(), 120)}'?" if near else ""
+        return f"{'; it reported ' if self.seen else ''}{', '.join(self.seen)}{meant}"
 
     def _with_rates(self, reported: Reported) -> Reported:
         """Replaces amounts in a report by rates since the report before."""

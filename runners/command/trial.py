@@ -16,7 +16,6 @@ from ...results import Measurement, Status
 from .. import failure
 from ..timing import Timing, median_interval
 from .objective import BESIDE, STEP_TIMES
-from .reading import near_misses
 from .run import Run, RunTerms
 
 if TYPE_CHECKING:
@@ -107,16 +106,10 @@ def _crashed(run: Run, code: int) -> Measurement:
 
 def _silent(run: Run) -> Measurement:
     """Returns the measurement of a run that ended successfully without reporting the objective."""
-    wanted = [run.terms.wanted] if run.terms.wanted else []
-    missing = f"'{run.terms.wanted}'" if wanted else "a throughput, a step's time or its number"
-    lines = list(run.tail)
-    near = near_misses(lines, wanted)
-    print(f"redline: the command's output does not contain {missing}; its last lines:", file=sys.stderr)
-    for line in lines:
+    print(f"redline: the command's output does not contain {run.missing}; its last lines:", file=sys.stderr)
+    for line in run.tail:
         print(f"    {line}", file=sys.stderr)
-    hint = f"; did you mean the number in '{failure.shortened(near[-1].strip(), 120)}'?" if near else ""
-    seen = f"; it reported {', '.join(run.seen)}" if run.seen else ""
-    return Measurement(status=Status.CRASH, reason=f"the command ended without reporting {missing}{seen}{hint}")
+    return Measurement(status=Status.CRASH, reason=f"the command ended without reporting {run.missing}{run.hint}")
 
 
 SILENT_S = 10.0
@@ -151,7 +144,7 @@ class CommandTrial:
         if context.world_size > 1:
             return self._on_one_of(context)
         for attempt in range(PORTS):
-            run = Run(self.terms, {**self.terms.values, "master_port": _free_port()}, context.peak)
+            run = Run(self.terms, {**self.terms.values, "master_port": _free_port()}, context.peak, context.phase)
             report = _report(run)
             if not self._port_taken(run, report) or attempt == PORTS - 1:
                 break
@@ -172,7 +165,7 @@ class CommandTrial:
             "master_addr": where.hostname,
             "master_port": where.port,
         }
-        run = Run(self.terms, {**self.terms.values, **hosts}, context.peak)
+        run = Run(self.terms, {**self.terms.values, **hosts}, context.peak, context.phase)
         report = _report(run)
         if self._port_taken(run, report):
             raise RuntimeError(f"EADDRINUSE: the port {where.port} is taken")

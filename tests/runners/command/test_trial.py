@@ -426,9 +426,25 @@ def test_bad_manners_leave_nothing_behind(run, script, manners):
     assert time.monotonic() - begin < 30
 
 
-def test_a_command_that_says_nothing_is_a_timeout(run, script):
-    measured, _ = run(script("time.sleep(600)"), timeout_s=2)
-    assert measured.status is Status.TIMEOUT and "no result within 2 s" in measured.reason
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "(during the command, without a usable metric: it has printed nothing)"),
+        (
+            "while True: print('[iter 00010] loss=2.30 | 654.4 samples/sec', flush=True); time.sleep(0.1)",
+            "without a usable metric: its output does not contain a throughput, a step's time or its number; "
+            "did you mean the number in '[iter 00010] loss=2.30 | 654.4 samples/sec'?)",
+        ),
+        (
+            "print('{\"samples_per_second\": 5}', flush=True)",
+            "(during the command, after 1 value of 'samples_per_second')",
+        ),
+    ],
+)
+def test_a_timeout_names_what_was_read(run, script, text, says):
+    measured, _ = run(script(f"{text}\ntime.sleep(600)"), timeout_s=8)
+    assert measured.status is Status.TIMEOUT and "no result within 8 s" in measured.reason
+    assert says in measured.reason
 
 
 def test_gigabytes_of_output_are_read_and_not_kept(run, script):
