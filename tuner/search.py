@@ -14,6 +14,7 @@ from ..results import Measurement, RunFolder, Status, Trial
 from ..results.measurement import DEFAULT, FALLBACK, REFINEMENT, USER
 from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
+from ..runners.failure import NO_METRIC
 from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
@@ -75,8 +76,8 @@ class Search:
     devices: int = 1
     """Devices of a trial, for device-hours."""
     user_code_errors: str = ""
-    """Name of the user code to blame if the first two trials crash in the same way, which ends the search; empty to
-    continue.
+    """Name of the user code to blame if the first two trials crash in the same way, or time out without a metric, which
+    ends the search; empty to continue.
     """
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None if unknown."""
@@ -235,15 +236,23 @@ class Search:
         return self._all_alike(trials) or self._no_use(trials)
 
     def _all_alike(self, trials: list[Trial]) -> str | None:
-        """Reason to expect that further trials crash like the first two; None if there is none."""
+        """Reason to expect that further trials fail like the first two; None if there is none."""
         if not self.user_code_errors:
             return None
         finished = [
             trial for trial in trials if not trial.pending and not trial.skipped and trial.number not in self._earlier
         ]
-        if len(finished) < 2 or any(trial.measured.status is not Status.CRASH for trial in finished):
+        if len(finished) < 2 or len({re.sub(r"\d+", "N", trial.measured.reason) for trial in finished}) > 1:
             return None
-        if len({re.sub(r"\d+", "N", trial.measured.reason) for trial in finished}) > 1:
+        status = finished[0].measured.status
+        if any(trial.measured.status is not status for trial in finished):
+            return None
+        if status is Status.TIMEOUT and NO_METRIC in finished[0].measured.reason:
+            return (
+                f"the first two trials timed out {NO_METRIC}, so {self.user_code_errors} is to blame, or --trial-timeout "
+                "is too short"
+            )
+        if status is not Status.CRASH:
             return None
         return f"the first two trials crashed in the same way, so {self.user_code_errors} is to blame"
 

@@ -115,6 +115,19 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
     assert [each["status"] for each in csv.DictReader(open("run/trials.csv"))] == ["crash", "crash", "ok"]
 
 
+def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, capsys):
+    Path("train.py").write_text("import time\nprint('[iter 00010] 654.4 samples/sec', flush=True)\ntime.sleep(600)\n")
+    options = ["--space", "knobs.yaml", "--trials", 6, "--out", "run", "--trial-timeout", "6s"]
+    code, out, _ = run(capsys, "tune", "--command", checkout, *options)
+    assert (
+        code == 3
+        and "the first two trials timed out without a usable metric, so the command is to blame"
+        in " ".join(out.split())
+    )
+    rows = list(csv.DictReader(open("run/trials.csv")))
+    assert [each["status"] for each in rows] == ["timeout", "timeout"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
