@@ -10,7 +10,7 @@ from rich.text import Text
 from ..knobs.text import marked_text
 from ..results import summary
 from ..results.columns import fold, speed
-from ..results.measurement import DEFAULT
+from ..results.measurement import DEFAULT, Status
 from ..tuner.result import Candidate, Result
 from ..views.show import speed_of
 from . import words
@@ -146,7 +146,9 @@ def _next(result: Result, exports: bool) -> list[str]:
     if result.interrupted:
         return [f"next     the same command with --out {folder} --resume continues"]
     if result.best is None:
-        return [f"next     redline show {folder}"]
+        failed = (each.measured for each in result.all_trials if not each.pending)
+        log = next((each.log for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
+        return [f"next     read {shlex.quote(f'{result.folder}/{log}')}" if log else f"next     redline show {folder}"]
     target = "accelerate" if result.best.config.get("pp", 1) == 1 else "torchtitan"  # accelerate has no pipelines
     export = [f"         redline export {folder} --to {target}   (or --list)"] if exports else []
     return [f"next     redline report {folder}", *export]
