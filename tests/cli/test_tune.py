@@ -107,7 +107,7 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
     Path("train.py").write_text("import sys\nraise SystemExit(f'no such file: {sys.argv[1]}')\n")
     code, out, _ = run(capsys, "tune", "--command", checkout, "--space", "knobs.yaml", "--trials", 6, "--out", "run")
     assert code == 3 and "the first two trials crashed in the same way, so the command is to blame" in out
-    assert "next     run/logs/0.log" in out and "no such file: " in Path("run/logs/0.log").read_text()
+    assert "next     read run/logs/0.log" in out and "no such file: " in Path("run/logs/0.log").read_text()
     assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
     Path("train.py").write_text(works)
     options = ["--space", "knobs.yaml", "--measure-time", "200ms", "--trials", 3, "--out", "run", "--resume"]
