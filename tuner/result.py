@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import NothingFound
 from ..knobs.lossy import lossy_values
+from ..knobs.text import config_text
 from ..results import Measurement, Trial, summary, table_frame
+from ..results.columns import speed
 from ..space import Config
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ class Candidate:
     """The median of the re-measurements, or the first measurement if there are none."""
     measurement: Measurement
     trial: Trial
+
+    def __repr__(self) -> str:
+        reached = speed(self.throughput, self.measurement.unit)
+        return f"Candidate(trial {self.trial.number}: {reached}; {config_text(self.config)})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,21 @@ def test_a_best_yaml_decides(tmp_path):
     assert info.why == f"the winner of '{tmp_path}/best.yaml'"
 
 
+def test_a_winner_is_adapted_to_the_global_batch_that_is_given(tmp_path):
+    given = {"strategy": best_yaml(tmp_path)}
+    info = redline.accelerate(make_llama(), make_data(), global_batch=16, **given).info
+    assert info.samples_per_step == 16 and (info.config["micro_batch"], info.config["grad_accum"]) == (2, 8)
+    assert "nearest to the winner of" in info.why
+    assert redline.accelerate(make_llama(), make_data(), **given).info.samples_per_step == 8, "that of the run"
+
+
+def test_a_configuration_that_contradicts_the_global_batch_is_refused():
+    config = {"micro_batch": 4, "grad_accum": 1}
+    with pytest.raises(UsageError, match="dp is 4 in the configuration, but global_batch is 16: leave one of them out"):
+        redline.accelerate(make_llama(), make_data(), strategy=config, global_batch=16)
+    assert redline.accelerate(make_llama(), make_data(), strategy=config).info.samples_per_step == 4
+
+
 def test_the_best_yaml_of_a_workload_of_ones_own_serves_its_model(tmp_path):
     """A user's own workload has no name that redline knows: the loop has the model."""
     own = redline.Workload(model=Net, batch=lambda size, seed: (torch.ones(size, 6),), loss=own_sum, global_batch=8)

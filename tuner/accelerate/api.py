@@ -107,7 +107,8 @@ def accelerate(
     )  # fmt: skip
     resolved = resolve_arguments(arguments)
     request = StrategyRequest(
-        strategy=strategy, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, seed=seed
+        strategy=strategy, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, global_batch=global_batch,
+        seed=seed,
     )  # fmt: skip
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here.size))
     decision, joined = decide_once(here, lambda: decide(resolved.workload, request, here, local_ranks))

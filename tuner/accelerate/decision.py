@@ -9,7 +9,7 @@ from typing import Any
 from ...base.device import detect
 from ...base.errors import StudyError, UsageError, unknown
 from ...base.reading import path_of
-from ...knobs.strategy import BLOCK_KNOBS, STANDARD
+from ...knobs.strategy import BLOCK_KNOBS, STANDARD, Strategy
 from ...models import Workload
 from ...models.spaces import make_space
 from ...space import Config, Knob
@@ -28,6 +28,8 @@ class StrategyRequest:
     trials: int = 0
     memory_limit_mib: float | None = None
     fix: Mapping[str, Any] | None = None
+    global_batch: int | None = None
+    """Samples of a step, if they were given; the workload may have those of its default."""
     seed: int = 0
 
 
@@ -60,7 +62,7 @@ def decide(workload: Workload, request: StrategyRequest, here: RankPlace, local_
     if strategy is None:
         return _planned(workload, request, here.size)
     if isinstance(strategy, Mapping):
-        return _from_mapping(workload, strategy, request)
+        return _from_mapping(workload, strategy, request, here.size)
     if isinstance(strategy, (list, tuple)):
         return _followed(workload, follow(strategy, here.size), request, here.size)
     if not isinstance(strategy, (str, Path)):
@@ -83,27 +85,42 @@ def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int)
     if source.config is None:
         raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
     if source.devices in (None, size) and request.memory_limit_mib in (None, source.limit_mib):
-        trained, of = with_samples_of(workload, source.config), f"the winner of '{path}'"
+        trained = workload if request.global_batch is not None else with_samples_of(workload, source.config)
+        of = f"the winner of '{path}'"
         nearest = adapted(trained, source.config, devices=size, fixed=request.fix or {}, of=of)
         predicted = source.predicted if nearest.config == source.config else None
         return Decision(config=nearest.config, why=nearest.why, predicted=predicted)
-    found = _planned(with_samples_of(workload, source.config), request, size, like=source.config)
+    trained = workload if request.global_batch is not None else with_samples_of(workload, source.config)
+    found = _planned(trained, request, size, like=source.config)
     return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
 
 
 def _of_file(workload: Workload, path: Path, request: StrategyRequest, size: int) -> Decision:
     found = read_list(path)
     if isinstance(found, Mapping):
-        return _from_mapping(workload, found.get("configuration", found), request)
+        return _from_mapping(workload, found.get("configuration", found), request, size)
     return _followed(workload, follow(found, size), request, size)
 
 
-def _from_mapping(workload: Workload, config: Mapping[str, Any], request: StrategyRequest) -> Decision:
-    """Returns the given configuration. A workload with its own space knows its knobs itself."""
+def _from_mapping(workload: Workload, config: Mapping[str, Any], request: StrategyRequest, size: int) -> Decision:
+    """Returns the given configuration. A workload with its own space knows its knobs itself.
+
+    Raises:
+        UsageError: a knob is unknown, or its samples of a step are not the requested global batch.
+    """
     for name in config:
         if name not in KNOBS and workload.space is None:
             raise UsageError(unknown("knob", name, KNOBS))
-    return Decision(config=Config({**config, **(request.fix or {})}), why="the configuration that was given")
+    chosen = {**config, **(request.fix or {})}
+    if request.global_batch is not None and "micro_batch" in chosen and "grad_accum" in chosen:
+        strategy = Strategy.of(chosen, devices=size)
+        samples = strategy.micro_batch * strategy.grad_accum * strategy.dp
+        if samples != request.global_batch:
+            raise UsageError(
+                f"micro_batch * grad_accum * dp is {samples} in the configuration, but global_batch is {request.global_batch}: "
+                "leave one of them out"
+            )
+    return Decision(config=Config(chosen), why="the configuration that was given")
 
 
 def _followed(workload: Workload, found: Followed, request: StrategyRequest, size: int) -> Decision:
