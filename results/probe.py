@@ -59,6 +59,9 @@ class Probe:
     """Parameters that have a gradient and that the first step left unchanged."""
     brought: tuple[str, ...] = ()
     """Parameters that the schedule added. A model with other weights computes something else."""
+    weights: int = 0
+    """Number of all weights of the model as it is constructed, before it is scheduled; 0 if unknown. A knob of a user's own may
+    change it."""
     depth: int = 1
     """Layers with weights of at least two dimensions, for the growth of rounding."""
     roundoff: float
@@ -89,7 +92,7 @@ class Probe:
         return _make(cls, values)
 
 
-_COUNTS = ("samples", "depth", "noise_numbers")
+_COUNTS = ("samples", "weights", "depth", "noise_numbers")
 _NAMES = ("still", "brought")
 _LISTS = ("logits", "blocks", "vectors")
 _COMPUTED = ("quiet", "step")

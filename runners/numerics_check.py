@@ -100,6 +100,8 @@ def why_incomparable(probe: Probe, reference: Reference) -> str:
     own_samples, expected_samples = probe.quiet.samples, expected.quiet.samples
     if own_samples != expected_samples:
         return f"not compared with the reference, which was probed with {expected_samples} samples, not {own_samples}"
+    if probe.weights and expected.weights and probe.weights != expected.weights:
+        return f"not compared with the reference, whose model has {expected.weights:,} weights, not {probe.weights:,}"
     if other := sorted(set(probe.brought) ^ set(expected.brought)):
         return f"not compared with the reference, which has other weights: {and_more(other)}"
     return ""

@@ -210,6 +210,7 @@ def take(training: "Training") -> ProbePart:
         logits=probed.projected(quiet),
         noise_numbers=probed.noise_numbers(quiet),
         brought=tuple(name for name, _ in training.model.named_parameters() if name not in names),
+        weights=sum(math.prod(training.outline.shapes[name]) for name in {*names.values()}),
         depth=training.outline.depth,
         roundoff=roundoff,
         # The roundoff of a user's loss is unknown.

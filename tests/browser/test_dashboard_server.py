@@ -152,7 +152,7 @@ def test_unchanged_runs_are_not_read_again(tmp_path, disk, monkeypatch):
         disk.write_run(tmp_path / f"run-{number}", 3, seed=number)
     library = Library(tmp_path)
     held = {run: library.changes(run)["version"] for run in library.ids()}
-    monkeypatch.setattr("redline.views.dashboard.library.Source.read", None)
+    monkeypatch.setattr("redline.views.dashboard.library.RunFiles.read", None)
     assert [library.changes(run, version) for run, version in held.items()] == [None] * 12
 
 

@@ -34,6 +34,7 @@ ALL = Measurement(
         noise_numbers=64,
         still=("a.weight",),
         brought=("b",),
+        weights=12_000,
         depth=7,
         roundoff=2.0**-8,
         loss_roundoff=2.0**-24,

@@ -131,6 +131,13 @@ def test_probes_of_other_weights_or_samples_are_not_compared_with_a_note():
     )
     assert "probed with 2 samples, not 4" in why_incomparable(changed(samples=4), REFERENCE)
     assert verdict(replace(brought, logits=(math.nan,))) != ""
+    known = Reference(probe=replace(PROBE, weights=1000))
+    wider = replace(changed(loss=5.0), weights=2000)
+    assert verdict(wider, known) == ""
+    assert why_incomparable(wider, known) == (
+        "not compared with the reference, whose model has 1,000 weights, not 2,000"
+    )
+    assert verdict(replace(wider, weights=1000), known) and verdict(wider), "as large, or of an earlier version"
 
 
 def test_parameters_unchanged_in_the_reference_may_stay_unchanged():

@@ -524,6 +524,8 @@ def test_weights_that_a_schedule_brings_in_are_named(small):
     with pytest.warns(UserWarning):
         found = probed(replace(small(), schedule=schedule), micro_batch=4)
     assert found.brought == ("transformer.ln_f.scale", "transformer.ln_f.shift")
+    whole = small().build_model({})
+    assert found.weights == sum(each.numel() for each in whole.parameters()), "those of the model as it is constructed"
 
 
 def test_an_outline_knows_tied_weights_by_their_first_name(small):
