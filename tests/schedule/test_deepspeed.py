@@ -33,7 +33,7 @@ def mesh(**axes):
 
 def pool(of, size):
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    made = type(of)(size)
+    made = type(of)(size, of.threads, of.forks)
     yield made
     made.stop()
 
