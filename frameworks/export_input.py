@@ -318,13 +318,13 @@ class ExportInput:
                 f"cannot export trial {self.trial.number}: the global batch, {total}, is not a multiple of "
                 f"dp x micro_batch, {self.dp} x {micro or steps or 1}"
             )
-        if micro is not None and share is None:
+        if micro is not None and share is not None:
+            return micro, share // micro
+        if micro is not None:
             self.note(
                 "the run does not state its global batch: this file accumulates no gradients; set what yours does"
             )
             return micro, 1
-        if micro is not None:
-            return micro, share // micro
         if steps is not None:
             return None if share is None else share // steps, steps
         return share, None if share is None else 1

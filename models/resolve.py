@@ -137,7 +137,7 @@ def stated(spec: Any, seq_len: int | None = None) -> StatedShape | None:
     length = seq_len if seq_len is not None else default
     if length is None:  # that of transformers' class
         return None
-    if length < 2 or (found["family"] == "gpt2" and length > positions):
+    if length < 2 or (found["family"] == "gpt2" and length > found["positions"]):
         return None
     return StatedShape(name, found, length, usual.global_batch if usual else DEFAULT_GLOBAL_BATCH)
 
