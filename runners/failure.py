@@ -65,7 +65,7 @@ _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 # gloo and NCCL when the other side of a connection has ended.
 PEER_LOST = (
     r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused"
-    r"|Socket closed|remote process exited|failed to recv|ncclRemoteError|store.*(?:wait timeout|failed)"
+    r"|Socket closed|remote process exited|failed to recv|ncclRemoteError|store[^\n]{0,200}(?:wait timeout|failed)"
     r"|NCCL communicator was aborted|Application timeout caused pair closure"
 )
 _PEER_LOST = re.compile(PEER_LOST, re.IGNORECASE)

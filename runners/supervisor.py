@@ -24,6 +24,8 @@ from .rank import DUMP_STACKS, run_rank
 GRACE_S = 0.2
 """Time after the first failure for others to report theirs, to tell the cause from its consequences, s."""
 STOPPED = "ended with the ranks of another host"
+LAST_BYTES = 1 << 17
+"""Bytes at the end of a rank's output that are kept, to explain its end."""
 STACKS_S = 0.5
 """Time after a deadline for the ranks to print their stacks, s."""
 
@@ -43,8 +45,7 @@ class _Rank:
     returncode: int | None = None
     open_output: bool = True
     last_words: bytes = b""
-    lost_peer: bool = False
-    """True if its output says that the other side of a connection has ended."""
+    """The end of its output, up to `LAST_BYTES`."""
 
 
 @dataclass
@@ -214,13 +215,15 @@ class Supervisor:
             if rank.open_output:
                 self._drain(rank, log)
             short = self._shortage.evidence(rank.pid, used.ru_maxrss / 1024)
-            kind, reason = failure.from_exit(rank.returncode, rank.last_words.decode(errors="replace"), short)
+            words = rank.last_words.decode(errors="replace")
+            kind, reason = failure.from_exit(rank.returncode, words[-4096:], short)
+            # NCCL's watchdog aborts a rank whose peers have ended; the stacks of all threads follow its message.
+            aborted = rank.returncode == -signal.SIGABRT and kind is Status.CRASH
             rank.outcome = RankOutcome(
                 rank=rank.number,
                 status=kind,
                 reason=f"{reason} (during {rank.phase})",
-                # NCCL's watchdog aborts a rank whose peers have ended.
-                secondary=rank.lost_peer and rank.returncode == -signal.SIGABRT and kind is Status.CRASH,
+                secondary=aborted and failure.says_peer_lost(words),
             )
 
     def _drain(self, rank: _Rank, log: LogFile) -> bool:
@@ -235,9 +238,7 @@ class Supervisor:
                 rank.open_output = False
                 return False
             log.write(data, rank=label)
-            recent = rank.last_words + data
-            rank.lost_peer = rank.lost_peer or failure.says_peer_lost(recent.decode(errors="replace"))
-            rank.last_words = recent[-4096:]
+            rank.last_words = (rank.last_words + data)[-LAST_BYTES:]
         return True
 
     def _timeout(self, selector: selectors.BaseSelector, log: LogFile) -> Outcome:

@@ -1,14 +1,17 @@
 """Effects of torch's CUDA switches on a training, tested without a device."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from redline.base.errors import WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.kernels import products_of
+from redline.schedule.parallel.sharding import scale_gradients
 from redline.schedule.random_state import RandomState
 from redline.training import Training
+from redline.training.loop import HostCopy
 from redline.training.precision import Precision
 from torch import nn
 
@@ -129,3 +132,43 @@ def test_a_thread_of_ones_own_uses_the_device_of_the_rank(monkeypatch):
     with one_thread("data") as thread:
         thread.submit(int).result()
     assert selected == [(3, "data_0")]
+
+
+class OnDevice:
+    """A tensor on a GPU that notes what is done with it, in order."""
+
+    is_cuda, device = True, CUDA
+
+    def __init__(self, done):
+        self.done = done
+
+    def to(self, device, non_blocking):
+        self.done.append(("copy", device, non_blocking))
+        return SimpleNamespace(tolist=lambda: self.done.append("read") or [1.0, 0.0])
+
+    def record_stream(self, stream):
+        self.done.append(("kept for", stream))
+
+    def mul_(self, factor):
+        self.done.append(("times", factor))
+
+
+def test_what_ranks_agreed_on_is_read_after_its_own_copy_alone(monkeypatch):
+    done = []
+    event = SimpleNamespace(record=lambda: done.append("mark"), synchronize=lambda: done.append("wait for the mark"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    copy = HostCopy(OnDevice(done))
+    assert done == [("copy", "cpu", True), "mark"], "nothing waits while it is made"
+    assert copy.tolist() == [1.0, 0.0] and done[2:] == ["wait for the mark", "read"]
+    assert HostCopy(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_that_fsdp_scales_keeps_its_memory_for_the_stream_of_the_hook(monkeypatch):
+    done, hooks = [], []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    scale_gradients(SimpleNamespace(set_all_reduce_hook=hooks.append), 0.5)
+    hooks[0](OnDevice(done))
+    assert done == [("kept for", "that of cuda:0"), ("times", 0.5)]
+    gradient = torch.ones(3)
+    hooks[0](gradient)
+    assert gradient.tolist() == [0.5] * 3

@@ -84,13 +84,12 @@ def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int)
     source = read_source(path, of_model=False)
     if source.config is None:
         raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
+    trained = workload if request.global_batch is not None else with_samples_of(workload, source.config)
     if source.devices in (None, size) and request.memory_limit_mib in (None, source.limit_mib):
-        trained = workload if request.global_batch is not None else with_samples_of(workload, source.config)
         of = f"the winner of '{path}'"
         nearest = adapted(trained, source.config, devices=size, fixed=request.fix or {}, of=of)
         predicted = source.predicted if nearest.config == source.config else None
         return Decision(config=nearest.config, why=nearest.why, predicted=predicted)
-    trained = workload if request.global_batch is not None else with_samples_of(workload, source.config)
     found = _planned(trained, request, size, like=source.config)
     return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
 
