@@ -13,8 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..base.errors import UsageError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, path_of, read_named
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
@@ -230,6 +228,8 @@ def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Chang
     elif new is None:
         text = f"without {name}"
     elif source.form == "yaml" and "." in name:
+        import yaml
+
         text = yaml.safe_dump(nested({name: new}), default_flow_style=True, width=200).strip()[1:-1]
     elif source.form == "json":
         text = f"{json.dumps(name)}: {json.dumps(new)}"
