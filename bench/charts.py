@@ -90,10 +90,10 @@ def sizes(drawing: str, libs: dict[str, str], packages: Path | None) -> list[lis
 
 def made_up(place: Path, trials: int) -> dict[str, Any]:
     """Returns the document of a run with that many trials."""
-    from redline.views.report import Source, document
+    from redline.views.report import RunFiles, document
 
     runs_on_disk().write_run(place / str(trials), trials)
-    return document(Source.read(place / str(trials)))
+    return document(RunFiles.read(place / str(trials)))
 
 
 def page_of(kind: str, libs: dict[str, str]) -> str:

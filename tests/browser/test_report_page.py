@@ -9,7 +9,7 @@ import pytest
 import redline as rl
 from redline.results import Measurement, Status, summary
 from redline.runners.memory_timeline import memory_timeline
-from redline.views.report import Source, document, write_report
+from redline.views.report import RunFiles, document, write_report
 from redline.views.report.page import asset
 
 SECTIONS = [
@@ -106,7 +106,7 @@ def test_a_trial_opens_with_all_it_has(tab, made, expect):
 
 def test_every_format_of_the_winner_is_copied_as_it_is(tab, made):
     tab.goto(made[0].as_uri())
-    offered = {each["target"]: each for each in document(Source.read(made[0].parent))["exports"]}
+    offered = {each["target"]: each for each in document(RunFiles.read(made[0].parent))["exports"]}
     targets = tab.locator("#winner [data-target]")
     assert [each.get_attribute("data-target") for each in targets.all()] == list(offered)
     assert sum("text" in each for each in offered.values()) >= 8

@@ -9,7 +9,7 @@ from redline.frameworks import export_targets, render
 from redline.models.architecture import NAMES
 from redline.results import View
 from redline.results.schema import REQUEST
-from redline.views.report import Source, document
+from redline.views.report import RunFiles, document
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_part_of_another_type_is_named_and_left_out(whole, tmp_path, old, new,
     assert old in text
     (run / "run.yaml").write_text(text.replace(old, new))
     assert any(message in each for each in View(run).problems)
-    assert any(message in each for each in Source.read(run).problems)
+    assert any(message in each for each in RunFiles.read(run).problems)
     assert [problem for problem in read_everything(run, whole) if "Error" in problem] == []
 
 
@@ -115,7 +115,7 @@ def test_a_callables_own_knobs_may_have_the_names_of_standard_ones(tmp_path):
         "space": {"knobs": [{"name": name, "values": ["a"]} for name in names]},
     }
     run = make_run(tmp_path / "run", asked | {"devices": ASKED["devices"]}, OTHERS)
-    document(Source.read(run))
+    document(RunFiles.read(run))
     view = View(run)
     refused = read_everything(run, run)
     assert not [each for each in refused if "needs a model" not in each], refused

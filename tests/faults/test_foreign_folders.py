@@ -14,7 +14,7 @@ from damage import ASKED, KNOBS, copied, make_run
 from redline.base.errors import StudyError
 from redline.results import RunFolder, View
 from redline.tuner.transfer import read_runs
-from redline.views.report import Source, write_report
+from redline.views.report import RunFiles, write_report
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def names_storage(run, url):
 
 def read_all_ways(run):
     View(run)
-    Source.read(run)
+    RunFiles.read(run)
     read_runs([run])
 
 
@@ -125,7 +125,7 @@ def test_links_out_of_a_run_are_not_read(whole, tmp_path, name):
     run, secret = copied(whole, tmp_path / "run"), tmp_path / "secret"
     (run / name).rename(secret)
     (run / name).symlink_to(secret)
-    problems = [*Source.read(run, lenient=True).problems]
+    problems = [*RunFiles.read(run, lenient=True).problems]
     try:
         problems += View(run).problems
     except StudyError as error:
@@ -166,7 +166,7 @@ def test_paths_that_cannot_be_are_refused_in_words(whole, tmp_path, name):
     path = Path(name) if "\0" in name else tmp_path / name
     for use in (
         View,
-        Source.read,
+        RunFiles.read,
         lambda path: write_report(whole, path),
         lambda path: RunFolder.open(path, ASKED, knobs=KNOBS),
         Space.from_yaml,

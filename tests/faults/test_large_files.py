@@ -20,7 +20,7 @@ import optuna, rich.console, rich.table  # what reading imports is no part of re
 from redline.errors import RedlineError
 from redline.results import View, read_table
 from redline.views.dashboard.library import Library
-from redline.views.report import Source
+from redline.views.report import RunFiles
 from redline.views.compare import compare
 from redline.frameworks import render
 
@@ -40,7 +40,7 @@ def peak():
 run, whole = Path(sys.argv[1]), Path(sys.argv[2])
 ways = {
     "view": lambda path: View(path),
-    "source": lambda path: Source.read(path, lenient=True),
+    "source": lambda path: RunFiles.read(path, lenient=True),
     "compare": lambda path: compare([View(whole), View(path)]),
     "dashboard": lambda path: Library(path.parent).lines(),
 }

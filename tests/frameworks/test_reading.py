@@ -342,7 +342,7 @@ def test_an_accelerate_file_beside_a_script(folder):
     }  # fmt: skip
     made = found.on()
     (change,) = made.changes({**made.config, "zero": 3})
-    assert change.text == "fsdp_config.fsdp_sharding_strategy: FULL_SHARD" and change.where == "fsdp.yaml"
+    assert change.text == "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}" and change.where == "fsdp.yaml"
 
 
 def test_an_axolotl_file(folder):
