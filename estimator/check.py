@@ -177,9 +177,15 @@ def check(
         stated = trainer.stated - {"grad_accum"}
         config = Config({name: value for name, value in trainer.config.items() if name != "grad_accum"})
         trainer = replace(trainer, config=config, global_batch=global_batch, stated=stated)
+    absent = {
+        "--devices N": devices is None and trainer.devices is None,
+        "--model MODEL": model is None and trainer.model is None and trainer.architecture is None,
+        "--fix micro_batch=N": "micro_batch" not in trainer.config and trainer.global_batch is None,
+    }
+    if any(absent.values()):
+        options = " ".join(option for option, missing in absent.items() if missing)
+        raise UsageError(f"{trainer.framework}: the file or command leaves facts out: give {options}")
     trainer = trainer.on(devices)
-    if "micro_batch" not in trainer.config:
-        raise UsageError(f"{trainer.framework}: the file does not state the micro-batch: give --fix micro_batch=N")
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
     found, source = _model(trainer, model, seq_len, facts, machine)
     trainer = replace(trainer, seq_len=found.seq_len, model=found.name)
@@ -267,9 +273,7 @@ def _model(
         target = ServerModel.of(trainer.architecture)
         sizes = [trainer.architecture.get(each) for each in ("num_hidden_layers", "n_layer", "hidden_size", "n_embd")]
         shown = "{} of {} x {}".format(target.name, *(each for each in sizes if each is not None))
-    elif name is None:
-        raise UsageError(f"{trainer.framework}: the file does not name a model that is known: give --model")
-    elif not Path(name).exists():
+    elif name is not None and not Path(name).exists():
         target = preset_of(name) or name
     known = None if trainer.lora else stated(target, length)
     if known is not None and (own := built(known.shape, facts)) is not None:

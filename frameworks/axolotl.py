@@ -39,6 +39,7 @@ KNOBS = KnobTable(
     KnobSettings(
         knob="fused_optimizer",
         ways=({True: {"optimizer": "adamw_torch_fused"}, False: {"optimizer": "adamw_torch"}},),
+        has_other_values=True,
     ),
     KnobSettings(
         knob="zero",

@@ -8,6 +8,7 @@ underscores.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,6 +18,8 @@ Settings = Mapping[str, Any]
 """Settings of a file or command by name."""
 MOST = 10**12
 """Larger numbers are not sizes of a training."""
+MISSPELT = 0.93
+"""Similarity of names, by `difflib`, from which one is a misspelling of the other: one letter in 8, two in 15."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
 
 
@@ -31,6 +34,8 @@ class KnobSettings:
     """Settings for each value; None for a setting that must be absent. The first way is written, others are read too."""
     option: Mapping[Any, Settings] = field(default_factory=dict)
     """Settings of a command, if they differ from those of a file."""
+    has_other_values: bool = False
+    """True if the setting also has values that say nothing about the knob."""
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -59,6 +64,15 @@ class KnobSettings:
             if (found := stated.get(key)) is not None:
                 return number(found)
         return self._found(stated)[0]
+
+    def unknown(self, stated: "Stated") -> str | None:
+        """A setting of this knob alone with a value that no way has; None if there is none."""
+        names = {key for way in self.ways for each in way.values() for key in each}
+        if self.has_other_values or len(names) != 1 or not all(each for way in self.ways for each in way.values()):
+            return None
+        (name,) = names
+        value = stated.get(name)
+        return None if value is None or as_flag(value) is not None else f"{stated.name(name)} = {value}"
 
     def _found(self, stated: "Stated") -> tuple[Any, Mapping[Any, Settings] | None]:
         """The value with the most matching settings, and the way in which they set it."""
@@ -156,6 +170,7 @@ class Stated:
         self.conventions: dict[str, Any] = {}
         """Fields of the estimator's `TrainingSetup` that follow from the settings."""
         self._by_last = by_last
+        self._looked_up: set[str] = set()
         self._plain: dict[str, tuple[str, Any]] = {}
         for name, value in self.settings.items():
             self._plain[self._key(name)] = (name, value)
@@ -170,6 +185,7 @@ class Stated:
     def get(self, *keys: str) -> Any:
         """The first of these settings that is present; None if there is none. `auto` and empty values count as absent."""
         for key in keys:
+            self._looked_up.add(self._key(key))
             _, value = self._plain.get(self._key(key), ("", None))
             if value is not None and value != "" and not (isinstance(value, str) and value.lower() == "auto"):
                 return value
@@ -178,6 +194,13 @@ class Stated:
     def name(self, *keys: str) -> str:
         """Name of the first of these settings that is present; the first name if none is."""
         return next((self._plain[self._key(key)][0] for key in keys if self._key(key) in self._plain), keys[0])
+
+    def misspelt(self) -> Iterator[tuple[str, str]]:
+        """Settings that nothing looked up, each with the absent setting of almost the same name that was looked up."""
+        absent = self._looked_up - self._plain.keys()
+        for key in self._plain.keys() - self._looked_up:
+            if near := get_close_matches(key, absent, n=1, cutoff=MISSPELT):
+                yield self._plain[key][0], near[0]
 
     def set(self, key: str, value: Any) -> None:
         """Adds a setting that follows from others or is a default, unless it is present."""
@@ -272,6 +295,11 @@ class Framework:
         if (length := stated.whole(*self.seq_len)) is not None:
             stated.facts.setdefault("seq_len", length)
         self.read(stated)
+        for knob, settings_of_knob in self.knobs.items():
+            if knob not in stated.knobs and (unknown := settings_of_knob.unknown(stated)) is not None:
+                stated.note(f"{unknown} is not a value of {knob} that redline knows, and is not taken into account")
+        for name, meant in sorted(stated.misspelt()):
+            stated.note(f"{name} is not a setting that redline reads; did you mean {meant}?")
         return stated
 
     def settings(self, strategy: Strategy, stated: Stated, knobs: Iterable[str]) -> dict[str, Any]:

@@ -389,6 +389,12 @@ def _read_recomputation(stated: Stated, layers: int | None, stages: int) -> None
     if granularity == "selective" or stated.flag("recompute-activations"):
         stated.knobs["checkpoint_ratio"] = 0
         stated.conventions["recompute_attention"] = True
+        stated.note(
+            "selective recomputation repeats attention without its linear layers, as fused attention does anyway; the knob "
+            "checkpoint_ratio has no value for it"
+        )
+    elif granularity not in ("", "full"):
+        stated.note(f"recompute-granularity = {granularity} is not a value that redline knows: nothing is recomputed")
     elif granularity == "full" and stated.get("recompute-method") == "block":
         count = stated.whole("recompute-num-layers")
         if count is None or layers is None:

@@ -326,11 +326,17 @@ def read(stated: Stated) -> None:
         knobs["zero"] = 2 if kept else 3
         if replicate > 1:
             knobs["hsdp"] = replicate
+    sequence_parallel = stated.flag("parallelism.disable_sequence_parallel") is not True
     if knobs.get("tp", 1) > 1:
         if knobs.get("ep", 1) > 1:
             knobs["etp"] = 1
-        knobs.setdefault("sequence_parallel", stated.flag("parallelism.disable_sequence_parallel") is not True)
+        knobs.setdefault("sequence_parallel", sequence_parallel)
+    schedule = stated.get("parallelism.pipeline_parallel_schedule_csv")
     if pp > 1:
+        if schedule is not None:
+            stated.note(
+                f"parallelism.pipeline_parallel_schedule_csv = {schedule}: the schedule of this file is not read"
+            )
         _read_chunks(stated)
     _read_recomputation(stated)
     _read_float8(stated)

@@ -51,6 +51,7 @@ KNOBS = KnobTable(
     KnobSettings(
         knob="fused_optimizer",
         ways=({True: {"optim": "adamw_torch_fused"}, False: {"optim": "adamw_torch"}},),
+        has_other_values=True,
     ),
     KnobSettings(
         knob="zero",

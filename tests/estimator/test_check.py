@@ -151,9 +151,14 @@ def test_experts_that_are_spread_over_hosts_are_better_kept_on_one():
 @pytest.mark.parametrize(
     ("given", "more", "says"),
     [
-        ("python run_clm.py --per_device_train_batch_size 4", {}, "does not give the number of devices"),
+        ("python run_clm.py --per_device_train_batch_size 4", {}, "give --devices N --model MODEL$"),
+        (
+            "accelerate launch --mixed_precision bf16 t.py",
+            {},
+            r"leaves facts out: give --devices N --model MODEL --fix micro_batch=N$",
+        ),
         (f"{RUN} --config_name gtp2", {}, "unknown model 'gtp2'|gtp2"),
-        ("torchrun --nproc-per-node 2 run_clm.py --bf16", {}, "does not name a model that is known: give --model"),
+        ("torchrun --nproc-per-node 2 run_clm.py --bf16", {}, "give --model MODEL$"),
         (
             "accelerate launch --num_processes 4 --mixed_precision bf16 t.py",
             {"model": "gpt2"},

@@ -1,5 +1,6 @@
 """Files and commands of other trainers are read back into the configuration that they state."""
 
+import dataclasses
 import json
 import shlex
 import tracemalloc
@@ -670,3 +671,55 @@ def test_a_changed_line_of_yaml_is_nested_as_the_file_is():
     source = SettingsSource(framework="accelerate", where="x", form="yaml", settings={}, stated=frozenset())
     change = _change(source, Stated({}, "x"), "dynamo_config.dynamo_backend", "INDUCTOR")
     assert change.text == "dynamo_config: {dynamo_backend: INDUCTOR}"
+
+
+@pytest.mark.parametrize(
+    ("framework", "settings", "note"),
+    [
+        ("torchtitan", {"parallelism.tensor_paralel_degree": 2}, "parallelism.tensor_parallel_degree"),
+        ("torchtitan", {"training.local_batch_sise": 4}, "training.local_batch_size"),
+        ("megatron", {"use-distributed-optimiser": True}, "use_distributed_optimizer"),
+        ("trainer", {"per_device_train_batchsize": 4}, "per_device_train_batch_size"),
+        ("deepspeed", {"zero_optimization.stge": 2}, "zero_optimization.stage"),
+    ],
+)
+def test_a_misspelt_setting_is_noted(framework, settings, note):
+    (name,) = settings
+    notes = find_framework(framework).reading(settings, "x").notes
+    assert f"{name} is not a setting that redline reads; did you mean {note}?" in notes
+
+
+@pytest.mark.parametrize(
+    ("framework", "settings", "note"),
+    [
+        (
+            "torchtitan",
+            {"activation_checkpoint.mode": "sometimes"},
+            "activation_checkpoint.mode = sometimes is not a value of",
+        ),
+        ("deepspeed", {"zero_optimization.stage": 5}, "zero_optimization.stage = 5 is not a value of zero"),
+        ("megatron", {"recompute-granularity": "everything"}, "recompute-granularity = everything is not a value that"),
+        ("torchtitan", {"activation_checkpoint.mode": "selective"}, None),
+        ("trainer", {"optim": "adafactor"}, None),
+        ("deepspeed", {"zero_optimization.stage": "auto"}, None),
+    ],
+)
+def test_an_unknown_value_is_noted(framework, settings, note):
+    notes = [each for each in find_framework(framework).reading(settings, "x").notes if "is not a value " in each]
+    assert [each.startswith(note) for each in notes] == [True] if note else notes == []
+
+
+def test_settings_of_the_installed_trainers_are_not_taken_for_misspelt_ones():
+    accelerate = pytest.importorskip("accelerate.utils.dataclasses")
+    transformers = pytest.importorskip("transformers")
+    names = {
+        "trainer": [each.name for each in dataclasses.fields(transformers.TrainingArguments)],
+        "accelerate": [
+            f"fsdp_config.fsdp_{each.name}" for each in dataclasses.fields(accelerate.FullyShardedDataParallelPlugin)
+        ],
+    }
+    names |= dict.fromkeys(("axolotl", "llamafactory"), names["trainer"])
+    for framework, settings in names.items():
+        for name in settings:
+            notes = find_framework(framework).reading({name: 1}, "x").notes
+            assert not any("did you mean" in each for each in notes), (framework, name, notes)
