@@ -76,7 +76,8 @@ def body(
             lines.append(f"the configuration with the least memory, {need:.1f} GiB of {limit:.1f} GiB, is")
             lines += _wrapped(_config(document.reference.config, document.reference.lossy), "  ", width)
             ranked = (document.reference,)
-        lines += ["", *_wrapped(_assumed(document), "", width)]
+        less = "More --devices, a shorter --seq-len, --lora r=16 or --allow lossy need less memory of each device."
+        lines += ["", *_wrapped(less, "", width), "", *_wrapped(_assumed(document), "", width)]
     else:
         lines += ["", *_table(document, width)]
         if ranked[0].lossy and document.survey is not None:
@@ -276,13 +277,13 @@ def _count(number: int) -> str:
 def _speeds(estimate: "Estimate") -> str:
     """Returns the 80 % range of the throughput."""
     samples = estimate.throughput * estimate.step_ms
-    return _range(samples / estimate.step_ms_high, samples / estimate.step_ms_low)
+    return range_text(samples / estimate.step_ms_high, samples / estimate.step_ms_low)
 
 
-def _range(low: float, high: float) -> str:
+def range_text(low: float, high: float) -> str:
     """Returns both ends of a range, with three digits of the upper one.
 
-    >>> _range(67_923.4, 108_923.4), _range(5_801.2, 9_123.0), _range(81.26, 99.0)
+    >>> range_text(67_923.4, 108_923.4), range_text(5_801.2, 9_123.0), range_text(81.26, 99.0)
     ('68k-109k', '5,800-9,120', '81.3-99')
     """
     if high >= 1e5:

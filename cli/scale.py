@@ -1,7 +1,6 @@
 """`redline scale`: tuning for increasing numbers of devices."""
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..results.columns import fold, speed
 from ..results.scaling import ScalePoint, Scaling
 from ..tuner.request import SECTIONS
 from . import exit_codes, words
+from .estimate_text import range_text
 from .options import options_of, request_of
 from .tune import end_in_order, run_folder
 
@@ -137,4 +137,4 @@ def _cells(scaling: Scaling, point: ScalePoint, base: float | None) -> Iterator[
     if point.predicted_throughput is None or low is None or high is None:
         yield ""
     else:
-        yield f"{speed(point.predicted_throughput, '')} \N{PLUS-MINUS SIGN} {100 * (math.sqrt(high / low) - 1):.0f} %"
+        yield range_text(low, high)

@@ -1,11 +1,15 @@
-"""Default samples of one optimizer step: a number that the devices can share."""
+"""Samples of one optimizer step: a default that the devices can share, and those of a user's own space."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import mul
 from typing import Any
 
-from ..base.errors import UsageError
+from ..base.errors import SpaceError, UsageError
 from ..space import Space
 from .workload import Workload
+
+_SPLITS = ("tp", "pp", "cp", "sp")
 
 
 def shareable(usual: int, devices: int) -> int:
@@ -78,3 +82,38 @@ def free_accumulation(
         if isinstance(each, bool) or not isinstance(each, int) or each < 1:
             raise UsageError(f"grad_accum must be whole numbers of at least 1, but got {each!r}")
     return list(dict.fromkeys(given))
+
+
+def check_samples(workload: Workload, space: Space, devices: int, asked: int | None) -> tuple[str, ...]:
+    """Returns notes about a user's own space in which a step can have other samples than the workload's global batch.
+
+    Args:
+        asked: the requested global batch, if any.
+
+    Raises:
+        UsageError: a global batch was requested, and no configuration has it.
+    """
+    knobs, total = space.by_name, workload.global_batch
+    counted = [each for each in ("micro_batch", "grad_accum", "dp", *_SPLITS) if each in knobs]
+    if not {"micro_batch", "grad_accum"} <= set(counted) or any(knobs[each].when is not None for each in counted):
+        return ()
+    split = reduce(mul, [space[each] for each in _SPLITS if each in knobs], 1)
+    replicas = space["dp"] if "dp" in knobs else devices // split
+    same = space.copy()
+    try:
+        same.require(space["micro_batch"] * replicas * space["grad_accum"] == total)
+    except SpaceError:
+        if asked is not None:
+            raise UsageError(
+                f"the global batch is {total}, but no configuration of the space has micro_batch * dp * grad_accum = "
+                f"{total}; derive grad_accum from it, as {total} // micro_batch"
+            ) from None
+        count = "no configuration has"
+    else:
+        if not space.enumerable or same.size == space.size:
+            return ()
+        count = f"{same.size:,} of {space.size:,} configurations have"
+    return (
+        f"a step has micro_batch * dp * grad_accum samples, as the space gives them: {count} the workload's "
+        f"global batch of {total}",
+    )

@@ -14,11 +14,11 @@ from ..frameworks.stated_space import ForeignSpace, declare
 from ..knobs.strategy import MAX_DEVICES, STANDARD
 from ..space import Space
 from .architecture import Architecture
-from .global_batch import free_accumulation, shared
+from .global_batch import check_samples, free_accumulation, shared
 from .narrow import narrow
 from .resolve import workload as resolve_workload
 from .server_model import ServerModel
-from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed, set_values
+from .spaces import check_knobs, checked_allowance, fix_knob, make_space, nothing_allowed, set_values
 from .workload import Workload
 
 
@@ -133,8 +133,17 @@ class SpaceRequest:
 
         Raises:
             SpaceError: the file does not contain a valid space.
+            UsageError: it is neither a space nor a path.
         """
-        return Space.from_yaml(self.space) if isinstance(self.space, (str, Path)) else self.space
+        if isinstance(self.space, (str, Path)):
+            return Space.from_yaml(self.space)
+        if self.space is not None and not isinstance(self.space, Space):
+            kind = type(self.space).__name__
+            raise UsageError(
+                f"space must be a redline.Space or the path of its YAML, but got a {kind}: space = redline.Space(), then "
+                "space.choice('micro_batch', [8, 16])"
+            )
+        return self.space
 
     @cached_property
     def source(self) -> SpaceFile | None:
@@ -283,6 +292,8 @@ def resolve(
         return space
 
     space, space_notes = request.space_or(default)
+    if request.given_space is not None or workload.space is not None:
+        space_notes += check_knobs(workload, space) + check_samples(workload, space, devices, request.global_batch)
     if isinstance(request.target, ServerModel) and isinstance(workload.model, Architecture):
         _check_attention(space, workload.model.attentions(device))
     return Resolved(

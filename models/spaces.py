@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
-from ..base.errors import SpaceError, UsageError, unknown
+from ..base.errors import SpaceError, UsageError, nearest, unknown
 from ..knobs.layers import ITEMS, Run, of_blocks, printed
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
@@ -13,6 +14,7 @@ from ..knobs.rules import RULES, Rule, RuleContext
 from ..knobs.strategy import ON_REQUEST, STANDARD, checked
 from ..space import Expression, Knob, Space
 from ..space.expression import negation
+from ..space.knob import DerivedKnob
 from . import parallel
 from .architecture import Architecture
 from .families import generic_schedule
@@ -403,6 +405,35 @@ def _find_runs(workload: Workload) -> Runs:
 
     schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
     return schedule.runs(create_schedule(skeleton(workload)))
+
+
+def check_knobs(workload: Workload, space: Space) -> tuple[str, ...]:
+    """Returns notes about knobs of a user's own space whose names look like misspelt standard ones.
+
+    Raises:
+        SpaceError: a knob has no standard meaning, nothing of the workload takes the configuration, and no other knob
+            and no constraint depends on it.
+    """
+    read = {name for rule in space.constraints for name in rule.names}
+    for knob in space.knobs:
+        rule = knob.rule if isinstance(knob, DerivedKnob) else knob.when
+        read.update(() if rule is None else rule.names)
+    own = [
+        knob.name for knob in space.knobs if knob.name not in STANDARD and not knob.derived and knob.name not in read
+    ]
+    own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
+    if own_schedule or (workload.takes_config and not isinstance(workload.model, Architecture)):
+        return tuple(
+            f"the knob '{name}' has no standard meaning; did you mean '{near[0]}'?"
+            for name in own
+            if (near := get_close_matches(name, STANDARD, n=1, cutoff=0.85))
+        )
+    if own:
+        raise SpaceError(
+            f"the knob '{own[0]}' of the space would have no effect{nearest(own[0], STANDARD) or ':'} It has no standard "
+            f"meaning, and no function of {workload.name} takes the configuration (model(config) or schedule(sch, config))"
+        )
+    return ()
 
 
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:

@@ -196,7 +196,7 @@ class Workload:
         """
         from torch import nn
 
-        module = self.model(config if config is not None else self.probe) if self._takes_config else self.model()
+        module = self.model(config if config is not None else self.probe) if self.takes_config else self.model()
         if not isinstance(module, nn.Module):
             raise WorkloadError(f"{self.name}: model must return a torch.nn.Module, but returned {_short(module)}")
         return module
@@ -209,7 +209,8 @@ class Workload:
         return Config({**NEUTRAL, **self.own_space(detect()).default()})
 
     @cached_property
-    def _takes_config(self) -> bool:
+    def takes_config(self) -> bool:
+        """True if `model` takes the configuration."""
         try:
             signature = inspect.signature(self.model)
             signature.bind()

@@ -12,7 +12,7 @@ from ..results import Trial
 from ..results.measurement import REFINEMENT
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZES = {"": 1.0, "MIB": 1.0, "M": 1.0, "GIB": 1024.0, "G": 1024.0, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
+_SIZES = {"MIB": 1.0, "M": 1.0, "GIB": 1024.0, "G": 1024.0, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
 _SIZES |= {"KIB": 1 / 1024, "TIB": 1024.0**2, "TB": 1e12 / 2**20}
 
 
@@ -113,7 +113,7 @@ def parse_duration(text: str | float | None, what: str = "time") -> float | None
 
 
 def parse_memory(text: str | float | None, what: str = "memory limit") -> float | None:
-    """Converts `8GiB`, `512MiB`, `1.5G` or a number of MiB to MiB; None stays None.
+    """Converts `8GiB`, `512MiB`, `1.5G`, or a number, which counts MiB, to MiB; None stays None.
 
     Raises:
         UsageError: it is not an amount of memory, or not positive.
@@ -124,6 +124,8 @@ def parse_memory(text: str | float | None, what: str = "memory limit") -> float 
         mib = float(text)
     else:
         match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+        if match and not match[2]:
+            raise UsageError(f"{what} must be an amount with a unit: {match[1]}GiB or {match[1]}MiB?")
         if not match or match[2].upper() not in _SIZES:
             raise UsageError(f"{what} must be an amount such as 8GiB or 512MiB, but got '{text}'")
         mib = float(match[1]) * _SIZES[match[2].upper()]

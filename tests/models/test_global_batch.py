@@ -1,11 +1,20 @@
-"""A default global batch is divisible among the devices; one that the user chose is kept."""
+"""A default global batch is divisible among the devices; one that the user chose is kept, and a space of the user's has
+knobs that something reads.
+"""
 
 import pytest
+import redline
+import torch
 from hypothesis import given, strategies as st
 from redline.base.device import Device
+from redline.base.errors import SpaceError, UsageError
 from redline.models import Workload, list_presets, workload
 from redline.models.global_batch import shareable, shared
+from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import default_space
+from redline.space import Space
+
+CPU = Device(type="cpu", name="a CPU", count=1, memory_mib=8192)
 
 
 @given(usual=st.integers(1, 4096), devices=st.integers(1, 4096))
@@ -60,3 +69,71 @@ def test_a_workload_of_one_s_own_keeps_its_batch(tmp_path):
     target = f"{file}:own"
     made, _ = shared(workload(target), 8, target=target, asked=None)
     assert made.global_batch == 4
+
+
+def own_space(*accumulation, micro_batches=(8, 16, 32)):
+    space = Space()
+    micro = space.choice("micro_batch", micro_batches)
+    if len(accumulation) == 1:
+        space.derive("grad_accum", accumulation[0] // micro)
+    else:
+        space.choice("grad_accum", accumulation)
+    return space
+
+
+def notes_of(space, **request):
+    return resolve(TrainingRequest(mlp(), space=space, **request), CPU, 1).notes
+
+
+def mlp(**options):
+    return Workload(
+        model=options.pop("model", lambda: torch.nn.Linear(4, 1)),
+        batch=lambda size, seed: (torch.zeros(size, 4), torch.zeros(size, 1)),
+        loss=lambda output, batch: (output - batch[1]).square().mean(),
+        global_batch=32,
+        name="mlp",
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "note"),
+    [
+        ((32,), None),
+        ((16,), "no configuration has the workload's"),
+        ((1, 2), "2 of 6 configurations have the workload's"),
+    ],
+)
+def test_other_samples_of_a_step_in_a_user_s_space_are_noted(accumulation, note):
+    notes = notes_of(own_space(*accumulation))
+    assert notes == () if note is None else note in notes[0]
+
+
+def test_a_requested_global_batch_that_no_configuration_has_is_refused():
+    with pytest.raises(UsageError, match=r"no configuration of the space has micro_batch \* dp \* grad_accum = 128"):
+        notes_of(own_space(16), global_batch=128)
+    assert notes_of(own_space(128), global_batch=128) == ()
+
+
+def test_a_knob_that_nothing_reads_is_refused():
+    space = own_space(32)
+    space.choice("precison", ["fp32", "bf16"])
+    with pytest.raises(SpaceError, match="'precison' of the space would have no effect; did you mean 'precision'"):
+        notes_of(space)
+    reads = mlp(model=lambda config: torch.nn.Linear(4, 1))
+    (note,) = resolve(TrainingRequest(reads, space=space), CPU, 1).notes
+    assert note == "the knob 'precison' has no standard meaning; did you mean 'precision'?"
+    with pytest.raises(SpaceError, match="no function of gpt2-tiny takes the configuration"):
+        resolve(TrainingRequest("gpt2-tiny", space=space), CPU, 1)
+
+
+def test_a_knob_that_another_follows_is_read():
+    space = Space()
+    size = space.choice("size", [1, 2])
+    space.derive("micro_batch", 16 * size)
+    assert resolve(TrainingRequest(mlp(), space=space), CPU, 1).notes == ()
+
+
+def test_a_dict_is_no_space():
+    with pytest.raises(UsageError, match="space must be a redline.Space or the path of its YAML, but got a dict"):
+        redline.tune(mlp(), {"micro_batch": [8, 16]})

@@ -26,7 +26,12 @@ def test_amounts_of_memory(text, mib):
     assert parse_memory(text) == pytest.approx(mib, rel=1e-4)
 
 
-@pytest.mark.parametrize("text", ["", "much", "8 elephants", "0", "-1GiB", 0])
+@pytest.mark.parametrize("text", ["", "much", "8 elephants", "0", "-1GiB", "0GiB", 0])
 def test_amounts_that_are_none(text):
     with pytest.raises(UsageError, match="memory limit must be"):
         parse_memory(text)
+
+
+def test_an_amount_of_memory_as_text_has_a_unit():
+    with pytest.raises(UsageError, match=r"memory limit must be an amount with a unit: 3GiB or 3MiB\?"):
+        parse_memory("3")

@@ -185,7 +185,7 @@ SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
 
 
 def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
-    """Returns the request to continue a training.
+    """Returns the request to continue a training. Fixed knobs are added to those of before, and replace their values.
 
     Raises:
         UsageError: it contradicts the training's request; the message names the field.
@@ -198,6 +198,8 @@ def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
                 f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot "
                 f"continue with {value!r}; start another one for that"
             )
+    if before.fix and "fix" in given:
+        given["fix"] = {**before.fix, **given["fix"]}
     starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
     return TrainRequest.again(request.source, asked, **{**given, **starts})
 

@@ -114,3 +114,10 @@ def test_relative_paths_of_an_older_training_resolve_in_its_start_folder(here, m
 def test_data_of_an_empty_name_is_refused(run):
     code, _, err = run("train", "llama", "--data", "", *SIZES, "--devices", 1)
     assert code == 2 and "the data must be files or folders, but one is an empty text" in " ".join(err.split())
+
+
+def test_fixed_knobs_are_added_to_those_of_before():
+    was = TrainRequest(source="llama-tiny", fix={"micro_batch": 4, "fusion": False}).given()
+    again = taken_up(TrainRequest(source="here", resume=True, fix={"precision": "bf16", "fusion": True}), was)
+    assert again.fix == {"micro_batch": 4, "precision": "bf16", "fusion": True}
+    assert taken_up(TrainRequest(source="here", resume=True), was).fix == {"micro_batch": 4, "fusion": False}
