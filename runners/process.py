@@ -6,7 +6,9 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -59,6 +61,30 @@ def kill_descendants(deadline_s: float = 10.0) -> None:
         time.sleep(0.001)
 
 
+@contextlib.contextmanager
+def builds_released(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """Removes the locks of these processes, which the `with` kills, in torch's cache of compiled extensions.
+
+    Such a lock (`torch.utils.file_baton`) is a file that its owner keeps open. A killed owner leaves it behind, and every
+    later process that loads the extension waits for ever.
+    """
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or "/torch_extensions/"
+    held: dict[Path, os.stat_result] = {}
+    for each in processes:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for link in Path(f"/proc/{each.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    file = link.readlink()
+                    if file.name == "lock" and cache in str(file):
+                        held[file] = file.stat()
+    yield
+    for file, was in held.items():
+        with contextlib.suppress(OSError):
+            now = file.stat()
+            if (now.st_ino, now.st_ctime_ns) == (was.st_ino, was.st_ctime_ns):  # not another process's by now
+                file.unlink()
+
+
 def family(pid: int) -> list[psutil.Process]:
     """Returns a process and all its descendants.
 
@@ -82,9 +108,10 @@ def kill_tree(pid: int) -> None:
                     each.suspend()
             tree += found
             found = [each for each in tree[0].children(recursive=True) if each not in tree]
-    for each in reversed(tree):
-        with contextlib.suppress(psutil.Error):
-            each.kill()
+    with builds_released(tree):
+        for each in reversed(tree):
+            with contextlib.suppress(psutil.Error):
+                each.kill()
 
 
 def reap() -> bool:

@@ -17,7 +17,7 @@ from . import failure
 from .job import Begun, Compiling, Job, Outcome, RankOutcome
 from .log import LogFile
 from .memory import SAMPLE_S, Shortage, wait_for_room
-from .process import Deadline, adopt_orphans, kill_descendants, offer_to_oom_killer
+from .process import Deadline, adopt_orphans, builds_released, family, kill_descendants, offer_to_oom_killer
 from .protocol import CANCEL, Received
 from .rank import DUMP_STACKS, run_rank
 
@@ -279,10 +279,11 @@ class Supervisor:
         return (*self._reported(), *stopped)
 
     def _end(self, log: LogFile) -> None:
-        for rank in self._ranks:
-            if rank.returncode is None and rank.outcome is None:
-                os.kill(rank.pid, signal.SIGKILL)
-        kill_descendants(self.job.teardown_s)
+        killed = [rank.pid for rank in self._ranks if rank.returncode is None and rank.outcome is None]
+        with builds_released(family(os.getpid()) if killed else ()):
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            kill_descendants(self.job.teardown_s)
         for rank in self._ranks:
             while rank.open_output and self._drain(rank, log) and self._more(rank):
                 continue

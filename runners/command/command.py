@@ -95,6 +95,11 @@ class Command:
     hides_env: ClassVar[bool] = False
     """True if the values of its environment must not be shown."""
 
+    def __post_init__(self) -> None:
+        for name in ("env", "render", "metric", "require"):
+            if isinstance(value := getattr(self, name), str):  # one of them, not its letters
+                object.__setattr__(self, name, (value,))
+
     @property
     def name(self) -> str:
         """The name of its program, or of the script that an interpreter or launcher runs."""

@@ -21,7 +21,7 @@ from ...base.reporting import FILE
 from .. import failure
 from ..load import Watch, family_s, foreign_cores
 from ..memory import GpuMemory, Shortage
-from ..process import family
+from ..process import builds_released, family
 from ..timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
@@ -374,7 +374,12 @@ class Run(Clock):
 
     def _end(self) -> None:
         """Ends it and everything it started, first with SIGTERM, which its launcher may pass on."""
-        if self.process.poll() is None:
+        if self.process.poll() is not None:
+            return
+        processes: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = family(self.process.pid)
+        with builds_released(processes):
             self._signal(signal.SIGTERM)
             end = time.monotonic() + (0.0 if self.out_of_memory else TERM_S)
             while time.monotonic() < end and self.process.poll() is None:
@@ -384,7 +389,7 @@ class Run(Clock):
                     break
             self._signal(signal.SIGKILL)
             self.process.wait()
-            self.stopped = True
+        self.stopped = True
 
     def _signal(self, number: int) -> None:
         """Sends a signal to the command's process group."""

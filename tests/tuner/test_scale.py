@@ -230,7 +230,9 @@ def test_the_command_line_shows_a_line_a_count(capsys, tmp_path):
         "--out", tmp_path / "s",
     )  # fmt: skip
     assert code == 0
-    lines = [line.split() for line in out.splitlines() if line.strip()[:1] in "124" and re.search(r"\dk?-\d[\d,.]*k?$", line)]
+    lines = [
+        line.split() for line in out.splitlines() if line.strip()[:1] in "124" and re.search(r"\dk?-\d[\d,.]*k?$", line)
+    ]
     assert [line[:2] for line in lines] == [["1", "8"], ["2", "16"], ["4", "32"]]
     assert "1.00x" in lines[0] and "2 devices" in out and "scale.svg" in out
     code, out, err = run(
