@@ -65,17 +65,16 @@ def kill_descendants(deadline_s: float = 10.0) -> None:
 def builds_released(processes: Iterable[psutil.Process]) -> Iterator[None]:
     """Removes the locks of these processes, which the `with` kills, in torch's cache of compiled extensions.
 
-    Such a lock (`torch.utils.file_baton`) is a file that its owner keeps open. A killed owner leaves it behind, and every
-    later process that loads the extension waits for ever.
+    Such a lock (`torch.utils.file_baton`) is a file `lock` beside the extension's `build.ninja`, which its owner keeps
+    open. A killed owner leaves it behind, and every later process that loads the extension waits for ever.
     """
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or "/torch_extensions/"
     held: dict[Path, os.stat_result] = {}
     for each in processes:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             for link in Path(f"/proc/{each.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     file = link.readlink()
-                    if file.name == "lock" and cache in str(file):
+                    if file.name == "lock" and file.with_name("build.ninja").exists():
                         held[file] = file.stat()
     yield
     for file, was in held.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redline as rl
 from redline.results import Status
-from redline.runners.process import kill_tree
+from redline.runners.process import builds_released, family, kill_tree
 
 BUILD = """
 import importlib.util, os, runpy, sys, time
@@ -23,11 +23,11 @@ time.sleep(600)
 
 
 @pytest.fixture
-def extension(tmp_path, monkeypatch):
-    """Folder of an extension in a cache of its own."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    folder = tmp_path / "cache" / "py311_cpu" / "some_op"
+def extension(tmp_path):
+    """Folder of an extension that is being built."""
+    folder = tmp_path / "torch_extensions" / "py311_cpu" / "some_op"
     folder.mkdir(parents=True)
+    (folder / "build.ninja").write_text("")
     (tmp_path / "build.py").write_text(BUILD)
     return folder
 
@@ -38,6 +38,7 @@ def test_a_killed_builder_s_lock_is_removed(extension, tmp_path):
     assert building.stdout.readline() == b"building\n" and (extension / "lock").exists()
     other = extension.parent / "other_op"
     other.mkdir()
+    (other / "build.ninja").write_text("")
     (other / "lock").write_text("")
     kill_tree(building.pid)
     building.communicate(timeout=30)
@@ -46,8 +47,6 @@ def test_a_killed_builder_s_lock_is_removed(extension, tmp_path):
 
 
 def test_a_released_and_taken_lock_stays(extension):
-    from redline.runners.process import builds_released, family
-
     building = subprocess.Popen([sys.executable, extension.parents[2] / "build.py", extension], stdout=subprocess.PIPE)
     assert building.stdout.readline() == b"building\n"
     with builds_released(family(building.pid)):
