@@ -169,7 +169,7 @@ def _uneven_sharers(k: Any, context: RuleContext) -> Any:
     """Ranks that cannot share experts: of the replicas, and with whole experts of the ranks of a layer too."""
     replicas = k.dp * k.sp * k.cp
     whole = ((replicas * k.tp) % k.ep != 0) | ((k.ep % k.tp != 0) & (k.tp % k.ep != 0))
-    return ((k.etp != 1) & (replicas % k.ep != 0)) | ((k.etp == 1) & whole)
+    return (k.ep > 1) & (((k.etp != 1) & (replicas % k.ep != 0)) | ((k.etp == 1) & whole))
 
 
 def _uneven_tokens(k: Any, context: RuleContext) -> Any:

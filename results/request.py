@@ -178,7 +178,8 @@ def _differences(key: str, before: Any, after: Any) -> list[str]:
         same = math.isclose(before, after, rel_tol=tolerance)
     else:
         same = _flow(before) == _flow(after)  # unlike ==, distinguishes True from 1
-    return [] if same else [f"{key}: was {_words(before)}, now {_words(after)}"]
+    what = " (its code, data or sizes have changed)" if key == "workload.id" else ""
+    return [] if same else [f"{key}: was {_words(before)}, now {_words(after)}{what}"]
 
 
 def _by_name(value: Any) -> Any:

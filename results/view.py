@@ -12,6 +12,17 @@ from .ledger import Ledger
 from .measurement import Trial
 from .names import LEDGER, RUN, TABLE, holds_run
 from .records import LARGEST_LEDGER
+from .trained import holds_training
+
+
+def instead_of_run(path: Path) -> str:
+    """Returns what a folder without a run contains instead, as the end of a message; empty if it is neither a training
+    nor a folder of runs.
+    """
+    if holds_training(path):
+        return f"; it contains a training, which `redline dashboard {path.parent}` shows"
+    below = sorted(each.parent.name for name in (RUN, TABLE) for each in path.glob(f"*/{name}"))
+    return f"; there is one in '{path / below[0]}'" if below else ""
 
 
 class View:
@@ -41,7 +52,9 @@ class View:
         if not self.path.is_dir():
             raise StudyError(f"there is no folder '{path}'; give the --out of a run")
         if not holds_run(self.path):
-            raise StudyError(f"'{path}' contains no run: it has neither {RUN} nor {LEDGER} nor {TABLE}")
+            raise StudyError(
+                f"'{path}' contains no run: it has neither {RUN} nor {LEDGER} nor {TABLE}{instead_of_run(self.path)}"
+            )
         self.document: dict[str, Any] | None = None
         """The contents of run.yaml; None if it is missing."""
         self.problems: list[str] = []

@@ -138,6 +138,8 @@ def prepare(
         early: phases that may be applied to a part of the model before the next weights exist.
     """
     check_synced(sch)
+    if sch.tree.pipeline is not None and not sch.tree.cuts:
+        raise ScheduleError("build: pipeline has no stages: call cut_pipeline_stage on the modules that end one")
     axis = axis_of(sch.mesh, "pp")
     if sch.tree.cuts and axis is not None and axis.size > 1:
         context.pipeline = Pipeline(sch.tree, axis, context.device, context.loss)

@@ -196,7 +196,7 @@ def test_a_lost_ledger_does_not_cost_the_table_its_rows(tmp_path, open_run, poin
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("workload.id", "77aa", "workload.id: was 3f2a, now 77aa"),
+        ("workload.id", "77aa", "workload.id: was 3f2a, now 77aa (its code, data or sizes have changed)"),
         ("devices.count", 2, "devices.count: was 1, now 2"),
         ("devices.memory_mib", 16000, "devices.memory_mib: was 24000, now 16000"),
         ("seq_len", 256, "seq_len: was 128, now 256"),
@@ -454,7 +454,10 @@ def test_a_view_makes_do_with_what_is_left(tmp_path, open_run, point, ok):
     assert [trial.config for trial in view.trials()] == [point(0).to_dict()]
     assert len(view.problems) == 2 and "run.yaml is missing" in view.problems[0]
     (tmp_path / "trials.csv").unlink()
-    for path, words in [(tmp_path, "contains no run"), (tmp_path / "no", "no folder")]:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "train.yaml").write_text("{}")
+    training = "contains no run.*; it contains a training, which `redline dashboard .*` shows"
+    for path, words in [(tmp_path, "contains no run"), (tmp_path / "no", "no folder"), (tmp_path / "train", training)]:
         with pytest.raises(StudyError, match=words):
             View(path)
 

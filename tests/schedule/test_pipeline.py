@@ -477,6 +477,7 @@ def check_refusals(make):
         lambda s: s["lm_head"].cut_pipeline_stage(),
     )
     for cuts, kind, count, reason in [
+        ([], "1f1b", 2, "pipeline has no stages: call cut_pipeline_stage"),
         ([0], "1f1b", 1, "as many micro-batches as ranks, 2, or more, but got 1"),
         ([0, 1, 2], "gpipe", 4, "takes one stage a rank, but there are 4 on 2 ranks; use 'interleaved'"),
         ([0, 1, 2], "interleaved", 3, "2 ranks must divide the micro-batches, but got 3"),

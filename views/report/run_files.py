@@ -12,6 +12,7 @@ from ...results.best import confirmed, read as read_best
 from ...results.measurement import Trial
 from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run
 from ...results.table import LARGEST_TABLE, drop_invalid, parse, trials_of
+from ...results.view import instead_of_run
 from . import state
 
 
@@ -87,7 +88,7 @@ class RunFiles:
             raise StudyError(f"'{path}' does not exist; give the --out of a run, or a table of trials (CSV)")
         alone = path != folder and (name != TABLE or not holds_run(folder))
         if not alone and not holds_run(folder):
-            raise StudyError(f"'{path}' contains no run: neither {RUN} nor {TABLE} is there{_nearby(path)}")
+            raise StudyError(f"'{path}' contains no run: neither {RUN} nor {TABLE} is there{instead_of_run(path)}")
         problems: list[str] = []
         request_document = None if alone else _request_of(folder, problems, lenient or path != folder)
         columns = _table(folder, name, request_document is not None, problems, lenient)
@@ -161,8 +162,3 @@ def _request_of(folder: Path, problems: list[str], lenient: bool) -> dict[str, A
         ) from None
     problems += faults
     return document
-
-
-def _nearby(path: Path) -> str:
-    below = sorted(each.parent.name for name in (RUN, TABLE) for each in path.glob(f"*/{name}"))
-    return f"; there is one in '{path / below[0]}'" if below else ""
