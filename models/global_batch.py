@@ -1,8 +1,7 @@
 """Samples of one optimizer step: a default that the devices can share, and those of a user's own space."""
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import mul
+from math import prod
 from typing import Any
 
 from ..base.errors import SpaceError, UsageError
@@ -97,8 +96,7 @@ def check_samples(workload: Workload, space: Space, devices: int, asked: int | N
     counted = [each for each in ("micro_batch", "grad_accum", "dp", *_SPLITS) if each in knobs]
     if not {"micro_batch", "grad_accum"} <= set(counted) or any(knobs[each].when is not None for each in counted):
         return ()
-    split = reduce(mul, [space[each] for each in _SPLITS if each in knobs], 1)
-    replicas = space["dp"] if "dp" in knobs else devices // split
+    replicas = space["dp"] if "dp" in knobs else devices // prod(space[each] for each in _SPLITS if each in knobs)
     same = space.copy()
     try:
         same.require(space["micro_batch"] * replicas * space["grad_accum"] == total)
