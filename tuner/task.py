@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import prod
+from functools import partial, reduce
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,7 +269,7 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
         declare(space, name, each)
     ways = [space[name] for name in SPLITS if name in space.by_name]
     if ways and devices > 1:
-        space.require(devices % prod(ways) == 0, f"degrees divide the {devices} devices")
+        space.require(devices % reduce(mul, ways) == 0, f"degrees divide the {devices} devices")
     return space
 
 
@@ -291,7 +291,7 @@ def _share(space: Space, total: int, devices: int) -> None:
 def _of_a_pass(space: Space, devices: int) -> Any:
     """Samples of one forward and backward pass of all replicas."""
     ways = [space[name] for name in SPLITS if name in space.by_name]
-    replicas = space["dp"] if "dp" in space.by_name else devices // prod(ways) if ways else devices
+    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
     return space["micro_batch"] * replicas
 
 
