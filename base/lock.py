@@ -12,6 +12,9 @@ from pathlib import Path
 from .errors import StudyError
 from .writing import cannot_write
 
+IN_USE = "wait for it, end it, or give another --out"
+"""What to do about another owner of a run's folder."""
+
 
 class FolderLock:
     """Locks a file in the folder by flock(2) until `release`, or until the process ends.
@@ -22,7 +25,7 @@ class FolderLock:
         StudyError: another process holds the lock (the message names it), or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, name: str = ".lock") -> None:
+    def __init__(self, folder: Path, name: str = ".lock", *, instead: str = IN_USE) -> None:
         self.path = folder / name
         self._fd = -1
         try:
@@ -35,9 +38,7 @@ class FolderLock:
             owner = _owner(fd)
             os.close(fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StudyError(
-                    f"'{folder}' is in use by {owner}; wait for it, end it, or give another --out"
-                ) from None
+                raise StudyError(f"'{folder}' is in use by {owner}; {instead}") from None
             raise StudyError(
                 f"the file system of '{folder}' cannot lock files ({error.strerror}); give an --out on a local disk"
             ) from error

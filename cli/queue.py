@@ -26,6 +26,9 @@ Examples:
 """,
 )
 @click.option("--all", "everything", is_flag=True, help="Include searches that have ended.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="Searches of --all."
+)
 @click.option("--workers", is_flag=True, help="Show the workers in place of searches.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--hold", multiple=True, metavar="ID", help="Start no trials of a search until it is released.")
@@ -42,7 +45,14 @@ Examples:
 )
 @with_server
 def queue(
-    server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool, **changes: Any
+    server: str,
+    token: str | None,
+    trust: str | None,
+    everything: bool,
+    limit: int,
+    workers: bool,
+    as_json: bool,
+    **changes: Any,
 ) -> None:
     """Show running and waiting searches with the reason for waiting, or change their state in the queue."""
     from rich.console import Console
@@ -55,7 +65,7 @@ def queue(
     with client_of(server, token, trust) as client:
         pool = client.workers() if workers else []
         found = client.queue()
-        searches = client.searches() if everything else found.searches
+        searches = _newest(client, limit) if everything else found.searches
     if as_json:
         listed = [each.model_dump() for each in (pool if workers else searches)]
         click.echo(json.dumps(listed if workers or everything else found.model_dump()))
@@ -69,6 +79,20 @@ def queue(
     console.print(Text(totals, style="dim"))
     names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]
     console.print(_table(names, [_search(each) for each in searches]))
+    if everything and len(searches) == limit:
+        console.print(Text(f"the newest {limit} searches; --limit shows more", style="dim"))
+
+
+def _newest(client: "Client", most: int) -> "list[SearchAnswer]":
+    """Returns the newest searches, read page by page."""
+    found: list[SearchAnswer] = []
+    while len(found) < most:
+        size = min(100, most - len(found))
+        page = client.searches(after=found[-1].id if found else None, limit=size)
+        found += page
+        if len(page) < size:
+            break
+    return found
 
 
 def _change(client: "Client", changes: dict[str, Any]) -> None:

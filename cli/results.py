@@ -45,7 +45,10 @@ def results(
     with client_of(server, token, trust) as client:
         run = client.search(search)
         if table is not None:
-            table.write_bytes(run.table())
+            try:
+                table.write_bytes(run.table())
+            except OSError as error:
+                raise UsageError(f"'{table}' cannot be written: {error.strerror or error}") from None
             click.echo(f"wrote {table}")
             return 0
         if target is not None:

@@ -80,9 +80,9 @@ def submitted(
     return client_of(server, token, trust).submit(asked.pop("target"), asked.pop("space", None), **own, **asked)
 
 
-def searched(given: Mapping[str, Any], server: str, token: str | None, as_json: bool) -> int:
+def searched(given: Mapping[str, Any], server: str, token: str | None, trust: str | None, as_json: bool) -> int:
     """Runs `redline tune --server`: submits, waits, prints the results, and returns the exit code."""
-    run = submitted(given, server, token)
+    run = submitted(given, server, token, trust)
     if not as_json:
         click.echo(f"search   {run.id} on {server}")
         return followed(run)

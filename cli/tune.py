@@ -47,7 +47,7 @@ GROUPS = {
     "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
     "Search space": tuple(each.name for each in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
-    "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "server", "token"),
+    "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "server", "token", "trust"),
     "Results": ("out", "resume", "as_json", "log_to"),
     "Your own command": (*(each.name for each in fields(Command)), "command_file", "dry"),
 }
@@ -61,8 +61,15 @@ GROUPS = {
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--server", metavar="URL", help="Search on a server's devices, instead of here; see `redline submit`.")
 @click.option("--token", envvar="REDLINE_TOKEN", metavar="TEXT", help="For --server.  [default: REDLINE_TOKEN]")
+@click.option("--trust", metavar="FILE", help="Certificates to trust for --server, in PEM.  [default: the system's]")
 def tune(
-    as_json: bool, dry: bool, command_file: str | None, server: str | None, token: str | None, **options: Any
+    as_json: bool,
+    dry: bool,
+    command_file: str | None,
+    server: str | None,
+    token: str | None,
+    trust: str | None,
+    **options: Any,
 ) -> int:
     """Find the configuration that trains MODEL fastest on the available devices.
 
@@ -90,7 +97,7 @@ def tune(
             click.echo(
                 "note: a server uses the plan's model and sizes, but searches its configurations itself", err=True
             )
-        return searched(given, server, token, as_json)
+        return searched(given, server, token, trust, as_json)
     if dry:
         _print_commands(command, given)
         return 0

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -67,7 +68,7 @@ def worker(
         if not watched and click.get_current_context().get_parameter_source("token") is ParameterSource.COMMANDLINE:
             raise UsageError(
                 "every user of this host can see a command line: with --code-user give the token by REDLINE_TOKEN, or as the "
-                "first line of standard input (--token -)"
+                "first line of standard input, which stays open (--token -)"
             )
         user = unix_user(code_user)
     host = socket.gethostname()
@@ -77,13 +78,16 @@ def worker(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: leasing.stop())
     if watched:
-        threading.Thread(target=_end_with_stdin, daemon=True).start()
+        threading.Thread(target=_end_with_stdin, args=(leasing.stop,), daemon=True).start()
     else:
         click.echo(f"{host} joins {server} with {count} {detect().name}")
     leasing.run()
 
 
-def _end_with_stdin() -> None:
-    """Ends at once when the parent process has ended: it cannot receive results, and another worker will be started."""
+def _end_with_stdin(stop: Callable[[], None]) -> None:
+    """Ends when the parent process has ended: it cannot receive results, and another worker will be started."""
     sys.stdin.read()
-    os.killpg(0, signal.SIGKILL)
+    if os.getpgrp() == os.getpid():  # started by a server, in a group of its own
+        os.killpg(0, signal.SIGKILL)
+    click.echo("standard input was closed, so this worker ends; keep it open, or use REDLINE_TOKEN", err=True)
+    stop()

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base._optuna import study_ids
 from ..base.errors import MissingDependency, StudyError, unknown
 from ..base.writing import Reserve
 
@@ -49,7 +48,9 @@ def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[
     import optuna
 
     stored: dict[str, Any] = {}
-    study_id = study_ids(storage).get(name)
+    study_id = None
+    with contextlib.suppress(KeyError):  # not by all studies of the storage, which may be thousands
+        study_id = storage.get_study_id_from_name(name)
     if study_id is None:
         study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
     elif not exist_ok:

@@ -75,12 +75,15 @@ class Dispatcher(threading.Thread):
 
     def run(self) -> None:
         """Decides after every change, and at least each second, until it is closed."""
-        seen, decided = -1, float("-inf")
+        seen, decided, looked = -1, float("-inf"), self._monotonic()
         while not self._closing.is_set():
             woken = self._changed.wait(LOOK_S)
             self._changed.clear()
             try:
                 latest = self.store.latest()
+                if self.failure or self._monotonic() - looked > self.lease_s:
+                    # The database was away, or this process did not run: nobody could renew a lease.
+                    self._began, self._since = self._monotonic(), self.store.clock()
                 if woken or latest != seen or self._monotonic() - decided >= DECIDE_S:
                     seen, decided = latest, self._monotonic()
                     self.step()
@@ -94,6 +97,7 @@ class Dispatcher(threading.Thread):
                 self.failure = f"{type(error).__name__}: {error}"
             if self.failure:
                 self._closing.wait(DECIDE_S)
+            looked = self._monotonic()
         with self._mutex:
             asking = [each for futures in self._asking.values() for each in futures]
             self._asking.clear()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import AttemptOver, RedlineError, StorageUnavailable, StudyError
+from ..base.errors import AttemptOver, NotFound, RedlineError, StorageUnavailable, StudyError
 from ..results import Trial
 from ..results.names import holds_run
 from ..runners.failure import is_oom
@@ -47,10 +47,12 @@ class StoreListener(SearchListener):
         self.finished_one: Callable[[Trial], None] = lambda trial: None
         """Called with each finished trial."""
         self.trying = threading.Event()
-        """Set when the first trial starts."""
+        """Set when the first trial starts, or if earlier attempts have had it."""
 
     def on_start(self, plan: SearchPlan) -> None:
         self.done = plan.done
+        if plan.done:
+            self.trying.set()
         self._record_event(
             "plan",
             name=plan.name,
@@ -159,7 +161,7 @@ class Searcher:
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
         try:
             result = self._tuned()
-        except StudyError as error:
+        except (StudyError, StorageUnavailable) as error:
             # A failure of the database or disk may be temporary: the search is restarted.
             raise SystemExit(f"the search cannot continue at the moment: {error}") from error
         except RedlineError as error:
@@ -271,7 +273,7 @@ class Searcher:
                     print(broken, file=sys.stderr, flush=True)
                     os._exit(LIMITED)
                 found = self._store.attempted_search(self._id, self._attempt)
-            except AttemptOver as error:
+            except (AttemptOver, NotFound) as error:  # taken by another attempt, or deleted
                 print(error, file=sys.stderr, flush=True)
                 os._exit(FENCED)
             except StorageUnavailable:

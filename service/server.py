@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MissingDependency, StudyError, UsageError
+from ..base.errors import MissingDependency, StorageUnavailable, StudyError, UsageError
 from ..base.lock import FolderLock
 from ..runners.host import HostAgent
 from ..runners.unix_user import unix_user
@@ -30,7 +30,7 @@ from .searcher_task import IMPORTS, driver_of
 from .searchers import Searchers, SearcherSlots
 from .serve_options import ServeOptions
 from .store import Store
-from .store.connection import DatabaseLock
+from .store.connection import INSTEAD, DatabaseLock
 from .studies import forget_ledger
 
 ADMIN, EMBEDDED = "admin", "embedded"
@@ -67,7 +67,13 @@ def serve(
         options.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         url = options.storage or f"sqlite:///{(options.folder / 'redline.db').absolute()}"
         servers: list[Any] = []
-        stack.enter_context(_locks(options, url, say, lambda: _end(servers)))
+        lost = threading.Event()
+
+        def end() -> None:
+            lost.set()
+            _end(servers)
+
+        stack.enter_context(_locks(options, url, say, end))
         # Started early: it imports in parallel with this process, which has much to import as well.
         agent = HostAgent((*IMPORTS, *driver_of(url)))
         stack.callback(agent.close)
@@ -84,6 +90,8 @@ def serve(
         stack.callback(listening.close)
         server = _server(options, parts)
         servers.append(server)
+        if lost.is_set():  # while the server was prepared
+            _end(servers)
         address = _address(options, listening.getsockname()[1])
         say(f"redline serve on {address}, data in {options.folder}, {store.database.words}")
         started(address, server)
@@ -100,15 +108,17 @@ def _locks(options: ServeOptions, url: str, say: Callable[[str], None], lost: Ca
 
     Raises:
         StudyError: another server has one of them.
+        StorageUnavailable: the database cannot be used.
     """
     announced = False
     while True:
         with contextlib.ExitStack() as stack:
             try:
-                stack.callback(FolderLock(options.folder).release)
+                stack.callback(FolderLock(options.folder, instead=INSTEAD).release)
                 stack.enter_context(DatabaseLock(url, lost))
-            except StudyError as error:
-                if not options.standby:
+            except (StudyError, StorageUnavailable) as error:
+                # A wrong URL fails at once; a database that is away later comes back.
+                if not options.standby or (isinstance(error, StorageUnavailable) and not announced):
                     raise
                 if not announced:
                     say(f"waiting on standby: {error}")

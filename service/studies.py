@@ -161,17 +161,19 @@ def _found(url: str, study: str) -> _Study:
 
 
 def _form_of(url: str, study: str) -> Mapping[str, Any]:
-    import optuna
+    """Reads one study alone: the database has the ledgers of all searches as well.
 
+    Raises:
+        KeyError: there is none of that id.
+    """
     from ..results.storage import contained, open_storage, quiet, words
 
     with quiet(), contained(words(url)):
         storage, _ = open_storage(url, writable=True)
         try:
-            names = {
-                each.study_name: each for each in optuna.get_all_study_summaries(storage, include_best_trial=False)
-            }
+            found: Mapping[str, Any] = storage.get_study_user_attrs(storage.get_study_id_from_name(PREFIX + study))[
+                _FORM
+            ]
         finally:
             storage.remove_session()
-    found: Mapping[str, Any] = names[PREFIX + study].user_attrs[_FORM]
     return found

@@ -41,6 +41,7 @@ _UNLIMITED = ("/v1/leases/", "/v1/workers/")
 """Paths without a rate limit: workers call them as often as their dry runs require."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 bearer = HTTPBearer(auto_error=False, description="`redline token new` makes one.")
+TOO_MANY = "{} sends more requests than this server allows; wait a little"
 TOO_MANY_STRANGERS = "too many requests without a token came from this address; wait a little"
 MOST_VALUES = 50_000
 """Largest number of commas and opening brackets in a body. A MiB of empty lists takes the interpreter a second, which
@@ -112,8 +113,8 @@ def _caller(request: Request) -> User:
             401, "no_token", "a token is required: send `Authorization: Bearer ...`, or log in at /login",
             headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
-    if not request.url.path.startswith(_UNLIMITED):
-        parts.rates.take(f"user {user.id}", f"{user.name} sends more requests than this server allows; wait a little")
+    if user.role not in _MAY[Role.WORKER] or not request.url.path.startswith(_UNLIMITED):
+        parts.rates.take(f"user {user.id}", TOO_MANY.format(user.name))
     request.state.user, request.state.still = user.name, partial(lookup, token)
     return user
 

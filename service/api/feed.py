@@ -89,6 +89,8 @@ class Feed:
                 found = await asyncio.to_thread(self._store.events, self._last, limit=PAGE)
             except ServiceError as error:
                 _log.warning("events cannot be read: %s", error)
+            except Exception:  # the next read may succeed, and without this task no stream has events
+                _log.exception("events cannot be read")
             self._take(found)
             if len(found) < PAGE:
                 await asyncio.sleep(self._every if self.listeners else min(IDLE_S, 10 * self._every))
@@ -156,6 +158,7 @@ class Feed:
                             return
                         checked = time.monotonic()
                     found, upto = await self._since(seen, search)
+                    more = upto != seen
                     if searches := {each.search for each in found if each.search is not None}:
                         out = await asyncio.to_thread(hidden, searches)
                         if search in out:
@@ -172,7 +175,7 @@ class Feed:
                     yield b"".join(each.text for each in found)
                 if over:
                     return
-                if not found and not await self._waited(changed):
+                if not more and not await self._waited(changed):
                     yield b": nothing new\n\n"
         finally:
             self.listeners -= 1

@@ -15,7 +15,7 @@ from ...views.dashboard.guard import HEADERS, with_headers
 from ...views.report.page import asset, bundle
 from ..records import Role
 from ..runs import SearchLibrary
-from .access import CSRF, SESSION_S, TOO_MANY_STRANGERS, address_of, cookie_name, csrf_of, user_of
+from .access import CSRF, SESSION_S, TOO_MANY, TOO_MANY_STRANGERS, address_of, cookie_name, csrf_of, user_of
 from .parts import Parts
 from .problems import Problem
 
@@ -84,6 +84,7 @@ def add(app: FastAPI, parts: Parts) -> None:
     async def logout(request: Request) -> Response:
         _same_origin(request)
         if cookie := request.cookies.get(cookie_name(request), ""):
+            parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
             await run_sync(parts.store.end_session, cookie)
         answer = RedirectResponse("/login", status_code=303)
         answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict")
@@ -166,6 +167,7 @@ class _LoggedIn:
                 raise Problem(
                     403, "role", f"{user.name} has the role worker, which may not view pages", given=str(user.role)
                 )
+            self._parts.rates.take(f"user {user.id}", TOO_MANY.format(user.name))
             search = request.query_params.get("run", "")
             if search and not await run_sync(self._parts.store.sees, user, search):
                 raise Problem(404, "not_found", "there is no such search")

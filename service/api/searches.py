@@ -118,7 +118,7 @@ def submit(
         key=idempotency_key,
         reuse=form.reuse,
         visibility=form.visibility,
-        most_queued=None if user.role == Role.ADMIN else parts.most_queued,
+        most_queued=_most_queued(user, parts),
     )
     if new:
         parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
@@ -144,6 +144,11 @@ def _check_code(parts: Parts, owner: User, request: Mapping[str, Any]) -> None:
         )
     if "workload" in request and not parts.workloads:
         raise Refused(NO_WORKLOADS)
+
+
+def _most_queued(user: User, parts: Parts) -> int | None:
+    """Limit of queued searches of a user; None for admins, who have none."""
+    return None if user.role == Role.ADMIN else parts.most_queued
 
 
 def _check_priority(user: User, priority: int) -> None:
@@ -247,7 +252,7 @@ def release(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
 @router.post("/{search}/retry")
 def retry(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     """Resumes a search that failed or was cancelled. Finished dry runs are not repeated."""
-    return _resumed(parts, user, search, "retry", lambda: parts.store.retry(search))
+    return _resumed(parts, user, search, "retry", lambda: parts.store.retry(search, _most_queued(user, parts)))
 
 
 @router.patch("/{search}")

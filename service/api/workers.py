@@ -96,7 +96,7 @@ def _check_owner(user: User, worker: Worker) -> Worker:
 
 
 def _leased(parts: Parts, user: User, dry_run: int, lease: int) -> DryRun:
-    """Returns a dry run that a worker of this user has or had.
+    """Returns a dry run that a worker of this user has, or of which this lease is over.
 
     Raises:
         LeaseOver: the lease does not exist.
@@ -104,7 +104,8 @@ def _leased(parts: Parts, user: User, dry_run: int, lease: int) -> DryRun:
     found = parts.store.dry_run(dry_run)
     if found.worker is None or found.lease < lease:
         raise LeaseOver(f"the dry run {dry_run} has no lease {lease}")
-    _check_owner(user, parts.store.worker(found.worker))
+    if found.lease == lease:  # an earlier one changes nothing, whoever had it
+        _check_owner(user, parts.store.worker(found.worker))
     return found
 
 

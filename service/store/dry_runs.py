@@ -71,7 +71,7 @@ class DryRuns(Part):
         devices: int,
     ) -> DryRun:
         """Requests a dry run. An earlier request under the same key returns the same dry run, with its outcome if
-        known.
+        known. One that a worker refused is run again: a search that is repeated may have another worker.
 
         Raises:
             NotFound: the search does not exist.
@@ -80,7 +80,8 @@ class DryRuns(Part):
         owner = locked_search(connection, search)
         check_attempt(owner, attempt)
         known = one(connection, select(dry_runs).where(dry_runs.c.search == search, dry_runs.c.key == key))
-        if known is not None and known.state != DryRunState.WITHDRAWN:
+        refused = known is not None and "refused" in (known.outcome or {})
+        if known is not None and known.state != DryRunState.WITHDRAWN and not refused:
             return _dry_run(known)
         if owner.state != SearchState.RUNNING:
             raise AttemptOver(f"the search {search} is {owner.state}")
@@ -89,6 +90,7 @@ class DryRuns(Part):
         values |= {"state": DryRunState.WAITING, "created": now, "ended": None, "attempts": 0}
         if known is not None:
             number = known.id
+            values |= {"outcome": None, "lease": known.lease + 1}  # an answer to the earlier request is late
             connection.execute(update(dry_runs).where(dry_runs.c.id == number).values(**values))
         else:
             values |= {"search": search, "key": as_text("key", key, empty=False), "lease": 0}

@@ -10,7 +10,7 @@ from ..records import MOST_PRIORITY, VISIBILITIES, DryRunState, Role, Search, Se
 from ..tables import dry_runs, events, measured, searches, users
 from .part import Part, add_event, add_usage, as_count, as_text, locked, new_id, one, reads, writes
 
-SAME = ("request", "devices", "device")
+SAME = ("request", "devices", "device", "visibility", "reuse")
 """Fields that must agree between two submissions with the same key."""
 """Users who can view a search besides its owner and admins."""
 SIMULATE = "simulate"
@@ -80,19 +80,15 @@ class Searches(Part):
         own = searches.c.user == values["user"]
         known = one(connection, _search_rows().where(own, searches.c.key == values["key"]))
         if known is not None:
-            if any(getattr(known, each) != values[each] for each in SAME):
+            if other := [each for each in SAME if getattr(known, each) != values[each]]:
                 raise KeyTaken(
-                    f"the key '{values['key']}' belongs to the search {known.id}, whose request is different; "
-                    "give another key"
+                    f"the key '{values['key']}' belongs to the search {known.id}, of which {' and '.join(other)} "
+                    f"{'is' if len(other) == 1 else 'are'} different; give another key"
                 )
             return _search(known), known.id == values["id"]
         if one(connection, select(users.c.id).where(users.c.id == values["user"])) is None:
             raise NotFound(f"there is no user {values['user']}")
-        queued = select(func.count()).select_from(searches).where(own, searches.c.state == SearchState.QUEUED)
-        if most_queued is not None and connection.execute(queued).scalar_one() >= most_queued:
-            raise Refused(
-                f"you have {most_queued} searches queued, which is this server's limit for a user; wait, or cancel some"
-            )
+        _check_queued(connection, values["user"], most_queued)
         now = self.clock()
         initial = {
             "state": SearchState.QUEUED,
@@ -285,18 +281,23 @@ class Searches(Part):
         return _get(connection, search)
 
     @writes
-    def retry(self, connection: Connection, search: str) -> Search:
+    def retry(self, connection: Connection, search: str, most_queued: int | None = None) -> Search:
         """Returns a failed or cancelled search to the queue. Its finished dry runs are not repeated, and its
         earlier attempt is over. Does nothing if it is queued or running.
+
+        Args:
+            most_queued: limit of queued searches of its owner; None for no limit.
 
         Raises:
             NotFound: the search does not exist.
             UsageError: it is done.
+            Refused: the owner has reached `most_queued`.
         """
         row = locked_search(connection, search)
         if row.state == SearchState.DONE:
             raise UsageError(f"the search {search} is done and cannot be retried: submit it again for another result")
         if SearchState(row.state).ended:
+            _check_queued(connection, row.user, most_queued)
             values = {
                 "state": SearchState.QUEUED,
                 "reason": "",
@@ -321,13 +322,14 @@ class Searches(Part):
         check_ended(search, row.state)
         # `add_event` below adds a newer event, so that event numbers keep increasing although the latest may be deleted here.
         connection.execute(delete(events).where(events.c.search == search))
-        if row.visibility == "all":
+        public = row.visibility == "all"
+        if public:
             connection.execute(update(measured).where(measured.c.search == search).values(search=None))
         else:
             connection.execute(delete(measured).where(measured.c.search == search))
         connection.execute(delete(dry_runs).where(dry_runs.c.search == search))
         connection.execute(delete(searches).where(searches.c.id == search))
-        add_event(connection, self.clock(), None, "deleted", {"search": search})
+        add_event(connection, self.clock(), None, "deleted", {"search": search} if public else {})
 
     @reads
     def ended_before(self, connection: Connection, before: float, limit: int = 100) -> list[str]:
@@ -443,6 +445,16 @@ def _shown_to(user: User) -> Any:
     if user.team:
         shown.append(and_(searches.c.visibility == "team", users.c.team == user.team))
     return or_(*shown)
+
+
+def _check_queued(connection: Connection, user: int, most: int | None) -> None:
+    """Raises Refused if a user has as many searches queued as this server allows."""
+    own = (searches.c.user == user) & (searches.c.state == SearchState.QUEUED)
+    if (
+        most is not None
+        and connection.execute(select(func.count()).select_from(searches).where(own)).scalar_one() >= most
+    ):
+        raise Refused(f"{most} searches are queued, which is this server's limit for a user; wait, or cancel some")
 
 
 def _visibility(value: str) -> str:

@@ -171,3 +171,37 @@ def test_an_unexpected_error_is_logged_and_the_next_decision_leases(sqlite_url, 
         assert dispatcher.ask(pool.worker.id).result(60).payload == {"number": "0"}
         dispatcher.close()
     assert "KeyError: 'w'" in caplog.text
+
+
+def test_after_an_outage_workers_have_time_to_renew_their_leases(sqlite_url, monkeypatch, clock):
+    with Store.open(sqlite_url, clock=clock) as store:
+        pool = Pool(store)
+        dispatcher = Dispatcher(store, lease_s=10, monotonic=clock)
+        lease = pool.lease(pool.ask(), seconds=10)
+        clock.pass_by(60)
+        steps, away, seen = [], [True], threading.Event()
+        real = store.latest
+
+        def latest():
+            if away[0]:
+                seen.set()
+                raise StorageUnavailable("the database is away")
+            return real()
+
+        monkeypatch.setattr(store, "latest", latest)
+        stepped = threading.Event()
+        step = dispatcher.step
+
+        def counted():
+            step()
+            steps.append(store.dry_run(lease.dry_run).state)
+            stepped.set()
+
+        monkeypatch.setattr(dispatcher, "step", counted)
+        dispatcher.start()
+        assert seen.wait(10)
+        away[0] = False
+        dispatcher.wake()
+        assert stepped.wait(10)
+        dispatcher.close()
+        assert set(steps) == {DryRunState.LEASED}

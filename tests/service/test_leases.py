@@ -332,3 +332,16 @@ def test_a_withdrawn_dry_run_that_waited_after_a_lost_lease_is_not_charged(store
     store.cancel(pool.search.id)
     clock.pass_by(1)
     assert [each.recent for each in store.shares() if each.user == pool.user.id] == [0.0]
+
+
+def test_a_dry_run_that_a_worker_refused_is_run_again_when_it_is_asked_for_again(store, pool):
+    lease = pool.lease(pool.ask())
+    store.answer(lease.dry_run, lease.lease, {"refused": "timm is not installed"})
+    assert store.outcome(lease.dry_run) == {"refused": "timm is not installed"}
+    again = pool.ask()
+    assert (again.id, again.state, store.outcome(again.id)) == (lease.dry_run, DryRunState.WAITING, None)
+    with pytest.raises(LeaseOver):
+        store.answer(lease.dry_run, lease.lease, OK)
+    second = pool.lease(again)
+    store.answer(again.id, second.lease, OK)
+    assert pool.ask().id == again.id and store.outcome(again.id) == OK

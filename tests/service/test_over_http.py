@@ -71,6 +71,25 @@ def test_a_late_answer_is_refused_and_the_new_worker_s_counts(service, pool, wor
     assert "redline_answers_refused_total 1.0" in service.client(None).get("/metrics").text
 
 
+def test_a_lease_that_another_user_s_worker_has_now_is_over(service, pool, worker):
+    waiting = asked(service)
+    first = pool.lease(worker, 5)
+    service.store.give_back(waiting.id, first.lease)
+    others = ServerPool(service.address, service.tokens["admin"])
+    second = others.lease(others.join("v", "host", DEVICE, 4, 1000, {"torch": "2"}), 5)
+    for late in (
+        lambda: pool.renew(waiting.id, first.lease),
+        lambda: pool.answer(waiting.id, first.lease, {"status": "ok"}),
+    ):
+        with pytest.raises(LeaseOver):
+            late()
+    with pytest.raises(Refused, match="was joined by another user"):
+        pool.renew(waiting.id, second.lease)
+    others.answer(waiting.id, second.lease, {"status": "oom"})
+    others.close()
+    assert service.store.outcome(waiting.id) == {"status": "oom"}
+
+
 @pytest.mark.parametrize("outcome", [{}, {"status": "fine"}, {"status": "ok", "throughput": "much"}, {"refused": 3}])
 def test_an_outcome_that_no_searcher_could_read_is_refused(service, pool, worker, outcome):
     waiting = asked(service)

@@ -1,14 +1,19 @@
 """A searcher that exceeds a limit ends its search, with the reason; its server continues."""
 
 import multiprocessing
+from dataclasses import replace
 
 import pytest
 from agent_tasks import run_alone
 from pools import a_store
+from redline.base.errors import StorageUnavailable, StudyError
+from redline.results import Measurement, Status, Trial
 from redline.service.limits import SearcherLimits
 from redline.service.records import SearchState
-from redline.service.searcher import Searcher
+from redline.service.searcher import Searcher, StoreListener
 from redline.service.searcher_task import SearchTask
+from redline.space import Config
+from redline.tuner.listener import SearchPlan
 
 LAYERS = {"model_type": "gpt2", "n_layer": 20_000, "n_head": 2, "n_embd": 8, "vocab_size": 64}
 SIMULATED = {"model": LAYERS, "runner": "simulate", "hardware": "h100-80gb", "devices": 1, "trials": 2}
@@ -60,3 +65,35 @@ def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, l
         ours.close()
         found = store.search(search)
         assert found.state is SearchState.FAILED and message in found.reason, (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "error", [StorageUnavailable("the database is away"), StudyError("the disk is full")], ids=repr
+)
+def test_a_search_without_its_database_is_restarted_and_has_not_failed(tmp_path, monkeypatch, error):
+    store, user = a_store(tmp_path)
+
+    def fails(searcher):
+        raise error
+
+    monkeypatch.setattr(Searcher, "_tuned", fails)
+    with store:
+        search = store.submit(user, SIMULATED, devices=1)[0].id
+        with pytest.raises(SystemExit, match="the search cannot continue at the moment"):
+            Searcher(store, "unused", tmp_path, search).run()
+        assert store.search(search).state is SearchState.RUNNING
+
+
+def test_a_later_attempt_that_starts_no_trial_is_not_preparing_for_ever(tmp_path):
+    store, user = a_store(tmp_path)
+    with store:
+        search = store.submit(user, SIMULATED, devices=1)[0].id
+        attempt = store.take_search(search)
+        plan = SearchPlan(
+            name="gpt2", where="here", valid=3, trials=2, seconds=None, sampler="grid", runner="ray",
+            earlier=(Trial(number=0, config=Config(a=1), sampler="grid", measurement=Measurement(status=Status.OK)),),
+        )  # fmt: skip
+        fresh, again = (StoreListener(store, search, attempt) for _ in range(2))
+        fresh.on_start(replace(plan, earlier=()))
+        again.on_start(plan)
+        assert (fresh.trying.is_set(), again.trying.is_set()) == (False, True)

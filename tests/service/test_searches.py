@@ -1,7 +1,7 @@
 """Searches: each submission is kept, submissions with the same key are one search, and pages and events are complete."""
 
 import pytest
-from redline.base.errors import KeyTaken, NotFound, UsageError
+from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
 from service_pool import begun
 
 REQUEST = {"model": "gpt2-tiny", "trials": 16}
@@ -25,7 +25,7 @@ def test_a_key_identifies_one_search_of_its_user(store, ann):
     first, _ = store.submit(ann, REQUEST, devices=2, key="k")
     assert store.submit(ann, dict(reversed(REQUEST.items())), devices=2, key="k") == (first, False)
     for other in ({"request": {**REQUEST, "trials": 17}, "devices": 2}, {"request": REQUEST, "devices": 4}):
-        with pytest.raises(KeyTaken, match=f"the key 'k' belongs to the search {first.id}, whose request is different"):
+        with pytest.raises(KeyTaken, match=f"the key 'k' belongs to the search {first.id}, of which"):
             store.submit(ann, key="k", **other)
     bobs, new = store.submit(store.add_user("bob"), REQUEST, devices=2, key="k")
     assert new and bobs.id != first.id
@@ -148,3 +148,22 @@ def test_measurements_are_found_by_everything_that_determines_them(store, ann):
     ]  # fmt: skip
     assert [each.config for each in store.measured("f2")] == [{"tp": 1}]
     assert store.measured("f3") == []
+
+
+def test_a_retry_counts_as_a_queued_search(store, ann):
+    first, second = (store.submit(ann, REQUEST, devices=1, most_queued=2)[0] for _ in range(2))
+    store.cancel(first.id)
+    third, _ = store.submit(ann, REQUEST, devices=1, most_queued=2)
+    with pytest.raises(Refused, match="2 searches are queued, which is this server's limit for a user"):
+        store.retry(first.id, most_queued=2)
+    store.cancel(third.id)
+    assert store.retry(first.id, most_queued=2).state == "queued"
+    assert second.state == "queued"
+
+
+@pytest.mark.parametrize("other", [{"visibility": "own"}, {"reuse": False}], ids=str)
+def test_a_key_belongs_to_one_visibility_and_reuse(store, ann, other):
+    first, _ = store.submit(ann, REQUEST, devices=1, key="k", visibility="all", reuse=True)
+    (name,) = other
+    with pytest.raises(KeyTaken, match=f"the search {first.id}, of which {name} is different"):
+        store.submit(ann, REQUEST, devices=1, key="k", **{"visibility": "all", "reuse": True, **other})
