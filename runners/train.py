@@ -248,16 +248,27 @@ class Trainings(Work):
 
 
 def _check_packing(training: Training, samples: TrainingData) -> None:
-    """Refuses several documents per sample if the model attends across them. For a pipeline stage only the forward's
-    arguments are checked.
+    """Refuses several documents per sample if the model attends across them. For stages of a pipeline and pieces of
+    sequences only the forward's arguments are checked.
 
     Raises:
         WorkloadError: it does.
     """
-    if not isinstance(samples, Samples):
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(samples, Samples) or samples.plan.packing != "documents":
         return
-    names = tuple(inspect.signature(type(training.model).forward).parameters)
-    check_packing(training.model if training.world.pp == 1 else names, samples.plan, samples.task)
+    if (attention := str(training.config.get("attention", ""))).startswith("flash"):
+        raise WorkloadError(
+            f"packing=documents needs --fix attention=sdpa: with {attention} transformers keeps documents apart only in "
+            "micro-batches of one sample"
+        )
+    world, names = training.world, tuple(inspect.signature(type(training.model).forward).parameters)
+    with training.precision.autocast():
+        check_packing(training.model if world.pp * world.sp * world.cp == 1 else names, samples.plan, samples.task)
+    for module in training.model.modules():
+        if isinstance(module, FSDPModule):  # a forward without gradients leaves some parts gathered
+            module.reshard()
 
 
 def _discard(line: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> 
     import torch
 
     task: Task = getattr(training.workload.batch, "task", "causal")
-    parts = _cut(batches, training.grad_accum)
+    parts = _cut(batches, training.grad_accum if training.world.pp > 1 else len(batches))
     counts = torch.stack([num_predicted(task, each) for each in parts]).double()
     total = training.over_replicas(counts.sum())
     return (counts * (len(parts) * training.world.replicas) / total).float()

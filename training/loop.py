@@ -150,7 +150,10 @@ class Loop:
         self._facts = dict(facts or {})
         self._log = log if training.world.rank == 0 else lambda line: None
         self._stop, self._memory_mib, self._peak_flops = stop, memory_mib, peak_flops
-        self._lr = [group["lr"] for group in training.optimizer.param_groups]
+        # Of the groups with a learning rate: some optimizers have none, or compute their own.
+        self._lr = [
+            (group, float(group["lr"])) for group in training.optimizer.param_groups if group.get("lr") is not None
+        ]
         self._agreed: deque[HostCopy] = deque()
         self._losses: list[torch.Tensor] = []
         self._norm: torch.Tensor | None = None
@@ -196,14 +199,19 @@ class Loop:
     def _fetch(self, step: int) -> "Future[Batch]":
         """Starts reading this replica's samples of a step, while another step runs."""
         first = self.position + (step - self._first) * self.training.samples_per_step
-        return self._loader.submit(self.training.pinned_share, self.samples, first)
+        return self.training.fetch(self._loader, self.samples, first)
 
     def _one(self, share: Batch) -> None:
+        import torch
+
         training = self.training
         training.reseed(self.step)
         factor = self._hyper.lr_factor(self.step)
-        for group, lr in zip(training.optimizer.param_groups, self._lr):
-            group["lr"] = lr * factor
+        for group, lr in self._lr:
+            if isinstance(group["lr"], torch.Tensor):  # of a compiled or captured optimizer, which reads it in place
+                group["lr"].fill_(lr * factor)
+            else:
+                group["lr"] = lr * factor
         self._losses.append(gradients.passes(training, self.samples, share).detach())
         training.update(self._clip)
         self._update_averages()
@@ -273,7 +281,7 @@ class Loop:
             "step": self.step,
             "samples": self._position(self.step),
             "loss": sum(losses) / steps,
-            "lr": max(group["lr"] for group in training.optimizer.param_groups),
+            "lr": max((float(group["lr"]) for group, _ in self._lr), default=None),
             "grad_norm": norm if math.isfinite(norm) else None,
             "step_ms": seconds * 1e3,
             "samples_per_second": training.samples_per_step / seconds,

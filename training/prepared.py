@@ -178,17 +178,17 @@ class Loader:
             self.position = self._past
         end, step, known = self._end(), self._training.samples_per_step, self._set
         with one_thread("data") as reader:
-            read, samples = self._training.pinned_share, self.samples
+            fetch, samples = self._training.fetch, self.samples
             at = self.position
-            following = reader.submit(read, samples, at)
+            following = fetch(reader, samples, at)
             while end is None or at < end:
                 if known != self._set:  # set by the user
                     at, known = self.position, self._set
-                    following = reader.submit(read, samples, at)
+                    following = fetch(reader, samples, at)
                 share = following.result()
                 at += step
                 if end is None or at < end:
-                    following = reader.submit(read, samples, at)
+                    following = fetch(reader, samples, at)
                 yield to_device(share, self._training.device)
         self._past = at
 
@@ -259,7 +259,8 @@ class Steps:
                 raise UsageError(
                     "in a pipeline an evaluation takes away the gradients: call optimizer.step() before it evaluates"
                 )
-            return training.passes([to_device(batch, training.device)])
+            batches = [to_device(batch, training.device)]
+            return training.passes(batches, factors=factors(training, self.samples, batches))
         size, count = training.micro_batch, _size(batch)
         parts = [batch_slice(batch, at, min(at + size, count)) for at in range(0, count, size)]
         batches = [to_device(each, training.device) for each in parts]

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..schedule import Schedule
+    from .data.samples import TrainingData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +235,14 @@ class Training:
         """As `share`; for a GPU in pinned memory, from which copies are asynchronous."""
         share = self.share(samples, first)
         return each_tensor(share, lambda tensor: tensor.pin_memory()) if self.device.type == "cuda" else share
+
+    def fetch(self, reader: Executor, samples: "TrainingData", first: int) -> Future[Batch]:
+        """Reads `pinned_share` in a thread, or at once if these samples are only made in the main thread."""
+        if not samples.in_main_thread:
+            return reader.submit(self.pinned_share, samples, first)
+        done: Future[Batch] = Future()
+        done.set_result(self.pinned_share(samples, first))
+        return done
 
     def micro_batches(self, share: Batch) -> list[Batch]:
         """Cuts a replica's samples for `passes`: into micro-batches; for a pipeline, into one batch."""

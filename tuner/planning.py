@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import Device, detect, share_of_host
 from ..base.errors import NothingFound, RunnerError, SpaceError, UsageError
 from ..knobs.lossy import LOSSY
-from ..knobs.strategy import ON_REQUEST
+from ..knobs.strategy import ON_REQUEST, STANDARD
 from ..knobs.text import config_text, value_text
 from ..models import Workload
 from ..models.spaces import fix_knob, make_space
@@ -72,6 +72,9 @@ def training_space(
             exact = [each for each in space[name].values if each not in LOSSY[name]]
             space.override(name, exact or list(space[name].values))
             notes.append(f"{name}={value_text(value)} could not be kept: {error}")
+    for knob in space.free if like is not None else ():  # a knob of the user's own may be part of the model
+        if knob.name not in STANDARD and knob.name in like and knob.name not in fixed:
+            space.fix(knob.name, like[knob.name])
     return space, tuple(notes)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import threading
 from dataclasses import replace
 from itertools import chain
 
@@ -275,6 +276,47 @@ def test_an_own_optimizer_s_learning_rates_keep_their_ratio(small):
 
     part(replace(small("llama"), optimizer=two_rates), {"micro_batch": 8}, HYPER, watch=watch)
     assert rates == [pytest.approx([1e-3 * HYPER.lr_factor(step), 4e-3 * HYPER.lr_factor(step)]) for step in range(6)]
+
+
+def test_an_own_optimizer_may_have_no_rate_or_one_in_a_tensor(small):
+    class Relative(torch.optim.SGD):
+        """Computes its own learning rate, as transformers.Adafactor does."""
+
+        def __init__(self, params):
+            super().__init__(params, lr=1e-3)
+            self.param_groups[0]["lr"] = None
+
+        def step(self, closure=None):
+            self.param_groups[0]["lr"] = 1e-3
+            super().step(closure)
+            self.param_groups[0]["lr"] = None
+
+    found = part(replace(small("llama"), optimizer=Relative), {"micro_batch": 8}, HYPER)
+    assert found.of("step", "lr") == [None] * HYPER.steps and all(map(math.isfinite, found.losses))
+
+    rates = []
+
+    def tensor_rate(params):
+        made = torch.optim.Adam(params, lr=torch.tensor(1e-3), capturable=False, foreach=False)
+        rates.append(made.param_groups[0]["lr"])
+        return made
+
+    found = part(replace(small("llama"), optimizer=tensor_rate), {"micro_batch": 8}, HYPER)
+    expected = [1e-3 * HYPER.lr_factor(step) for step in range(HYPER.steps)]
+    assert found.of("step", "lr") == pytest.approx(expected, rel=1e-6)
+    assert rates[0].item() == pytest.approx(expected[-1], rel=1e-6), "the tensor that the optimizer reads is filled"
+
+
+def test_batches_of_the_user_are_made_in_the_main_thread(small):
+    """They may use the global generators, which dropout and recomputation use as well."""
+    workload, threads = small("llama"), []
+
+    def batch(size, seed):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return workload.batch(size, seed)
+
+    part(replace(workload, batch=batch, identity={"batch": "own"}), {"micro_batch": 8}, HYPER)
+    assert len(threads) >= HYPER.steps and all(threads)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])

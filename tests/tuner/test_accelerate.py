@@ -323,6 +323,15 @@ def test_without_gradients_any_number_of_samples_is_evaluated():
     assert (kept, going) == (False, True)
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 8])
+def test_accumulation_does_not_weigh_the_samples_of_an_evaluation(count):
+    from redline.training.data import FromDataset
+
+    few = evaluations({"micro_batch": 4, "grad_accum": 2}, 8, count)[1]
+    batch = FromDataset(make_data(ignored=False))(0, count)
+    assert few == pytest.approx(make_llama()(**batch).loss.item(), rel=1e-6)
+
+
 def test_neither_an_evaluation_nor_a_restart_changes_what_is_dropped(tmp_path):
     """Results are equal bit for bit; evaluations run with dropout, too."""
 

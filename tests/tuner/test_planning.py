@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import redline as rl
+import torch
 import yaml
 from redline.base.errors import NothingFound, SpaceError
 from redline.estimator import Estimator, TrainingSetup
@@ -247,6 +248,27 @@ def test_a_search_begins_with_what_would_be_taken_without_it(tiny):
     assert space.default() != config
     assert beginning_with(space, config).default() == config
     assert space.default() != config, "the space itself is as it was"
+
+
+def test_own_knobs_of_the_model_stay_when_a_training_is_planned_again():
+    def model(config):
+        return torch.nn.Sequential(torch.nn.Linear(8, config["width"]), torch.nn.Linear(config["width"], 1))
+
+    space = rl.Space()
+    micro = space.choice("micro_batch", [8, 16, 32, 64])
+    space.choice("width", [512, 1024])
+    space.derive("grad_accum", 64 // micro)
+    workload = rl.Workload(
+        model=model, space=space, name="wide", global_batch=64,
+        batch=lambda size, seed: (torch.zeros(size, 8), torch.zeros(size, 1)),
+        loss=lambda output, batch: (output - batch[1]).square().mean(),
+    )  # fmt: skip
+    like = Config(micro_batch=64, width=1024, grad_accum=1)
+    free, _ = training_space(workload, planning._device(_hardware()), 1)
+    kept, _ = training_space(workload, planning._device(_hardware()), 1, like)
+    assert {config["width"] for config in free} == {512, 1024} and {config["width"] for config in kept} == {1024}
+    fixed, _ = training_space(workload, planning._device(_hardware()), 1, like, {"width": 512})
+    assert {config["width"] for config in fixed} == {512}
 
 
 @pytest.mark.slow

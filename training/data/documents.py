@@ -137,6 +137,8 @@ GZIP = ".gz"
 """Further ending of text or JSON lines compressed by gzip."""
 KINDS |= {f"{ending}{GZIP}": kind for ending, kind in KINDS.items() if kind in ("text", "jsonl")}
 OF_TOKENS = ("tokens", "indexed")
+_OTHER_SPLITS = {"valid", "validation", "val", "test", "eval", "dev"}
+"""First words of the names of files that are not for training."""
 _ABOUT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "state")
 """Names, without ending, of files beside data that are not data."""
 
@@ -228,7 +230,9 @@ def _in_folder(folder: Path) -> Iterator[DataFile]:
     kinds = sorted({each.kind for each in found})
     if len(kinds) > 1:
         raise WorkloadError(f"the folder {folder} contains data of several kinds ({', '.join(kinds)}); name the files")
-    yield from [each for each in found if each.path.name.startswith("train")] or found
+    names = {each.path: re.split(r"[-_.]", each.path.name.lower())[0] for each in found}
+    training = [each for each in found if names[each.path] in ("train", "training")]
+    yield from training if training and _OTHER_SPLITS & set(names.values()) else found
 
 
 def _is_data(path: Path) -> bool:

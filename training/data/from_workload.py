@@ -8,7 +8,7 @@ import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.batches import batch_slice, each_tensor, entries, make_batch, step_seed
-from ...models.data import Task, TokenBatches
+from ...models.data import ImageBatches, Task, TokenBatches
 from ...models.workload import Batch, Workload
 from .order import DataPlan, shuffled
 from .preparing import OnRead, prepare
@@ -42,6 +42,9 @@ class FromWorkload:
         self.seed = seed
         self.samples_per_step = samples_per_step if samples_per_step is not None else workload.global_batch
         self.num_evaluation = num_evaluation
+        self.in_main_thread = not isinstance(
+            workload.batch, (TokenBatches, ImageBatches)
+        )  # these have generators of their own
         self._last: tuple[int, Batch] | None = None
 
     def ids(self, start: int, count: int) -> np.ndarray:
@@ -154,6 +157,7 @@ class FromDataset:
         WorkloadError: it cannot be read by number, or is empty, or its samples cannot be batched.
     """
 
+    in_main_thread = False
     num_evaluation = 0
     """None are held out: the user has another data set for evaluation."""
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -38,6 +38,10 @@ class TrainingData(Protocol):
         """True if all samples have the same number of labels, so that the mean over a batch is the mean over its
         micro-batches.
         """
+
+    @property
+    def in_main_thread(self) -> bool:
+        """True if samples may only be made in the main thread, between steps: they use torch's global generators."""
 
     def ids(self, start: int, count: int) -> np.ndarray:
         """Ids of the samples at these positions, int64, shape [count]."""
@@ -83,6 +87,8 @@ class Samples:
     """Rows that samples are cut from."""
     split: Split
     """Samples that are held out."""
+
+    in_main_thread: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return self.num_training

@@ -332,6 +332,8 @@ def write_texts(
             if piece.last:
                 documents += 1
                 put(1, boundary_file, np.array([tokens], dtype=np.int64))
+    if not tokens:
+        raise WorkloadError(f"the data has no token by the tokenizer in {encoder.name}: its texts are empty")
     if not masked:
         (folder / TRAINED).unlink()
     about = StoreInfo(

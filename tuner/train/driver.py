@@ -16,6 +16,8 @@ from ...base.device import detect, usable_cores
 from ...base.errors import RedlineError, RunnerError, StudyError, TrainingFailed, UsageError
 from ...base.lock import FolderLock
 from ...base.writing import free_mib, make_folder
+from ...knobs.strategy import Strategy
+from ...knobs.text import config_text
 from ...models import Workload
 from ...models.architecture import Architecture
 from ...models.flops import flops_of
@@ -176,6 +178,12 @@ class Driver:
         """
         for note in self._notes:
             self.listener.on_message(note)
+        if self.request.weights is not None and not self.step:
+            start = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+            dtype = main_dtype(start.shapes.values())
+            self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+        # Before the data, which may take hours, so that a refusal loses nothing; dry runs are for data that can be read.
+        strategy = None if self.request.tune_trials else self._begin()
         self.listener.on_wait("reading the data")
         if not self.document:
             self.request = with_tokenizer(self.request, self.listener.on_message)
@@ -187,11 +195,6 @@ class Driver:
             raise UsageError(
                 f"the data differs from that of the training in '{self.path}'; start another training, or restore the data"
             )
-        if self.request.eval_every and samples.num_evaluation < self.workload.global_batch:
-            raise UsageError(
-                f"an evaluation takes at least a global batch of {self.workload.global_batch} samples, but "
-                f"{samples.num_evaluation} are held out; give a larger --held-out"
-            )
         if skipped := self.data.get("skipped_rows"):
             self.listener.on_message(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
         if self.data.get("made_up"):
@@ -199,14 +202,23 @@ class Driver:
                 f"no data is given, so {self.source.name or self.workload.name} trains on made-up tokens: that shows its speed, "
                 "but it learns nothing; --data names training files"
             )
-        if self.request.weights is not None and not self.step:
-            start = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
-            dtype = main_dtype(start.shapes.values())
-            self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         if self.document and not self.step:
             self.listener.on_message("there is no checkpoint to continue from: the training starts from step 0")
-        self._take(self._begin())
+        strategy = strategy or self._begin()
+        step = self._samples_of(strategy)
+        if self.request.eval_every and samples.num_evaluation < step:
+            instead = "leave --eval-every out" if self.step else "give a larger --held-out, or leave --eval-every out"
+            raise UsageError(
+                f"an evaluation takes at least the {step} samples of a step, but {samples.num_evaluation} are held out; {instead}"
+            )
+        self._take(strategy)
         self._follow_note()
+
+    def _samples_of(self, strategy: TrainingStrategy) -> int:
+        """Samples of a step of the global batch in a configuration."""
+        total = self.workload.global_batch
+        found = Strategy.of(strategy.config, devices=strategy.devices, global_batch=total)
+        return found.micro_batch * found.grad_accum * found.dp
 
     def discard(self) -> None:
         """Removes the folders of a start that was refused before any training."""
@@ -230,8 +242,7 @@ class Driver:
     def run(self) -> Trained:
         """Starts ranks here, or on the runner's devices, until they have ended successfully."""
         if self.done:
-            steps = self.request.steps
-            self.listener.on_message(f"all {steps} steps are done already; a higher --steps continues")
+            self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
             return self._trained(None)
         try:
             self.prepare()
@@ -325,7 +336,16 @@ class Driver:
             self.safer(f"out of memory: {failed['reason']}")
 
     def _take(self, strategy: TrainingStrategy) -> None:
-        """Saves a configuration before it is used, for a resumed training."""
+        """Saves a configuration before it is used, for a resumed training.
+
+        Raises:
+            UsageError: it has other samples of a step than the training began with.
+        """
+        if self.strategies and (step := self._samples_of(strategy)) != (began := self._samples_of(self.strategies[0])):
+            raise UsageError(
+                f"the training has {began} samples a step, but on {devices_text(strategy.devices)} the space of "
+                f"{self.workload.name} gives {step} ({config_text(strategy.config)}): --fix keeps a knob, --devices the devices"
+            )
         if not self.strategies or strategy != self.strategy:
             self.strategies.append(strategy)
         self.document = {
@@ -389,6 +409,7 @@ class Driver:
                     continue
                 fewer = self.strategy.devices // 2
                 self.listener.on_message(f"{error}; planning for {devices_text(fewer)}")
+                self._failed.clear()  # `safer` compares with failures on the same devices
                 self._take(replanned(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
 
     def _watched(self, runner: Runner) -> Measurement:

@@ -61,7 +61,7 @@ def train_rank(request: TrainRequest, place: RankPlace, listener: TrainListener)
         following = replace(program, on_line=lambda: _follow(reader, listeners[0])) if place.rank == 0 else program
         try:
             end = following(context)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             if failure.is_oom(error):
                 note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
                 with contextlib.suppress(OSError):  # the original error is more important

@@ -4,12 +4,13 @@ import gzip
 import json
 import struct
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from redline.base.errors import MissingDependency, WorkloadError
 from redline.models.data import BYTE_OFFSET
-from redline.training.data import documents, preparing
+from redline.training.data import documents, preparing, store
 from texts import TOPICS
 
 RECORDS = [{"id": number, "text": text[:300]} for number, text in enumerate(TOPICS[:25])]
@@ -250,3 +251,27 @@ def test_a_corpus_is_never_in_memory_at_once(samples, tmp_path):
     tracemalloc.stop()
     assert made.describe()["tokens"] == 400 * (len("".join(TOPICS)[:100_000].encode()) + 1)
     assert peak < 24 << 20, f"{peak >> 20} MiB for 40 MB of text, 80 of tokens"
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (("books.txt", "trains_and_planes.txt"), ("books.txt", "trains_and_planes.txt")),
+        (("train-0.txt", "train-1.txt", "validation-0.txt"), ("train-0.txt", "train-1.txt")),
+        (("train.txt", "more.txt"), ("more.txt", "train.txt")),
+    ],
+    ids=str,
+)
+def test_only_names_of_splits_choose_files_of_a_folder(names, read, write, tokens, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(f"{name}\n")
+    found, _ = tokens(folder)
+    assert found == by_bytes([f"{name}\n" for name in read])
+
+
+def test_texts_without_a_token_are_refused(tmp_path):
+    encoder = SimpleNamespace(name="bpe", dtype=np.dtype("uint16"), end_id=None, pad_id=None, mask_id=None)
+    with pytest.raises(WorkloadError, match="the data has no token by the tokenizer in bpe"):
+        store.write_texts(tmp_path, [], encoder, vocab_size=10, conversations=False, masked=False)
