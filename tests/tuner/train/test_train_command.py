@@ -216,3 +216,19 @@ def test_a_training_whose_last_step_cannot_be_saved_has_failed_and_says_so(start
     text = " ".join(text.split())
     assert code == 1 and "the latest checkpoint is of step 3, and --resume continues from there" in text, text
     assert [each.name for each in (here / "unsaved" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+def test_separate_documents_are_averaged_under_sharding(start, here, zero):
+    """The check of documents runs the model before its averages are made."""
+    lines = [json.dumps({"text": f"document {number} " + "abc " * (number % 7)}) for number in range(400)]
+    (here / "documents.jsonl").write_text("\n".join(lines))
+    code, text = start(
+        "train", "llama", "--data", "documents.jsonl", "--packing", "documents", "--average", 0.9, "--devices", 2, *PLAIN,
+        *SIZES, "--fix", "tp=1", "--fix", f"zero={zero}", "--steps", 3, "--out", f"averaged-{zero}",
+    ).wait()  # fmt: skip
+    assert code == 0, text
+    found = latest(here / f"averaged-{zero}")
+    averages = {name: each for name, each in found.items() if "average" in name}
+    assert averages and all(each.isfinite().all() and each.any() for each in averages.values())
