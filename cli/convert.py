@@ -30,7 +30,7 @@ def convert(folder: str, out: str, **options: Any) -> None:
 
     found = write(folder, out, ConvertRequest(**options))
     rounded = (
-        f", rounded to {found.rounded_to}, the precision of --from (--dtype float32 keeps all digits)"
+        f", stored in {found.rounded_to}, the precision of --from (--dtype float32 keeps all digits)"
         if found.rounded_to
         else ""
     )

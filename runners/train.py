@@ -169,7 +169,7 @@ class TrainRank:
                 state.load_weights(weights)
             return 0, 0
         restore(state, checkpoint, log)
-        training.precision.restore(float(checkpoint.manifest.get("loss_scale", 1.0)))
+        training.precision.restore(checkpoint.manifest)
         log({"kind": "resumed", "step": checkpoint.step, "checkpoint": checkpoint.path.name})
         return checkpoint.step, int(checkpoint.manifest["samples"])
 

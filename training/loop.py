@@ -390,7 +390,7 @@ class Loop:
         begin = time.perf_counter()
         self._check()
         position = self._position(self.step)
-        facts = {**self._facts, "samples": position, "loss_scale": self.training.precision.loss_scale}
+        facts = {**self._facts, "samples": position, **self.training.precision.facts}
         self._log_saved(self.saver.save(State(self.training, self.average), self.step, facts))
         self._saved_step, self._saved_at = self.step, time.monotonic()
         self._idle_s += time.perf_counter() - begin

@@ -1,7 +1,7 @@
 """The knob `precision`: autocast, 8-bit products, gradient scaling."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError, not_installed, unknown
@@ -162,7 +162,17 @@ class Precision:
         self._scaler.step(optimizer)
         self._scaler.update()
 
-    def restore(self, loss_scale: float) -> None:
-        """Continues with this scale of the loss."""
+    @property
+    def facts(self) -> dict[str, float]:
+        """What a checkpoint needs to continue: the scale, and the steps since it changed, after which it grows."""
+        growth = 0 if self._scaler is None else int(self._scaler.state_dict().get("_growth_tracker", 0))
+        return {"loss_scale": self.loss_scale, "loss_scale_steps": growth}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continues with the `facts` of a checkpoint."""
         if self._scaler is not None:  # before its first step it has no scale to update
-            self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": loss_scale})
+            state = {
+                "scale": float(facts.get("loss_scale", 1.0)),
+                "_growth_tracker": int(facts.get("loss_scale_steps", 0)),
+            }
+            self._scaler.load_state_dict({**self._scaler.state_dict(), **state})

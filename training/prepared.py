@@ -440,7 +440,7 @@ class Info:
         about = {
             **(facts or {}),
             "samples": self._loader.position,
-            "loss_scale": self.training.precision.loss_scale,
+            **self.training.precision.facts,
             "configuration": self.config,
             "devices": self.world.size,
         }
@@ -500,7 +500,7 @@ class Info:
             return False
         self._found = found
         restore(State(self.training), found)
-        self.training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
+        self.training.precision.restore(found.manifest)
         self._steps.step, self._loader.position = found.step, int(found.manifest["samples"])
         return True
 

@@ -305,8 +305,11 @@ def test_a_micro_batch_without_labels_counts_for_nothing_and_leaves_the_loss_a_n
 def test_a_resumed_training_continues_with_its_loss_scale():
     precision = Precision("fp32", CPU)
     precision._scaler = torch.amp.GradScaler("cpu")  # as fp16 has on a GPU
-    precision.restore(1024.0)
+    precision.restore({"loss_scale": 1024.0, "loss_scale_steps": 7})
     assert precision.loss_scale == 1024.0 and float(precision.scale(torch.ones(()))) == 1024.0
+    assert precision.facts == {"loss_scale": 1024.0, "loss_scale_steps": 7}
+    precision.restore({})  # a checkpoint of an earlier version
+    assert precision.facts == {"loss_scale": 1.0, "loss_scale_steps": 0}
 
 
 def test_gradients_in_16_bits_have_a_norm_in_more(small):

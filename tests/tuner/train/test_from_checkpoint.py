@@ -55,7 +55,7 @@ def test_the_checkpoint_s_tokenizer_is_the_default(here, checkpoint):
 def test_an_export_has_its_tokenizer_its_generation_settings_and_its_dtype(run, here, checkpoint, tmp_path, dtype):
     more = ("--dtype", dtype) if dtype else ()
     text = words(run("convert", "went-on", tmp_path / "hf", *more))
-    rounded = ", rounded to bfloat16, the precision of --from (--dtype float32 keeps all digits)"
+    rounded = ", stored in bfloat16, the precision of --from (--dtype float32 keeps all digits)"
     assert text == f"wrote {tmp_path / 'hf'}: step 2 of went-on, for hf{'' if dtype else rounded}"
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (checkpoint / name).read_bytes()
