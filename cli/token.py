@@ -68,7 +68,7 @@ def token() -> None:
 @click.pass_obj
 def new(url: str, user: str, role: str | None, name: str, expires: str | None, **more: Any) -> None:
     """Create a token for USER, who is added if unknown. The token is shown only once."""
-    with store_of(url) as store:
+    with store_of(url, new=True) as store:
         try:
             found = store.user(user)
         except NotFound:
@@ -113,16 +113,20 @@ def listed(url: str) -> None:
     click.echo(write_rows(["user", "role", "token", "for", "created", "last used", "state"], rows, "markdown"))
 
 
-def store_of(url: str) -> "Store":
-    """Opens the store in a database.
+def store_of(url: str, new: bool = False) -> "Store":
+    """Opens the store in a database. With `new`, a database is made in a server's folder that has none yet.
 
     Raises:
-        UsageError: the folder of its SQLite file does not exist.
+        UsageError: the SQLite file, or its folder, does not exist.
     """
-    folder = Path(url.removeprefix("sqlite:///")).parent
-    if url.startswith("sqlite:///") and not folder.is_dir():
-        raise UsageError(
-            f"there is no server's folder {folder}: give --data, the folder of `redline serve`, or --storage"
+    file = Path(url.removeprefix("sqlite:///"))
+    if url.startswith("sqlite:///") and not file.exists():
+        if not (new and file.parent.is_dir()):
+            what = f"server's database {file}" if file.parent.is_dir() else f"server's folder {file.parent}"
+            raise UsageError(f"there is no {what}: give --data, the folder of `redline serve`, or --storage")
+        click.echo(
+            f"note: {file} is new, for the first start of `redline serve`; a server with --storage needs --storage here",
+            err=True,
         )
     from ..service.store import Store
 

@@ -1,6 +1,7 @@
 """Runners that a worker keeps ready: those of the searches whose dry runs it ran last, on shared devices."""
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class _Kept:
     """Devices of a dry run."""
     runner: Runner | None = None
     """None while it is being made."""
+    folder: Path | None = None
+    """Files that its request contains."""
     users: set[int] = field(default_factory=set)
     """Ids of the dry runs that use it."""
     making: threading.Lock = field(default_factory=threading.Lock)
@@ -93,7 +96,9 @@ class WarmRunners:
         """Returns the runner, made if there is none or it was closed."""
         runner, kept.runner = kept.runner, None
         if runner is None or runner.closed:
-            runner = self._make(assignment)
+            _remove(kept)
+            kept.folder = self._folder / f"{assignment.search}-{assignment.dry_run}"
+            runner = self._make(assignment, kept.folder)
         try:
             runner.wait_ready()
         except RunnerError:
@@ -123,6 +128,7 @@ class WarmRunners:
             self._kept = [each for each in self._kept if each not in surplus]
         for kept in surplus:
             _close(kept.runner)
+            _remove(kept)
 
     def _blocking(self, idle: list[_Kept]) -> list[_Kept]:
         """Returns idle runners that occupy devices which active ones need, and all idle ones of another size, which
@@ -137,10 +143,8 @@ class WarmRunners:
                 held -= each.devices
         return blocking
 
-    def _make(self, assignment: Assignment) -> Runner:
-        options: dict[str, Any] = arguments(
-            assignment.request, self._folder / f"{assignment.search}-{assignment.dry_run}"
-        )
+    def _make(self, assignment: Assignment, folder: Path) -> Runner:
+        options: dict[str, Any] = arguments(assignment.request, folder)
         at_once = self.devices // assignment.devices if self._agent is not None else 1
         options |= {"devices": assignment.devices, "runner": self.name, "concurrency": at_once}
         if self.name == "ray":
@@ -182,6 +186,13 @@ class WarmRunners:
             self._agent.close()
         for each in kept:
             _close(each.runner)
+            _remove(each)
+
+
+def _remove(kept: _Kept) -> None:
+    """Removes the files of a request whose runner is closed."""
+    if kept.folder is not None:
+        shutil.rmtree(kept.folder, ignore_errors=True)
 
 
 def _close(runner: Runner | None) -> None:

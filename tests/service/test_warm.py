@@ -34,7 +34,9 @@ def warm(tmp_path, monkeypatch):
     kept = WarmRunners("ray", 4, tmp_path, address="127.0.0.1:1")
     kept.made = []
 
-    def make(assignment):
+    def make(assignment, folder):
+        folder.mkdir(parents=True)
+        (folder / "workload.py").write_text("")
         held = sum(each.devices for each in kept.made if not each.closed)
         assert held + assignment.devices <= 4, "more devices than there are"
         kept.made.append(Holding(assignment.search, assignment.devices))
@@ -44,6 +46,7 @@ def warm(tmp_path, monkeypatch):
     yield kept
     kept.close()
     assert all(each.closed for each in kept.made)
+    assert not list(tmp_path.iterdir()), "the files of requests go with their runners"
 
 
 def leased(search, number, devices=2):
