@@ -297,7 +297,8 @@ def test_a_link_in_the_place_of_the_log_is_not_read(service, place, nobody):
         }  # fmt: skip
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, number = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
-        until(lambda: service.store.outcome(number), LONG_S)
+        outcome = until(lambda: service.store.outcome(number), LONG_S)
+        assert outcome.get("status") == "ok", outcome  # it has run, and so the link was made
         time.sleep(1)
         assert b"alone" not in read_log(service.parts.runs.data, search, "0.log")[0]
 

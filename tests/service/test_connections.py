@@ -80,13 +80,20 @@ def test_a_second_request_on_a_connection_has_the_same_deadline_and_a_pause_befo
         assert ended(kept)
 
 
-def test_half_open_connections_do_not_block_others(service):
+def test_half_open_connections_do_not_block_others(service, monkeypatch):
     """All are from one address. If there are too many, the oldest without a complete request is closed."""
+    monkeypatch.setattr(module, "HEADER_S", 600.0)
     with contextlib.ExitStack() as held, service.client() as working:
-        for _ in range(3 * module.MOST_OPENING_AN_ADDRESS):
-            held.enter_context(reach(service)).sendall(PART)
-            if _ % 16 == 0:
+        opened = []
+        for number in range(3 * module.MOST_OPENING_AN_ADDRESS):
+            opened.append(held.enter_context(reach(service)))
+            opened[-1].sendall(PART)
+            if number % 16 == 0:
                 assert working.get("/v1/me").status_code == 200
+        assert all(ended(each) for each in opened[: module.MOST_OPENING_AN_ADDRESS])
+        opened[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):  # the newest are open
+            opened[-1].recv(1)
         with service.client() as another:
             assert another.get("/v1/me").status_code == 200
 
