@@ -58,9 +58,10 @@ def training_space(
     space = make_space(workload, device, devices, allow=("lossy",) if lossy and workload.space is None else ())
     for name, value in fixed.items():
         fix_knob(space, name, value)
-    notes = []
-    for name, plain in COMPUTED.items() if like is not None else ():
-        assert like is not None
+    notes: list[str] = []
+    if like is None:
+        return space, ()
+    for name, plain in COMPUTED.items():
         value = like.get(name, plain)
         if name in ON_REQUEST and value != plain and name not in fixed:
             fix_knob(space, name, value)
@@ -72,7 +73,7 @@ def training_space(
             exact = [each for each in space[name].values if each not in LOSSY[name]]
             space.override(name, exact or list(space[name].values))
             notes.append(f"{name}={value_text(value)} could not be kept: {error}")
-    for knob in space.free if like is not None else ():  # a knob of the user's own may be part of the model
+    for knob in space.free:  # a knob of the user's own may be part of the model
         if knob.name not in STANDARD and knob.name in like and knob.name not in fixed:
             space.fix(knob.name, like[knob.name])
     return space, tuple(notes)

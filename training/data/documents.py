@@ -230,9 +230,9 @@ def _in_folder(folder: Path) -> Iterator[DataFile]:
     kinds = sorted({each.kind for each in found})
     if len(kinds) > 1:
         raise WorkloadError(f"the folder {folder} contains data of several kinds ({', '.join(kinds)}); name the files")
-    names = {each.path: re.split(r"[-_.]", each.path.name.lower())[0] for each in found}
-    training = [each for each in found if names[each.path] in ("train", "training")]
-    yield from training if training and _OTHER_SPLITS & set(names.values()) else found
+    splits = {each.path: re.split(r"[-_.]", each.path.name.lower())[0] for each in found}
+    training = [each for each in found if splits[each.path] in ("train", "training")]
+    yield from training if training and _OTHER_SPLITS & set(splits.values()) else found
 
 
 def _is_data(path: Path) -> bool:
