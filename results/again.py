@@ -37,7 +37,8 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     The throughput becomes their median, and step time, samples and tokens per second, FLOPs and MFU change
     accordingly. The interval is that of the mean of the re-measurements. Their variance is moderated by that within
     the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a few that agree
-    by chance do not make it too narrow. Memory, losses and times spent are those of the first.
+    by chance do not make it too narrow. Memory, losses and times spent are those of the first; its `machine_speed` is
+    dropped.
 
     Args:
         first: the first measurement, an `ok`.
@@ -56,6 +57,7 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     again = replace(
         first,
         throughput=middle,
+        machine_speed=None,
         reason=f"{text} ({first.reason})" if first.reason else text,
         samples_per_second=_times(first.samples_per_second, ratio),
         tokens_per_second=_times(first.tokens_per_second, ratio),
@@ -104,7 +106,7 @@ def judged(
     *,
     first: Measurement | None = None,
 ) -> Trial:
-    """Returns the trial updated by its re-measurements.
+    """Returns the trial updated by its re-measurements; without any, as it was measured first.
 
     Args:
         trial: the trial; measured once, unless `first` is given.
@@ -117,5 +119,5 @@ def judged(
         trial,
         measurement=measured_again(first, throughputs, failure),
         remeasured=tuple(throughputs),
-        first=first.throughput,
+        first=first.throughput if throughputs or failure is not None else None,
     )

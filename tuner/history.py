@@ -26,8 +26,8 @@ def at_first_speed(trial: Trial) -> Trial:
 
 
 def unsteady(trials: Sequence[Trial]) -> bool:
-    """True if the load of other processes differed between these trials."""
-    loads = [trial.measured.foreign_cores for trial in trials]
+    """True if the load of other processes differed between the measurements of these trials that were taken once."""
+    loads = [trial.measured.foreign_cores for trial in trials if not trial.remeasured]
     known = [each for each in loads if each is not None]
     return bool(known) and max(known) - min(known) > CHANGED_CORES
 

@@ -7,9 +7,10 @@ import sys
 import pytest
 from listeners import RecordingListener
 from redline.results import Measurement, Status, Trial
+from redline.results.again import judged
 from redline.runners.load import HostLoad, Watch, foreign_cores
 from redline.space import Config
-from redline.tuner.history import Conditions, History, at_first_speed
+from redline.tuner.history import Conditions, History, at_first_speed, unsteady
 
 
 def ran(throughput, load, **more):
@@ -98,6 +99,16 @@ def test_a_canary_that_fails_changes_nothing():
     conditions = Conditions(Canary(Measurement(status=Status.CRASH, reason="gone")), RecordingListener())
     trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
     assert conditions.judge(trials, ran(60.0, 1.0)).machine_speed is None
+
+
+def test_a_re_measurement_is_not_corrected_for_the_load_of_the_first_measurement():
+    busy = trial(1, ran(600.0, 1.0, machine_speed=0.6))
+    assert at_first_speed(busy).throughput == pytest.approx(1000.0)
+    again = judged(busy, [1000.0, 1000.0])
+    assert at_first_speed(again).throughput == 1000.0
+    quiet = trial(2, ran(990.0, 0.0))
+    assert unsteady([busy, quiet]) and not unsteady([again, quiet])
+    assert judged(again, [], first=busy.measured) == busy
 
 
 def test_failures_and_unknown_loads_need_no_canary():
