@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean, median, stdev
 
 from .columns import speed
-from .measurement import Measurement, Trial
+from .measurement import Measurement, Status, Trial
 
 Z95 = 1.959963984540054
 """Standard errors in half of a 95 % interval."""
@@ -43,11 +43,25 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     Args:
         first: the first measurement, an `ok`.
         throughputs: of the re-measurements that completed, in the unit of the first.
-        failure: the re-measurement that failed, if any; the result then has its status.
+        failure: the re-measurement that failed, if any; the result then has its status, and no throughput or step time.
     """
     if failure is not None:
         text = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
-        return replace(first, status=failure.status, reason=text, throughput=None, log=failure.log or first.log)
+        return replace(
+            first,
+            status=failure.status,
+            reason=text,
+            throughput=None,
+            samples_per_second=None,
+            tokens_per_second=None,
+            step_ms=None,
+            step_ms_spread=None,
+            tflops_per_device=None,
+            mfu=None,
+            # The peak of a success is below the limit, which an `oom` exceeded.
+            peak_memory_mib=failure.peak_memory_mib if failure.status is Status.OOM else first.peak_memory_mib,
+            log=failure.log or first.log,
+        )
     if not throughputs:
         return first
     middle = median(throughputs)
