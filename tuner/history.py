@@ -46,6 +46,8 @@ class Conditions:
     _seen: list[tuple[float, float]] = field(default_factory=list)
     """Others' load and the canary's speed of each of its measurements, the newest last."""
     _reported: float = 1.0
+    _failed_at: float | None = None
+    """Others' load at which the canary failed since its last success."""
 
     def judge(self, trials: Sequence[Trial], measured: Measurement) -> Measurement:
         """Returns the measurement with the machine's speed at its time."""
@@ -58,12 +60,20 @@ class Conditions:
             self._seen = [(canary.measured.foreign_cores, 1.0)]
         if load is None or not self._seen:
             return measured
-        if abs(load - self._seen[-1][0]) > CHANGED_CORES:
+        known = [self._seen[-1][0], *([] if self._failed_at is None else [self._failed_at])]
+        if all(abs(load - each) > CHANGED_CORES for each in known):
             again = self.measure(canary)
             if again.ok and again.foreign_cores is not None:
                 self.speed = again.reached / (canary.first or canary.throughput)
                 self._seen.append((again.foreign_cores, self.speed))
+                self._failed_at = None
                 self._say(canary)
+            else:
+                self._failed_at = load
+                self.listener.on_message(
+                    f"trial {canary.number} shows how fast the machine is, but failed when measured again: {again.status} "
+                    f"({again.reason}); the effect of the present load is not known"
+                )
         speed = self._at(load)
         return measured if speed == 1.0 else replace(measured, machine_speed=speed)
 
