@@ -299,11 +299,17 @@ class Confirmation:
         shifts = {n: comparison.level[n] - math.log(_at_first(by_number[n])) for n in comparison.level}
         base = next((n for n in shifts if by_number[n].sampler == DEFAULT), None)
         shift = statistics.median(shifts.values()) if base is None else shifts[base]
+        untried = self._contenders(comparison.level)
         challengers = [
             trial
-            for trial in self._contenders(comparison.level)
+            for trial in untried
             if math.log(_at_first(trial)) + shift > comparison.level[top] + math.log(CHALLENGE_WITHIN)
         ]
+        if by_number[top].lossy:
+            # The best exact trial takes part as a reference. If it failed, the next one takes its place.
+            exact = [_at_first(by_number[n]) for n in comparison.level if not by_number[n].lossy]
+            faster = [trial for trial in untried if not trial.lossy and _at_first(trial) > max(exact, default=0.0)]
+            challengers += [trial for trial in faster[:1] if trial not in challengers]
         rivals = [
             trial
             for trial in active

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -178,8 +179,6 @@ def test_ties_in_speed_and_memory_go_to_the_nearest_to_the_default():
         trial(1, 100.0, micro_batch=8, fusion=True, zero=2),
         trial(2, 100.0, micro_batch=8, fusion=False, zero=0),
     )
-    from dataclasses import replace
-
     assert summary.best([replace(base, sampler="default"), far, near]).number == 2
 
 
@@ -441,3 +440,13 @@ def test_a_pair_of_which_one_timed_out_is_not_measured_further():
     assert order.count(1) == MOST_ROUNDS + 1 and len(trials[1].remeasured) == MOST_ROUNDS
     (line,) = lines
     assert line.startswith("trial 1 timed out") and "its earlier re-measurements are kept" in line
+
+
+def test_the_next_exact_trial_replaces_one_that_failed_when_measured_again():
+    throughputs = [50.0, 200.0, 190.0, 180.0, 100.0, 90.0]
+    folder = Memory(throughputs)
+    folder._trials[1:4] = [replace(trial, lossy=("precision",)) for trial in folder._trials[1:4]]
+    search(folder, Machine(throughputs, crashing={4})).confirm()
+    trials = folder.trials()
+    assert summary.best(trials).number == 1
+    assert summary.best_exact(trials).number == 5
