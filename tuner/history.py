@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, count
 from operator import is_not
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +19,18 @@ WORTH_SAYING = 0.1
 
 
 def at_first_speed(trial: Trial) -> Trial:
-    """Returns the trial with the throughput that it would have had in the conditions at the start of the search."""
+    """Returns the trial with the throughput and the step time that it would have had in the conditions at the start of
+    the search.
+    """
     measured = trial.measurement
     if measured is None or not measured.ok or not measured.machine_speed:
         return trial
-    return replace(trial, measurement=replace(measured, throughput=measured.reached / measured.machine_speed))
+    factors = dict.fromkeys(("throughput", "tokens_per_second", "samples_per_second"), 1 / measured.machine_speed)
+    factors |= dict.fromkeys(("step_ms", "step_ms_spread"), measured.machine_speed)
+    corrected: dict[str, Any] = {
+        name: value * factor for name, factor in factors.items() if (value := getattr(measured, name)) is not None
+    }
+    return replace(trial, measurement=replace(measured, machine_speed=None, **corrected))
 
 
 def unsteady(trials: Sequence[Trial]) -> bool:

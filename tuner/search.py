@@ -168,18 +168,13 @@ class Search:
         """Runs the refined winner as a trial like all others: it wins only if it is measured faster.
 
         Args:
-            refiner: makes a configuration from the trials so far; None if no gain is expected.
+            refiner: makes a configuration from the trials so far; None if there is none to try.
         """
         trials = self.run_folder.trials()
         if not any(trial.ok for trial in trials) or self._too_late(trials):
             return
         found = refiner(trials)
-        if found is None:
-            self.listener.on_message(
-                "layer by layer: no refinement of the winner is tried, because no gain is expected"
-            )
-            return
-        if any(trial.config == found.config for trial in trials):
+        if found is None or any(trial.config == found.config for trial in trials):
             return
         self.listener.on_message(found.summary)
         started = self.run_folder.start(
