@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean, median, stdev
 
 from .columns import speed
-from .measurement import Measurement, Trial
+from .measurement import Measurement, Status, Trial
 
 Z95 = 1.959963984540054
 """Standard errors in half of a 95 % interval."""
@@ -37,16 +37,31 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     The throughput becomes their median, and step time, samples and tokens per second, FLOPs and MFU change
     accordingly. The interval is that of the mean of the re-measurements. Their variance is moderated by that within
     the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a few that agree
-    by chance do not make it too narrow. Memory, losses and times spent are those of the first.
+    by chance do not make it too narrow. Memory, losses and times spent are those of the first; its `machine_speed` is
+    dropped.
 
     Args:
         first: the first measurement, an `ok`.
         throughputs: of the re-measurements that completed, in the unit of the first.
-        failure: the re-measurement that failed, if any; the result then has its status.
+        failure: the re-measurement that failed, if any; the result then has its status, and no throughput or step time.
     """
     if failure is not None:
         text = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
-        return replace(first, status=failure.status, reason=text, throughput=None, log=failure.log or first.log)
+        return replace(
+            first,
+            status=failure.status,
+            reason=text,
+            throughput=None,
+            samples_per_second=None,
+            tokens_per_second=None,
+            step_ms=None,
+            step_ms_spread=None,
+            tflops_per_device=None,
+            mfu=None,
+            # The peak of a success is below the limit, which an `oom` exceeded.
+            peak_memory_mib=failure.peak_memory_mib if failure.status is Status.OOM else first.peak_memory_mib,
+            log=failure.log or first.log,
+        )
     if not throughputs:
         return first
     middle = median(throughputs)
@@ -56,6 +71,7 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     again = replace(
         first,
         throughput=middle,
+        machine_speed=None,
         reason=f"{text} ({first.reason})" if first.reason else text,
         samples_per_second=_times(first.samples_per_second, ratio),
         tokens_per_second=_times(first.tokens_per_second, ratio),
@@ -104,7 +120,7 @@ def judged(
     *,
     first: Measurement | None = None,
 ) -> Trial:
-    """Returns the trial updated by its re-measurements.
+    """Returns the trial updated by its re-measurements; without any, as it was measured first.
 
     Args:
         trial: the trial; measured once, unless `first` is given.
@@ -117,5 +133,5 @@ def judged(
         trial,
         measurement=measured_again(first, throughputs, failure),
         remeasured=tuple(throughputs),
-        first=first.throughput,
+        first=first.throughput if throughputs or failure is not None else None,
     )

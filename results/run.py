@@ -50,6 +50,8 @@ class RunFolder:
         self._lock = lock
         self._warn = warn
         self._behind: str | None = None
+        self._stale: set[int] = set()
+        """Trials whose row is older than their record in the ledger."""
         self._closed = False
         self._mutex = threading.RLock()
         for trial in ledger.trials():
@@ -222,8 +224,10 @@ class RunFolder:
         Raises:
             StudyError: the trial does not exist, or the ledger could not be written.
         """
+        self._stale.add(number)
         trial = self.ledger.remeasure(number, throughputs, failure)
         self._tabulate(trial)
+        self._stale.discard(number)
         return trial
 
     def trials(self) -> list[Trial]:
@@ -276,7 +280,11 @@ class RunFolder:
                 return
             self._closed = True
             # An interrupt may have occurred between a trial's record in the ledger and its row.
-            missing = [trial for trial in self.trials() if not trial.pending and trial.number not in self._rows]
+            missing = [
+                trial
+                for trial in self.trials()
+                if not trial.pending and (trial.number not in self._rows or trial.number in self._stale)
+            ]
             if missing or self._behind is not None:
                 self._tabulate(*missing)
             self.ledger.close()

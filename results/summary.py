@@ -192,11 +192,13 @@ def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
 
 
 def smallest_need(trials: Sequence[Trial]) -> Trial | None:
-    """Returns the `oom` trial that needed the least memory; None if the need of none is known."""
+    """Returns the trial that needed the least memory of those that ran out of it, emulated ones included; None if the
+    need of none is known.
+    """
     known = {
         trial.measured.peak_memory_mib: trial
         for trial in reversed(trials)
-        if not trial.pending and trial.measured.status is Status.OOM and trial.measured.peak_memory_mib is not None
+        if not trial.pending and trial.measured.did_not_fit and trial.measured.peak_memory_mib is not None
     }
     return known[min(known)] if known else None
 

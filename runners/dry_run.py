@@ -27,8 +27,8 @@ class DryRunReport:
 
     step_ms: float
     """Median time of one optimizer step of the slowest rank, ms."""
-    spread_ms: float
-    """Half-width of its 95 % confidence interval, ms."""
+    spread_ms: float | None
+    """Half-width of its 95 % confidence interval, ms; None if only one step was measured."""
     steps: int
     """Number of measured steps."""
     samples_per_step: int

@@ -5,6 +5,7 @@ for these the text decides; this file contains every text that redline relies on
 than memory (SIGKILL, a thread that does not start) is `oom` only with further evidence.
 """
 
+import contextlib
 import errno
 import re
 import signal
@@ -189,7 +190,10 @@ def ended(returncode: int) -> str:
     """Describes how a process ended. Negative codes are signals."""
     if returncode >= 0:
         return f"the process exited with code {returncode}"
-    return f"killed by signal {-returncode} ({signal.Signals(-returncode).name})"
+    name = ""
+    with contextlib.suppress(ValueError):  # most real-time signals have no name
+        name = f" ({signal.Signals(-returncode).name})"
+    return f"killed by signal {-returncode}{name}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

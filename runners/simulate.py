@@ -8,6 +8,7 @@ memory if its peak, with some fragmentation, is above the limit, and crash now a
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -78,7 +79,8 @@ class SimulateRunner(Runner):
     estimator: Estimator
     terms: SimulationTerms
     slots: int = 1
-    _repeats: dict[Config, int] = field(default_factory=dict, init=False, repr=False)
+    repeats: Counter[Config] = field(default_factory=Counter, repr=False)
+    """Number of earlier measurements of each configuration: the noise of another one is drawn by it."""
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
     name = "simulate"
@@ -91,7 +93,8 @@ class SimulateRunner(Runner):
     def run(self, request: TrialRequest) -> Measurement:
         """Returns the measurement of one trial in the drawn world."""
         with self._lock:
-            repeat = self._repeats[request.config] = self._repeats.get(request.config, 0) + 1
+            self.repeats[request.config] += 1
+            repeat = self.repeats[request.config]
         measured = self._outcome(request, repeat)
         return replace(measured, started=self._take(measured.seconds_total or 0.0))
 

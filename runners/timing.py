@@ -51,8 +51,8 @@ class Timing:
 
     step_ms: float
     """Median, ms."""
-    spread_ms: float
-    """Half-width of the 95 % confidence interval of the median, ms."""
+    spread_ms: float | None
+    """Half-width of the 95 % confidence interval of the median, ms; None if only one step was measured."""
     steps: int
     """Number of measured steps."""
     warmup_steps: int
@@ -182,7 +182,7 @@ def measure(
         median, half = median_interval(tail)
         return Timing(
             step_ms=median,
-            spread_ms=half,
+            spread_ms=half if len(tail) > 1 else None,
             steps=len(tail),
             warmup_steps=len(warm) - len(tail),
             seconds_warmup=seconds_warmup,
@@ -203,7 +203,7 @@ def measure(
     median, half = median_interval(step_times)
     return Timing(
         step_ms=median,
-        spread_ms=half,
+        spread_ms=half if len(step_times) > 1 else None,
         steps=len(step_times),
         warmup_steps=len(warm),
         seconds_warmup=seconds_warmup,

@@ -128,6 +128,8 @@ class Confirmation:
     """Measurements of the contenders that ran, by trial number, one entry per round."""
     failed: dict[int, Measurement] = field(default_factory=dict)
     """Failed re-measurements, by trial number."""
+    _saved: set[int] = field(default_factory=set)
+    """Numbers of the trials with saved re-measurements."""
     _times: Counter[int] = field(default_factory=Counter)
     """Number of rounds of each contender."""
     _rounds_done: int = 0
@@ -181,6 +183,8 @@ class Confirmation:
         trials = self.run_folder.trials()
         gain, winner, base = summary.gain(trials), summary.best(trials), summary.default(trials)
         if gain is None or gain.half_width is None or gain.shown or winner is None or base is None:
+            return []
+        if winner.number in self.failed or base.number in self.failed:  # timed out: the rounds would not count
             return []
         # Closer contenders count as equal, however long they are measured.
         return [winner, base] if gain.ratio > 1 + EQUAL else []
@@ -239,9 +243,12 @@ class Confirmation:
             return
         self.failed[trial.number] = again
         if again.status is Status.TIMEOUT:
+            kept = "its first measurement is kept, and is ranked after confirmed ones"
+            if trial.number in self._saved:
+                kept = "its earlier re-measurements are kept"
             self.listener.on_message(
-                f"trial {trial.number} timed out when measured again ({again.reason}): its first measurement is kept, and "
-                "is ranked after confirmed ones; --trial-timeout sets the time limit"
+                f"trial {trial.number} timed out when measured again ({again.reason}): {kept}; --trial-timeout sets the "
+                "time limit"
             )
             return
         self.listener.on_message(f"trial {trial.number} failed when measured again: {again.status} ({again.reason})")
@@ -266,7 +273,12 @@ class Confirmation:
                         "the time was up before all leaders were measured again: their first measurements count"
                     )
                 return False
-            again = self.measure(trial)
+            try:
+                again = self.measure(trial)
+            except BaseException:
+                if not any(self.rounds[:-1]):
+                    current.clear()  # as above
+                raise
             self._done += 1
             self._times[trial.number] += 1
             self._record(trial, again, current)
@@ -287,11 +299,17 @@ class Confirmation:
         shifts = {n: comparison.level[n] - math.log(_at_first(by_number[n])) for n in comparison.level}
         base = next((n for n in shifts if by_number[n].sampler == DEFAULT), None)
         shift = statistics.median(shifts.values()) if base is None else shifts[base]
+        untried = self._contenders(comparison.level)
         challengers = [
             trial
-            for trial in self._contenders(comparison.level)
+            for trial in untried
             if math.log(_at_first(trial)) + shift > comparison.level[top] + math.log(CHALLENGE_WITHIN)
         ]
+        if by_number[top].lossy:
+            # The best exact trial takes part as a reference. If it failed, the next one takes its place.
+            exact = [_at_first(by_number[n]) for n in comparison.level if not by_number[n].lossy]
+            faster = [trial for trial in untried if not trial.lossy and _at_first(trial) > max(exact, default=0.0)]
+            challengers += [trial for trial in faster[:1] if trial not in challengers]
         rivals = [
             trial
             for trial in active
@@ -324,6 +342,11 @@ class Confirmation:
                 kept.setdefault(number, []).append(each.reached / math.exp(disturbance[number]))
         for number, throughputs in kept.items():
             self.run_folder.remeasure(number, throughputs, failed.get(number))
+        self._saved |= kept.keys()
+        # Re-measurements of an earlier process were taken beside other rounds: they cannot be compared with these.
+        for trial in self.run_folder.trials() if rounds else ():
+            if trial.remeasured and trial.number not in self._saved:
+                self.run_folder.remeasure(trial.number, [])
 
     def _say_far_off(self) -> None:
         changes = []
@@ -452,8 +475,10 @@ def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, n
 
 def _unloaded_throughput(trial: Trial, trials: Sequence[Trial]) -> float:
     """Throughput that the trial may reach under the least load of `trials`, in the conditions at the start of the
-    search.
+    search. A re-measured trial has been compared under the same load as others.
     """
+    if trial.remeasured:
+        return _at_first(trial)
     loads = [each.measured.foreign_cores or 0.0 for each in trials]
     beyond = (trial.measured.foreign_cores or 0.0) - min(loads)
     return _at_first(trial) * math.exp(LOAD_COSTS_MORE * max(0.0, beyond))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, count
 from operator import is_not
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +19,23 @@ WORTH_SAYING = 0.1
 
 
 def at_first_speed(trial: Trial) -> Trial:
-    """Returns the trial with the throughput that it would have had in the conditions at the start of the search."""
+    """Returns the trial with the throughput and the step time that it would have had in the conditions at the start of
+    the search.
+    """
     measured = trial.measurement
     if measured is None or not measured.ok or not measured.machine_speed:
         return trial
-    return replace(trial, measurement=replace(measured, throughput=measured.reached / measured.machine_speed))
+    factors = dict.fromkeys(("throughput", "tokens_per_second", "samples_per_second"), 1 / measured.machine_speed)
+    factors |= dict.fromkeys(("step_ms", "step_ms_spread"), measured.machine_speed)
+    corrected: dict[str, Any] = {
+        name: value * factor for name, factor in factors.items() if (value := getattr(measured, name)) is not None
+    }
+    return replace(trial, measurement=replace(measured, machine_speed=None, **corrected))
 
 
 def unsteady(trials: Sequence[Trial]) -> bool:
-    """True if the load of other processes differed between these trials."""
-    loads = [trial.measured.foreign_cores for trial in trials]
+    """True if the load of other processes differed between the measurements of these trials that were taken once."""
+    loads = [trial.measured.foreign_cores for trial in trials if not trial.remeasured]
     known = [each for each in loads if each is not None]
     return bool(known) and max(known) - min(known) > CHANGED_CORES
 
@@ -46,6 +54,8 @@ class Conditions:
     _seen: list[tuple[float, float]] = field(default_factory=list)
     """Others' load and the canary's speed of each of its measurements, the newest last."""
     _reported: float = 1.0
+    _failed_at: float | None = None
+    """Others' load at which the canary failed since its last success."""
 
     def judge(self, trials: Sequence[Trial], measured: Measurement) -> Measurement:
         """Returns the measurement with the machine's speed at its time."""
@@ -58,12 +68,20 @@ class Conditions:
             self._seen = [(canary.measured.foreign_cores, 1.0)]
         if load is None or not self._seen:
             return measured
-        if abs(load - self._seen[-1][0]) > CHANGED_CORES:
+        known = [self._seen[-1][0], *([] if self._failed_at is None else [self._failed_at])]
+        if all(abs(load - each) > CHANGED_CORES for each in known):
             again = self.measure(canary)
             if again.ok and again.foreign_cores is not None:
                 self.speed = again.reached / (canary.first or canary.throughput)
                 self._seen.append((again.foreign_cores, self.speed))
+                self._failed_at = None
                 self._say(canary)
+            else:
+                self._failed_at = load
+                self.listener.on_message(
+                    f"trial {canary.number} shows how fast the machine is, but failed when measured again: {again.status} "
+                    f"({again.reason}); the effect of the present load is not known"
+                )
         speed = self._at(load)
         return measured if speed == 1.0 else replace(measured, machine_speed=speed)
 

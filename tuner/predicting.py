@@ -1,5 +1,6 @@
 """Predictions of a search: the estimator of its task, and the runner that simulates a cluster."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,10 +118,15 @@ def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:
 
 
 def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int | None, **terms: Any) -> Any:
-    """Returns a runner that simulates a cluster. Its clock continues after `earlier` trials."""
+    """Returns a runner that simulates a cluster. Its clock and its noise continue after `earlier` trials."""
     from ..runners.simulate import SimulateRunner, SimulationTerms
 
     done = [each.measured for each in earlier if not each.pending]
     ends = [each.started + (each.seconds_total or 0.0) for each in done if each.started is not None]
     last_end = max(ends, default=None)
-    return SimulateRunner(estimator, SimulationTerms(begun=last_end, **terms), slots=concurrency or 1)
+    repeats: Counter[Config] = Counter()
+    for each in earlier:
+        if not each.pending and not each.skipped:
+            repeats[each.config] += 1 + len(each.remeasured)
+    settings = SimulationTerms(begun=last_end, **terms)
+    return SimulateRunner(estimator, settings, slots=concurrency or 1, repeats=repeats)

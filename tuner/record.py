@@ -123,8 +123,16 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
     for name, values in (request.override or {}).items():
         between = ";" if name in BLOCK_KNOBS else ","
         command += ["--set", f"{name}={between.join(exact_text(each) for each in values)}"]
+    how = request.given("runner", "hardware", "ranks", "memory_only", "trial_timeout", "measure_time")
+    for name, value in how.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            command.append(flag)
+        elif isinstance(value, (str, Path, int, float)):
+            file = name == "hardware" and task.command is None and Path(str(value)).is_file()
+            command += [flag, absolute(str(value)) if file else str(value)]
     if limit_mib is not None:
-        command += ["--memory-limit", f"{limit_mib:g}MiB"]
+        command += ["--memory-limit", f"{limit_mib:.12g}MiB"]
     winner = summary.best(made_of)
     if winner is not None:
         chosen = [knob.name for knob in task.space.knobs if not knob.derived]

@@ -9,6 +9,7 @@ from ..models import Workload
 from ..results import Trial, summary
 from ..results.measurement import REFINEMENT
 from ..space import Config, Space
+from .history import at_first_speed
 from .search import Refinement
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def refiner(
     """Returns a function for `Search.refine` that refines the winner of trials block by block.
 
     The estimator is calibrated by the trials first, as the plan depends on how much memory is left. Without an
-    estimator, or if it cannot predict this model, nothing is refined, and `warn` receives the reason.
+    estimator, if it cannot predict this model, or if it predicts no gain, nothing is refined, and `warn` receives the
+    reason.
     """
 
     def refined(trials: Sequence[Trial]) -> Refinement | None:
@@ -58,7 +60,7 @@ def refiner(
             warn("the winner is not refined layer by layer: there is no estimate")
             return None
         try:
-            learned = estimator.calibrate([trial for trial in trials if not trial.pending])
+            learned = estimator.calibrate([at_first_speed(trial) for trial in trials if not trial.pending])
             facts = learned.facts_of(knob_arrays([winner.config], learned.training), 0)
             refinement = refine(
                 learned,
@@ -74,6 +76,7 @@ def refiner(
             return None
         amounts = refinement.amounts_to()
         if refinement.gain <= 0 or any(dict(trial.config) == amounts for trial in trials):
+            warn("the winner is not refined layer by layer: no gain is expected")
             return None
         return Refinement(
             config=Config(refinement.config),

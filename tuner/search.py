@@ -168,18 +168,13 @@ class Search:
         """Runs the refined winner as a trial like all others: it wins only if it is measured faster.
 
         Args:
-            refiner: makes a configuration from the trials so far; None if no gain is expected.
+            refiner: makes a configuration from the trials so far; None if there is none to try.
         """
         trials = self.run_folder.trials()
         if not any(trial.ok for trial in trials) or self._too_late(trials):
             return
         found = refiner(trials)
-        if found is None:
-            self.listener.on_message(
-                "layer by layer: no refinement of the winner is tried, because no gain is expected"
-            )
-            return
-        if any(trial.config == found.config for trial in trials):
+        if found is None or any(trial.config == found.config for trial in trials):
             return
         self.listener.on_message(found.summary)
         started = self.run_folder.start(
@@ -260,14 +255,15 @@ class Search:
         """Reason why further trials are not worth their time; None if there is none."""
         if not self.budget.patience or self.judge is None or len(trials) < self._judge_at:
             return None
-        trials = [trial for trial in trials if not trial.skipped]
+        # An emulated rank that ran out of memory has shown as much as a trial would have.
+        trials = [trial for trial in trials if not trial.skipped or trial.measured.did_not_fit]
         finished = [trial for trial in trials if not trial.pending]
         if len(finished) < self._judge_at:
             return None
         # Judging takes as long as proposing, so it is done less often as trials become many.
         self._judge_at = max(len(finished) + 1, math.ceil(1.05 * len(finished)))
         successes = sum(trial.ok for trial in finished)
-        misses = [trial for trial in finished if trial.measured.status is Status.OOM]
+        misses = [trial for trial in finished if trial.measured.did_not_fit]
         # A failure of another kind may be fixed, and does not show what is feasible.
         if not successes and (not misses or len(misses) < len(finished)):
             return None
@@ -297,8 +293,8 @@ class Search:
 
     def _exhausted(self, trials: list[Trial]) -> str:
         """Reason for the end of a search with nothing left to try."""
-        tried = [trial for trial in trials if not trial.pending and not trial.skipped]
-        if tried and all(trial.measured.status is Status.OOM for trial in tried):
+        tried = [trial for trial in trials if not trial.pending and (not trial.skipped or trial.measured.did_not_fit)]
+        if tried and all(trial.measured.did_not_fit for trial in tried):
             return (
                 f"nothing feasible: {_trials(len(tried))} ran out of memory, and every other configuration needs at "
                 f"least as much{self._shortfall}"

@@ -34,6 +34,7 @@ from ..models.server_model import ServerModel
 from ..results import Trial, View
 from ..results.measurement import REFINEMENT
 from ..space import Config, Space
+from .history import at_first_speed
 from .predicting import estimator_of
 from .samplers.encoding import Encoding
 from .samplers.gaussian_process import Kernel, Points, Scales, fit_scales
@@ -243,7 +244,7 @@ class EarlierRun:
     name: str
     """Its folder, for messages."""
     trials: Sequence[Trial]
-    """Finished trials."""
+    """Finished trials, in the conditions at the start of that run."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """Its request, as in run.yaml."""
 
@@ -291,7 +292,7 @@ def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> l
         if view.document is None:
             raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
         # A refined configuration names single blocks and is outside every space.
-        trials = [each for each in view.trials() if not each.pending and each.sampler != REFINEMENT]
+        trials = [at_first_speed(each) for each in view.trials() if not each.pending and each.sampler != REFINEMENT]
         runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
     return runs
 

@@ -89,7 +89,7 @@ def _cost(run: Run, timing: Timing | None) -> tuple[float, float | None, str]:
         return run.costs[-1], None, ""
     # It ended before it was steady. The first value is left out, as it includes one-time work.
     median, half = median_interval(run.costs[1:])
-    return median, half, f"ended after {len(run.costs)} values"
+    return median, half if len(run.costs) > 2 else None, f"ended after {len(run.costs)} values"
 
 
 def _crashed(run: Run, code: int) -> Measurement:

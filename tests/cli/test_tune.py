@@ -353,3 +353,17 @@ def test_the_command_that_repeats_a_run_has_the_texts_of_its_knobs_exactly():
     assert [words[at + 1] for at, word in enumerate(words) if word in ("--set", "--fix")] == [
         "note=a  b", "note=a  b", "fast=true",
     ]  # fmt: skip
+
+
+def test_the_command_that_repeats_a_run_has_its_runner_and_limits():
+    from redline.tuner.budget import parse_memory
+    from redline.tuner.record import command_of
+
+    request = Request(
+        "gpt2-tiny", runner="simulate", hardware="h100-80gb", devices=8, trial_timeout="30m", global_batch=64
+    )
+    words = command_of(request, resolve_task(request), 1415577.0, [])
+    given = {words[at]: words[at + 1] for at, word in enumerate(words) if word.startswith("--")}
+    assert (given["--runner"], given["--hardware"], given["--trial-timeout"]) == ("simulate", "h100-80gb", "30m")
+    assert "--measure-time" not in given
+    assert parse_memory(given["--memory-limit"]) == 1415577.0

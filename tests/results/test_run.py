@@ -150,6 +150,21 @@ def test_closing_brings_the_table_up_to_date(tmp_path, open_run, point, ok):
     assert not (tmp_path / "trials.csv").exists()
 
 
+def test_closing_brings_the_row_of_an_interrupted_re_measurement_up_to_date(tmp_path, open_run, point, ok, monkeypatch):
+    def interrupted(*trials):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    run = open_run(tmp_path)
+    run.start(point(), sampler="tpe")
+    run.finish(0, ok(3.0))
+    monkeypatch.setattr(run, "_tabulate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.remeasure(0, [4.0])
+    run.close()
+    assert list(read_table(tmp_path / "trials.csv")[0]["throughput"]) == [4.0]
+
+
 def test_resuming_where_nothing_is_is_refused_and_leaves_nothing(tmp_path, open_run):
     with pytest.raises(StudyError, match="contains no run to resume"):
         open_run(tmp_path / "new", resume=True)

@@ -121,6 +121,15 @@ def test_logs_of_failed_remeasurements_are_named():
     assert summary.why_nothing([judged(trial(0, 5.0), (), Measurement(status=Status.OOM))]) == message
 
 
+def test_a_trial_that_failed_when_measured_again_has_no_numbers_of_its_success():
+    first = timed(0, 5.0, 0.1, tokens_per_second=5.0, mfu=0.3, peak_memory_mib=900.0, memory_limit_mib=1000.0)
+    again = judged(first, (), Measurement(status=Status.OOM, peak_memory_mib=1100.0)).measured
+    assert (again.tokens_per_second, again.step_ms, again.step_ms_spread, again.mfu) == (None,) * 4
+    assert (again.peak_memory_mib, again.memory_limit_mib) == (1100.0, 1000.0)
+    assert judged(first, (), Measurement(status=Status.OOM)).measured.peak_memory_mib is None
+    assert judged(first, (), Measurement(status=Status.CRASH)).measured.peak_memory_mib == 900.0
+
+
 def timed(number, throughput, spread, **more):
     return trial(number, throughput, step_ms=100.0, step_ms_spread=100.0 * spread, **more)
 

@@ -151,6 +151,11 @@ def test_ambiguous_errors_are_oom_only_with_evidence(code, words):
     assert reason.endswith(": 2 of 512 MiB were left")
 
 
+def test_a_signal_without_a_name_is_given_by_its_number():
+    assert failure.from_exit(-40) == (Status.CRASH, "killed by signal 40")
+    assert failure.ended(-signal.SIGKILL) == "killed by signal 9 (SIGKILL)"
+
+
 def test_evidence_makes_no_oom_of_what_memory_does_not_cause():
     assert failure.from_exit(-signal.SIGSEGV, "", "2 of 512 MiB were left")[0] is Status.CRASH
 

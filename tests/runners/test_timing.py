@@ -59,6 +59,7 @@ def test_a_clearly_slower_candidate_stops_after_its_warm_up_and_says_so():
     timing, clock = run(itertools.repeat(400), best_step_ms=100)
     assert clock.steps == 2
     assert timing.step_ms == 400
+    assert timing.spread_ms is None, "one step has no interval"
     assert timing.stopped_early == "stopped early: 4.0 times the step time of the best so far"
 
 

@@ -7,9 +7,10 @@ import sys
 import pytest
 from listeners import RecordingListener
 from redline.results import Measurement, Status, Trial
+from redline.results.again import judged
 from redline.runners.load import HostLoad, Watch, foreign_cores
 from redline.space import Config
-from redline.tuner.history import Conditions, History, at_first_speed
+from redline.tuner.history import Conditions, History, at_first_speed, unsteady
 
 
 def ran(throughput, load, **more):
@@ -95,9 +96,26 @@ def test_under_a_heavier_load_than_the_canary_ever_ran_a_core_costs_what_it_did_
 
 
 def test_a_canary_that_fails_changes_nothing():
-    conditions = Conditions(Canary(Measurement(status=Status.CRASH, reason="gone")), RecordingListener())
+    crashed = Measurement(status=Status.CRASH, reason="gone")
+    canary, listener = Canary(crashed, crashed, ran(40.0, 1.0)), RecordingListener()
+    conditions = Conditions(canary, listener)
     trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
-    assert conditions.judge(trials, ran(60.0, 1.0)).machine_speed is None
+    # It is measured again when the load has changed since, and not after every trial.
+    for load, asked in ((1.0, 1), (1.1, 1), (2.0, 2), (1.9, 2)):
+        assert conditions.judge(trials, ran(60.0, load)).machine_speed is None
+        assert len(canary.asked) == len(listener.messages) == asked
+    assert "trial 0" in listener.messages[0] and "crash (gone)" in listener.messages[0]
+    assert conditions.judge(trials, ran(60.0, 1.0)).machine_speed == 0.4
+
+
+def test_a_re_measurement_is_not_corrected_for_the_load_of_the_first_measurement():
+    busy = trial(1, ran(600.0, 1.0, machine_speed=0.6))
+    assert at_first_speed(busy).throughput == pytest.approx(1000.0)
+    again = judged(busy, [1000.0, 1000.0])
+    assert at_first_speed(again).throughput == 1000.0
+    quiet = trial(2, ran(990.0, 0.0))
+    assert unsteady([busy, quiet]) and not unsteady([again, quiet])
+    assert judged(again, [], first=busy.measured) == busy
 
 
 def test_failures_and_unknown_loads_need_no_canary():

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -105,11 +106,15 @@ class Turns(Machine):
         return [turns if turns[-1].ok else turns[-1:] for turns in found]
 
 
+def search(folder, runner, seconds=None, listener=None):
+    budget, listener = Budget(trials=1, seconds=seconds), listener or RecordingListener()
+    return Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=listener)
+
+
 def confirm(first, true=None, *, peaks=(), loads=(), spread=None, seconds=None, kind=Machine, **machine):
     folder, listener = Memory(first, peaks, loads, spread), RecordingListener()
     runner = kind(true or first, **machine)
-    budget = Budget(trials=1, seconds=seconds)
-    Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=listener).confirm()
+    search(folder, runner, seconds, listener).confirm()
     return folder.trials(), getattr(runner, "stretches", runner.order), listener.messages
 
 
@@ -174,8 +179,6 @@ def test_ties_in_speed_and_memory_go_to_the_nearest_to_the_default():
         trial(1, 100.0, micro_batch=8, fusion=True, zero=2),
         trial(2, 100.0, micro_batch=8, fusion=False, zero=0),
     )
-    from dataclasses import replace
-
     assert summary.best([replace(base, sampler="default"), far, near]).number == 2
 
 
@@ -397,3 +400,53 @@ def test_the_pair_is_measured_further_while_the_interval_of_its_gain_includes_1(
     assert not unknown.shown and most == MOST_ROUNDS_OF_PAIR // FEWEST_ROUNDS
     trials, order, _ = confirm([100.0, 100.2], spread=0.25, kind=Turns, many=2)
     assert not summary.gain(trials).shown and len(order) <= MOST_ROUNDS // FEWEST_ROUNDS
+
+
+def test_re_measurements_of_an_earlier_process_are_not_compared_with_those_of_this_one():
+    """Trial 4 is found after the search was resumed, on a machine that is slower now; trial 3 is no contender now."""
+    throughputs = [50.0, 1000.0, 950.0, 900.0, 1010.0]
+    folder = Memory(throughputs)
+    for number in range(4):
+        folder.remeasure(number, [throughputs[number]] * 3)
+    search(folder, Machine(throughputs, speed=lambda call: 0.8)).confirm()
+    trials = folder.trials()
+    assert summary.best(trials).number == 4
+    assert (trials[3].throughput, trials[3].remeasured, trials[3].first) == (900.0, (), None)
+
+
+def test_an_interrupted_first_round_does_not_count():
+    class Interrupted(Machine):
+        def run(self, request):
+            if self.order:
+                raise KeyboardInterrupt
+            return super().run(request)
+
+    folder = Memory([50.0, 100.0, 99.0, 98.0])
+    with pytest.raises(KeyboardInterrupt):
+        search(folder, Interrupted([50.0, 70.0, 99.0, 98.0])).confirm()
+    assert summary.best(folder.trials()).throughput == 100.0
+    assert not any(trial.remeasured for trial in folder.trials())
+
+
+def test_a_pair_of_which_one_timed_out_is_not_measured_further():
+    class Late(Machine):
+        def run(self, request):
+            measured = super().run(request)
+            if request.number == 1 and self.order.count(1) > MOST_ROUNDS:
+                return Measurement(status=Status.TIMEOUT, reason="no result within 15 s")
+            return measured
+
+    trials, order, lines = confirm([100.0, 112.0], spread=2.0, noise=0.001, kind=Late)
+    assert order.count(1) == MOST_ROUNDS + 1 and len(trials[1].remeasured) == MOST_ROUNDS
+    (line,) = lines
+    assert line.startswith("trial 1 timed out") and "its earlier re-measurements are kept" in line
+
+
+def test_the_next_exact_trial_replaces_one_that_failed_when_measured_again():
+    throughputs = [50.0, 200.0, 190.0, 180.0, 100.0, 90.0]
+    folder = Memory(throughputs)
+    folder._trials[1:4] = [replace(trial, lossy=("precision",)) for trial in folder._trials[1:4]]
+    search(folder, Machine(throughputs, crashing={4})).confirm()
+    trials = folder.trials()
+    assert summary.best(trials).number == 1
+    assert summary.best_exact(trials).number == 5

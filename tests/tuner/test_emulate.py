@@ -12,7 +12,7 @@ from command_line import run
 from redline.base.errors import UsageError
 from redline.frameworks.launcher import without_torchrun
 from redline.frameworks.registry import LAUNCHERS, find_launcher
-from redline.results import Measurement, Status, Trial
+from redline.results import Measurement, Status, Trial, summary
 from redline.runners.command.command import Command
 from redline.runners.runner import Runner, TrialRequest
 from redline.space import Config
@@ -129,6 +129,21 @@ def test_emulated_oom_trials_never_use_devices():
     assert measured.ok and measured.seconds_total >= 1.0
     assert devices.asked == [small, small]
     assert emulated.asked == [large, small], "what was measured again is not emulated again"
+
+
+@pytest.mark.parametrize(("sizes", "monotone"), [(16, 0), (4, 1)])
+def test_a_search_ends_when_emulated_ranks_show_that_nothing_fits(sizes, monotone):
+    def never_fits(config):
+        return replace(too_large({"micro_batch": 8}), peak_memory_mib=900.0 + config["micro_batch"])
+
+    space = rl.Space()
+    space.choice("micro_batch", [2**each for each in range(sizes)], monotone_memory=monotone)
+    space.choice("attention", ["eager", "sdpa"])
+    devices = Answers(fits)
+    result = rl.tune(fits, space, runner=EmulateFirst(Answers(never_fits), devices), trials=4, patience=5)
+    assert devices.asked == []
+    assert "nothing feasible" in result.ended and len(result.all_trials) <= 8
+    assert "The smallest need seen is 90" in summary.why_nothing(result.all_trials)
 
 
 def test_an_emulated_rank_without_memory_rules_out_what_needs_more():

@@ -109,7 +109,7 @@ def test_a_slower_or_failed_refinement_leaves_the_uniform_winner(outcome):
 def test_no_refinement_is_tried_without_an_expected_gain():
     trials, order, listener = searched([60.0, 100.0], None, found=None)
     assert len(trials) == 2 and set(order) == {0, 1}
-    assert "no gain is expected" in listener.messages[0]
+    assert listener.messages == [], "the refiner gives the reason"
 
 
 def test_without_a_success_there_is_nothing_to_refine():
@@ -139,14 +139,30 @@ def test_a_uniform_refinement_is_tried_only_if_it_was_not_measured():
     def measured(number, config, throughput):
         return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=throughput))
 
-    refined = refiner(estimator, space, 0.05, pytest.fail)
+    messages = []
+    refined = refiner(estimator, space, 0.05, messages.append)
     # Such a device needs no recomputation, whatever the measurements are.
     winner = measured(0, half, estimator(half).throughput)
     found = refined([winner])
     assert found.config == {"micro_batch": 8, "strategy": "0-23:-"}
     assert found.predicted_throughput > winner.measurement.throughput
     slower = measured(1, none, 0.9 * winner.measurement.throughput)
+    assert messages == []
     assert refined([winner, slower]) is None
+    assert messages == ["the winner is not refined layer by layer: no gain is expected"]
+    assert refined([replace(winner, sampler=REFINEMENT)]) is None and len(messages) == 1
+
+
+def test_predictions_are_calibrated_without_the_load_of_other_processes(monkeypatch):
+    setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
+    estimator = Estimator(Shape(layers=2, hidden=1024, heads=16, vocabulary=50000), "a100-80gb", setup)
+    space = Space()
+    space.choice("checkpoint_ratio", [0.0, 1.0])
+    seen = []
+    monkeypatch.setattr(Estimator, "calibrate", lambda self, trials: seen.extend(trials) or self)
+    slowed = Measurement(status=Status.OK, throughput=50.0, step_ms=20.0, machine_speed=0.5)
+    refiner(estimator, space, 0.05, lambda message: None)([Trial(number=0, config=space.at(0), measurement=slowed)])
+    assert [(each.throughput, each.measured.step_ms) for each in seen] == [(100.0, 10.0)]
 
 
 @pytest.mark.parametrize(("known", "reason"), [(False, "there is no estimate"), (True, "cannot be traced")])

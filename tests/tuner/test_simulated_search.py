@@ -10,6 +10,10 @@ import torch
 import yaml
 from command_line import run
 from redline.estimator import Hardware
+from redline.results import Trial
+from redline.results.again import judged
+from redline.runners import TrialRequest
+from redline.space import Config
 from redline.tuner import predicting
 from torch import nn
 
@@ -92,6 +96,17 @@ def test_trial_times_share_one_clock_after_resuming(tmp_path):
     assert min(begin for begin, _ in then) == pytest.approx(first[-1][1], abs=rounded)
     at_once = [sum(begin <= now + rounded < end for begin, end in then) for now, _ in then]
     assert max(at_once) == 2
+
+
+def test_the_noise_of_a_resumed_search_continues():
+    estimator = rl.Estimator("gpt2-tiny", "a100-40gb", {"devices": 8, "global_batch": 64})
+    request = TrialRequest(config=Config(micro_batch=4), number=0)
+    runner = predicting.simulator(estimator, [], None, devices=8)
+    first, second, third = (runner.run(request) for _ in range(3))
+    trial = Trial(number=0, config=request.config, measurement=first)
+    for found, expected in ((trial, second), (judged(trial, [second.throughput]), third)):
+        resumed = predicting.simulator(estimator, [found], None, devices=8)
+        assert resumed.run(request).throughput == expected.throughput != first.throughput
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import redline as rl
 import yaml
-from redline.results import Measurement, Status, Trial
+from redline.results import Measurement, Status, Trial, View
 from redline.space import Config, Space
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.judge import Judge
@@ -360,6 +360,15 @@ def test_a_run_on_disk_is_read_also_without_its_ledger(tmp_path):
     (run,) = read_runs([tmp_path / "a"])
     assert len(run.trials) == 6 and run.name == str(tmp_path / "a")
     assert len(take(run, make_space(), run.asked).trials) == 6
+
+
+def test_a_run_is_read_without_the_load_of_other_processes(tmp_path, monkeypatch):
+    run_of(tmp_path / "a", trials=2)
+    slowed = Measurement(status=Status.OK, throughput=50.0, step_ms=20.0, machine_speed=0.5)
+    trial = Trial(number=0, config=next(iter(make_space())), measurement=slowed)
+    monkeypatch.setattr(View, "trials", lambda self: [trial])
+    (run,) = read_runs([tmp_path / "a"])
+    assert [(each.throughput, each.measured.step_ms) for each in run.trials] == [(100.0, 10.0)]
 
 
 def test_folders_without_a_readable_request_are_refused(tmp_path):
