@@ -10,6 +10,8 @@ from .measurement import Measurement, Status, Trial
 
 Z95 = 1.959963984540054
 """Standard errors in half of a 95 % interval."""
+MEDIAN = math.sqrt(math.pi / 2)
+"""Standard error of a median over that of a mean, for normal noise and many values."""
 PRIOR_DEGREES = 4.0
 """Degrees of freedom of the variance within the first measurement, used as the prior for that of the re-measurements."""
 
@@ -35,7 +37,7 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     """Returns a trial's first, successful measurement updated by its re-measurements.
 
     The throughput becomes their median, and step time, samples and tokens per second, FLOPs and MFU change
-    accordingly. The interval is that of the mean of the re-measurements. Their variance is moderated by that within
+    accordingly, and so does the interval. The variance of the re-measurements is moderated by that within
     the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a few that agree
     by chance do not make it too narrow. Memory, losses and times spent are those of the first; its `machine_speed` is
     dropped.
@@ -86,7 +88,7 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
 
 
 def _spread(throughputs: Sequence[float], within: float | None) -> float | None:
-    """Returns the relative half-width of the 95 % interval of the mean of re-measurements; None if unknown.
+    """Returns the relative half-width of the 95 % interval of the median of re-measurements; None if unknown.
 
     Args:
         throughputs: of the re-measurements.
@@ -96,11 +98,12 @@ def _spread(throughputs: Sequence[float], within: float | None) -> float | None:
     if n < 2 or not fmean(throughputs):
         return within
     error = stdev(throughputs) / fmean(throughputs)
+    wider = MEDIAN if n > 2 else 1.0  # of two values both are the same
     if within is None:
-        return Z95 * error / math.sqrt(n)
+        return wider * Z95 * error / math.sqrt(n)
     degrees = n - 1 + PRIOR_DEGREES
     variance = ((n - 1) * error**2 + PRIOR_DEGREES * (within / Z95) ** 2) / degrees
-    return t95(degrees) * math.sqrt(variance / n)
+    return wider * t95(degrees) * math.sqrt(variance / n)
 
 
 def t95(degrees: float) -> float:

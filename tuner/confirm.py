@@ -336,10 +336,8 @@ class Confirmation:
         failed = {number: each for number, each in self.failed.items() if each.status is not Status.TIMEOUT}
         kept: dict[int, list[float]] = {number: [] for number in failed}
         rounds = self._valid_rounds()
-        disturbances = compare_rounds(rounds).disturbance if rounds else []
-        for round_, disturbance in zip(rounds, disturbances, strict=True):
-            for number, each in round_.items():
-                kept.setdefault(number, []).append(each.reached / math.exp(disturbance[number]))
+        for number, throughputs in corrected(rounds).items():
+            kept.setdefault(number, []).extend(throughputs)
         for number, throughputs in kept.items():
             self.run_folder.remeasure(number, throughputs, failed.get(number))
         self._saved |= kept.keys()
@@ -436,6 +434,28 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> RoundsModel:
         degrees=degrees + _PRIOR_DEGREES,
         _covariance={(a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)},
     )
+
+
+def corrected(rounds: Sequence[dict[int, Measurement]]) -> dict[int, list[float]]:
+    """Returns the throughputs of each contender, by number, without the disturbances of their rounds.
+
+    Disturbances are fitted to the same measurements and take up a part of their noise: of two contenders half of the
+    variance. The values are spread about their mean as much as they would be if disturbances were known.
+    """
+    if not rounds:
+        return {}
+    model = compare_rounds(rounds)
+    logs: dict[int, list[float]] = {}
+    for round_, disturbance in zip(rounds, model.disturbance, strict=True):
+        for number, each in round_.items():
+            logs.setdefault(number, []).append(math.log(each.reached) - disturbance[number])
+    free = model.degrees - _PRIOR_DEGREES
+    wider = math.sqrt((sum(map(len, rounds)) - len(logs)) / free) if free > 0 else 1.0
+    means = {number: statistics.fmean(values) for number, values in logs.items()}
+    return {
+        number: [math.exp(means[number] + wider * (value - means[number])) for value in values]
+        for number, values in logs.items()
+    }
 
 
 def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[Trial]:

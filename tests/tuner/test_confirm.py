@@ -6,11 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from listeners import RecordingListener
 from redline.base.errors import RunnerError
 from redline.results import Measurement, Status, Trial, summary
-from redline.results.again import judged
+from redline.results.again import judged, measured_again
 from redline.runners import Runner
 from redline.space import Config
 from redline.tuner.budget import Budget
@@ -21,6 +22,7 @@ from redline.tuner.confirm import (
     MOST_ROUNDS_OF_PAIR,
     calm_rounds,
     compare_rounds,
+    corrected,
 )
 from redline.tuner.search import Search
 
@@ -450,3 +452,25 @@ def test_the_next_exact_trial_replaces_one_that_failed_when_measured_again():
     trials = folder.trials()
     assert summary.best(trials).number == 1
     assert summary.best_exact(trials).number == 5
+
+
+@pytest.mark.parametrize("contenders", [2, 4])
+def test_the_interval_of_a_gain_holds_the_gain(contenders):
+    """Rounds differ by 5 %, measurements of a round by 2 %; a first measurement is more even than that."""
+    rng, rounds, draws, held = np.random.default_rng(0), 12, 120, 0
+
+    def measured(throughput):
+        step_ms = 1e3 / throughput
+        return Measurement(status=Status.OK, throughput=throughput, step_ms=step_ms, step_ms_spread=0.01 * step_ms)
+
+    for _ in range(draws):
+        shared = rng.normal(0, 0.05, rounds)
+        noise = rng.normal(0, 0.02, (rounds, contenders))
+        made = [
+            {k: measured(100 * math.exp(shared[r] + noise[r, k])) for k in range(contenders)} for r in range(rounds)
+        ]
+        kept = corrected(made)
+        one, other = (measured_again(measured(100), kept[k]) for k in (0, 1))
+        ratio = one.throughput / other.throughput
+        held += abs(ratio - 1) <= ratio * math.hypot(one.spread, other.spread)
+    assert held >= 0.87 * draws, held  # 95 % less three standard errors of a share
