@@ -37,6 +37,18 @@ def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> 
     return (counts * (len(parts) * training.world.replicas) / total).float()
 
 
+def labels(training: Training, samples: TrainingData, share: Batch) -> "torch.Tensor":
+    """Number of predicted tokens of all replicas' samples of a step, a scalar on the device; 1 if all steps have the same
+    number. All ranks call it.
+    """
+    import torch
+
+    if samples.even:
+        return torch.ones((), device=training.device)
+    task: Task = getattr(training.workload.batch, "task", "causal")
+    return training.over_replicas(num_predicted(task, share).to(training.device, torch.float64).reshape(()))
+
+
 def passes(training: Training, samples: TrainingData, share: Batch) -> "torch.Tensor":
     """Runs `Training.passes` on this replica's samples of a step, every token with the same weight."""
     batches = training.micro_batches(to_device(share, training.device))

@@ -323,7 +323,7 @@ class Loop:
         return Diverged(f"{what}: {kept}; a lower --lr or more --warmup may help")
 
     def _evaluate(self) -> None:
-        """Returns the mean loss of held-out samples, without dropout."""
+        """Logs the mean loss of held-out samples, without dropout: every token has the same weight."""
         training, begin = self.training, time.perf_counter()
         self._check()
         held = self.samples.num_evaluation
@@ -338,14 +338,17 @@ class Loop:
         import torch
 
         training = self.training
-        total = torch.zeros((), device=training.device)
+        total = torch.zeros((), device=training.device, dtype=torch.float64)
+        weights = torch.zeros_like(total)
         training.model.eval()
         with torch.no_grad():
             for step in range(steps):
                 share = training.share(self.samples.evaluation, step * training.samples_per_step)
-                total += gradients.passes(training, self.samples, share)
+                weight = gradients.labels(training, self.samples, share)
+                total += weight * gradients.passes(training, self.samples, share)
+                weights += weight
         training.model.train()
-        return float(total) / steps
+        return float(total / weights)
 
     def _soak(self) -> None:
         """Tries later events: the longest batch, an evaluation, a save. It does not change the training.

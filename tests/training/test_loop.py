@@ -378,14 +378,18 @@ def test_an_evaluation_changes_nothing_of_the_training(small, run, tmp_path, con
     assert unequal(weights, same) == []
 
 
-def test_an_evaluation_is_the_mean_loss_of_what_is_held_out(small, corpus):
-    workload, samples = small("llama", seq_len=16), corpus(held_out=0.2)()
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_an_evaluation_is_the_mean_loss_of_what_is_held_out(small, corpus, packing):
+    workload, samples = small("llama", seq_len=16), corpus("lines.jsonl", packing=packing, held_out=0.2)()
     hyper = Hyperparameters(steps=2, lr=1e-2)
     found = part(workload, {"micro_batch": 4}, hyper, samples=samples, eval_every=2, eval_steps=2)
     training = built(workload, {"micro_batch": 4}, hyper)
     training.model.load_state_dict(found.weights)
     batch = samples.evaluation(0, 2 * training.samples_per_step)
-    logits = training.model.eval()(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    counts = (batch["labels"][:, 1:] != -100).sum(1).reshape(2, -1).sum(1)
+    assert (counts[0] != counts[1]) == (packing == "padded"), "of unlike batches"
+    logits = training.model.eval()(**{name: each for name, each in batch.items() if name != "labels"}).logits
+    logits = logits[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())
     assert found.of("evaluation", "loss") == pytest.approx([expected.item()], rel=1e-6)
 
