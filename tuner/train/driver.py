@@ -164,6 +164,12 @@ class Driver:
         last = next(iter(self.checkpoints.all()), None)
         return last is not None and last.step >= self.request.steps and not check(last, None)
 
+    def reports_done(self) -> bool:
+        """Returns True, with a message, if the training is `done`."""
+        if self.done:
+            self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
+        return self.done
+
     @property
     def strategy(self) -> TrainingStrategy:
         """Current configuration."""
@@ -241,8 +247,7 @@ class Driver:
 
     def run(self) -> Trained:
         """Starts ranks here, or on the runner's devices, until they have ended successfully."""
-        if self.done:
-            self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
+        if self.reports_done():
             return self._trained(None)
         try:
             self.prepare()

@@ -35,9 +35,12 @@ def train_rank(request: TrainRequest, place: RankPlace, listener: TrainListener)
 
     with contextlib.ExitStack() as stack:
         listeners, drivers = [listener], list[Driver]()
-        program, joined = decide_once(place, lambda: _decide(request, place, listeners, drivers, stack))
+        work, joined = decide_once(place, lambda: _decide(request, place, listeners, drivers, stack))
         if dist.is_initialized():
             stack.callback(dist.destroy_process_group)
+        if not work:
+            return False
+        (program,) = work
         meter: MemoryMeter = HostMemoryMeter()
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", place.size))
         if joined.device.type == "cuda":
@@ -80,15 +83,17 @@ def _decide(
     listeners: list[TrainListener],
     drivers: list[Driver],
     stack: contextlib.ExitStack,
-) -> TrainRank:
-    """Returns the work of all ranks, and adds the driver to `drivers`. Replaces the single listener in `listeners` by
-    the driver's, which includes trackers.
+) -> list[TrainRank]:
+    """Returns the work of all ranks, none if the training has reached its end before. Adds the driver to `drivers`, and
+    replaces the single listener in `listeners` by the driver's, which includes trackers.
     """
     if request.devices not in (None, place.size):
         raise UsageError(
             f"devices={request.devices} contradicts the launcher's number of ranks, {place.size}; leave --devices out"
         )
     driver = Driver(replace(request, devices=place.size), listeners[0], stack, again=True)
+    if driver.reports_done():
+        return []
     try:
         driver.prepare()
     except RedlineError:
@@ -97,7 +102,7 @@ def _decide(
     drivers.append(driver)
     listeners[0] = driver.listener
     driver.listener.on_start(driver.training_start())
-    return driver.program()
+    return [driver.program()]
 
 
 def _follow(reader: LogReader, listener: TrainListener) -> None:

@@ -218,7 +218,7 @@ def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tup
     if request.lr_steps == before.lr_steps:
         request = replace(request, lr_steps=horizon)
         kept = request.section(Hyperparameters)
-        end = f" and stays at {_rate(kept, horizon)} after it" if request.steps > horizon else ""
+        end = f" to {_rate(kept, horizon)}, where it stays" if request.steps > horizon else ""
         return request, (
             f"the learning rate continues by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
             f"--lr-steps {request.steps} lets it fall over all {request.steps}, from {_rate(new, step)}"
