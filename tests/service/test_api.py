@@ -316,7 +316,7 @@ def test_a_user_has_so_many_searches_queued(tmp_path):
         headers = {"idempotency-key": "once"}
         made = [client.post("/v1/searches", json=SEARCH, headers=headers).json()["id"]]
         made += [client.post("/v1/searches", json=SEARCH).json()["id"]]
-        assert "2 searches queued" in error(client.post("/v1/searches", json=SEARCH), 403, "refused")["message"]
+        assert "2 searches are queued" in error(client.post("/v1/searches", json=SEARCH), 403, "refused")["message"]
         assert client.post("/v1/searches", json=SEARCH, headers=headers).json()["id"] == made[0]
         assert small.client("other").post("/v1/searches", json=SEARCH).status_code == 201
         client.post(f"/v1/searches/{made[1]}/cancel")

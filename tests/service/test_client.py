@@ -284,10 +284,15 @@ def test_tokens_are_made_listed_and_revoked_in_the_database(tmp_path):
         done = CliRunner().invoke(command_line, ["token", "--data", str(tmp_path), *arguments], standalone_mode=False)
         if done.exception is not None:
             raise done.exception
-        return done.output
+        notes.append(done.stderr)
+        return done.stdout
 
+    notes = []
+    with pytest.raises(UsageError, match=r"there is no server's database .*redline\.db: give --data"):
+        command("list")
     made = command("new", "ann", "--role", "admin", "--for", "laptop").strip()
     brief = command("new", "bob", "--expires", "30d", "--running", "2").strip()
+    assert "redline.db is new" in notes[0] and "needs --storage here" in notes[0] and not notes[1]
     listed = command("list")
     assert "ann | admin" in listed and "laptop" in listed and "valid until" in listed and made not in listed
     with served(tmp_path, tokens={"ann": made, "bob": brief}) as service:

@@ -310,8 +310,7 @@ def test_a_lease_whose_answer_is_rejected_is_not_renewed_any_more(place, error):
     pool.error, pool.rejected = error, ("answer",)
     with working(place, Formula(), pool) as worker:
         asked(place)
-        until(lambda: "answer" in pool.calls and not worker._leases)
-        assert not list(worker._folder.glob("*-1"))
+        until(lambda: "answer" in pool.calls and not worker._leases and not list(worker._folder.glob("*-1")))
     assert pool.calls.count("answer") == 1
 
 

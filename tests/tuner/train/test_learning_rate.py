@@ -54,7 +54,10 @@ def test_more_steps_by_the_command_line_are_those_of_one_training(run, here):
     code, out, err = run("train", "extended", "--resume", "--steps", 7)
     text = " ".join(out.split())
     assert code == 0, out + err
-    assert "note: the learning rate continues by its schedule over 4 steps, from 1.00e-03 to 1.00e-03, where it stays" in text
+    assert (
+        "note: the learning rate continues by its schedule over 4 steps, from 1.00e-03 to 1.00e-03, where it stays"
+        in text
+    )
     assert "--lr-steps 7 lets it fall over all 7, from 4.50e-03" in text
     assert ended(here, *trained("train", "llama", "at-once", "--lr", "1e-2", "--lr-steps", 4, steps=7)) == 0
     assert learnt(here / "extended") == learnt(here / "at-once") and len(learnt(here / "at-once")) == 7
