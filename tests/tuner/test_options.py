@@ -22,7 +22,7 @@ from redline.tuner.request import SECTIONS, Request
 
 ONLY_PYTHON = {"isolate", "prior", "begin_with", "listener"}
 """Arguments that are objects or belong to a callable."""
-ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "server", "token", "as_json"}
+ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "server", "token", "trust", "as_json"}
 ONLY_HERE = {
     *("data", "taken_from", "warm_start", "ray_address", "ranks", "memory_only", "emulate_first"),
     *("out", "resume", "storage", "log_to"),

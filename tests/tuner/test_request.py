@@ -42,7 +42,7 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
     options = {each.name: each for each in command.params}
     assert {each.name for each in fields(Request)} - set(options) == PYTHON_ONLY
     assert set(options) - {each.name for each in fields(Request)} == {
-        *("workload", "as_json", "command_file", "dry", "server", "token"),
+        *("workload", "as_json", "command_file", "dry", "server", "token", "trust"),
         *(each.name for each in fields(rl.Command)),
     }
     parsed = command.make_context("tune", ["gpt2-tiny"], parent=redline.make_context("redline", ["tune"])).params

@@ -78,12 +78,13 @@ def test_the_error_holds_what_a_simulation_shows():
     assert probability(1.0, 0.0, 0.0) == 1.0 and probability(1.1, 0.0, 0.0) == 0.0
 
 
-def test_the_error_is_that_of_the_mean_of_re_measurements_moderated_by_that_within_one():
+def test_the_error_is_that_of_the_median_of_re_measurements_moderated_by_that_within_one():
     again = (95.0, 100.0, 105.0)
     trial = judged(Trial(number=0, config={}, measurement=measurement(100.0, 2.0)), again)
     within = 2.0 / 1.959963984540054 / 100.0
     variance = (2 * (statistics.stdev(again) / 100.0) ** 2 + 4 * within**2) / 6
-    half_width = 2.4469 * math.sqrt(variance / 3)  # Student's t, six degrees of freedom
+    # Student's t, six degrees of freedom; a median is less certain than a mean.
+    half_width = math.sqrt(math.pi / 2) * 2.4469 * math.sqrt(variance / 3)
     assert relative_error(trial) == pytest.approx(half_width / 1.959963984540054, rel=0.01)
 
 

@@ -63,7 +63,7 @@ def test_re_measurements_are_shown(run):
     run.remeasure(0, [90.0])
     run.remeasure(1, [200.0, 180.0, 190.0])
     text = shown(run)
-    assert "best: trial 1, 190 tokens/s ± 6 %; the default configuration (trial 0): 90 tokens/s; gain 2.11x" in text
+    assert "best: trial 1, 190 tokens/s ± 7.5 %; the default configuration (trial 0): 90 tokens/s; gain 2.11x" in text
     assert "median of 3 re-measurements; the first time 300 tokens/s" in text
     assert "measured again: 200, 180, 190; the first time 300" in text
     assert "trials 1, 0 were measured again: they are listed first, by the median" in text
