@@ -19,7 +19,7 @@ Settings = Mapping[str, Any]
 MOST = 10**12
 """Larger numbers are not sizes of a training."""
 MISSPELT = 0.93
-"""Similarity of names, by `difflib`, from which one is a misspelling of the other: one letter in 8, two in 15."""
+"""Similarity of names, by `difflib`, from which one is a misspelling of the other: a missing letter in 8, a wrong one in 15."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
 
 

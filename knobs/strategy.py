@@ -21,6 +21,8 @@ OFFLOADS = ("none", "optimizer")
 """Values of the knob `offload`."""
 DEGREES = ("tp", "sp", "cp", "pp", "dp")
 """Knobs whose product is the number of devices."""
+SPLITS = ("tp", "pp", "cp", "sp")
+"""Knobs for the number of devices that share one replica."""
 BLOCK_KNOBS = ("strategy", "stage_blocks")
 """Knobs that name blocks, as texts with commas. No default space varies them: they come from a refinement block by block,
 or are given."""

@@ -1,14 +1,14 @@
 """Samples of one optimizer step: a default that the devices can share, and those of a user's own space."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from functools import reduce
+from operator import mul
 from typing import Any
 
 from ..base.errors import SpaceError, UsageError
+from ..knobs.strategy import SPLITS
 from ..space import Space
 from .workload import Workload
-
-_SPLITS = ("tp", "pp", "cp", "sp")
 
 
 def shareable(usual: int, devices: int) -> int:
@@ -83,6 +83,13 @@ def free_accumulation(
     return list(dict.fromkeys(given))
 
 
+def samples_of_a_pass(space: Space, devices: int) -> Any:
+    """Samples of one forward and backward pass of all replicas, as an expression over the knobs."""
+    ways = [space[name] for name in SPLITS if name in space.by_name]
+    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
+    return space["micro_batch"] * replicas
+
+
 def check_samples(workload: Workload, space: Space, devices: int, asked: int | None) -> tuple[str, ...]:
     """Returns notes about a user's own space in which a step can have other samples than the workload's global batch.
 
@@ -93,13 +100,12 @@ def check_samples(workload: Workload, space: Space, devices: int, asked: int | N
         UsageError: a global batch was requested, and no configuration has it.
     """
     knobs, total = space.by_name, workload.global_batch
-    counted = [each for each in ("micro_batch", "grad_accum", "dp", *_SPLITS) if each in knobs]
+    counted = [each for each in ("micro_batch", "grad_accum", "dp", *SPLITS) if each in knobs]
     if not {"micro_batch", "grad_accum"} <= set(counted) or any(knobs[each].when is not None for each in counted):
         return ()
-    replicas = space["dp"] if "dp" in knobs else devices // prod(space[each] for each in _SPLITS if each in knobs)
     same = space.copy()
     try:
-        same.require(space["micro_batch"] * replicas * space["grad_accum"] == total)
+        same.require(samples_of_a_pass(space, devices) * space["grad_accum"] == total)
     except SpaceError:
         if asked is not None:
             raise UsageError(

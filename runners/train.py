@@ -254,10 +254,10 @@ def _check_packing(training: Training, samples: TrainingData) -> None:
     Raises:
         WorkloadError: it does.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     if not isinstance(samples, Samples) or samples.plan.packing != "documents":
         return
+    from torch.distributed.fsdp import FSDPModule
+
     if (attention := str(training.config.get("attention", ""))).startswith("flash"):
         raise WorkloadError(
             f"packing=documents needs --fix attention=sdpa: with {attention} transformers keeps documents apart only in "

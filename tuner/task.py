@@ -12,8 +12,10 @@ from ..base.errors import SpaceError, UsageError, WorkloadError
 from ..base.option import check_options
 from ..frameworks.registry import find_launcher
 from ..frameworks.stated_space import declare
+from ..knobs.strategy import SPLITS
 from ..knobs.text import config_text, value_text
 from ..models import Workload
+from ..models.global_batch import samples_of_a_pass
 from ..models.huggingface import hugging_face_workload
 from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
@@ -21,7 +23,7 @@ from ..models.server_model import ServerModel
 from ..models.spaces import lossy_of_space
 from ..runners.command.command import Command
 from ..runners.command.trained import CommandTraining, completed
-from ..runners.command.work import SPLITS, Commands
+from ..runners.command.work import Commands
 from ..space import Config, Space
 
 if TYPE_CHECKING:
@@ -186,7 +188,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     if total is not None and (foreign is None or "grad_accum" not in space.by_name):
         _share(space, total, count)
     elif total is None and trained.global_batch and "micro_batch" in space.by_name:
-        passed = _of_a_pass(space, max(1, count // trained.split))
+        passed = samples_of_a_pass(space, max(1, count // trained.split))
         space.require(trained.global_batch % passed == 0, f"global batch {trained.global_batch}")
     _check_effects(space, request.fix)
     stated = foreign.stated if foreign is not None else frozenset()
@@ -283,16 +285,9 @@ def _share(space: Space, total: int, devices: int) -> None:
         raise UsageError(
             "--global-batch needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
         )
-    together = _of_a_pass(space, devices)
+    together = samples_of_a_pass(space, devices)
     accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
     space.require(together * accumulate == total, f"global batch {total}")
-
-
-def _of_a_pass(space: Space, devices: int) -> Any:
-    """Samples of one forward and backward pass of all replicas."""
-    ways = [space[name] for name in SPLITS if name in space.by_name]
-    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
-    return space["micro_batch"] * replicas
 
 
 def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:

@@ -16,13 +16,13 @@ from ...frameworks.reading import COMMAND, TrainerConfig, options_of, read, read
 from ...frameworks.registry import find_launcher
 from ...frameworks.stated_space import ForeignSpace
 from ...frameworks.trainer import MODEL as TRAINER_MODEL, SEQ_LEN as TRAINER_LENGTHS
+from ...knobs.strategy import SPLITS
 from ...models.architecture import Architecture
 from ...models.presets import preset_of
 from ...models.server_model import ServerModel
 from ...space import Config
 from .command import Command
 from .template import split_words
-from .work import SPLITS
 
 MODEL = (*TRAINER_MODEL, "base_model_config", "base_model", "model_path")
 """Options that name a model in commands of any trainer; the first one given counts."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import UsageError
 from ...frameworks.launcher import Launcher
 from ...frameworks.registry import find_launcher
+from ...knobs.strategy import SPLITS
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
@@ -80,8 +81,6 @@ def _deviates(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
 _INTERPRETER = re.compile(r"python[\d.]*|bash|sh|torchrun")
 _OTHER_CODE = ("-m", "--module", "-c", "--no-python", "--no_python")
 """Options of interpreters and torchrun after which the program is not a script."""
-SPLITS = ("tp", "pp", "cp", "sp")
-"""Knobs for the number of devices that share one replica."""
 _CONCLUSIVE = (Status.OK, Status.OOM, Status.WRONG)
 """Statuses of a host's report that take precedence over those of other hosts."""
 

@@ -12,7 +12,6 @@ from .part import Part, add_event, add_usage, as_count, as_text, locked, new_id,
 
 SAME = ("request", "devices", "device", "visibility", "reuse")
 """Fields that must agree between two submissions with the same key."""
-"""Users who can view a search besides its owner and admins."""
 SIMULATE = "simulate"
 """The runner of a search that needs no devices."""
 _INTERNAL = ("finished", "seconds")

@@ -26,17 +26,22 @@ def test_an_exceeded_limit_is_named():
     assert "longer than the limit of 60 s" in limits.broken(0.0, 61.0)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), SystemError("error return without exception set")], ids=repr)
-def test_a_library_that_cannot_allocate_ends_the_search_as_too_large(tmp_path, monkeypatch, error):
-    """Extensions of the interpreter also fail without an exception of their own."""
+def failing(tmp_path, monkeypatch, error):
+    """Returns a store with a search whose trials raise an error, and the search's id."""
     store, user = a_store(tmp_path)
 
     def fails(searcher):
         raise error
 
     monkeypatch.setattr(Searcher, "_tuned", fails)
+    return store, store.submit(user, SIMULATED, devices=1)[0].id
+
+
+@pytest.mark.parametrize("error", [MemoryError(), SystemError("error return without exception set")], ids=repr)
+def test_a_library_that_cannot_allocate_ends_the_search_as_too_large(tmp_path, monkeypatch, error):
+    """Extensions of the interpreter also fail without an exception of their own."""
+    store, search = failing(tmp_path, monkeypatch, error)
     with store:
-        search = store.submit(user, SIMULATED, devices=1)[0].id
         Searcher(store, "unused", tmp_path, search, limits=SearcherLimits(memory_mib=300.0)).run()
         found = store.search(search)
     assert found.state is SearchState.FAILED and "its limit of 0.29" in found.reason
@@ -71,14 +76,8 @@ def test_a_model_of_twenty_thousand_layers_ends_its_own_search_alone(tmp_path, l
     "error", [StorageUnavailable("the database is away"), StudyError("the disk is full")], ids=repr
 )
 def test_a_search_without_its_database_is_restarted_and_has_not_failed(tmp_path, monkeypatch, error):
-    store, user = a_store(tmp_path)
-
-    def fails(searcher):
-        raise error
-
-    monkeypatch.setattr(Searcher, "_tuned", fails)
+    store, search = failing(tmp_path, monkeypatch, error)
     with store:
-        search = store.submit(user, SIMULATED, devices=1)[0].id
         with pytest.raises(SystemExit, match="the search cannot continue at the moment"):
             Searcher(store, "unused", tmp_path, search).run()
         assert store.search(search).state is SearchState.RUNNING

@@ -212,8 +212,8 @@ def _file(path: Path, kind: Kind) -> DataFile:
 
 
 def _in_folder(folder: Path) -> Iterator[DataFile]:
-    """Yields the sources of a folder: `datasets`, or files of one kind; if their names contain splits, only those of
-    training.
+    """Yields the sources of a folder: `datasets`, or files of one kind; if their names begin with those of splits, only
+    those of training.
     """
     if (folder / "dataset_dict.json").is_file():
         if not (folder / "train").is_dir():

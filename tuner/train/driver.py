@@ -166,9 +166,10 @@ class Driver:
 
     def reports_done(self) -> bool:
         """Returns True, with a message, if the training is `done`."""
-        if self.done:
+        done = self.done  # reads the whole checkpoint
+        if done:
             self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
-        return self.done
+        return done
 
     @property
     def strategy(self) -> TrainingStrategy:
