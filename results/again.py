@@ -58,6 +58,7 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
             tokens_per_second=None,
             step_ms=None,
             step_ms_spread=None,
+            throughput_spread=None,
             tflops_per_device=None,
             mfu=None,
             # The peak of a success is below the limit, which an `oom` exceeded.
@@ -80,10 +81,10 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
         tflops_per_device=_times(first.tflops_per_device, ratio),
         mfu=_times(first.mfu, ratio),
     )
-    if first.step_ms is None or ratio == 0:
-        return again
-    step_ms = first.step_ms / ratio
     spread = _spread(throughputs, first.spread)
+    if first.step_ms is None or ratio == 0:
+        return replace(again, throughput_spread=None if spread is None else abs(middle) * spread)
+    step_ms = first.step_ms / ratio
     return replace(again, step_ms=step_ms, step_ms_spread=None if spread is None else step_ms * spread)
 
 
@@ -97,7 +98,7 @@ def _spread(throughputs: Sequence[float], within: float | None) -> float | None:
     n = len(throughputs)
     if n < 2 or not fmean(throughputs):
         return within
-    error = stdev(throughputs) / fmean(throughputs)
+    error = stdev(throughputs) / abs(fmean(throughputs))
     wider = MEDIAN if n > 2 else 1.0  # of two values both are the same
     if within is None:
         return wider * Z95 * error / math.sqrt(n)

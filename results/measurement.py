@@ -162,6 +162,8 @@ class Measurement:
     """Median time of one optimizer step on the slowest rank, ms."""
     step_ms_spread: float | None = None
     """Half-width of the 95 % confidence interval of `step_ms`, ms."""
+    throughput_spread: float | None = None
+    """Half-width of the 95 % confidence interval of `throughput`, in its unit, if there is no step time."""
     peak_memory_mib: float | None = None
     """Largest peak memory of a rank, MiB; for an `oom`, allocated plus requested memory, if known."""
     memory_limit_mib: float | None = None
@@ -250,7 +252,10 @@ class Measurement:
     @property
     def spread(self) -> float | None:
         """Relative half-width of the 95 % interval of throughput and step time; None if unknown."""
-        return self.step_ms_spread / self.step_ms if self.step_ms and self.step_ms_spread is not None else None
+        for value, half in ((self.step_ms, self.step_ms_spread), (self.throughput, self.throughput_spread)):
+            if value and half is not None:
+                return half / abs(value)
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready mapping, without fields that are None or empty.

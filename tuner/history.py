@@ -25,7 +25,8 @@ def at_first_speed(trial: Trial) -> Trial:
     measured = trial.measurement
     if measured is None or not measured.ok or not measured.machine_speed:
         return trial
-    factors = dict.fromkeys(("throughput", "tokens_per_second", "samples_per_second"), 1 / measured.machine_speed)
+    rates = ("throughput", "throughput_spread", "tokens_per_second", "samples_per_second")
+    factors = dict.fromkeys(rates, 1 / measured.machine_speed)
     factors |= dict.fromkeys(("step_ms", "step_ms_spread"), measured.machine_speed)
     corrected: dict[str, Any] = {
         name: value * factor for name, factor in factors.items() if (value := getattr(measured, name)) is not None

@@ -68,6 +68,7 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
         samples_per_second=throughput if unit == "samples/s" else None,
         step_ms=cost if timed else None,
         step_ms_spread=spread if timed else None,
+        throughput_spread=None if timed or spread is None else throughput * spread / cost,
         peak_memory_mib=peak,
         loss=loss,
         foreign_cores=run.foreign,

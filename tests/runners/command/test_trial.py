@@ -190,6 +190,7 @@ def test_a_file_that_it_writes_is_read(run, script):
         metric_file="log.csv",
     )
     assert measured.status is Status.OK and 1000 <= measured.throughput <= 1001 and measured.unit == "tokens/s"
+    assert measured.step_ms is None and measured.throughput_spread == pytest.approx(0.5, abs=0.01)
 
 
 def test_each_trial_has_its_own_folder_files_and_environment(run, script, tmp_path):
