@@ -154,15 +154,13 @@ class History:
         return self._best
 
     def reference(self, number: int) -> Reference | None:
-        """Reference that trial `number` must reproduce: the first other trial in the finest number format.
+        """Reference that trial `number` must reproduce: the first trial in the finest number format; None for that trial.
 
         Trial 0 is the default configuration, which applies no rewrites, so it is the reference until a trial in a
         finer format has run: on a GPU the default computes in bf16.
         """
-        others = {at: each for at, each in self._probed.items() if at != number}
-        if not others:
-            return None
-        return others[min(others, key=lambda at: (others[at].probe.roundoff, at))]
+        first = min(self._probed, key=lambda at: (self._probed[at].probe.roundoff, at), default=number)
+        return None if first == number else self._probed[first]
 
     def _take(self, trial: Trial) -> None:
         number, measured = trial.number, trial.measurement

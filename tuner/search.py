@@ -91,7 +91,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self._watch = self.watch or Stopwatch(self.budget.seconds)
-        self._conditions = Conditions(self._measure_again, self.listener)
+        self._conditions = Conditions(self._measure_canary, self.listener)
         self._history = History(lambda: self.run_folder.trials())
         self._judge_at = 0
         self._earlier: set[int] = set()
@@ -110,7 +110,7 @@ class Search:
             RunnerError: the machinery failed in all attempts.
             StudyError: the ledger cannot be written.
         """
-        running: dict[Future[Measurement], Trial] = {}
+        running: dict[Future[Measurement], tuple[Trial, TrialRequest]] = {}
         self._earlier = {trial.number for trial in self.run_folder.trials() if not trial.pending}
         again = [self._restart_pending(trial) for trial in self.run_folder.pending()]
         again = [trial for trial in again if trial.pending]
@@ -121,7 +121,8 @@ class Search:
                     trial = again.pop(0) if again else self._next()
                     if trial is None:
                         break
-                    running[pool.submit(self._attempt, trial, self._request(trial))] = trial
+                    request = self._request(trial)
+                    running[pool.submit(self._attempt, trial, request)] = trial, request
                     self.listener.on_trial_start(trial)
                 if not running:
                     return
@@ -129,7 +130,8 @@ class Search:
                 # Outcomes are saved, although another trial beside them was lost.
                 for future in sorted(done, key=lambda each: each.exception() is not None):
                     measured = future.result()
-                    trial = running.pop(future)
+                    trial, request = running.pop(future)
+                    measured = self._compared_late(trial, request, measured)
                     try:
                         # With concurrent trials, the canary would measure their load.
                         if self.runner.slots == 1 and self._watch.left > 0:
@@ -139,11 +141,22 @@ class Search:
         except BaseException as cause:
             self._close(cause)  # ends the running trials, so that the threads return
             if not self.runner.isolated:  # this process is still alive
-                for trial in running.values():
+                for trial, _ in running.values():
                     self.run_folder.attempt(trial.number, trial.attempts - 1)
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _compared_late(self, trial: Trial, request: TrialRequest, measured: Measurement) -> Measurement:
+        """Compares a trial that began before a reference was known, beside the default configuration, with the present one."""
+        if not measured.ok or measured.probe is None or request.reference is not None or trial.sampler == DEFAULT:
+            return measured
+        from ..runners.numerics_check import numerics_mismatch
+
+        reference = self._history.update().reference(trial.number)
+        loss = measured.probe.quiet.loss  # the runner has checked the others
+        wrong = numerics_mismatch(measured.probe, reference, loss=loss, last_loss=loss)
+        return replace(measured, status=Status.WRONG, reason=wrong) if wrong else measured
 
     def _close(self, cause: BaseException) -> None:
         """Closes the runner, which ends the running trials. Acknowledges an interrupt first, because closing takes time."""
@@ -425,6 +438,11 @@ class Search:
             soak=replace(plan, compiling_s=trial.measured.seconds_compile or 0.0),
         )
         return self._attempt(trial, request)
+
+    def _measure_canary(self, trial: Trial) -> Measurement:
+        # At the clocks of its first measurement, which did not wait until they had settled.
+        request = self._request(replace(trial, measurement=None), free=True)
+        return self._attempt(trial, replace(request, sustained=False))
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)

@@ -158,7 +158,9 @@ def test_throughputs_without_a_step_time_have_an_interval_too():
     assert str(summary.gain([base, faster])) == "none shown: 1.01x ± 0.01 includes 1"
     # Two callables without any interval: re-measurements have one.
     rounds = [[100.0, 103.0, 97.0, 101.0, 99.0, 100.0], [101.0, 97.0, 104.0, 100.0, 102.0, 98.0]]
-    again = [trial(at, 100.0, remeasured=many, sampler="default" if at == 0 else "bayes") for at, many in enumerate(rounds)]
+    again = [
+        trial(at, 100.0, remeasured=many, sampler="default" if at == 0 else "bayes") for at, many in enumerate(rounds)
+    ]
     assert not summary.gain(again).shown and 0.01 < again[0].measured.spread < 0.05
     assert trial(0, -2.0, remeasured=[-2.0, -2.2]).measured.spread > 0
     assert judged(faster, (), Measurement(status=Status.CRASH)).measured.spread is None

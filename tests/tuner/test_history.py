@@ -1,14 +1,20 @@
 """A search's knowledge of its trials is updated by the changed ones, and equals that of a fresh read."""
 
 import random
+import threading
 from dataclasses import replace
 
 from probes import BF16, FP32, probe
-from redline.results import Measurement, Status, Trial
+from redline.results import Measurement, RunFolder, Status, Trial
 from redline.results.again import judged
 from redline.results.measurement import REFINEMENT
-from redline.space import Config
+from redline.runners import Runner
+from redline.space import Config, Space
+from redline.tuner.budget import Budget
 from redline.tuner.history import History
+from redline.tuner.listener import SearchListener
+from redline.tuner.samplers import make_sampler
+from redline.tuner.search import Search
 
 
 def seen(trials):
@@ -70,5 +76,43 @@ def test_the_reference_is_the_first_trial_that_ran_in_the_finest_format():
     assert seen(trials).reference(1).config_id == trials[0].config.id
     trials += [ran(3, FP32), ran(4, FP32), Trial(number=5, config=Config())]
     assert seen(trials).reference(5).config_id == trials[3].config.id
-    assert seen(trials).reference(3).config_id == trials[4].config.id
+    assert seen(trials).reference(3) is None  # a wrong trial beside it must not make it wrong
+    assert seen(trials).reference(4).config_id == trials[3].config.id
     assert seen(trials).reference(5).probe.roundoff == FP32
+
+
+class Beside(Runner):
+    """Two trials at once: trial 0 ends first, and trial 1, which began beside it, has other logits."""
+
+    name, slots, confirms = "beside", 2, False
+
+    def __init__(self):
+        self._first = threading.Event()
+
+    def run(self, request):
+        if request.number == 1:
+            assert request.reference is None and self._first.wait(30)
+        found = probe(logits=(5.0, -5.0, 5.0, 5.0)) if request.number == 1 else probe()
+        return Measurement(status=Status.OK, throughput=1.0 + request.number, probe=found)
+
+    def ended(self, trial):
+        if trial.number == 0:
+            self._first.set()
+
+
+def test_a_trial_that_began_beside_the_default_is_compared_when_it_ends(tmp_path):
+    space, runner, listener = Space(), Beside(), SearchListener()
+    space.choice("x", list(range(3)))
+    listener.on_trial_end = runner.ended
+    with RunFolder.open(tmp_path / "run", {"model": "x"}, knobs={"x": None}, make_config=Config) as made:
+        Search(
+            run_folder=made,
+            sampler=make_sampler("grid", space, seed=0),
+            runner=runner,
+            budget=Budget(trials=3),
+            first=(space.config(x=0),),
+            listener=listener,
+        ).run()
+        trials = made.trials()
+    assert [trial.measured.status for trial in trials] == [Status.OK, Status.WRONG, Status.OK]
+    assert "the logits" in trials[1].measured.reason
