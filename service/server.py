@@ -37,8 +37,8 @@ ADMIN, EMBEDDED = "admin", "embedded"
 """Users made by the first start: the administrator, and the owner of the server's own worker."""
 STANDBY_S = 0.5
 """How often a standby server checks whether the other has ended, s."""
-STUDIES_WAITING = 200
-"""Number of calls on studies that may wait."""
+STUDIES_WAITING = 50
+"""Number of calls on studies that may wait: fewer than threads wait for them (`api.studies`), so that more are refused."""
 STUDY_SECONDS = 120.0
 """Time limit of a call on a study, s."""
 

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -25,6 +25,7 @@ IDLE_S = 1.0
 REMEMBERED = 10_000
 """Number of events in memory."""
 MOST_LISTENERS = 2000
+MOST_OF_A_USER = 1000
 KEEP_ALIVE_S = 15.0
 """A comment is sent after this long without an event, s, to keep proxies from closing the stream and to detect dead
 connections.
@@ -69,8 +70,13 @@ class Feed:
         self._last = 0
         self._changed = asyncio.Event()
         self._stopped = False
-        self.listeners = 0
+        self._open: Counter[str] = Counter()
+        """Number of open streams of each user."""
+
+    @property
+    def listeners(self) -> int:
         """Number of open streams."""
+        return self._open.total()
 
     @property
     def stopped(self) -> bool:
@@ -113,6 +119,7 @@ class Feed:
 
     def follow(
         self,
+        user: str,
         after: int | None,
         search: str | None = None,
         allowed: Callable[[], bool] = lambda: True,
@@ -121,6 +128,7 @@ class Feed:
         """Returns events as chunks of a stream.
 
         Args:
+            user: the listener.
             after: id of the last event seen; None for new events only.
             search: only events of this search; the stream ends when the search has ended, or the listener may not see
                 it any more.
@@ -130,22 +138,24 @@ class Feed:
         Raises:
             Problem: there are too many listeners.
         """
-        if self.listeners >= MOST_LISTENERS:
-            raise Problem(
-                503,
-                "too_many_listeners",
-                f"{MOST_LISTENERS} event streams are open, the limit; try again later",
-            )
-        return self._stream(after, search, allowed, hidden)
+        for count, most, whose in (
+            (self.listeners, MOST_LISTENERS, ""),
+            (self._open[user], MOST_OF_A_USER, f" of '{user}'"),
+        ):
+            if count >= most:
+                reason = f"{count} event streams{whose} are open, the limit; try again later"
+                raise Problem(503, "too_many_listeners", reason)
+        return self._stream(user, after, search, allowed, hidden)
 
     async def _stream(
         self,
+        user: str,
         after: int | None,
         search: str | None,
         allowed: Callable[[], bool],
         hidden: Callable[[set[str]], set[str]],
     ) -> AsyncIterator[bytes]:
-        self.listeners += 1
+        self._open[user] += 1
         try:
             yield b"retry: 1000\n\n"
             seen, checked = await self._begin(after), time.monotonic()
@@ -178,7 +188,7 @@ class Feed:
                 if not more and not await self._waited(changed):
                     yield b": nothing new\n\n"
         finally:
-            self.listeners -= 1
+            self._open -= Counter([user])  # without those at zero
 
     def ended(self, search: str, seen: int) -> tuple[bool, bool]:
         """Returns whether a search has ended or was deleted, and whether it has no events after `seen` either."""

@@ -344,7 +344,7 @@ def stream(request: Request, parts: Parts, after: int | None, search: str | None
         user = request.state.still()
         return searches if user is None else parts.store.hidden_from(user, searches)
 
-    chunks = parts.feed.follow(after, search, allowed, hidden)
+    chunks = parts.feed.follow(request.state.user, after, search, allowed, hidden)
     return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
 
 

@@ -191,10 +191,13 @@ def test_events_of_a_search_that_a_user_may_not_see_any_more_are_not_sent(servic
         assert found and not [each for each in found if private in each]
 
 
-def test_too_many_streams_are_refused_with_a_reason(service, monkeypatch):
-    monkeypatch.setattr(feeds, "MOST_LISTENERS", 1)
+@pytest.mark.parametrize("limit", ["MOST_LISTENERS", "MOST_OF_A_USER"])
+def test_too_many_streams_are_refused_with_a_reason(service, monkeypatch, limit):
+    monkeypatch.setattr(feeds, limit, 1)
     with service.client() as client, client.stream("GET", "/v1/events") as stream:
         lines = stream.iter_lines()  # the stream closes with it
         next(lines)
         answer = client.get("/v1/events")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_listeners")
+        with service.client("other") as other, other.stream("GET", "/v1/events") as theirs:
+            assert theirs.status_code == (503 if limit == "MOST_LISTENERS" else 200)
