@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from ..base.errors import RedlineError, RunnerError, UsageError
 from ..base.forked import die_with_parent
 from ..base.scratch import remove
+from ..results import Status
 from . import failure
 from .job import Job, Outcome
 from .process import adopt_orphans, kill_descendants
@@ -39,6 +40,8 @@ AGAIN_S = 1.0
 """Interval between attempts to place a lost host again, s."""
 CLOSE_S = 15.0
 """Time for Ray to shut down, s."""
+ANSWER_S = 15.0
+"""Time for the hosts of a trial to answer, s."""
 BEAT_S = 3.0
 """Interval between checks that Ray and the hosts answer, s."""
 
@@ -69,6 +72,8 @@ class RaySetup:
     """True if the devices of a trial may be on several hosts."""
     imports: tuple[str, ...]
     """Modules that host agents import once."""
+    again: bool = False
+    """True if trials were placed before: a cluster that has lost nodes since runs fewer at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +158,8 @@ def _join(address: str | None) -> RedlineError | None:
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     try:
         if address is None:
+            # Ray's monitor would kill the host agent, of which only the trial's ranks should be.
+            os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
             options |= {"address": "local", "include_dashboard": False}
         else:
             check_listens(address)
@@ -225,9 +232,9 @@ class Cluster:
             raise RunnerError("the Ray cluster has no live node; start one, or pass `--runner local`")
         layout = lay_out(devices, self._setup.cuda, [each.get(self._kind, 0) for each in nodes])
         if layout is None:
-            raise UsageError(
-                f"a trial needs {devices} devices, the same number on each of its hosts, but the Ray cluster has "
-                f"{shares} {self._kind}s"
+            raise (RunnerError if self._setup.again else UsageError)(
+                f"a trial needs {devices} devices, the same number on each of its hosts, but the live nodes of the Ray "
+                f"cluster have {shares} {self._kind}s; of a cluster that grows on request, start the nodes first"
             )
         if layout.hosts > 1 and not self._setup.several_hosts:
             raise UsageError(
@@ -240,12 +247,12 @@ class Cluster:
         possible, concurrency = self.layout.at_once, self._setup.concurrency
         if concurrency is None:
             return possible if self._setup.cuda else 1
-        if concurrency > possible:
+        if concurrency > possible and not self._setup.again:
             raise UsageError(
                 f"{concurrency} trials at once need {concurrency * self._setup.devices} {self._kind}s, "
                 f"but the Ray cluster has {int(self._ray.cluster_resources().get(self._kind, 0))}"
             )
-        return concurrency
+        return min(concurrency, possible)
 
     def _place(self) -> None:
         from ray.util.placement_group import placement_group
@@ -285,6 +292,8 @@ class Cluster:
 
     def wait_ready(self) -> None:
         """Waits until trials can start at once."""
+        while 0 in self._lost:
+            time.sleep(0.05)
         self._call(0, WorkerGroup.wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
@@ -294,20 +303,29 @@ class Cluster:
             RunnerError: a host of it was lost.
         """
         slot = self._free.get()
+        while slot in self._lost:  # `watch` ends this process if no host of any slot is placed again
+            self._free.put(slot)
+            time.sleep(0.05)
+            slot = self._free.get()
         try:
             return self._call(slot, lambda workers: workers.run(job))
+        except RunnerError as error:
+            lost = error.__cause__
+            if isinstance(lost, self._ray.exceptions.OutOfMemoryError):
+                return Outcome(
+                    status=Status.OOM, reason=f"Ray killed it on a host that is short of memory: {_first_line(lost)}"
+                )
+            raise
         finally:
             self._free.put(slot)
 
     def _call(self, slot: int, call: Callable[[WorkerGroup], Found]) -> Found:
-        while slot in self._lost:  # `watch` ends this process if its hosts are not placed again
-            time.sleep(0.05)
         exceptions = self._ray.exceptions
         try:
             return call(self._worker_groups[slot])
         except exceptions.RayTaskError as error:
             raise error.cause from error
-        except (exceptions.RayActorError, exceptions.RaySystemError, TimeoutError) as error:
+        except (exceptions.RayError, TimeoutError) as error:
             self._lost[slot] = time.monotonic()
             threading.Thread(target=self._place_again, args=(slot,), daemon=True, name="placing").start()
             raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
@@ -324,21 +342,22 @@ class Cluster:
                 time.sleep(AGAIN_S)
 
     def _check_placed(self) -> None:
-        """Fails if Ray takes too long to place a lost host again. Ray does not report that no node is left for it.
+        """Fails if no trial can run and Ray takes too long to place a lost host again. Ray does not report that no node is
+        left for it.
 
         Raises:
-            RunnerError: a host has been lost for too long.
+            RunnerError: every slot has lost a host, one of them for too long.
         """
-        now = time.monotonic()
-        if any(now - since > PLACED_AGAIN_S for since in list(self._lost.values())):
+        lost, now = list(self._lost.values()), time.monotonic()
+        if len(lost) == self.slots and any(now - since > PLACED_AGAIN_S for since in lost):
             alive = sum(bool(each["Alive"]) for each in self._ray.nodes())
             raise RunnerError(
-                f"Ray has lost the host of a trial and has not placed it again within {PLACED_AGAIN_S:g} s; live nodes: "
-                f"{alive}"
+                f"Ray has lost the hosts of all trials and has not placed them again within {PLACED_AGAIN_S:g} s; live "
+                f"nodes: {alive}"
             )
 
     def watch(self, beat: Callable[[], None]) -> None:
-        """Calls `beat` every `BEAT_S` while Ray's head and every host that was ready answer.
+        """Calls `beat` every `BEAT_S` while Ray's head answers. A ready host that does not is killed, and placed again.
 
         Raises:
             RunnerError: the head is gone, the only node is, or a lost host is not placed again.
@@ -352,10 +371,14 @@ class Cluster:
             nodes = self._ray.nodes()  # does not return if the head is gone
             if self._started and not any(each["Alive"] for each in nodes):
                 raise RunnerError("Ray's node on this machine is gone")  # another Ray is started
-            # The loss of a host is reported to the caller that waits for its trial.
-            with contextlib.suppress(self._ray.exceptions.RayActorError):
-                for workers in list(self._worker_groups.values()):
-                    workers.answer()
+            for workers in list(self._worker_groups.values()):
+                try:
+                    workers.answer(ANSWER_S)
+                except self._ray.exceptions.RayError:
+                    pass  # reported to the caller that waits for its trial
+                except TimeoutError:
+                    workers.kill()  # which ends that call, so that the caller places it again
+                beat()
             self._check_placed()
             beat()
             time.sleep(BEAT_S)

@@ -20,8 +20,8 @@ STARTS = 3
 """Number of starts of a process that dies before it can answer."""
 START_S = 300.0
 """Time to join or start Ray and to place trials, s."""
-SILENCE_S = 20.0
-"""How long Ray or a host may not answer, s."""
+SILENCE_S = 30.0
+"""How long Ray may not answer, s; longer than its hosts may (`ray_driver.ANSWER_S`)."""
 CLOSE_S = 20.0
 """Time for Ray to shut down, s."""
 

@@ -182,10 +182,14 @@ class WorkerGroup:
         """Waits until all hosts are placed, whether or not their agents are ready."""
         self._all("answer")
 
-    def answer(self) -> None:
-        """Waits until all hosts have answered, which a suspended one does not. Returns at once before they are ready."""
+    def answer(self, within_s: float) -> None:
+        """Waits until all hosts have answered, which a suspended one does not. Returns at once before they are ready.
+
+        Raises:
+            TimeoutError: a host has not answered in time.
+        """
         if self._ready:
-            self._all("answer")
+            self._all("answer", within_s)
 
     def run(self, job: Job) -> Outcome:
         """Runs a job on all hosts and returns its outcome. The first failure on one stops the others.
@@ -268,11 +272,18 @@ class WorkerGroup:
         return answers
 
     def _all(self, method: str, within_s: float | None = None) -> None:
-        """Calls the same method of all hosts and waits for the answers."""
+        """Calls the same method of all hosts and waits for the answers.
+
+        Raises:
+            TimeoutError: a host has not answered in time.
+        """
         end = None if within_s is None else time.monotonic() + within_s
         answers = self._begin(lambda number, worker: worker.ask(method))
         for _ in self.workers:
-            *_, error = answers.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+            try:
+                *_, error = answers.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(f"a host did not answer '{method}' within {within_s:g} s") from None
             if error is not None:
                 raise error
 
