@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-import psutil
-
+from .control_groups import cpu_quota
 from .errors import not_installed
 from .gpus import VARIABLE, find_gpus
-from .host_memory import MIB, free_memory_mib, memory_groups
+from .host_memory import free_memory_mib, memory_groups, total_memory_mib
 
 DESCRIBED = "described"
 """Feature of a device that is described and not local: packages missing on this machine are not taken into account."""
@@ -134,19 +133,8 @@ def one_thread(name: str) -> ThreadPoolExecutor:
 
 def usable_cores() -> int:
     """Number of cores this process may use, at least 1, by its affinity and the quota of its control group."""
-    cores = len(os.sched_getaffinity(0))
-    quota, _, period = _cgroup_text("cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        cores = min(cores, int(quota) // int(period))
-    return max(1, cores)
-
-
-def _cgroup_text(name: str) -> str:
-    try:
-        with open(f"/sys/fs/cgroup/{name}") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    return max(1, cores if quota is None else min(cores, int(quota)))
 
 
 def _cuda() -> Device | None:
@@ -184,7 +172,7 @@ def _cpu() -> Device:
         type="cpu",
         name=f"{name} ({usable_cores()} cores)",
         count=1,
-        memory_mib=psutil.virtual_memory().total // MIB,
+        memory_mib=int(total_memory_mib(memory_groups())),
         features=frozenset(features),
     )
 

@@ -1,11 +1,12 @@
 """Host memory available to a process: limits and free memory of the machine and its control groups (Linux)."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
+
+from .control_groups import OWN, control_groups, read
 
 MIB = 1024 * 1024
 _NO_LIMIT = 1 << 60
@@ -14,11 +15,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A control group with the memory controller.
-
-    Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html,
-    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
-    """
+    """A control group with the memory controller."""
 
     folder: Path
     """Its folder below the mount point."""
@@ -48,33 +45,20 @@ class MemoryGroup:
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         return _field(self.folder / name, "oom_kill")
 
+    @property
+    def kills_all(self) -> bool:
+        """True if the kernel kills all of its processes together when it is out of memory, as Kubernetes sets it."""
+        return self.version == 2 and _number(self.folder / "memory.oom.group") == 1
 
-def memory_groups(proc: Path = Path("/proc/self")) -> tuple[MemoryGroup, ...]:
+
+def memory_groups(proc: Path = OWN) -> tuple[MemoryGroup, ...]:
     """Returns the control group of a process and its ancestors, innermost first; empty if they are not visible.
 
     Args:
         proc: the process's folder in /proc.
     """
-    paths: dict[int, str] = {}
-    for line in _read(proc / "cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            paths[1] = path
-        elif number == "0":
-            paths[2] = path
-    mounts: dict[int, tuple[str, str]] = {}
-    for line in _read(proc / "mountinfo").splitlines():  # `man 5 proc_pid_mountinfo`
-        mount, _, source = line.partition(" - ")
-        root, point = mount.split()[3:5]
-        kind, *_, options = source.split()
-        if kind == "cgroup2":
-            mounts.setdefault(2, (root, point))
-        elif kind == "cgroup" and "memory" in options.split(","):
-            mounts.setdefault(1, (root, point))
-    version = 1 if 1 in paths and 1 in mounts else 2  # a controller belongs to only one of the versions
-    if version not in paths or version not in mounts:
-        return ()
-    return tuple(MemoryGroup(folder, version) for folder in _upwards(paths[version], *mounts[version]))
+    version, folders = control_groups("memory", proc)
+    return tuple(MemoryGroup(folder, version) for folder in folders)
 
 
 def total_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:
@@ -98,31 +82,14 @@ def free_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:
     return min([psutil.virtual_memory().available / MIB, *(each for each in free if each is not None)])
 
 
-def _upwards(path: str, root: str, point: str) -> Iterator[Path]:
-    """Yields the folder of a group and of its ancestors up to the mount point, at which `root` is mounted."""
-    group = PurePosixPath(path)
-    below = group.relative_to(root).parts if group.is_relative_to(root) else ()
-    if ".." in below:  # the group is outside of this namespace
-        below = ()
-    for count in range(len(below), -1, -1):
-        yield Path(point, *below[:count])
-
-
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = read(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _field(path: Path, name: str) -> int | None:
-    for line in _read(path).splitlines():
+    for line in read(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdigit():
             return int(value)
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

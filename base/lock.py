@@ -69,6 +69,15 @@ class FolderLock:
             os.close(fd)  # not LOCK_UN: in a fork that would take the lock from the parent
 
 
+def owner_host(text: str) -> str | None:
+    """Returns the host of a lock's owner by the content of its file; None if that does not say it."""
+    try:
+        host = json.loads(text)["host"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return host if isinstance(host, str) else None
+
+
 def _owner(fd: int) -> str:
     try:
         owner = json.loads(os.pread(fd, 4096, 0))

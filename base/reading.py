@@ -226,12 +226,13 @@ def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
         return
 
 
-_POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+\Z")
+"""Numbers that YAML 1.1, which PyYAML reads, takes for text; in YAML 1.2 they are numbers."""
 
 
 def with_power(value: Any) -> Any:
     """Returns numbers such as `1e-4`, which YAML 1.1 reads as text, as floats; any other value unchanged."""
-    return float(value) if isinstance(value, str) and _POWER.fullmatch(value) else value
+    return float(value) if isinstance(value, str) and POWER.match(value) else value
 
 
 def _measure(text: str, nodes: int) -> None:

@@ -2,13 +2,14 @@
 
 import os
 import shutil
+import socket
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from .errors import StudyError
-from .lock import FolderLock
+from .lock import FolderLock, owner_host
 
 PREFIX = "redline-"
 OWNER = ".owner"
@@ -56,7 +57,7 @@ def remove(folder: Path) -> None:
 
 
 def sweep() -> None:
-    """Removes this user's folders whose owners have ended."""
+    """Removes this user's folders whose owners on this host have ended."""
     with os.scandir(tempfile.gettempdir()) as entries:
         found = [each for each in entries if each.name.startswith(PREFIX)]
     for entry in found:
@@ -66,6 +67,9 @@ def sweep() -> None:
             about = os.lstat(os.path.join(entry.path, OWNER))
             if about.st_uid != os.geteuid() or time.time() - about.st_mtime < YOUNG_S:
                 continue
+            with open(os.path.join(entry.path, OWNER), encoding="utf-8") as file:
+                if owner_host(file.read()) not in (None, socket.gethostname()):
+                    continue  # a shared folder, whose locks may hold on one machine only
             lock = FolderLock(Path(entry.path), OWNER)
             remove(Path(entry.path))
             lock.release()

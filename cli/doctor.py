@@ -183,7 +183,7 @@ def examine() -> dict[str, Any]:
     """Returns what the machine has and lacks, as a mapping."""
     from .. import __version__
     from ..base.device import available_memory_mib, detect
-    from ..base.host_memory import MIB, shared_memory
+    from ..base.host_memory import MIB, memory_groups, shared_memory
 
     device = detect()
     shared = shared_memory()
@@ -217,6 +217,14 @@ def examine() -> dict[str, Any]:
                 "what": "torch with CUDA",
                 "disables": f"the installed build ({versions['torch']}) cannot use the {device.name}",
                 "do": "Install a CUDA build of torch",
+            }
+        )
+    if any(each.kills_all for each in memory_groups()):
+        missing.append(
+            {
+                "what": "single kills (memory.oom.group is 1)",
+                "disables": "a trial that fills the host's memory ends this whole container",
+                "do": "Set singleProcessOOMKill of the kubelet",
             }
         )
     if sys.platform != "linux":

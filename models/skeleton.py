@@ -1,5 +1,6 @@
 """A workload's model on the meta device, its experts, and its equal repeated blocks."""
 
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -142,4 +143,6 @@ def _hashable(value: Any) -> Hashable:
         return tuple(_hashable(each) for each in value)
     if isinstance(value, Mapping):
         return tuple((str(key), _hashable(each)) for key, each in value.items())
+    if isinstance(value, functools.partial):  # of an activation, made for each block
+        return _hashable(value.func), _hashable(value.args), _hashable(value.keywords)
     return id(value)

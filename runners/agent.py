@@ -27,6 +27,8 @@ from ..base.scratch import remove
 from .process import adopt_orphans, kill_descendants, reap
 from .protocol import Channel, Received, receive_call
 
+LONGEST_ADDRESS = 107
+"""Longest path of a Unix socket, bytes (`man 7 unix`)."""
 SOCKET = "socket"
 """Name of its socket in its folder."""
 START, IMPORT = "start", "import"
@@ -58,7 +60,10 @@ def main() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with _reporting(start):
         _import(start, setup.imports)
-        listener = Listener(os.path.join(folder, SOCKET), "AF_UNIX", backlog=128)
+        address = os.path.join(folder, SOCKET)
+        if len(os.fsencode(address)) > LONGEST_ADDRESS:
+            raise OSError(f"the path of its socket is too long, {address}: set TMPDIR to a folder with a shorter path")
+        listener = Listener(address, "AF_UNIX", backlog=128)
     start.done()
     try:
         _serve(listener, parent)

@@ -46,7 +46,7 @@ def sweep_compiled() -> None:
     from ..base._torch import inductor_cache_dir
 
     for path in Path(inductor_cache_dir()).glob("*/*.so"):
-        with contextlib.suppress(FileNotFoundError):  # another process may sweep as well
+        with contextlib.suppress(OSError):  # another process sweeps as well, or another user owns it
             if is_truncated(path) and not _is_written(path):
                 path.unlink()
 

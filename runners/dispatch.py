@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import psutil
-
-from ..base.device import Device
-from ..base.host_memory import MIB
+from ..base.device import Device, available_memory_mib, usable_cores
 from ..estimator.measuring import table_entry
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
@@ -31,6 +28,8 @@ turns as a multiple of the budget.
 """
 SETTLE_S = 20.0
 """Time for a GPU's clocks to settle before a possible winner is measured, s."""
+CORES_A_GPU = 2
+"""Cores that a rank on a GPU keeps busy: its own thread, and that of backward or of the data."""
 LEAST_COMPILE_TIMEOUT_S = 300.0
 """Smallest time limit of a trial's compilations, s."""
 
@@ -42,7 +41,9 @@ class DryRunner(Runner):
         self.work = what if isinstance(what, Work) else DryRuns(what)
         self.terms = terms
         self.confirms = self.work.confirms
-        self.settle_s = SETTLE_S if terms.device.type == "cuda" and isinstance(self.work, DryRuns) else 0.0
+        on_gpus = terms.device.type == "cuda"
+        self.settle_s = SETTLE_S if on_gpus and isinstance(self.work, DryRuns) else 0.0
+        self.spare_cores = max(0.0, usable_cores() - CORES_A_GPU * terms.devices) if on_gpus else 0.0
 
     @abstractmethod
     def dispatch(self, job: Job) -> Outcome:
@@ -80,7 +81,7 @@ class DryRunner(Runner):
         self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
     ) -> list[list[Measurement]] | None:
         terms = self.terms
-        room = min(float(terms.device.memory_mib), psutil.virtual_memory().available / MIB)
+        room = min(terms.device.memory_mib, available_memory_mib())
         peaks_mib = _sum([each.peak_memory_mib for each in alone])
         if peaks_mib is None or peaks_mib * terms.devices > MEMORY_SHARE * room:
             return None

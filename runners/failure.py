@@ -43,8 +43,10 @@ _FATAL_OOM = re.compile(
 )
 # Last lines of tracebacks of Python, NumPy and torch, and a line of the kernel's log.
 _PRINTED_OOM = re.compile(
-    r"^(?:\[?rank ?\d+\]?:? ?)?(?:MemoryError|(?:numpy\.[\w.]*)?_ArrayMemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b"
-    r"|\bOut of memory: Killed process \d+"
+    r"^(?:\[?rank ?\d+\]?:? ?|\[\d+,\d+\]<std\w+>:? ?)?"
+    r"(?:MemoryError|(?:numpy\.[\w.]*)?_ArrayMemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b"
+    r"|\bOut of memory: Killed process \d+|^OSError: \[Errno 12\]|\bRESOURCE_EXHAUSTED: Out of memory\b"
+    r"|dataloader's workers are out of shared memory"
 )
 # A thread cannot start if there is no memory for its stack, or if the process has reached its limit of threads.
 _NO_THREAD = re.compile(
@@ -55,6 +57,11 @@ _NO_THREAD = re.compile(
 _NO_PRIMITIVE = re.compile(r"\A\s*could not create a primitive\s*\Z")
 # A library that creates its handle on a full device; the message is the same if the driver is incompatible.
 _NO_HANDLE = re.compile(r"\b(?:CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse) error: \w+_STATUS_NOT_INITIALIZED\b")
+# cuDNN's plans all failed, for lack of memory for their workspaces, among other reasons (aten/src/ATen/native/cudnn).
+_NO_ENGINE = re.compile(
+    r"\A\s*(?:(?:GET|FIND) was unable to find an engine to execute this computation"
+    r"|Unable to find a valid cuDNN algorithm to run convolution)"
+)
 # NCCL's src/misc/shmutils.cc: ranks on the same host share memory through files.
 _NO_SHARED_MEMORY = re.compile(r"shared memory segment /dev/shm/\S+[^\n]*No space left on device")
 # Inductor names a library by a digest, in a folder named by the digest's second and third letter.
@@ -105,7 +112,7 @@ def says_peer_lost(text: str) -> bool:
 
 def line_says_oom(line: str) -> bool:
     """True if a line printed by a program reports that memory ran out."""
-    return bool(_OOM_TEXT.search(line) or _FATAL_OOM.search(line) or _PRINTED_OOM.search(line))
+    return any(each.search(line) for each in (_OOM_TEXT, _FATAL_OOM, _PRINTED_OOM, _NO_SHARED_MEMORY))
 
 
 def requested_in(line: str) -> float | None:
@@ -118,11 +125,12 @@ def may_be_oom(error: BaseException) -> bool:
     """True if an exception, or one that it was raised from, may be caused by a lack of memory, among other causes.
 
     These are: a thread that could not be started (or the limit of threads); a primitive that oneDNN could not create
-    (or generated code is forbidden); a handle of cuBLAS, cuDNN and the like (or an incompatible driver).
+    (or generated code is forbidden); a handle of cuBLAS, cuDNN and the like (or an incompatible driver); a convolution for which
+    cuDNN has no engine (or none for its number format).
     """
     return any(
         isinstance(each, RuntimeError)
-        and any(pattern.search(text_of(each)) for pattern in (_NO_THREAD, _NO_PRIMITIVE, _NO_HANDLE))
+        and any(pattern.search(text_of(each)) for pattern in (_NO_THREAD, _NO_PRIMITIVE, _NO_HANDLE, _NO_ENGINE))
         for each in _chain(error)
     )
 

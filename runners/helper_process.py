@@ -48,7 +48,7 @@ class HelperProcess:
             if user is not None:
                 user.give(self.folder)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(child_end.fileno()), str(self.folder)],
+                [sys.executable, "-P", "-m", module, str(child_end.fileno()), str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

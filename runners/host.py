@@ -22,6 +22,7 @@ from . import failure
 from .agent import IMPORT, RUN_JOB, RUN_TASK, SOCKET, START, AgentSetup
 from .helper_process import HelperProcess
 from .job import TEARDOWN_S, AgentTask, Begun, Compiling, Job, Outcome
+from .memory import WAIT_S
 from .process import Deadline, kill_tree
 from .protocol import Call, Caller, RemoteError
 
@@ -272,7 +273,8 @@ def _outcome(call: Call, job: Job) -> Outcome:
     assert started is not None
     deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
     while True:
-        patience = ANSWER_S + job.teardown_s - TEARDOWN_S
+        # The supervisor's deadline begins when the memory of earlier trials is free.
+        patience = ANSWER_S + job.teardown_s - TEARDOWN_S + (WAIT_S if job.on_gpus else 0.0)
         left = None if job.timeout_s is None else max(0.0, deadline.at + patience - time.monotonic())
         try:
             note: Compiling | None = call.note(left)

@@ -86,14 +86,19 @@ def foreign_cores(loads: Sequence[HostLoad | None]) -> float | None:
 
 
 def _busy_s() -> float | None:
-    """Returns the time so far in which this host's cores were not idle, summed over them, s."""
+    """Returns the time so far in which the cores that this process may use were not idle, summed over them, s."""
     try:
-        first = _STAT.read_text().partition("\n")[0]
+        lines = _STAT.read_text().splitlines()
     except OSError:
         return None
-    # cpu  user nice system idle iowait irq softirq steal guest guest_nice; user includes guest.
-    ticks = [int(each) for each in first.split()[1:9]]
-    return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
+    wanted = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    cores = [each for each in (line.split() for line in lines) if each and each[0] in wanted]
+    busy = 0
+    for each in cores or [lines[0].split()]:
+        # cpuN user nice system idle iowait irq softirq steal guest guest_nice; user includes guest.
+        ticks = [int(count) for count in each[1:9]]
+        busy += sum(ticks) - sum(ticks[3:5])
+    return busy / os.sysconf("SC_CLK_TCK")
 
 
 class GpuWatch:

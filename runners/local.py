@@ -24,6 +24,7 @@ class SharedDevices:
 
     def __init__(self, ids: Sequence[str] = (), *, count: int = 0) -> None:
         self._named = bool(ids)
+        self._order = {each: at for at, each in enumerate(ids)}
         self._free = list(ids) if ids else [""] * count
         self._changed = threading.Condition()
 
@@ -37,7 +38,8 @@ class SharedDevices:
     def give_back(self, ids: Sequence[str], count: int) -> None:
         """Returns devices that `take` gave, with the same count."""
         with self._changed:
-            self._free = sorted([*self._free, *(ids if self._named else [""] * count)])
+            self._free += ids if self._named else [""] * count
+            self._free.sort(key=lambda each: self._order.get(each, 0))  # neighbours have the fastest links
             self._changed.notify_all()
 
 

@@ -21,7 +21,7 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,6 +172,8 @@ class CudaMemoryMeter(MemoryMeter):
         return self._peak_allocated() / MIB
 
     def shortage(self) -> str:
+        if any(self._cuda.memory_stats(device).get("num_ooms", 0) for device in self._devices):
+            return "the allocator had no memory for a request"  # which a library may have handled
         for device in self._devices:
             try:
                 free, total = self._cuda.mem_get_info(device)
@@ -200,17 +202,23 @@ class CudaMemoryMeter(MemoryMeter):
 
 
 class GpuMemory:
-    """Memory of processes on this host's GPUs as reported by NVML; 0 if NVML is unavailable."""
+    """Memory of processes on this host's GPUs as reported by NVML; 0 if NVML is unavailable.
+
+    Many containers hide processes from NVML. There it is the increase of used memory since this object was created, on the
+    GPUs that CUDA shows to this process.
+    """
 
     def __init__(self) -> None:
         import pynvml
 
         self._nvml = pynvml
-        try:
+        self._handles = []
+        self._before = {each.name: each.used_mib for each in gpu_use()}
+        with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(at) for at in range(pynvml.nvmlDeviceGetCount())]
-        except pynvml.NVMLError:
-            self._handles = []
+            for at in range(pynvml.nvmlDeviceGetCount()):
+                with suppress(pynvml.NVMLError):  # a GPU of another job
+                    self._handles.append(pynvml.nvmlDeviceGetHandleByIndex(at))
 
     def held_mib(self, pids: Iterable[int]) -> float:
         """Returns the memory of these processes together, on the GPU where it is largest, MiB."""
@@ -221,7 +229,9 @@ class GpuMemory:
             except self._nvml.NVMLError:
                 continue
             most = max(most, sum(each.usedGpuMemory or 0 for each in running if each.pid in wanted) / MIB)
-        return most
+        if most == 0.0 and wanted:
+            most = max((each.used_mib - self._before.get(each.name, each.used_mib) for each in gpu_use()), default=0.0)
+        return max(0.0, most)
 
 
 WAIT_S = 30.0

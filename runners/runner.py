@@ -117,6 +117,8 @@ class Runner(ABC):
     """True if leaders are measured again at the end."""
     settle_s: float = 0.0
     """Longest additional time of a `sustained` trial, s."""
+    spare_cores: float = 0.0
+    """Cores of a host that other processes may keep busy without slowing trials down."""
     per_host: int | None = None
     """Devices of a trial on each host if the runner determines that, after `wait_ready`; None otherwise."""
     device: Device | None = None
@@ -184,7 +186,8 @@ class WrappingRunner(Runner):
     def __init__(self, runner: Runner, beside: Runner | None = None) -> None:
         self.name = runner.name  # type: ignore[misc]  # that of the trials
         self.slots, self.isolated, self.confirms = runner.slots, runner.isolated, runner.confirms
-        self.settle_s, self.per_host, self.device = runner.settle_s, runner.per_host, runner.device
+        self.settle_s, self.spare_cores = runner.settle_s, runner.spare_cores
+        self.per_host, self.device = runner.per_host, runner.device
         self._runner = runner
         self._all = (runner,) if beside is None else (beside, runner)
 

@@ -36,6 +36,8 @@ _GPUS_ASKED = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLUR
 _OF_A_TASK = (
     "SLURM_GPUS_PER_TASK",
     "SLURM_GPU_BIND",
+    *("SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE"),
+    *("SLURM_MEM_BIND", "SLURM_MEM_BIND_LIST", "SLURM_MEM_BIND_TYPE", "SLURM_MEM_BIND_VERBOSE"),
     "SLURM_NTASKS_PER_NODE",
     "SLURM_NTASKS_PER_GPU",
     "SLURM_TRES_PER_TASK",
@@ -219,7 +221,7 @@ class _Allocation:
             ),
             *("--cpus-per-task", str(cores)),
             *("--kill-on-bad-exit=0", "--input=none", "--export=ALL"),
-            *(sys.executable, "-m", "redline.runners.slurm_host", str(self._server.getsockname()[1])),
+            *(sys.executable, "-P", "-m", "redline.runners.slurm_host", str(self._server.getsockname()[1])),
         ]
         with open(self._scratch.path / "log", "wb") as log:
             self._step = subprocess.Popen(
@@ -231,6 +233,7 @@ class _Allocation:
                 env={
                     **MEASURED_WITH,
                     **{name: value for name, value in os.environ.items() if name not in _OF_A_TASK},
+                    "SLURM_OOM_KILL_STEP": "0",  # the agents outlive a trial that is out of memory
                     KEY: self._key.hex(),
                 },
                 start_new_session=True,

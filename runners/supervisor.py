@@ -99,7 +99,8 @@ class Supervisor:
     def _start(self, folder: str) -> None:
         rendezvous = self.job.rendezvous
         if rendezvous.port:
-            init_method = f"tcp://{rendezvous.host}:{rendezvous.port}"
+            host = f"[{rendezvous.host}]" if ":" in rendezvous.host else rendezvous.host
+            init_method = f"tcp://{host}:{rendezvous.port}"
         else:
             init_method = f"file://{folder}/store"
         for local_rank in range(self.job.ranks):

@@ -106,9 +106,10 @@ def free_port(address: str) -> int:
     """Returns a free port out of those that systems do not assign to outgoing connections. Ports assigned by the
     system are often taken shortly afterwards by processes with many connections, such as Ray.
     """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     # Independent of the global seed, which other searches may share.
     for port in random.Random().sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             return port
     raise RunnerError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on {address}")
@@ -323,5 +324,6 @@ def _write_log(job: Job, logs: Sequence[bytes]) -> None:
     if job.log is None or not any(logs):
         return
     path = Path(job.log)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"\n".join(each.rstrip(b"\n") for each in logs if each) + b"\n")
+    with contextlib.suppress(OSError):  # a full disk loses the log, not the measurement
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\n".join(each.rstrip(b"\n") for each in logs if each) + b"\n")

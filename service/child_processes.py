@@ -157,7 +157,7 @@ class EmbeddedWorker:
         certificate: str | Path | None = None,
         code_user: str | None = None,
     ) -> None:
-        command = [sys.executable, "-m", "redline.cli", "worker", "--server", server, "--token", FROM_STDIN]
+        command = [sys.executable, "-P", "-m", "redline.cli", "worker", "--server", server, "--token", FROM_STDIN]
         if devices is not None:
             command += ["--devices", str(devices)]
         if ray_address is not None:

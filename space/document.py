@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import SpaceError, unknown
-from ..base.reading import LARGEST_DOCUMENT, TooMuch, measure_yaml, path_of, read_named
+from ..base.reading import LARGEST_DOCUMENT, POWER, TooMuch, measure_yaml, path_of, read_named
 from .config import Config
 from .expression import Expression
 from .grammar import GrammarError, parse
@@ -142,7 +142,7 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """See `Space.to_yaml`; writes the result of `Space.to_dict`."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(_with_powers(yaml.SafeDumper)):
         """Writes lists of values on one line, everything else on separate lines."""
 
     Dumper.add_representer(
@@ -171,6 +171,13 @@ class _Inline(list[Any]):
     """A list written on one line."""
 
 
+def _with_powers(base: Any) -> Any:
+    """Returns a loader or dumper of PyYAML for which `1e-4` is a number, not a text."""
+    made = type(base.__name__, (base,), {})
+    made.add_implicit_resolver("tag:yaml.org,2002:float", POWER, list("-+0123456789"))
+    return made
+
+
 # -- reading -------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +201,9 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
         raise SpaceError(f"{path}: {error}") from error
     loader = None
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # its nodes have line numbers for messages
+        loader = _with_powers(getattr(yaml, "CSafeLoader", yaml.SafeLoader))(
+            text
+        )  # its nodes have line numbers for messages
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:

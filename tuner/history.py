@@ -50,6 +50,8 @@ class Conditions:
     measure: Callable[[Trial], Measurement]
     """Measures a trial's configuration again, completely."""
     listener: SearchListener
+    spare_cores: float = 0.0
+    """Load of other processes up to which they slow nothing down."""
     speed: float = 1.0
     """Last speed of the canary over its first."""
     _seen: list[tuple[float, float]] = field(default_factory=list)
@@ -60,21 +62,21 @@ class Conditions:
 
     def judge(self, trials: Sequence[Trial], measured: Measurement) -> Measurement:
         """Returns the measurement with the machine's speed at its time."""
-        canary = next((trial for trial in trials if trial.ok), None)
+        canary, load = next((trial for trial in trials if trial.ok), None), self._load(measured)
         if canary is None:
-            self._seen = [] if measured.foreign_cores is None else [(measured.foreign_cores, 1.0)]
+            self._seen = [] if load is None else [(load, 1.0)]
             return measured
-        load = measured.foreign_cores
-        if not self._seen and canary.measured.foreign_cores is not None:  # an earlier process measured it
-            self._seen = [(canary.measured.foreign_cores, 1.0)]
+        first = self._load(canary.measured)
+        if not self._seen and first is not None:  # an earlier process measured it
+            self._seen = [(first, 1.0)]
         if load is None or not self._seen:
             return measured
         known = [self._seen[-1][0], *([] if self._failed_at is None else [self._failed_at])]
         if all(abs(load - each) > CHANGED_CORES for each in known):
             again = self.measure(canary)
-            if again.ok and again.foreign_cores is not None:
+            if again.ok and (now := self._load(again)) is not None:
                 self.speed = again.reached / (canary.first or canary.throughput)
-                self._seen.append((again.foreign_cores, self.speed))
+                self._seen.append((now, self.speed))
                 self._failed_at = None
                 self._say(canary)
             else:
@@ -85,6 +87,11 @@ class Conditions:
                 )
         speed = self._at(load)
         return measured if speed == 1.0 else replace(measured, machine_speed=speed)
+
+    def _load(self, measured: Measurement) -> float | None:
+        """Cores that other processes kept busy beyond those that are spare; None if unknown."""
+        load = measured.foreign_cores
+        return None if load is None else max(0.0, load - self.spare_cores)
 
     def _at(self, load: float) -> float:
         """Speed of the canary under a load, which may have ended before the canary ran again."""

@@ -91,7 +91,6 @@ class Search:
 
     def __post_init__(self) -> None:
         self._watch = self.watch or Stopwatch(self.budget.seconds)
-        self._conditions = Conditions(self._measure_canary, self.listener)
         self._history = History(lambda: self.run_folder.trials())
         self._judge_at = 0
         self._earlier: set[int] = set()
@@ -227,6 +226,10 @@ class Search:
             reason = self._knowledge.say(blocked, config)
             skipped = Measurement(status=Status.SKIPPED, reason=reason)
             self.listener.on_trial_end(self.run_folder.finish(started.number, skipped))
+
+    @cached_property
+    def _conditions(self) -> Conditions:
+        return Conditions(self._measure_canary, self.listener, self.runner.spare_cores)
 
     @cached_property
     def _knowledge(self) -> OutOfMemoryKnowledge:

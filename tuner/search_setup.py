@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import available_memory_mib, share_of_host, usable_cores
 from ..base.errors import RunnerError, SpaceError, UsageError
 from ..base.gpus import gpu_use
+from ..base.host_memory import memory_groups
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
 from ..knobs.text import config_text
@@ -152,6 +153,12 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     resumed = RunFolder.asked(request.out) if request.resume and request.out is not None else {}
 
     work = make_work(request, task)
+    # On a CPU, ranks have a limit of their own.
+    if work is not None and task.device.type == "cuda" and any(each.kills_all for each in memory_groups()):
+        warn(
+            "a trial that fills the host's memory ends this whole container (memory.oom.group is 1), unless singleProcessOOMKill "
+            "of the kubelet is set"
+        )
     limit_mib = memory_of_rank(request, task, warn, earlier_mib=resumed.get("rank_memory_mib"))
     if limit_mib is not None:
         asked["rank_memory_mib"] = limit_mib

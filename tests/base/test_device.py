@@ -25,7 +25,7 @@ def test_cores_are_those_of_the_process_not_of_the_machine():
     assert "(1 cores)" in done.stdout
 
 
-@pytest.mark.parametrize(("quota", "expected"), [("50000 100000", 1), ("max 100000", None), ("", None)])
+@pytest.mark.parametrize(("quota", "expected"), [(0.5, 1), (1.5, 1), (1000.0, None), (None, None)])
 def test_a_control_group_s_quota_counts(monkeypatch, quota, expected):
-    monkeypatch.setattr(device, "_cgroup_text", lambda name: quota)
+    monkeypatch.setattr(device, "cpu_quota", lambda: quota)
     assert device.usable_cores() == (expected or len(os.sched_getaffinity(0)))

@@ -2,13 +2,14 @@
 
 import psutil
 import pytest
+from redline.base.control_groups import cpu_quota
 from redline.base.host_memory import MIB, free_memory_mib, memory_groups, total_memory_mib
 
 MOUNTS = {
-    1: "36 25 0:30 {root} {point} rw,nosuid shared:9 - cgroup cgroup rw,memory",
+    1: "36 25 0:30 {root} {point} rw,nosuid shared:9 - cgroup cgroup rw,cpu,memory",
     2: "36 25 0:30 {root} {point} rw,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate",
 }
-LINES = {1: "9:name=systemd:/\n4:hugetlb,memory:{path}\n0::/", 2: "0::{path}"}
+LINES = {1: "9:name=systemd:/\n4:cpu,memory:{path}\n0::/", 2: "0::{path}"}
 LIMIT, USED = {1: "memory.limit_in_bytes", 2: "memory.max"}, {1: "memory.usage_in_bytes", 2: "memory.current"}
 CACHED, KILLS = {1: "total_inactive_file", 2: "inactive_file"}, {1: "memory.oom_control", 2: "memory.events"}
 NONE = {1: str(2**63 - 4096), 2: "max"}
@@ -88,3 +89,33 @@ def test_version_1_counts_where_a_machine_has_both(tmp_path):
     both = (kernel.proc / "mountinfo").read_text() + MOUNTS[2].format(root="/", point=tmp_path / "unified") + "\n"
     (kernel.proc / "mountinfo").write_text(both)
     assert {each.version for each in kernel.groups} == {1}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_smallest_quota_of_cores_counts_wherever_it_is(tmp_path, version):
+    kernel = Kernel(tmp_path, version)
+
+    def limit(path, quota):
+        folder = kernel.point / path
+        folder.mkdir(parents=True, exist_ok=True)
+        if version == 2:
+            (folder / "cpu.max").write_text(f"{'max' if quota is None else quota} 100000\n")
+        else:
+            (folder / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else quota}\n")
+            (folder / "cpu.cfs_period_us").write_text("100000\n")
+
+    assert cpu_quota(kernel.proc) is None
+    limit("jobs/7", None)
+    assert cpu_quota(kernel.proc) is None
+    limit("jobs", 150_000)
+    assert cpu_quota(kernel.proc) == 1.5
+    limit("jobs/7", 50_000)
+    assert cpu_quota(kernel.proc) == 0.5
+
+
+def test_a_group_whose_processes_are_killed_together_is_known(tmp_path):
+    kernel = Kernel(tmp_path, 2)
+    kernel.group("jobs/7")
+    assert not kernel.groups[0].kills_all
+    (kernel.point / "jobs/7/memory.oom.group").write_text("1\n")
+    assert kernel.groups[0].kills_all and not kernel.groups[1].kills_all

@@ -1,6 +1,7 @@
 """A run leaves nothing in the temporary directory, however its processes end."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,19 @@ def test_leftovers_of_two_killed_processes_are_removed_at_the_next_start(driver,
     started.wait()
     sweep()
     assert not folder.exists()
+
+
+def test_folders_of_another_host_on_a_shared_disk_are_left_alone(temporary):
+    theirs = temporary / "redline-agent-theirs"
+    theirs.mkdir()
+    (theirs / OWNER).write_text('{"pid": 1, "host": "another-host", "since": "now"}\n')
+    age(theirs)
+    sweep()
+    assert theirs.exists()
+    (theirs / OWNER).write_text(f'{{"pid": 1, "host": "{socket.gethostname()}", "since": "now"}}\n')
+    age(theirs)
+    sweep()
+    assert not theirs.exists()
 
 
 def test_a_young_folder_and_what_is_somebody_else_s_are_left_alone(temporary):

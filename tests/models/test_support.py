@@ -11,6 +11,7 @@ from redline.models.skeleton import FOLLOWED, short_copy, skeleton, stand_ins_fo
 from redline.schedule import create_schedule
 from redline.schedule.parallel.partition import meta_copy
 from torch import nn
+from transformers.activations import ACT2FN
 
 DEGREES = (2, 3, 4, 8)
 
@@ -93,6 +94,17 @@ def test_a_schedule_that_looks_for_each_block_by_its_number_is_asked_with_all_of
 
     found = answers(Stack([8] * 8), StandardSchedule(lambda sch: list(sch["blocks"]), numbered))
     assert found["tp"][0] == "" and "3 ranks must divide" in found["tp"][1]
+
+
+@pytest.mark.parametrize(("last", "alike"), [("gelu_pytorch_tanh", True), ("gelu_python_tanh", False)])
+def test_activations_that_each_block_makes_for_itself_are_compared_by_what_they_do(last, alike):
+    """Regression: those of Gemma have a `functools.partial` of their own, so that each block was a kind of its own."""
+    stack = Stack([8] * 8)
+    for block in stack.blocks:
+        block.act = ACT2FN["gelu_pytorch_tanh"]
+    stack.blocks[5].act = ACT2FN[last]
+    paths = [f"blocks.{number}" for number in range(8)]
+    assert ("blocks.5" in stand_ins_for(stack, paths)) == alike
 
 
 def test_a_shortened_model_keeps_paths_and_tied_weights():

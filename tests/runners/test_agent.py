@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -126,6 +127,22 @@ def test_late_import_errors_are_reported_like_early_ones(agent, tmp_path):
     for _ in range(2):
         with pytest.raises(RunnerError, match="did not start: KeyError: 'no such device'\nTraceback"):
             made.wait_ready()
+
+
+def test_a_file_of_the_current_folder_is_not_taken_for_a_module_of_python(agent, tmp_path, monkeypatch):
+    folder = tmp_path / "current"
+    folder.mkdir()
+    (folder / "selectors.py").write_text("raise RuntimeError('not of Python')")
+    monkeypatch.chdir(folder)
+    agent("").wait_ready()
+
+
+def test_a_temporary_folder_whose_path_is_too_long_is_named(agent, tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(RunnerError, match="the path of its socket is too long, .*: set TMPDIR to a folder with"):
+        agent("").wait_ready()
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -96,9 +96,10 @@ def test_a_rank_that_nccl_aborts_for_a_lost_peer_is_no_cause(printed, secondary)
     assert (rank.status, rank.secondary) == (Status.CRASH, secondary) and "SIGABRT" in rank.reason
 
 
-@pytest.mark.parametrize(("device", "patience"), [("cpu", 1), ("cuda", 2)])
+@pytest.mark.parametrize(("device", "patience"), [("cpu", 1), ("cuda", 2.5)])
 def test_a_client_waits_for_the_supervisor_s_teardown(monkeypatch, device, patience):
     monkeypatch.setattr(host, "ANSWER_S", 1.0)
+    monkeypatch.setattr(host, "WAIT_S", 0.5)
     monkeypatch.setattr("redline.runners.job.CUDA_TEARDOWN_S", host.TEARDOWN_S + 1)
     monkeypatch.setattr(host, "kill_tree", lambda pid: None)
     here, there = Pipe()

@@ -141,6 +141,30 @@ def test_an_exit_without_a_report_is_judged_by_signal_and_last_words(code, words
     assert failure.from_exit(code, words)[0] is status
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "MemoryError",
+        "[rank3]: MemoryError: Unable to allocate 3 GiB",
+        "[1,0]<stderr>:MemoryError",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 12884901888 bytes.",
+        "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that dataloader's workers are "
+        "out of shared memory. Please try to raise your shared memory limit.",
+        "Error while creating shared memory segment /dev/shm/nccl-9VQnXl (size 33030528), error: No space left on device (28)",
+    ],
+)
+def test_a_printed_line_of_any_program_may_say_that_memory_ran_out(line):
+    assert failure.line_says_oom(line)
+
+
+@pytest.mark.parametrize(
+    "line", ["OSError: [Errno 28] No space left on device", "RESOURCE_EXHAUSTED: quota", "raises MemoryError if full"]
+)
+def test_other_lines_say_nothing_about_memory(line):
+    assert not failure.line_says_oom(line)
+
+
 @pytest.mark.parametrize(("code", "words"), [(-signal.SIGKILL, ""), (1, THREAD)])
 def test_ambiguous_errors_are_oom_only_with_evidence(code, words):
     status, reason = failure.from_exit(code, words)
@@ -186,9 +210,11 @@ def test_the_reason_of_a_pipeline_stage_is_what_it_raised():
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
         RuntimeError("cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),
+        RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
     ],
 )
-def test_a_library_without_its_handle_may_have_run_out_of_memory(error):
+def test_a_library_without_its_handle_or_workspace_may_have_run_out_of_memory(error):
     assert failure.may_be_oom(error) and not failure.is_oom(error)
 
 

@@ -19,7 +19,7 @@ from redline.runners.dispatch import SETTLE_S, DryRuns, _at_settled_clocks
 from redline.runners.job import Job
 from redline.runners.load import GpuWatch
 from redline.runners.log import LogFile
-from redline.runners.memory import MIB, CudaMemoryMeter, wait_for_room
+from redline.runners.memory import MIB, CudaMemoryMeter, GpuMemory, wait_for_room
 from redline.runners.protocol import Channel, Received
 from redline.runners.rank import RankContext
 from redline.runners.runner import TrialRequest
@@ -144,6 +144,23 @@ def test_nvml_tells_what_is_used_of_the_gpus_that_are_named(nvml, monkeypatch):
     assert [each.name for each in gpu_use()] == ["1"]
     nvml(100, 9000, versioned=False)  # a driver that includes its own memory
     assert [each.used_mib for each in gpu_use(("1",))] == [9500]
+
+
+@pytest.mark.parametrize(("listed", "held"), [([SimpleNamespace(pid=7, usedGpuMemory=300 * MIB)], 300), ([], 4000)])
+def test_where_a_container_hides_processes_their_memory_is_what_was_added(nvml, monkeypatch, listed, held):
+    def handle(at):
+        if at == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)  # of another job
+        return "second"
+
+    nvml(0, 1000)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: listed)
+    memory_of = GpuMemory()
+    nvml(0, 5000)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    assert memory_of.held_mib([7, 8]) == held
+    assert memory_of.held_mib([]) == 0
 
 
 def test_without_nvml_nothing_is_known_and_nothing_waited_for(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from redline.runners.local import SharedDevices
 
 
@@ -11,6 +12,13 @@ def test_devices_are_taken_in_order_and_given_back():
     assert (first, second) == (("0", "1"), ("2",))
     shared.give_back(first, 2)
     assert shared.take(3) == ("0", "1", "3")
+
+
+@pytest.mark.parametrize("ids", [[str(at) for at in range(12)], ["GPU-f0", "GPU-a1", "GPU-c2", "GPU-b3", "GPU-00"]])
+def test_devices_that_were_given_back_keep_the_order_of_the_machine(ids):
+    shared = SharedDevices(ids)
+    shared.give_back(shared.take(4), 4)
+    assert shared.take(4) == tuple(ids[:4])
 
 
 def test_a_trial_waits_for_enough_free_devices():

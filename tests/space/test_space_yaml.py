@@ -67,6 +67,17 @@ def test_a_file_reads_as_the_space_it_writes(write):
     assert list(Space.from_yaml(path)) == list(space)
 
 
+def test_numbers_with_a_power_are_numbers_and_texts_like_them_stay_texts(write):
+    space = Space.from_yaml(
+        write("knobs: [{name: lr, values: [1e-4, 3E+5, -2.e3, 0.5]}, {name: tag, values: ['1e-4', 1e-4x]}]")
+    )
+    lr, tag = space.knobs
+    assert lr.values == (1e-4, 3e5, -2e3, 0.5) and tag.values == ("1e-4", "1e-4x")
+    path = write("")
+    space.to_yaml(path)
+    assert [each.values for each in Space.from_yaml(path).knobs] == [lr.values, tag.values]
+
+
 def test_awkward_values_survive(tmp_path):
     space = Space()
     space.choice("text", ["yes", "1", "null", "a: b", "it's", '"', "é\n", "", "~", "0x1", "1e3", "# x"])

@@ -49,6 +49,14 @@ def test_while_nothing_changes_no_canary_is_run():
     )
 
 
+def test_load_on_cores_that_a_gpu_does_not_need_changes_nothing():
+    canary, listener = Canary(ran(90.0, 15.0)), RecordingListener()
+    conditions = Conditions(canary, listener, spare_cores=12.0)
+    trials = [trial(0, conditions.judge([], ran(100.0, 1.0)))]
+    assert conditions.judge(trials, ran(100.0, 11.0)).machine_speed is None and not canary.asked
+    assert conditions.judge(trials, ran(95.0, 15.0)).machine_speed == 0.9  # now cores are short
+
+
 def test_a_resumed_search_compares_with_the_load_of_its_first_process():
     canary, listener = Canary(ran(40.0, 1.0)), RecordingListener()
     busy = Conditions(canary, listener).judge([trial(0, ran(100.0, 0.0))], ran(60.0, 1.0))
