@@ -122,6 +122,16 @@ def test_fsdp_of_accelerate_widens_weights_of_16_bits_where_mixed_precision_is_o
     assert whole == pytest.approx(2 * one, rel=0.01)
 
 
+def test_no_stages_are_advised_to_a_trainer_under_deepspeed(tmp_path):
+    """DeepSpeed's pipelines take a PipelineModule, which the Trainer does not make."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    run = f"{RUN} --config_name llama3-8b --per_device_train_batch_size 1 --gradient_accumulation_steps 64"
+    found = check(read(f"{run} --deepspeed {tmp_path / 'ds.json'}"), "l40s")
+    assert found.faster
+    keys = {change.key for each in found.faster for change in each.changes}
+    assert not keys & {"pipeline.stages", "tensor_parallel.autotp_size"}
+
+
 def test_tensor_parallelism_across_hosts_is_named():
     command = (
         "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --tensor-model-parallel-size 16 --sequence-parallel "
