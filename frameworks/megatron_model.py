@@ -214,7 +214,7 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
         return given if gated or given is None else max(1, given * 2 // 3)
 
     groups = stated.whole("num-query-groups") or 1 if stated.flag("group-query-attention") else heads
-    out = {
+    out: dict[str, Any] = {
         "model_type": "llama",
         "num_hidden_layers": layers,
         "hidden_size": hidden,

@@ -221,6 +221,11 @@ def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Chang
         flag = source.framework == "megatron" and isinstance(new, bool)
         option = find_framework(source.framework).option if source.form != "assignments" else "{key}={value}"
         text = f"--{name}" if flag else option.format(key=name, value=value)
+        if framework.name == "torchtitan" and key == "activation_checkpoint.mode" and "config" in source.settings:
+            text = f"activation_checkpoint:{new}"
+        elif framework.name == "torchtitan" and isinstance(new, bool):
+            section, dot, last = name.rpartition(".")
+            text = f"--{section}{dot}{'' if new else 'no_'}{last}"
         if framework.name == "trainer" and "." in name and source.form != "shell":  # an argument with a JSON value
             argument, _, field = name.partition(".")
             text = f"--{argument} '{json.dumps({field: new})}'"

@@ -448,7 +448,7 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
         raise LookupError("zero=1")
     if 0 < strategy.checkpoint_ratio < 1:
         every = round(1 / strategy.checkpoint_ratio)
-        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9:
+        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9 or stated.has("config"):  # 0.3 has no such option
             raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
         out |= {_MODE: "selective", "activation_checkpoint.selective_ac_option": str(every)}
     shard = stated.name(_SHARD, "training.data_parallel_shard_degree")

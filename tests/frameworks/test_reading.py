@@ -934,6 +934,8 @@ def test_losses_in_chunks_are_those_of_torchtitan_0_3_and_of_trl():
     [
         ("deepspeed", "json", "zero_optimization.stage", 2, '"zero_optimization": {"stage": 2}'),
         ("torchtitan", "toml", "training.seq_len", 4096, "[training] seq_len = 4096"),
+        ("torchtitan", "options", "compile.enable", True, "--compile.enable"),
+        ("torchtitan", "options", "compile.enable", False, "--compile.no_enable"),
         ("nemo", "assignments", "model.sequence_parallel", None, "without model.sequence_parallel"),
         ("trainer", "options", "gradient_checkpointing", None, "without --gradient_checkpointing"),
     ],
@@ -941,3 +943,11 @@ def test_losses_in_chunks_are_those_of_torchtitan_0_3_and_of_trl():
 def test_a_changed_line_is_one_of_its_file(framework, form, key, new, text):
     source = SettingsSource(framework=framework, where="x", form=form, settings={}, stated=frozenset())
     assert _change(source, Stated({}, "x"), key, new).text == text
+
+
+def test_changed_recomputation_of_torchtitan_0_3_is_a_subcommand():
+    found = read(f"{TITAN_03} llama3_70b").on(16)
+    assert [each.text for each in found.changes({**found.config, "checkpoint_ratio": 0})] == [
+        "activation_checkpoint:none"
+    ]
+    assert found.changes({**found.config, "checkpoint_ratio": 0.5}) is None
