@@ -293,6 +293,7 @@ def combined(sources: Sequence[SettingsSource], beside: Mapping[str, Any]) -> Tr
     notes: list[str] = list(beside.get("notes", ()))
     combined_sources: list[SettingsSource] = []
     together: dict[str, dict[str, Any]] = {}
+    alone: dict[str, Stated | None] = {}
     for source in sources:
         # Options of a command replace settings of its file, and both have the same defaults.
         earlier = together.pop(source.framework, {})
@@ -301,9 +302,10 @@ def combined(sources: Sequence[SettingsSource], beside: Mapping[str, Any]) -> Tr
             **source.settings,
         }
         own = find_framework(source.framework).reading(source.settings, source.where)
+        alone[source.framework] = None if source.framework in alone else own
         combined_sources.append(replace(source, stated=frozenset(own.knobs)))
     for name, settings in together.items():
-        found = find_framework(name).reading(settings, sources[-1].where)
+        found = alone[name] or find_framework(name).reading(settings, sources[-1].where)
         knobs |= found.knobs
         stated |= set(found.knobs)
         facts |= found.facts

@@ -59,6 +59,16 @@ def test_a_training_that_does_not_fit_ends_with_3_and_names_what_would():
     assert all(change["where"] == "the command" for each in found["faster"] for change in each["changes"])
 
 
+def test_the_old_value_of_a_change_is_written_as_in_a_file(tmp_path):
+    (tmp_path / "train.yaml").write_text(
+        "config_name: gpt2\nblock_size: 1024\nper_device_train_batch_size: 4\nbf16: true\ntorch_compile: false\n"
+        "optim: adamw_torch_fused\n"
+    )
+    asked = [str(tmp_path / "train.yaml"), "--hardware", "a100-80gb", "--devices", "1"]
+    done = CliRunner().invoke(command, asked, standalone_mode=False)
+    assert "torch_compile: true   (was false)" in done.output
+
+
 def test_an_out_of_memory_verdict_says_whose_facts_it_assumes():
     asked = [f"{RUN} --per_device_train_batch_size 64", "--hardware", "a100-80gb", "--memory-limit", "8GiB"]
     for more, message in (

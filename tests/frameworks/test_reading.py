@@ -759,6 +759,9 @@ WRITTEN = {
     "hpz.json": json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}),
     "sft.yaml": "model_name_or_path: m\nper_device_train_batch_size: 2\noptim: adamw_torch\nbf16: false\n",
     "accelerate.yaml": "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {gradient_clipping: 1.0}\n",
+    "lightning.yaml": (
+        "trainer:\n  accelerator: gpu\n  devices: 8\n  strategy:\n    class_path: ModelParallelStrategy\n"
+    ),
     "ulysses.yaml": (
         "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\nparallelism_config:\n"
         "  parallelism_config_sp_size: 4\n  parallelism_config_dp_shard_size: 2\n"
@@ -839,6 +842,7 @@ WRITTEN = {
         ("python run_clm.py --model_name_or_path gpt2", {"precision": "fp32"}, "usually bf16, unless FSDP widens them"),
         ("python run_clm.py --config_name gpt2", {"precision": "fp32"}, None),
         ("accelerate.yaml", {"zero": 2}, None),
+        ("lightning.yaml", {"devices": 8}, "state them by --fix zero=3 --fix checkpoint_ratio=1"),
         ("ulysses.yaml", {"sp": 4, "dp": 2, "devices": 8}, None),
         ("litgpt finetune_lora m --quantize bnb.nf4", {"micro_batch": 1, "global_batch": 16}, "quantize = bnb.nf4"),
         ("litgpt pretrain m --devices 4", {"micro_batch": 4, "global_batch": 512}, None),
@@ -849,7 +853,7 @@ def test_a_missing_setting_has_the_frameworks_default_and_an_unknown_one_a_note(
         (folder / name).write_text(text)
     found = read(given)
     assert {name: getattr(found, name, found.config.get(name)) for name in values} == values
-    about = ("is not taken", "are not", "assumed", "the estimate", "has no effect")
+    about = ("is not taken", "are not", "assumed", "the estimate", "has no effect", "state them")
     expected = [each for each in found.notes if any(words in each for words in about)]
     assert any(note in each for each in expected) if note else not expected or "sample_packing" in expected[0]
 
