@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..knobs.strategy import STANDARD
-from ..knobs.text import config_text
+from ..knobs.text import config_text, value_text
 from ..results.columns import fold
 from . import exit_codes
 from .estimate_text import step_time
@@ -120,7 +120,7 @@ def _faster(number: int, each: "Faster") -> list[str]:
     lines = [f"{number}  {gain}, {_memory(each.estimate)}, {100 * each.estimate.probability_fits:.0f} % chance to fit"]
     many = len({change.where for change in each.changes}) > 1
     for change in each.changes:
-        before = f"   (was {change.old})" if change.old is not None else ""
+        before = f"   (was {value_text(change.old)})" if change.old is not None else ""
         lines.append(f"     {f'{change.where}: ' if many else ''}{change.text}{before}")
     return lines
 

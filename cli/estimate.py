@@ -154,7 +154,12 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         traced = {} if timeline is None else {"memory_trace": timeline.to_dict()}
         click.echo(json.dumps({**document.to_dict(), **traced}, allow_nan=False))
     else:
-        then = () if single is not None else _next_commands(again, output, tunable=shape is None)
+        then: list[str] = []
+        if single is None and document.ranked:
+            from ..frameworks.export import suited_target
+
+            target = suited_target(document.ranked[0].config, asked.framework)
+            then = _next_commands(again, output, target, tunable=shape is None)
         click.echo(
             "\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then, timeline=timeline))
         )
@@ -234,12 +239,12 @@ class _Status:
             self._live = None
 
 
-def _next_commands(again: str, output: str | None, *, tunable: bool) -> list[str]:
-    """Returns the commands that use the plans."""
+def _next_commands(again: str, output: str | None, target: str, *, tunable: bool) -> list[str]:
+    """Returns the commands that use the plans; `target` is the export's."""
     written = output or "plan.yaml"
     file = shlex.quote(written)
     tune = f"redline tune {file}" if tunable else None
-    export = f"redline export {file} --to torchtitan"
+    export = f"redline export {file} --to {target}"
     width = max(len(each) for each in (tune or "", export)) + 3
     lines = [] if output else [f"{again} -o {file}"]
     if tune:

@@ -149,6 +149,9 @@ def _next(result: Result, exports: bool) -> list[str]:
         failed = (each.measured for each in result.all_trials if not each.pending)
         log = next((each.log for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
         return [f"next     read {shlex.quote(f'{result.folder}/{log}')}" if log else f"next     redline show {folder}"]
-    target = "accelerate" if result.best.config.get("pp", 1) == 1 else "torchtitan"  # accelerate has no pipelines
-    export = [f"         redline export {folder} --to {target}   (or --list)"] if exports else []
-    return [f"next     redline report {folder}", *export]
+    if not exports:
+        return [f"next     redline report {folder}"]
+    from ..frameworks.export import suited_target
+
+    export = f"         redline export {folder} --to {suited_target(result.best.config)}   (or --list)"
+    return [f"next     redline report {folder}", export]

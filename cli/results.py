@@ -40,6 +40,8 @@ def results(
     as_json: bool,
 ) -> int:
     """Show the winner of the search ID, or the best so far. Exit codes: 0 found, 1 it failed, 3 nothing feasible."""
+    if sum(map(bool, (table, target, as_json))) > 1:
+        raise UsageError("--csv, --to and --json each select the output: use only one of them")
     if Path(search).is_dir():
         raise UsageError(f"'{search}' is a folder, and ID is a search of a server; `redline show {search}` lists a run")
     with client_of(server, token, trust) as client:
@@ -50,10 +52,10 @@ def results(
             except OSError as error:
                 raise UsageError(f"'{table}' cannot be written: {error.strerror or error}") from None
             click.echo(f"wrote {table}")
-            return 0
+            return _exit_code(run.look().state, run.best)
         if target is not None:
             click.echo(run.export(target), nl=False)
-            return 0
+            return _exit_code(run.look().state, run.best)
         if as_json:
             return print_json(run)
         return print_summary(run)

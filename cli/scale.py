@@ -107,7 +107,7 @@ def show(scaling: Scaling, folder: Path) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     trainer = any(each.trainer_throughput for each in scaling.points)
     base = "trainer" if trainer else "default"
-    for name in ("devices", "batch", unit, "gain", "efficiency", "memory", base, "predicted (80 %)"):
+    for name in ("devices", "batch", unit, "speed-up", "efficiency", "memory", base, "predicted (80 %)"):
         table.add_column(name, justify="right")
     for point in scaling.points:
         table.add_row(

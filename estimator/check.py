@@ -428,8 +428,9 @@ def _neighbours(
     host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
     devices, total = trainer.devices or 1, trainer.global_batch or 1
     powers = [1 << power for power in range(10)]
-    known = set().union(*(find_framework(source.framework).knobs for source in trainer.sources))
-    known |= {knob for source in trainer.sources for knob in source.stated}
+    known = {knob for source in trainer.sources for knob in source.stated}
+    for framework in (find_framework(source.framework) for source in trainer.sources):
+        known |= framework.knobs.keys() - framework.needs_code
     axes: dict[str, list[Any]] = {
         "tp": [each for each in powers if each <= host and heads % each == 0 and kv_heads % each == 0],
         "pp": [each for each in powers if each <= min(16, devices) and layers % each == 0],

@@ -272,7 +272,7 @@ _MEMORY = re.compile(r"(?<![\w.])(\d+)[ -]?(?:gib|gb|g)\b")
 _WORD = re.compile(r"[a-z]+[0-9]*[a-z]*|[0-9]+[a-z]*")
 # Makers, product lines, kinds of memory and sockets, which do not identify the chip.
 _MAKERS = "nvidia|amd|geforce|tesla|instinct|radeon|gpu|tensor|core|vf|dgxs"
-_SAYS_NOTHING = re.compile(rf"{_MAKERS}|sxm\d?|oam|hbm\d?e?|gddr\d\w*")
+_SAYS_NOTHING = re.compile(rf"{_MAKERS}|sxm\d?|ac|oam|hbm\d?e?|gddr\d\w*")
 _BOARDS = ("pcie", "nvl")
 _SHORT = {"4090": "rtx4090"}
 
@@ -396,14 +396,17 @@ def recognise(name: str, memory_mib: float) -> Hardware | None:
         memory_mib: its memory, which distinguishes variants of one chip, and parts of one (MIG).
     """
     seen = device_name(name)
-    if seen.chip == "h100" and seen.board:
+    if seen.chip in ("v100", "h100", "h200") and seen.board:
         return None  # its clocks differ from the SXM module's
     found = [
         each
         for each in DEVICES.values()
         if device_name(each.name).chip == seen.chip and abs(each.memory_mib - memory_mib) < 0.1 * memory_mib
     ]
-    return min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
+    nearest = min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
+    if nearest is not None and seen.board and nearest.intra_node.name.startswith("NVLink"):
+        return nearest.replace(intra_node=_PCIE4)  # a bridge joins two cards only
+    return nearest
 
 
 # Latencies are those of nccl-tests for the smallest messages on such machines.

@@ -82,6 +82,7 @@ KNOBS = KnobTable(
     ),
     KnobSettings(knob="tp", keys=(_SIZE.format("tp"),)),
     KnobSettings(knob="cp", keys=(_SIZE.format("cp"),)),
+    KnobSettings(knob="sp", keys=(_SIZE.format("sp"),)),
     KnobSettings(
         knob="grad_accum", keys=("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
     ),
@@ -281,6 +282,8 @@ def prepare(stated: Stated) -> None:
     for option, kind in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("multi_gpu", "MULTI_GPU")):
         if stated.flag(option):
             stated.set("distributed_type", kind)
+    if stated.get("distributed_type") == "DEEPSPEED" and not stated.has("deepspeed_config.deepspeed_config_file"):
+        stated.set(_DEEPSPEED, 2)  # DeepSpeedPlugin
     version = stated.whole("fsdp_config.fsdp_version")
     if version is None and stated.get("distributed_type") == "FSDP":
         version = 1 if stated.has(_STRATEGY) or isinstance(stated.get(_RESHARD), str) else 2

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from .common import note_quantized, note_stage, read_lora
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
-from .llamafactory import read_lora
 from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 
 _LIGER = "liger_fused_linear_cross_entropy"
@@ -22,7 +22,11 @@ KNOBS = KnobTable(
         ),
     ),
     KnobSettings(
-        knob="checkpoint_ratio", ways=({0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},)
+        knob="checkpoint_ratio",
+        ways=(
+            {0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},
+            *({1: {"gradient_checkpointing": value}} for value in ("offload", "offload_disk")),
+        ),
     ),
     KnobSettings(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
     KnobSettings(
@@ -68,7 +72,8 @@ KNOBS = KnobTable(
 def _prepare(stated: Stated) -> None:
     if stated.whole("fsdp_version") == 2 and stated.has(_RESHARD) is False:
         stated.set(_RESHARD, True)
-    if str(stated.settings.get("bf16", "")).lower() == "auto":  # bf16 on devices of compute capability 8
+    # `auto` is the default: bf16 on devices of compute capability 8. `full` has bf16 in evaluations too.
+    if (not stated.has("bf16") and not stated.flag("fp16")) or stated.get("bf16") == "full":
         stated.override("bf16", True)
     prepare(stated)
 
@@ -81,10 +86,15 @@ def read(stated: Stated) -> None:
     if (adapter := stated.get("adapter")) is not None:
         target = "all" if stated.flag("lora_target_linear") else stated.get("lora_target_modules")
         read_lora(stated, stated.whole("lora_r") or 8, target, stated.whole("lora_alpha"))
-        if adapter == "qlora" or stated.flag("load_in_4bit", "load_in_8bit"):
-            stated.note(
-                "load_in_4bit: the estimate has the frozen weights in 16 bits or more, and so needs more memory"
-            )
+        if adapter == "qlora":
+            stated.override("load_in_4bit", True)
+        note_quantized(stated, "load_in_4bit")
+        note_quantized(stated, "load_in_8bit")
+    note_stage(stated, "rl")
+    if str(stated.get("gradient_checkpointing")).startswith("offload"):
+        stated.note(
+            f"gradient_checkpointing = {stated.get('gradient_checkpointing')}: kept activations are taken to stay on the device"
+        )
     if stated.flag("sample_packing"):
         stated.note(
             "the estimate is for full samples of sequence_len, as sample_packing makes; without it they are padded or short"

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..knobs.text import value_text
 from .export_input import ExportInput
+from .framework import Stated
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
@@ -140,3 +141,31 @@ def no_fsdp_on_a_cpu(setup: ExportInput) -> bool:
         f"(DDP): more memory than {setup.found}"
     )
     return True
+
+
+def read_lora(stated: Stated, rank: int, target: object, alpha: int | None) -> None:
+    """Reads adapters, in the format of `--lora`."""
+    names = [str(each) for each in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
+    chosen = "all-linear" if not names or names == ["all"] else "+".join(names)
+    stated.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
+
+
+_SUPERVISED = ("pt", "sft")
+
+
+def note_stage(stated: Stated, name: str, words: str = "") -> None:
+    """Adds a note if a setting, shown by `words`, names a kind of training other than supervised training."""
+    stage = stated.get(name)
+    if stage is not None and stage not in _SUPERVISED:
+        stated.note(
+            f"{words or f'{name} ='} {stage}: the estimate is that of supervised training; pairs of samples, a reference model "
+            "or samples that are generated need more memory and time"
+        )
+
+
+def note_quantized(stated: Stated, *names: str) -> None:
+    """Adds a note if one of these settings quantizes the frozen weights."""
+    if (value := stated.get(*names)) is not None and stated.flag(*names) is not False:
+        stated.note(
+            f"{stated.name(*names)} = {value}: the estimate has frozen weights of 16 bits or more, which take more memory"
+        )

@@ -277,6 +277,14 @@ FRAMEWORK = Framework(
         ),
     ),
     defaults={"zero": 0, "grad_accum": 1},
+    ignored={
+        "zero_optimization.zero_hpz_partition_size": 1,
+        "zero_optimization.zero_quantized_weights": False,
+        "zero_optimization.zero_quantized_gradients": False,
+        "zero_optimization.offload_optimizer.ratio": 1,
+    },
+    # AutoTP cuts models that are loaded for it, Ulysses needs an mpu, and stages a PipelineModule.
+    needs_code=frozenset({"tp", "sp", "pp"}),
     conventions=conventions,
     read=read,
     write=write,

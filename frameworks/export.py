@@ -123,6 +123,13 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
     )
 
 
+def suited_target(config: Mapping[str, Any], framework: str = "") -> str:
+    """A target that runs a configuration on all its devices: that of a framework if it has one, or else a common one."""
+    known = export_targets()
+    names = (framework, "accelerate", "torchtitan", "megatron", "python")
+    return next(name for name in names if name in known and known[name].runs_whole(config))
+
+
 def form_of(target: str, file: str) -> str | None:
     """Form of a target that a file's suffix selects; None if it selects none."""
     forms = export_targets()[target].forms if target in export_targets() else {}

@@ -281,6 +281,7 @@ FRAMEWORK = Framework(
     programs=("flagscale", "run.py --config-path*"),
     seq_len=("seq_length",),
     defaults=megatron.DEFAULTS,
+    ignored=megatron.IGNORED,
     conventions=megatron.conventions,
     by_last=True,
     prepare=megatron.prepare,

@@ -174,6 +174,7 @@ class Stated:
         self._plain: dict[str, tuple[str, Any]] = {}
         for name, value in self.settings.items():
             self._plain[self._key(name)] = (name, value)
+        self._given = frozenset(self._plain)
 
     def _key(self, name: str) -> str:
         return plain(name).rpartition(".")[2] if self._by_last else plain(name)
@@ -197,8 +198,8 @@ class Stated:
 
     def misspelt(self) -> Iterator[tuple[str, str]]:
         """Settings that nothing looked up, each with the absent setting of almost the same name that was looked up."""
-        absent = self._looked_up - self._plain.keys()
-        for key in self._plain.keys() - self._looked_up:
+        absent = self._looked_up - self._given
+        for key in self._given - self._looked_up:
             if near := get_close_matches(key, absent, n=1, cutoff=MISSPELT):
                 yield self._plain[key][0], near[0]
 
@@ -219,6 +220,11 @@ class Stated:
     def flag(self, *keys: str) -> bool | None:
         """The first of these settings as a flag; None if it is absent or not a flag."""
         return as_flag(self.get(*keys))
+
+    def note_ignored(self, key: str, neutral: Any = False) -> None:
+        """Adds a note that the estimate ignores this setting, if it is present and not neutral."""
+        if (value := self.get(key)) is not None and not same_setting(value, neutral):
+            self.note(f"{self.name(key)} = {value} is not taken into account")
 
     def note(self, sentence: str) -> None:
         """Adds a note on a setting that has no knob, has no effect, or contradicts another."""
@@ -264,6 +270,10 @@ class Framework:
     """Reads knobs that follow from several settings."""
     write: Callable[[Strategy, Stated], dict[str, Any]] = lambda strategy, stated: {}
     """Settings of a strategy that are not in the table, for the file that is to be changed."""
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of memory or time that the estimate ignores, with their neutral values."""
+    needs_code: frozenset[str] = frozenset()
+    """Knobs that also need changes of the script, so that a change of the setting alone has no effect."""
     partly: frozenset[str] = frozenset()
     """Knobs for which `write` supports values that are not in the table."""
     option: str = "--{key} {value}"
@@ -295,6 +305,8 @@ class Framework:
         if (length := stated.whole(*self.seq_len)) is not None:
             stated.facts.setdefault("seq_len", length)
         self.read(stated)
+        for name, neutral in self.ignored.items():
+            stated.note_ignored(name, neutral)
         for knob, settings_of_knob in self.knobs.items():
             if knob not in stated.knobs and (unknown := settings_of_knob.unknown(stated)) is not None:
                 stated.note(f"{unknown} is not a value of {knob} that redline knows, and is not taken into account")

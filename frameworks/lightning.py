@@ -220,7 +220,7 @@ def read(stated: Stated) -> None:
             stated.knobs["dp"] = dp
         stated.note(
             "ModelParallelStrategy leaves sharding and checkpointing to configure_model() of your module: state them "
-            "by --set zero=3 and --set checkpoint_ratio=1"
+            "by --fix zero=3 --fix checkpoint_ratio=1"
         )
     if stated.get(f"{_ARGUMENTS}activation_checkpointing_policy") is not None:
         stated.knobs["checkpoint_ratio"] = 1

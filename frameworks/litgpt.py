@@ -3,9 +3,9 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from .common import note_quantized, read_lora
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
-from .llamafactory import read_lora
 
 _TOTAL = "train.global_batch_size"
 KNOBS = KnobTable(
@@ -37,15 +37,16 @@ _ADAPTED_BY_DEFAULT = ("lora_query", "lora_value")
 
 
 def read(stated: Stated) -> None:
-    """Reads the global batch, the devices, the adapters, and recomputation, which finetuning by FSDP has for each block
-    (litgpt/finetune).
+    """Reads the batch, with the subcommand's defaults (TrainArgs), the devices, the adapters, and recomputation, which
+    finetuning by FSDP has for each block (litgpt/finetune).
     """
-    if (total := stated.whole(_TOTAL)) is not None:
-        stated.facts["global_batch"] = total
+    command = str(stated.get("subcommand") or "")
+    finetunes = command.startswith("finetune") or stated.has("lora_r")
+    stated.knobs.setdefault("micro_batch", 1 if finetunes else 4)
+    stated.facts["global_batch"] = stated.whole(_TOTAL) or (16 if finetunes else 512)
     devices, hosts = stated.whole("devices"), stated.whole("num_nodes") or 1
     if devices is not None:
         stated.facts |= {"devices": devices * hosts, "per_host": devices}
-    command = str(stated.get("subcommand") or "")
     if command in ("finetune", "finetune_lora") or stated.has("lora_r"):
         chosen = [
             layer
@@ -54,7 +55,8 @@ def read(stated: Stated) -> None:
             if (name in _ADAPTED_BY_DEFAULT if (flag := stated.flag(name)) is None else flag)
         ]
         read_lora(stated, stated.whole("lora_r") or 8, chosen, stated.whole("lora_alpha") or 16)
-    if (command.startswith("finetune") or stated.has("lora_r")) and (devices or 1) * hosts > 1:
+    note_quantized(stated, "quantize")
+    if finetunes and (devices or 1) * hosts > 1:
         stated.knobs["checkpoint_ratio"] = 1  # activation_checkpointing_policy={Block}
 
 
@@ -98,7 +100,7 @@ FRAMEWORK = Framework(
     programs=("litgpt",),
     model=("model_name", "checkpoint_dir"),
     seq_len=("train.max_seq_length",),
-    defaults={"precision": "bf16_pure", "zero": 3, "micro_batch": 4, "checkpoint_ratio": 0},
+    defaults={"precision": "bf16_pure", "zero": 3, "checkpoint_ratio": 0},
     read=read,
     write=write,
     # litgpt/pretrain.py, litgpt/finetune/lora.py; the time in the same line is that of a micro-batch

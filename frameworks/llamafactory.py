@@ -1,5 +1,6 @@
 """LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; arguments of the Trainer, and some of its own."""
 
+from .common import note_quantized, note_stage, read_lora
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import MICRO_BATCHES, Launcher
 from .trainer import KNOBS as TRAINER, conventions, prepare, read as read_trainer, write as write_trainer
@@ -29,25 +30,19 @@ KNOBS = KnobTable(
 
 
 def read(stated: Stated) -> None:
-    """Reads the Trainer's arguments, and the adapters."""
+    """Reads the Trainer's arguments, and the adapters; LLaMA-Factory's own defaults are in its hparams."""
     read_trainer(stated)
-    kind = stated.get("finetuning_type")
-    if lora := kind == "lora" or (kind is None and stated.has("lora_rank")):
+    stated.facts.setdefault("seq_len", 2048)
+    note_stage(stated, "stage")
+    kind = stated.get("finetuning_type") or "lora"
+    if kind not in ("lora", "full"):
+        stated.note(f"finetuning_type = {kind}: the estimate trains all weights")
+    if lora := kind == "lora":
         read_lora(stated, stated.whole("lora_rank") or 8, stated.get("lora_target"), stated.whole("lora_alpha"))
     # Weights are loaded in the format of the products; those that are trained, adapters aside, get a copy in float32.
     if stated.flag("pure_bf16") or (lora and stated.knobs.get("precision") == "bf16"):
         stated.conventions["precision"] = "bf16_pure"
-    if (bits := stated.whole("quantization_bit")) is not None:
-        stated.note(
-            f"quantization_bit = {bits}: the estimate has frozen weights of 16 bits or more, which take more memory"
-        )
-
-
-def read_lora(stated: Stated, rank: int, target: object, alpha: int | None) -> None:
-    """Reads adapters, in the format of `--lora`."""
-    names = [str(each) for each in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
-    chosen = "all-linear" if not names or names == ["all"] else "+".join(names)
-    stated.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
+    note_quantized(stated, "quantization_bit")
 
 
 # Its values are parsed as YAML, where a bare `no` is false.

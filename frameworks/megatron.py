@@ -20,6 +20,7 @@ from .trainer import read_optimizer
 CHECKED = ("megatron-core", "0.19")
 
 _BACKEND, _DISTRIBUTED, _CUT = "attention-backend", "use-distributed-optimizer", "data-parallel-sharding-strategy"
+_FSDP = "use-megatron-fsdp"
 _FULL = {"recompute-granularity": "full", "recompute-method": "uniform"}
 _SLICES, _CAPACITY = "expert-tensor-parallel-size", "moe-expert-capacity-factor"
 _LAYOUT, _FIRST, _LAST = (
@@ -47,9 +48,10 @@ KNOBS = KnobTable(
             {
                 0: {_DISTRIBUTED: False},
                 1: {_DISTRIBUTED: True},
-                2: {_DISTRIBUTED: True, _CUT: "optim_grads"},
-                3: {_DISTRIBUTED: True, _CUT: "optim_grads_params"},
+                2: {_DISTRIBUTED: True, _FSDP: True, _CUT: "optim_grads"},
+                3: {_DISTRIBUTED: True, _FSDP: True, _CUT: "optim_grads_params"},
             },
+            {0: {_FSDP: True, _CUT: "no_shard"}, 1: {_FSDP: True, _CUT: "optim"}},
             {3: {"use-torch-fsdp2": True}},
         ),
     ),
@@ -96,8 +98,8 @@ KNOBS = KnobTable(
 )
 """Megatron-LM's names of the knobs; the accumulation follows from its global batch."""
 _SCRIPTS = {"bert": "pretrain_bert.py", "roberta": "pretrain_bert.py"}
-# Further flags that Megatron-FSDP requires (docs/user-guide/features/megatron_fsdp of Megatron-LM).
-_FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
+_WITH_FSDP: Mapping[str, Any] = {"no-gradient-accumulation-fusion": True, "ckpt-format": "fsdp_dtensor"}
+"""Further flags that Megatron-FSDP requires (docs/user-guide/features/megatron_fsdp of Megatron-LM)."""
 
 
 def flags(setup: ExportInput) -> list[str]:
@@ -141,7 +143,10 @@ def flags(setup: ExportInput) -> list[str]:
 
 def _arguments(knob: str, value: object) -> list[str]:
     """Flags for a value of a knob; settings that are on have no value."""
-    settings = KNOBS.write(knob, value)
+    return _flags(KNOBS.write(knob, value))
+
+
+def _flags(settings: Mapping[str, Any]) -> list[str]:
     return [
         f"--{name}" if each is True else f"--{name} {shlex.quote(str(each))}"
         for name, each in settings.items()
@@ -201,7 +206,7 @@ def _zero(setup: ExportInput) -> list[str]:
         if zero == 0 and setup.replicas > 1:
             setup.note(f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}")
     elif zero >= 2:
-        out += [*_arguments("zero", zero), _FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
+        out += [*_arguments("zero", zero), *_flags(_WITH_FSDP)]
         if (groups := setup.knob("hsdp")) > 1:
             out += _arguments("hsdp", groups)
     if offload:
@@ -227,6 +232,7 @@ def _precision(setup: ExportInput) -> list[str]:
     reduced = setup.formats.reduced if setup.replicas > 1 else None
     if reduced == "bf16" and "--bf16" in out:
         out += _arguments("reduce_dtype", "bf16")
+        setup.note("reduce_dtype=bf16: Megatron then accumulates gradients in bfloat16 too: less memory and precision")
     elif reduced == "bf16":
         setup.note(f"reduce_dtype=bf16 has no counterpart with precision={precision}: gradients travel in float32")
     return out
@@ -296,9 +302,14 @@ def prepare(stated: Stated) -> None:
     """Adds settings that a flag implies, and removes a capacity that stands for none."""
     if isinstance(factor := number(stated.get(_CAPACITY)), int | float) and factor < 0:
         stated.override(_CAPACITY, None)
-    if stated.flag("use-megatron-fsdp", "use-custom-fsdp"):
+    strategy = stated.get(_CUT)
+    if stated.flag(_FSDP, "use-custom-fsdp"):
+        stated.set(_FSDP, True)
         stated.set(_DISTRIBUTED, True)
-        stated.set(_CUT, "optim_grads_params")
+        stated.set(_CUT, "no_shard")  # DistributedDataParallelConfig
+    elif strategy is not None and not stated.flag("use-torch-fsdp2"):
+        stated.note(f"{stated.name(_CUT)} = {strategy} has no effect without {_FSDP}")
+        stated.override(_CUT, None)
 
 
 def read(stated: Stated) -> None:
@@ -319,13 +330,15 @@ def read(stated: Stated) -> None:
     read_stages(stated, layers, pp)
     if knobs.get("virtual_stages", 1) > 1:
         knobs["pipeline_schedule"] = "interleaved"
-    _read_recomputation(stated, layers, pp * knobs.get("virtual_stages", 1))
+    read_recomputation(stated, layers)
     if stated.flag("sequence-parallel") and knobs.get("tp", 1) == 1:
         stated.note("sequence-parallel has no effect with tensor-model-parallel-size 1: Megatron switches it off")
     if (slices := knobs.get("etp", 1)) not in (1, knobs.get("tp", 1)):
         stated.note(f"{stated.name(_SLICES)} = {slices}: the estimate cuts experts over the tp ranks as all else")
         del knobs["etp"]
     _read_kernels(stated)
+    if knobs.get("precision") == "fp16" and stated.flag("accumulate-allreduce-grads-in-fp32"):
+        stated.conventions["gradient_dtype"] = "fp32"
     if stated.get("rampup-batch-size") is not None:
         stated.note("rampup-batch-size: the estimate is of the global batch after the ramp")
     read_optimizer(stated, stated.get("optimizer"))
@@ -384,29 +397,48 @@ def _read_kernels(stated: Stated) -> None:
         conventions["overlap_transfers"] = True
 
 
-def _read_recomputation(stated: Stated, layers: int | None, stages: int) -> None:
-    granularity = str(stated.get("recompute-granularity") or "")
+RECOMPUTATION = ("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules")
+
+
+def read_recomputation(stated: Stated, layers: int | None, names: Sequence[str] = RECOMPUTATION) -> None:
+    """Reads the recomputation of parts of blocks, and of some blocks of each stage, by these names."""
+    granularity_of, method_of, count_of, modules_of = names
+    granularity, knobs = str(stated.get(granularity_of) or ""), stated.knobs
     if granularity == "selective" or stated.flag("recompute-activations"):
-        stated.knobs["checkpoint_ratio"] = 0
+        knobs["checkpoint_ratio"] = 0
         stated.conventions["recompute_attention"] = True
         stated.note(
             "selective recomputation repeats attention without its linear layers, as fused attention does anyway; the knob "
             "checkpoint_ratio has no value for it"
         )
+        modules = stated.get(modules_of)
+        more = [
+            each
+            for each in (modules if isinstance(modules, list) else str(modules or "").split())
+            if each != "core_attn"
+        ]
+        if more:
+            stated.note(
+                f"{stated.name(modules_of)} = {' '.join(more)}: these are not taken into account; they save memory and take time"
+            )
     elif granularity not in ("", "full"):
-        stated.note(f"recompute-granularity = {granularity} is not a value that redline knows: nothing is recomputed")
-    elif granularity == "full" and stated.get("recompute-method") == "block":
-        count = stated.whole("recompute-num-layers")
+        stated.note(
+            f"{stated.name(granularity_of)} = {granularity} is not a value that redline knows: nothing is recomputed"
+        )
+    elif granularity == "full" and stated.get(method_of) == "block":
+        count = stated.whole(count_of)
         if count is None or layers is None:
-            stated.note("recompute-num-layers: the share of recomputed layers needs num-layers; all are taken to be")
-            stated.knobs["checkpoint_ratio"] = 1
+            stated.note(
+                f"{stated.name(count_of)}: the share of recomputed layers needs num-layers; all are taken to be"
+            )
+            knobs["checkpoint_ratio"] = 1
         else:
-            each = max(1, layers // stages)
+            each = max(1, layers // (knobs.get("pp", 1) * knobs.get("virtual_stages", 1)))
             if count > each:
                 stated.note(
-                    f"recompute-num-layers = {count} is more than the {each} layers of a stage: all are recomputed"
+                    f"{stated.name(count_of)} = {count} is more than the {each} layers of a stage: all are recomputed"
                 )
-            stated.knobs["checkpoint_ratio"] = min(1.0, count / each)
+            knobs["checkpoint_ratio"] = min(1.0, count / each)
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
@@ -419,6 +451,8 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
             raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
         count = max(1, round(strategy.checkpoint_ratio * (layers // stages)))
         out |= {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": count}
+    if strategy.zero >= 2 and not stated.flag("use-torch-fsdp2"):
+        out |= _WITH_FSDP
     if strategy.stage_blocks is not None:
         out[_LAYOUT] = layout(blocks_of_stages(strategy.stage_blocks))
     if stated.has(_OLD_CHUNKS) and layers is not None and strategy.virtual_stages > 1:
@@ -427,15 +461,17 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32, accumulated by the kernels
-    of the products, in a buffer that is always allocated (core/distributed/param_and_grad_buffer.py); activations
+    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32 (in 16 bits in fp16, or if they are
+    reduced in bf16), accumulated by the kernels of the products, in a buffer that is always allocated
+    (core/distributed/param_and_grad_buffer.py); activations
     scattered between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by operators
     over parts of the vocabulary; products of experts one by one (Transformer Engine's GroupedLinear); no overlap of the
     replicas' communication with the passes, unless requested.
     """
     eight = str(config.get("precision", "")).startswith("fp8")
     half = eight or config.get("precision") in ("bf16", "fp16")
-    formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "fp32"}
+    narrow = config.get("precision") == "fp16" or config.get("reduce_dtype") == "bf16"
+    formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16" if narrow else "fp32"}
     kernels = {"attention_kernel": "flash3", "loss": "parallel", "overlap_gradients": False}
     return {
         "scatter_transfers": True,
@@ -449,6 +485,8 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}
 """Megatron's defaults."""
+IGNORED: Mapping[str, Any] = {"optimizer-offload-fraction": 1, "cp-comm-type": "p2p"}
+"""Settings that the estimate ignores, with Megatron's defaults."""
 FRAMEWORK = Framework(
     name="megatron",
     title="Megatron-LM",
@@ -481,6 +519,7 @@ FRAMEWORK = Framework(
     programs=("pretrain_*.py", "finetune_*.py", "pretrain.py"),
     seq_len=("seq-length", "encoder-seq-length"),
     defaults=DEFAULTS,
+    ignored=IGNORED,
     conventions=conventions,
     prepare=prepare,
     read=read,

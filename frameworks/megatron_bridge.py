@@ -5,7 +5,7 @@ from typing import Any
 from ..knobs.strategy import Strategy
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .launcher import Launcher
-from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_stages
+from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_recomputation, read_stages
 
 _TOTAL = "train.global_batch_size"
 _STAGES = (
@@ -13,6 +13,7 @@ _STAGES = (
     "model.num_layers_in_first_pipeline_stage",
     "model.num_layers_in_last_pipeline_stage",
 )
+_RECOMPUTATION = tuple(f"model.recompute_{each}" for each in ("granularity", "method", "num_layers", "modules"))
 _FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
 KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("train.micro_batch_size",)),
@@ -45,21 +46,25 @@ KNOBS = KnobTable(
 """Megatron-Bridge's names of the knobs."""
 
 
-def read_batch(stated: Stated, total: str) -> None:
-    """Reads the global batch, and the recomputation policy for attention alone."""
+def read_batch(stated: Stated, total: str, recipe: str) -> None:
+    """Reads the global batch; notes that the settings of a named recipe are not read."""
     if (samples := stated.whole(total)) is not None:
         stated.facts["global_batch"] = samples
-    if stated.get("model.recompute_granularity") == "selective":
-        stated.knobs["checkpoint_ratio"] = 0
-        stated.conventions["recompute_attention"] = True
+    if (name := stated.get(recipe)) is not None:
+        stated.note(
+            f"the batch, degrees and recomputation that {recipe} = {name} sets are not read: give those that are not Megatron's "
+            "defaults by --fix, such as --fix cp=2"
+        )
 
 
 def _read(stated: Stated) -> None:
-    """Reads the batch, and stages given by their layers."""
-    read_batch(stated, _TOTAL)
-    read_stages(stated, stated.whole("model.num_layers"), stated.knobs.get("pp", 1), _STAGES)
+    """Reads the batch, recomputation, and stages given by their layers."""
+    layers = stated.whole("model.num_layers")
+    read_batch(stated, _TOTAL, "recipe")
+    read_stages(stated, layers, stated.knobs.get("pp", 1), _STAGES)
     if stated.knobs.get("virtual_stages", 1) > 1:
         stated.knobs["pipeline_schedule"] = "interleaved"
+    read_recomputation(stated, layers, _RECOMPUTATION)
 
 
 def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:

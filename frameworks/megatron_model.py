@@ -168,6 +168,11 @@ def _dropout(shape: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_NOT_IN_GPT2 = (
+    *("num-experts", "group-query-attention", "multi-latent-attention", "untie-embeddings-and-output-weights"),
+    "kv-channels",
+)
+"""Settings that GPT-2's blocks do not have."""
 VOCABULARY = 50_304
 """Assumed vocabulary size of a model given only by its tokenizer."""
 
@@ -182,10 +187,14 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
     hidden, heads = stated.whole("hidden-size"), stated.whole("num-attention-heads")
     if layers is None or hidden is None or heads is None:
         return None
-    vocabulary = stated.whole("padded-vocab-size", "vocab-size") or VOCABULARY
+    vocabulary = stated.whole("padded-vocab-size", "vocab-size")
+    if vocabulary is None:
+        stated.note(f"the vocabulary is not in the flags: {VOCABULARY:,} tokens are assumed; add --vocab-size N")
+        vocabulary = VOCABULARY
     positions = stated.whole("max-position-embeddings", "seq-length") or 2048
     inner = stated.whole("ffn-hidden-size")
-    if not stated.flag("swiglu"):
+    gated = stated.flag("swiglu")
+    if not gated and not any(stated.has(name) and stated.flag(name) is not False for name in _NOT_IN_GPT2):
         return {
             "model_type": "gpt2",
             "n_layer": layers,
@@ -195,46 +204,69 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
             "n_positions": positions,
             "n_inner": inner or 4 * hidden,
         }
+    if not gated:
+        stated.note(
+            "the MLP has no gate (no --swiglu): it is taken for one with a gate and two thirds of its width, which has as many "
+            "parameters"
+        )
+
+    def width(given: int | None) -> int | None:
+        return given if gated or given is None else max(1, given * 2 // 3)
+
     groups = stated.whole("num-query-groups") or 1 if stated.flag("group-query-attention") else heads
-    out = {
+    out: dict[str, Any] = {
         "model_type": "llama",
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         # As in Megatron-LM: the same number of parameters as without a gate, in multiples of 64.
-        "intermediate_size": inner or hidden * 8 // 3 // 64 * 64,
+        "intermediate_size": width(inner) or hidden * 8 // 3 // 64 * 64,
         "head_dim": stated.whole("kv-channels") or hidden // heads,
         "vocab_size": vocabulary,
         "max_position_embeddings": positions,
         "tie_word_embeddings": not stated.flag("untie-embeddings-and-output-weights"),
     }
     experts = stated.whole("num-experts")
+    wide = width(stated.whole("moe-ffn-hidden-size")) or out["intermediate_size"]
     if experts and stated.flag("multi-latent-attention"):
-        return {**out, **_latent_architecture(stated, experts)}
+        shared = width(stated.whole("moe-shared-expert-intermediate-size")) or 0
+        return {**out, **_latent_architecture(stated, experts, wide), "n_shared_experts": round(shared / wide)}
+    if stated.flag("multi-latent-attention"):
+        stated.note("multi-latent-attention is taken for plain attention, as there are no experts (num-experts)")
     if experts:
+        if _dense_layers(stated) != 0:
+            stated.note(f"moe-layer-freq = {stated.get('moe-layer-freq')}: all layers are taken to have experts")
+        stated.note_ignored("moe-shared-expert-intermediate-size")
         out |= {
             "model_type": "mixtral",
-            "intermediate_size": stated.whole("moe-ffn-hidden-size") or out["intermediate_size"],
+            "intermediate_size": wide,
             "num_local_experts": experts,
             "num_experts_per_tok": stated.whole("moe-router-topk") or 2,
         }
     return out
 
 
-def _latent_architecture(stated: Stated, experts: int) -> dict[str, Any]:
+def _dense_layers(stated: Stated) -> int | None:
+    """Number of first layers without experts; None if `moe-layer-freq` has another order."""
+    text = re.sub(r"\s", "", str(stated.get("moe-layer-freq") or "1"))
+    found = re.fullmatch(r"1|\(?(?:\[0\]\*(\d+)\+)?\[1\]\*\d+\)?", text)
+    return int(found[1] or 0) if found else None
+
+
+def _latent_architecture(stated: Stated, experts: int, width: int) -> dict[str, Any]:
     """Returns the settings of DeepSeek-V3's kind that flags describe; Megatron-LM's defaults for those that are missing."""
-    width = stated.whole("moe-ffn-hidden-size") or stated.whole("ffn-hidden-size") or 0
     positions = stated.whole("qk-pos-emb-head-dim") or 64
-    dense = re.match(r"\(?\[0\]\s*\*\s*(\d+)", str(stated.get("moe-layer-freq") or ""))
+    dense = _dense_layers(stated)
+    if dense is None:
+        stated.note(f"moe-layer-freq = {stated.get('moe-layer-freq')}: all layers are taken to have experts")
     return {
         "model_type": "deepseek_v3",
         "num_key_value_heads": stated.whole("num-attention-heads"),
         "n_routed_experts": experts,
         "num_experts_per_tok": stated.whole("moe-router-topk") or 2,
         "moe_intermediate_size": width,
-        "n_shared_experts": round((stated.whole("moe-shared-expert-intermediate-size") or 0) / width) if width else 0,
-        "first_k_dense_replace": int(dense[1]) if dense else 0,
+        "first_k_dense_replace": dense or 0,
         "n_group": 1,
         "topk_group": 1,
         "q_lora_rank": stated.whole("q-lora-rank"),

@@ -1,10 +1,14 @@
 """NeMo 2: `nemo llm pretrain --factory RECIPE field=value`; and the YAML of NeMo 1's `model:`."""
 
 from .framework import Framework, KnobSettings, KnobTable, Stated
-from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions
+from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_recomputation
 from .megatron_bridge import launcher, read_batch, write_batch
 
 _TOTAL, _OLD_TOTAL = "data.global_batch_size", "model.global_batch_size"
+_RECOMPUTATION = tuple(f"model.config.recompute_{each}" for each in ("granularity", "method", "num_layers", "modules"))
+_OLD_RECOMPUTATION = tuple(
+    f"model.activations_checkpoint_{each}" for each in ("granularity", "method", "num_layers", "modules")
+)
 
 
 def _degree(knob: str, name: str = "") -> KnobSettings:
@@ -50,12 +54,14 @@ KNOBS = KnobTable(
 
 
 def read(stated: Stated) -> None:
-    """Reads the batch and the devices."""
-    read_batch(stated, _TOTAL if stated.has(_TOTAL) else _OLD_TOTAL)
-    if stated.get("model.optim.name") in ("distributed_fused_adam", "mcore_distributed_optim"):
-        stated.knobs["zero"] = 1
+    """Reads the batch, the optimizer, recomputation and the devices."""
+    read_batch(stated, _TOTAL if stated.has(_TOTAL) else _OLD_TOTAL, "factory")
+    if (optimizer := stated.get("model.optim.name")) is not None:
+        stated.knobs["zero"] = int(optimizer in ("distributed_fused_adam", "mcore_distributed_optim"))
     if stated.knobs.get("virtual_stages", 1) > 1:
         stated.knobs["pipeline_schedule"] = "interleaved"
+    names = _OLD_RECOMPUTATION if stated.has(_OLD_RECOMPUTATION[0]) else _RECOMPUTATION
+    read_recomputation(stated, stated.whole("model.config.num_layers", "model.num_layers"), names)
     devices, hosts = stated.whole("trainer.devices"), stated.whole("trainer.num_nodes") or 1
     if devices is not None:
         stated.facts |= {"devices": devices * hosts, "per_host": devices}

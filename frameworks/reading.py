@@ -174,13 +174,14 @@ class TrainerConfig:
         return None
 
     def _owner(self, knob: str) -> int | None:
-        """Index of the source that sets a knob, or of the first that could."""
+        """Index of the last source that sets a knob, or of the first that could."""
         can = [
             number
             for number, source in enumerate(self.sources)
             if knob in find_framework(source.framework).knobs or knob in source.stated
         ]
-        return next((number for number in can if knob in self.sources[number].stated), can[0] if can else None)
+        sets = [number for number in can if knob in self.sources[number].stated]
+        return sets[-1] if sets else can[0] if can else None
 
 
 def _edited(
@@ -220,11 +221,16 @@ def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Chang
         flag = source.framework == "megatron" and isinstance(new, bool)
         option = find_framework(source.framework).option if source.form != "assignments" else "{key}={value}"
         text = f"--{name}" if flag else option.format(key=name, value=value)
+        if framework.name == "torchtitan" and key == "activation_checkpoint.mode" and "config" in source.settings:
+            text = f"activation_checkpoint:{new}"
+        elif framework.name == "torchtitan" and isinstance(new, bool):
+            section, dot, last = name.rpartition(".")
+            text = f"--{section}{dot}{'' if new else 'no_'}{last}"
         if framework.name == "trainer" and "." in name and source.form != "shell":  # an argument with a JSON value
             argument, _, field = name.partition(".")
             text = f"--{argument} '{json.dumps({field: new})}'"
-        off = new is None or (flag and not new)
-        text = f"without --{name}" if off else text
+        if new is None or (flag and not new):
+            text = f"without {name if source.form == 'assignments' else f'--{name}'}"
     elif new is None:
         text = f"without {name}"
     elif source.form == "yaml" and "." in name:
@@ -232,7 +238,7 @@ def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Chang
 
         text = yaml.safe_dump(nested({name: new}), default_flow_style=True, width=200).strip()[1:-1]
     elif source.form == "json":
-        text = f"{json.dumps(name)}: {json.dumps(new)}"
+        text = json.dumps(nested({name: new}))[1:-1]
     else:
         value = (
             str(new).lower()
@@ -241,7 +247,9 @@ def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Chang
             if isinstance(new, str) and source.form == "toml"
             else new
         )
-        text = f"{name} = {value}" if source.form == "toml" else f"{name}: {value}"
+        section, _, last = name.rpartition(".")
+        header = f"[{section}] " if section else ""
+        text = f"{header}{last} = {value}" if source.form == "toml" else f"{name}: {value}"
     return Change(where=source.where, key=name, old=old, new=new, text=text)
 
 
@@ -284,14 +292,25 @@ def combined(sources: Sequence[SettingsSource], beside: Mapping[str, Any]) -> Tr
     conventions: dict[str, Any] = {}
     notes: list[str] = list(beside.get("notes", ()))
     combined_sources: list[SettingsSource] = []
+    together: dict[str, dict[str, Any]] = {}
+    alone: dict[str, Stated | None] = {}
     for source in sources:
-        found = find_framework(source.framework).reading(source.settings, source.where)
+        # Options of a command replace settings of its file, and both have the same defaults.
+        earlier = together.pop(source.framework, {})
+        together[source.framework] = {
+            **{name: value for name, value in earlier.items() if name not in source.settings},
+            **source.settings,
+        }
+        own = find_framework(source.framework).reading(source.settings, source.where)
+        alone[source.framework] = None if source.framework in alone else own
+        combined_sources.append(replace(source, stated=frozenset(own.knobs)))
+    for name, settings in together.items():
+        found = alone[name] or find_framework(name).reading(settings, sources[-1].where)
         knobs |= found.knobs
         stated |= set(found.knobs)
         facts |= found.facts
         conventions |= found.conventions
         notes += [each for each in found.notes if each not in notes]
-        combined_sources.append(replace(source, stated=frozenset(found.knobs)))
     main = find_framework(sources[-1].framework)
     for framework in (main, *(find_framework(each.framework) for each in sources)):
         for name, value in framework.defaults.items():
@@ -473,6 +492,8 @@ _FLAGS = frozenset(
     ]
 )
 """Options of launchers without a value."""
+_TRL = ("sft.py", "dpo.py", "kto.py", "grpo.py", "reward.py")
+"""Scripts that `trl` starts by its subcommands."""
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_~][\w.~/@]*)=(.*)", re.DOTALL)
 
@@ -561,19 +582,20 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
             settings[word] = True
     if framework is None:
         framework = _recognised(settings)
+    only_names = framework is None and any(_FILES.get(plain(name)) == "deepspeed" for name in settings)
+    if only_names:  # a script of the user's own that gets DeepSpeed's file
+        framework = find_framework("deepspeed")
     if framework is not None:
-        if framework.name == "litgpt":
-            # Its options replace settings of its file, and both have the defaults of the subcommand.
-            for source in [each for each in sources if each.framework == "litgpt"]:
-                settings = {**source.settings, **settings}
-                sources.remove(source)
-            if len(own) > 1:
-                settings["subcommand"] = own[1]
-            if len(own) > 2 and not own[2].startswith("-"):
-                settings.setdefault("model_name", own[2])
+        program = Path(own[0]).name if own else ""
+        if program in ("litgpt", "trl") and len(own) > 1:
+            settings["subcommand"] = own[1]
+        if program in _TRL:
+            settings["subcommand"] = program.removesuffix(".py")
+        if program == "litgpt" and len(own) > 2 and not own[2].startswith("-"):
+            settings.setdefault("model_name", own[2])
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
         found, more = _with_files(framework, settings, where, form or assigned, Path() if files else None)
-        sources += found
+        sources += found[:-1] if only_names else found
         facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
     # An option without a value hides the setting of a file.
     empty = {plain(name) for name, value in (*launched.items(), *settings.items()) if value == ""}
@@ -631,14 +653,16 @@ def _processes(launched: Settings, words: Sequence[str], environment: Mapping[st
     """Number of devices that a launcher starts ranks on."""
     stated = Stated(launched, COMMAND)
     each = stated.whole("nproc_per_node", "num_gpus", "ntasks_per_node", "gpus_per_node")
-    text = str(stated.get("nnodes", "num_nodes", "nodes", "N") or 1).rpartition(":")[2]
+    text = str(stated.get("nnodes", "num_nodes", "nodes", "N") or environment.get("NNODES", 1)).rpartition(":")[2]
     hosts = int(text) if text.isdigit() else 1
-    if each is None and environment.get("NGPU", "").isdigit():
-        each = int(environment["NGPU"])
+    for variable in ("NGPU", "NPROC_PER_NODE"):
+        if each is None and environment.get(variable, "").isdigit():
+            each = int(environment[variable])
     if each is None and (visible := environment.get("CUDA_VISIBLE_DEVICES")) and words[:1] != ["accelerate"]:
         each = len(visible.split(","))
     if (include := stated.get("include")) is not None and ":" in str(include):
-        each = len(str(include).partition(":")[2].split(","))
+        slots = [len(part.partition(":")[2].split(",")) for part in str(include).split("@")]
+        return {"devices": sum(slots), "per_host": slots[0]}
     if each is None:
         return {}
     return {"devices": each * hosts, "per_host": each}

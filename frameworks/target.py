@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..results.measurement import Trial
-from .export_input import ExportInput
+from .export_input import SEQUENCES, ExportInput
 
 Form = Literal["yaml", "json", "shell", "python", "env"]
 
@@ -49,6 +49,11 @@ class Target:
         """Input of an export to this target."""
         able = {name: getattr(self, name) for name in ("pipelines", "sequences", "runs", "uneven")}
         return ExportInput(trial, document, self.name, **able)
+
+    def runs_whole(self, config: Mapping[str, Any]) -> bool:
+        """True if its file runs a configuration on all its devices."""
+        lacking = [name for name in SEQUENCES if name not in self.sequences] + ([] if self.pipelines else ["pp"])
+        return all(config.get(name, 1) == 1 for name in lacking) and (self.uneven or config.get("stage_blocks") is None)
 
     def file(self, form: str) -> str:
         """Default name of a file of that form."""

@@ -18,6 +18,16 @@ PRESETS = {
     "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
 }
 """Models in both: torchtitan's module and configuration."""
+_CONFIGS: Mapping[str, tuple[int, int, int, str]] = {
+    "llama3_8b": (1, 8192, 1, "selective"),
+    "llama3_70b": (8, 8192, 8, "full"),
+    "qwen3_0_6b": (4, 4096, 1, "selective"),
+    "qwen3_1_7b": (4, 4096, 1, "selective"),
+    "qwen3_14b": (4, 4096, 1, "full"),
+    "qwen3_32b": (2, 4096, 1, "full"),
+}
+"""Local batch, sequence length, tensor parallelism and recomputation that a `--config` of 0.3 sets
+(models/*/config_registry.py)."""
 _PARAM, _DTYPE = "training.mixed_precision_param", "training.dtype"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _SEQUENCE = "parallelism.enable_sequence_parallel"
@@ -295,15 +305,33 @@ def prepare(stated: Stated) -> None:
         stated.set(_DTYPE, "float32")
     elif stated.has(_DTYPE):
         stated.set(_PARAM, "bfloat16")
+    configuration = stated.get("config")
+    if configuration is None:  # defaults of TrainingConfig, and of the versions with a TOML
+        stated.set("training.batch_size" if stated.has("training.batch_size") else _LOCAL, 8)
+        stated.set("training.seq_len", 2048)
+        stated.set("activation_checkpoint.selective_ac_option", "2")
+    elif configuration in _CONFIGS:
+        local, seq_len, tp, mode = _CONFIGS[configuration]
+        own = {_LOCAL: local, "training.seq_len": seq_len, KNOBS["tp"].keys[0]: tp, _MODE: mode}
+        for name, value in own.items():
+            stated.set(name, value)
+    else:
+        stated.note(
+            f"the batch, degrees and recomputation that config = {configuration} sets are not read: state those that are "
+            "not torchtitan's defaults"
+        )
 
 
 def read(stated: Stated) -> None:
     """Reads the model, the batch, the replicas and the recomputation policy."""
     _read_model(stated)
     knobs, pp = stated.knobs, stated.knobs.get("pp", 1)
-    local = stated.whole(_LOCAL, "training.batch_size") or 8
-    knobs["micro_batch"] = (stated.whole(_PIECE) or 1) if pp > 1 else local
+    local = stated.whole(_LOCAL, "training.batch_size")
     if pp > 1:
+        knobs["micro_batch"] = stated.whole(_PIECE) or 1
+    elif local is not None:
+        knobs["micro_batch"] = local
+    if pp > 1 and local is not None:
         if local % knobs["micro_batch"]:
             stated.note(f"{stated.name(_LOCAL)} = {local} is not a multiple of {_PIECE} = {knobs['micro_batch']}")
         knobs["grad_accum"] = max(1, local // knobs["micro_batch"])
@@ -346,6 +374,7 @@ def _read_model(stated: Stated) -> None:
     """Reads the model of `[model] name, flavor`, or of `--module, --config`, by redline's name if there is one."""
     configuration = str(stated.get("config") or "")
     if configuration:
+        stated.conventions["loss"] = "chunked"  # ChunkedLossWrapper
         known = {config: name for name, (_, config) in PRESETS.items()}
         stated.facts["model"] = known.get(configuration, configuration.replace("_", "-"))
     elif (name := stated.get("model.name")) is not None:
@@ -368,7 +397,7 @@ def _read_chunks(stated: Stated) -> None:
 def _read_recomputation(stated: Stated) -> None:
     if str(stated.get(_MODE) or "selective").lower() != "selective":
         return
-    option = str(stated.get("activation_checkpoint.selective_ac_option") or "op")
+    option = str(stated.get("activation_checkpoint.selective_ac_option") or "op")  # SelectiveAC of 0.3
     if option.isdigit() and int(option) > 0:
         stated.knobs["checkpoint_ratio"] = 1 / int(option)
     else:
@@ -396,7 +425,7 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     whole until then (torch.distributed.pipelining, `backward_maybe_with_nosync`).
     """
     eight = str(config.get("precision", "")).startswith("fp8")
-    out: dict[str, Any] = {"loss": "plain"}
+    out: dict[str, Any] = {"loss": "plain"}  # that of the versions before 0.3
     if config.get("offload") == "optimizer":
         out["offload_weights"] = True
     if config.get("pp", 1) > 1:
@@ -419,7 +448,7 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
         raise LookupError("zero=1")
     if 0 < strategy.checkpoint_ratio < 1:
         every = round(1 / strategy.checkpoint_ratio)
-        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9:
+        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9 or stated.has("config"):  # 0.3 has no such option
             raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
         out |= {_MODE: "selective", "activation_checkpoint.selective_ac_option": str(every)}
     shard = stated.name(_SHARD, "training.data_parallel_shard_degree")

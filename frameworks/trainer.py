@@ -17,7 +17,10 @@ from .common import (
     note_lora,
     note_pipeline,
     note_pure_bf16,
+    note_quantized,
     note_reduction,
+    note_stage,
+    read_lora,
 )
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated
@@ -290,6 +293,39 @@ def read(stated: Stated) -> None:
     read_optimizer(stated, stated.get("optim", "optimizer"))
 
 
+def _prepare(stated: Stated) -> None:
+    """Fills in TRL's defaults, if `trl` or one of its scripts runs (trl/trainer/base_config.py)."""
+    if stated.has(_TRL):
+        stated.set("gradient_checkpointing", True)
+        if not stated.flag("fp16"):
+            stated.set("bf16", True)
+    prepare(stated)
+
+
+def _read(stated: Stated) -> None:
+    """Reads TRL's own arguments, and the format in which transformers loads weights."""
+    read(stated)
+    if stated.has(_TRL):
+        stated.facts.setdefault("seq_len", 1024)
+        note_stage(stated, _TRL, "trl")
+        if stated.get(_TRL) == "sft" and (stated.get("loss_type") or "chunked_nll") == "chunked_nll":
+            if not stated.flag("use_liger_kernel"):
+                stated.conventions["loss"] = "chunked"
+        if stated.flag("use_peft"):
+            rank, alpha = stated.whole("lora_r") or 16, stated.whole("lora_alpha") or 32
+            read_lora(stated, rank, stated.get("lora_target_modules"), alpha)
+            note_quantized(stated, "load_in_4bit")
+            note_quantized(stated, "load_in_8bit")
+    elif stated.has("model_name_or_path") and not any(
+        map(stated.has, ("config_name", "torch_dtype", "dtype", "deepspeed"))
+    ):
+        # PreTrainedModel.from_pretrained of version 5 has dtype="auto"
+        stated.note(
+            "model_name_or_path: transformers 5 loads weights in the checkpoint's format, usually bf16, unless FSDP widens them; "
+            "fp32 is assumed: add --dtype float32, or --fix precision=bf16_pure"
+        )
+
+
 def read_optimizer(stated: Stated, name: object) -> None:
     """Takes the optimizer's states into account; redline's own AdamW has two in float32."""
     text = str(name or "").lower()
@@ -340,6 +376,7 @@ SEQ_LEN = (
     "seq_length",
 )
 """Arguments for the tokens of a sample."""
+_TRL = "subcommand"
 
 FRAMEWORK = Framework(
     name="trainer",
@@ -362,9 +399,9 @@ FRAMEWORK = Framework(
     model=MODEL,
     seq_len=SEQ_LEN,
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
-    prepare=prepare,
+    prepare=_prepare,
     conventions=conventions,
-    read=read,
+    read=_read,
     write=write,
     # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
     # of steps only if its name says so: others are of files that are loaded, or of data.

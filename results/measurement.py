@@ -26,7 +26,7 @@ class Status(StrEnum):
     WRONG = "wrong"
     """Ran, but its results differ from the reference or are not finite."""
     SKIPPED = "skipped"
-    """Never run: predicted not to fit, or dominated by a known OOM."""
+    """Never run: a known or an emulated OOM implies that it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

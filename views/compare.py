@@ -72,7 +72,9 @@ class Comparison:
     knobs: tuple[tuple[str, tuple[str, ...]], ...]
     """Name of each knob and its value in each winner, `-` where the winner does not have it."""
     numbers: tuple[tuple[str, tuple[str, ...]], ...]
-    """Name of each number and its value in each run, empty where it is unknown."""
+    """Name of each number and its text in each run, empty where it is unknown."""
+    values: Mapping[str, tuple[float | None, ...]]
+    """The same numbers by name: those of a measurement have the names of trials.csv."""
     differences: tuple[Difference | None, ...]
     """One for each run but the first; None where one of the two has no winner."""
     notes: tuple[str, ...]
@@ -89,7 +91,7 @@ class Comparison:
                 {
                     "runs": [side.name for side in self.sides],
                     "knobs": {name: list(cells) for name, cells in self.knobs},
-                    "numbers": {name: list(cells) for name, cells in self.numbers},
+                    "numbers": {name: list(found) for name, found in self.values.items()},
                     "differences": [
                         None if each is None else {"ratio": each.ratio, "p": each.p, "words": each.words}
                         for each in self.differences
@@ -114,10 +116,12 @@ def compare(views: Sequence[View]) -> Comparison:
         ComparedRun(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views
     )
     _check_same_knobs(sides)
+    numbers, values = _numbers(sides)
     return Comparison(
         sides=sides,
         knobs=tuple(_knobs(sides)),
-        numbers=tuple(_numbers(sides)),
+        numbers=numbers,
+        values=values,
         differences=tuple(_difference(sides[0], side) for side in sides[1:]),
         notes=tuple(_notes(sides)),
     )
@@ -190,23 +194,30 @@ def _knobs(sides: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def _numbers(sides: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
+def _numbers(
+    sides: Sequence[ComparedRun],
+) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], dict[str, tuple[float | None, ...]]]:
+    """The numbers as texts by heading, without those that are 0 or unknown in every run, and as values by name."""
     unit = next((side.best.measured.unit for side in sides if side.best), "")
+    texts: list[tuple[str, tuple[str, ...]]] = []
+    values: dict[str, tuple[float | None, ...]] = {}
+    precisions = {str(side.best.config.get("precision", "")) for side in sides if side.best}
 
-    def row(name: str, value_of: Any, digits: int = 5) -> tuple[str, tuple[str, ...]]:
-        found = [value_of(side) for side in sides]
-        return name, tuple("" if each is None else number(each, digits) for each in found)
+    def row(heading: str, name: str, value_of: Any, digits: int = 5, scale: int = 1) -> None:
+        found = values[name] = tuple(value_of(side) for side in sides)
+        if not any(found):
+            return
+        cells = ["" if each is None else number(each * scale, digits) for each in found]
+        if name == "mfu" and len(precisions) > 1:
+            # Shares of the peaks of two formats are not comparable: that of the faster one may be smaller.
+            cells = [
+                f"{cell} of {side.best.config['precision']}" if cell and side.best else cell
+                for cell, side in zip(cells, sides)
+            ]
+        texts.append((heading, tuple(cells)))
 
     def best(field: str) -> Any:
         return lambda side: getattr(side.best.measurement, field) if side.best else None
-
-    precisions = {str(side.best.config.get("precision", "")) for side in sides if side.best}
-
-    def utilisation(side: ComparedRun) -> str:
-        mfu = best("mfu")(side)
-        # Shares of the peaks of two formats are not comparable: that of the faster one may be smaller.
-        suffix = f" of {side.best.config['precision']}" if len(precisions) > 1 and side.best and mfu is not None else ""
-        return "" if mfu is None else f"{number(mfu, 3)}{suffix}"
 
     def spent(side: ComparedRun) -> float | None:
         known = [
@@ -216,27 +227,26 @@ def _numbers(sides: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
         ]
         return math.fsum(known) if known else None
 
-    def count(status: Status) -> Any:
-        return lambda side: summary.counts(side.trials)[status]
+    def gain(field: str) -> Any:
+        return lambda side: (found := summary.gain(side.trials)) and getattr(found, field)
 
-    rows = [
-        row(unit or "throughput", lambda side: side.throughput),
-        row("95 % interval, +/- %", lambda side: None if side.error is None else 100 * Z95 * side.error, 3),
-        row("gain over the default", lambda side: (found := summary.gain(side.trials)) and found.ratio, 4),
-        row("its 95 % interval, +/-", lambda side: (found := summary.gain(side.trials)) and found.half_width, 3),
-        row("step ms", best("step_ms")),
-        row("peak MiB", best("peak_memory_mib")),
-        row("limit MiB", best("memory_limit_mib")),
-        row("TFLOPS per device", best("tflops_per_device"), 4),
-        ("MFU", tuple(utilisation(side) for side in sides)),
-        row("loss", best("loss"), 6),
-        row("devices", best("devices")),
-        row("winner is trial", lambda side: side.best.number if side.best else None),
-        row("trials", lambda side: sum(not trial.pending for trial in side.trials)),
-        *(row(str(status), count(status)) for status in Status),
-        row("device seconds", spent, 4),
-    ]
-    return [(name, cells) for name, cells in rows if any(each not in ("", "0") for each in cells)]
+    row(unit or "throughput", "throughput", lambda side: side.throughput)
+    row("95 % interval, +/- %", "spread", lambda side: side.error and Z95 * side.error, 3, scale=100)
+    row("gain over the default", "gain", gain("ratio"), 4)
+    row("its 95 % interval, +/-", "gain_half_width", gain("half_width"), 3)
+    row("step ms", "step_ms", best("step_ms"))
+    row("peak MiB", "peak_memory_mib", best("peak_memory_mib"))
+    row("limit MiB", "memory_limit_mib", best("memory_limit_mib"))
+    row("TFLOPS per device", "tflops_per_device", best("tflops_per_device"), 4)
+    row("MFU", "mfu", best("mfu"), 3)
+    row("loss", "loss", best("loss"), 6)
+    row("devices", "devices", best("devices"))
+    row("winner is trial", "number", lambda side: side.best.number if side.best else None)
+    row("trials", "trials", lambda side: sum(not trial.pending for trial in side.trials))
+    for status in Status:
+        row(str(status), str(status), lambda side, status=status: summary.counts(side.trials)[status])
+    row("device seconds", "device_seconds", spent, 4)
+    return tuple(texts), values
 
 
 def _notes(sides: Sequence[ComparedRun]) -> list[str]:

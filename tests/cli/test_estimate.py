@@ -68,7 +68,7 @@ def test_each_plan_is_shown_with_its_figures_in_lines_that_fit_and_the_next_comm
     first, verdict = out.splitlines()[:2]
     assert first.startswith("8 x 1024 on 8 x a100-40gb") and "x untuned; fits with a chance of" in verdict
     assert "configurations" in out and "ruled out" not in out and "does not fit; most" not in out
-    assert out.splitlines()[-1].strip().startswith("redline export plan.yaml --to torchtitan")
+    assert out.splitlines()[-1].strip().startswith("redline export plan.yaml --to accelerate")
 
 
 def test_explained_it_says_why_the_others_are_ruled_out(capsys):
@@ -158,7 +158,7 @@ def test_a_plan_file_is_what_export_reads(capsys, tmp_path):
     plan = tmp_path / "plan.yaml"
     arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64, "-o", plan]
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and f"redline export {plan} --to torchtitan" in out and "redline tune" not in out
+    assert code == 0 and f"redline export {plan} --to accelerate" in out and "redline tune" not in out
     kept = yaml.safe_load(plan.read_text())
     assert kept["simulated"] is True and kept["trains"]["devices"]["used"] == 8
     code, out, _ = run(capsys, "export", plan, "--to", "env")

@@ -59,6 +59,16 @@ def test_a_training_that_does_not_fit_ends_with_3_and_names_what_would():
     assert all(change["where"] == "the command" for each in found["faster"] for change in each["changes"])
 
 
+def test_the_old_value_of_a_change_is_written_as_in_a_file(tmp_path):
+    (tmp_path / "train.yaml").write_text(
+        "config_name: gpt2\nblock_size: 1024\nper_device_train_batch_size: 4\nbf16: true\ntorch_compile: false\n"
+        "optim: adamw_torch_fused\n"
+    )
+    asked = [str(tmp_path / "train.yaml"), "--hardware", "a100-80gb", "--devices", "1"]
+    done = CliRunner().invoke(command, asked, standalone_mode=False)
+    assert "torch_compile: true   (was false)" in done.output
+
+
 def test_an_out_of_memory_verdict_says_whose_facts_it_assumes():
     asked = [f"{RUN} --per_device_train_batch_size 64", "--hardware", "a100-80gb", "--memory-limit", "8GiB"]
     for more, message in (
@@ -120,6 +130,16 @@ def test_fsdp_of_accelerate_widens_weights_of_16_bits_where_mixed_precision_is_o
     assert wide == pytest.approx(4 * one / 8, rel=0.01)
     assert narrow == deepspeed == pytest.approx(2 * one / 8, rel=0.01)
     assert whole == pytest.approx(2 * one, rel=0.01)
+
+
+def test_no_stages_are_advised_to_a_trainer_under_deepspeed(tmp_path):
+    """DeepSpeed's pipelines take a PipelineModule, which the Trainer does not make."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}))
+    run = f"{RUN} --config_name llama3-8b --per_device_train_batch_size 1 --gradient_accumulation_steps 64"
+    found = check(read(f"{run} --deepspeed {tmp_path / 'ds.json'}"), "l40s")
+    assert found.faster
+    keys = {change.key for each in found.faster for change in each.changes}
+    assert not keys & {"pipeline.stages", "tensor_parallel.autotp_size"}
 
 
 def test_tensor_parallelism_across_hosts_is_named():

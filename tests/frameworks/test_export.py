@@ -12,6 +12,7 @@ import redline
 import yaml
 from redline.base.errors import UsageError
 from redline.frameworks import chosen_trial, export_targets, form_of, render
+from redline.frameworks.export import suited_target
 from redline.results import Measurement, Status, Trial
 
 FULL = {
@@ -625,3 +626,21 @@ def test_plain_files_have_any_configuration(target):
 def test_a_script_of_redlines_own_takes_a_strategy_along():
     made = render("python", trial(dp=2, tp=2, micro_batch=4, grad_accum=1, strategy="0-1:tp1,ckpt 2-3:-"), DOCUMENT)
     assert "'strategy': '0-1:tp1,ckpt 2-3:-'" in made.text and "strategy" not in " ".join(made.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "framework", "target"),
+    [
+        ({"tp": 2}, "", "accelerate"),
+        ({"tp": 2}, "redline", "accelerate"),
+        ({"tp": 2}, "megatron", "megatron"),
+        ({"pp": 2}, "", "torchtitan"),
+        ({"pp": 2}, "trainer", "torchtitan"),
+        ({"cp": 2}, "", "torchtitan"),
+        ({"sp": 2}, "", "python"),
+        ({"sp": 2}, "deepspeed", "deepspeed"),
+        ({"pp": 2, "stage_blocks": "1,3"}, "", "megatron"),
+    ],
+)
+def test_the_suited_target_runs_a_configuration_on_all_its_devices(config, framework, target):
+    assert suited_target(config, framework) == target

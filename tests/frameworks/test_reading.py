@@ -46,7 +46,7 @@ SHAPE = {
     "vocabulary": 128256, "positions": 8192, "tied": False, "activation": "silu",
 }  # fmt: skip
 LOST = {
-    *(("accelerate", knob) for knob in ("grad_accum", "cp")),
+    *(("accelerate", knob) for knob in ("grad_accum", "cp", "sp")),
     *(("lightning", knob) for knob in ("micro_batch", "zero", "offload", "fused_optimizer")),
     ("trainer", "attention"),
 }
@@ -307,7 +307,7 @@ def test_a_torchtitan_file(folder):
     }  # fmt: skip
     assert made["sequence_parallel"] is True, "torchtitan shards activations beside tp unless it is told not to"
     (change,) = found.on(64).changes({**made, "checkpoint_ratio": 0})
-    assert (change.key, change.text) == ("activation_checkpoint.mode", 'activation_checkpoint.mode = "none"')
+    assert (change.key, change.text) == ("activation_checkpoint.mode", '[activation_checkpoint] mode = "none"')
     with pytest.raises(UsageError, match="tp 2 = 2 must divide the devices, 7"):
         found.on(7)
 
@@ -624,7 +624,17 @@ def test_files_of_data_are_not_those_of_a_trainer(folder):
         ("python run_clm.py --tf32 true --bf16 true --optim adamw_torch", "precision", "bf16"),
         ("python run_clm.py --tf32 false --optim adamw_torch", "precision", "fp32"),
         ("llamafactory-cli train --stage sft --tf32 true", "precision", "tf32"),
-        ("axolotl train --x 1 --tf32 true --micro_batch_size 1", "precision", "tf32"),
+        ("axolotl train --x 1 --tf32 true --bf16 false --micro_batch_size 1", "precision", "tf32"),
+        ("axolotl train --x 1 --micro_batch_size 1", "precision", "bf16"),
+        ("axolotl train --x 1 --bf16 full --micro_batch_size 1", "precision", "bf16"),
+        ("axolotl train --x 1 --fp16 true --micro_batch_size 1", "precision", "fp16"),
+        ("axolotl train --x 1 --gradient_checkpointing offload --micro_batch_size 1", "checkpoint_ratio", 1),
+        ("trl sft --model_name_or_path m", "precision", "bf16"),
+        ("trl sft --model_name_or_path m --fp16 true", "precision", "fp16"),
+        ("python trl/scripts/sft.py --model_name_or_path m", "checkpoint_ratio", 1),
+        ("accelerate launch --use_deepspeed train.py", "zero", 2),
+        ("litgpt finetune_full m --devices 4", "micro_batch", 1),
+        ("litgpt pretrain m --devices 4", "micro_batch", 4),
         ("axolotl train --x 1 --tf32 true --bf16 true --micro_batch_size 1", "precision", "bf16"),
         (
             "accelerate launch --use_deepspeed --zero_stage 3 --offload_optimizer_device nvme train.py",
@@ -723,3 +733,225 @@ def test_settings_of_the_installed_trainers_are_not_taken_for_misspelt_ones():
         for name in settings:
             notes = find_framework(framework).reading({name: 1}, "x").notes
             assert not any("did you mean" in each for each in notes), (framework, name, notes)
+
+
+TITAN_03 = "torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config"
+PRETRAIN = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    "--ffn-hidden-size 14336 --seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 --vocab-size 32000"
+)
+RECIPE = (
+    "python run_recipe.py --recipe llama3_8b train.micro_batch_size=1 train.global_batch_size=64 model.num_layers=32"
+)
+NEMO_1 = (
+    "trainer: {devices: 8, precision: bf16}\nmodel:\n  megatron_amp_O2: true\n  micro_batch_size: 1\n"
+    "  global_batch_size: 64\n  num_layers: 32\n"
+    "  activations_checkpoint_granularity: full\n  activations_checkpoint_method: block\n"
+    "  activations_checkpoint_num_layers: 8\n  optim: {name: fused_adam}\n"
+)
+QLORA = "trl sft --model_name_or_path m --use_peft --lora_r 32 --load_in_4bit"
+WRITTEN = {
+    "titan.toml": TITAN,
+    "bare.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[metrics]\nlog_freq = 1\n',
+    "nemo.yaml": NEMO_1,
+    "axolotl.yml": AXOLOTL.replace("adapter: lora", "adapter: qlora\nrl: dpo"),
+    "ds.json": json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}),
+    "hpz.json": json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}),
+    "sft.yaml": "model_name_or_path: m\nper_device_train_batch_size: 2\noptim: adamw_torch\nbf16: false\n",
+    "accelerate.yaml": "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {gradient_clipping: 1.0}\n",
+    "lightning.yaml": (
+        "trainer:\n  accelerator: gpu\n  devices: 8\n  strategy:\n    class_path: ModelParallelStrategy\n"
+    ),
+    "ulysses.yaml": (
+        "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\nparallelism_config:\n"
+        "  parallelism_config_sp_size: 4\n  parallelism_config_dp_shard_size: 2\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "values", "note"),
+    [
+        (f"{TITAN_03} llama3_8b", {"micro_batch": 1, "seq_len": 8192, "checkpoint_ratio": 0}, None),
+        (f"{TITAN_03} llama3_70b", {"micro_batch": 8, "tp": 8, "checkpoint_ratio": 1}, None),
+        (f"{TITAN_03} llama3_405b", {"micro_batch": None, "seq_len": None}, "config = llama3_405b sets are not read"),
+        ("bare.toml", {"micro_batch": 8, "seq_len": 2048, "checkpoint_ratio": 0.5}, None),
+        (
+            "CONFIG_FILE=titan.toml ./run_train.sh --training.steps 9",
+            {"micro_batch": 1, "seq_len": 8192, "tp": 2},
+            None,
+        ),
+        (
+            "nemo llm pretrain --factory llama3_8b data.micro_batch_size=1",
+            {"zero": 1},
+            "factory = llama3_8b sets are not",
+        ),
+        ("nemo.yaml", {"zero": 0, "checkpoint_ratio": 0.25}, None),
+        (
+            f"{RECIPE} model.recompute_granularity=full",
+            {"checkpoint_ratio": None},
+            "recipe = llama3_8b sets are not read",
+        ),
+        (
+            f"{RECIPE} model.recompute_granularity=full model.recompute_method=block model.recompute_num_layers=16",
+            {"checkpoint_ratio": 0.5},
+            "recipe = llama3_8b sets are not read",
+        ),
+        (f"{PRETRAIN} --use-megatron-fsdp", {"zero": 0}, None),
+        (f"{PRETRAIN} --use-custom-fsdp --data-parallel-sharding-strategy optim", {"zero": 1}, None),
+        (f"{PRETRAIN} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero": 2}, None),
+        (
+            f"{PRETRAIN} --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params",
+            {"zero": 1},
+            "data-parallel-sharding-strategy = optim_grads_params has no effect without use-megatron-fsdp",
+        ),
+        (PRETRAIN.replace("--vocab-size 32000", ""), {}, "50,304 tokens are assumed; add --vocab-size N"),
+        (
+            f"{PRETRAIN} --recompute-granularity selective --recompute-modules core_attn mlp",
+            {},
+            "recompute-modules = mlp",
+        ),
+        (f"{PRETRAIN} --cp-comm-type a2a", {}, "cp-comm-type = a2a is not taken into account"),
+        (
+            "deepspeed --num_gpus 8 train.py --deepspeed_config ds.json",
+            {"framework": "deepspeed", "devices": 8, "zero": 1, "micro_batch": 2},
+            None,
+        ),
+        ("deepspeed --include a:0,1@b:0,1 t.py --deepspeed_config ds.json", {"devices": 4, "per_host": 2}, None),
+        ("hpz.json", {"zero": 3}, "zero_optimization.zero_hpz_partition_size = 8 is not taken into account"),
+        ("NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train stage=pt", {"devices": 16, "per_host": 8}, None),
+        (
+            "llamafactory-cli train stage=dpo bf16=true",
+            {"lora": "r=8,alpha=16,target=all-linear", "seq_len": 2048},
+            "stage = dpo: the estimate is that of supervised training",
+        ),
+        ("llamafactory-cli train stage=sft finetuning_type=freeze", {"lora": None}, "finetuning_type = freeze"),
+        ("axolotl.yml", {"lora": "r=32,alpha=16,target=all-linear"}, "rl = dpo: the estimate is that of supervised"),
+        ("axolotl train axolotl.yml --micro-batch-size 8", {"micro_batch": 8}, "load_in_4bit = True"),
+        (
+            QLORA,
+            {"lora": "r=32,alpha=32,target=all-linear", "checkpoint_ratio": 1, "precision": "bf16", "seq_len": 1024},
+            "load_in_4bit = True: the estimate has frozen weights",
+        ),
+        ("trl sft --config sft.yaml", {"micro_batch": 2, "precision": "fp32", "checkpoint_ratio": 1}, None),
+        (
+            "trl dpo --model_name_or_path m --max_length 512",
+            {"seq_len": 512},
+            "trl dpo: the estimate is that of supervised",
+        ),
+        ("python run_clm.py --model_name_or_path gpt2", {"precision": "fp32"}, "usually bf16, unless FSDP widens them"),
+        ("python run_clm.py --config_name gpt2", {"precision": "fp32"}, None),
+        ("accelerate.yaml", {"zero": 2}, None),
+        ("lightning.yaml", {"devices": 8}, "state them by --fix zero=3 --fix checkpoint_ratio=1"),
+        ("ulysses.yaml", {"sp": 4, "dp": 2, "devices": 8}, None),
+        ("litgpt finetune_lora m --quantize bnb.nf4", {"micro_batch": 1, "global_batch": 16}, "quantize = bnb.nf4"),
+        ("litgpt pretrain m --devices 4", {"micro_batch": 4, "global_batch": 512}, None),
+    ],
+)
+def test_a_missing_setting_has_the_frameworks_default_and_an_unknown_one_a_note(given, values, note, folder):
+    for name, text in WRITTEN.items():
+        (folder / name).write_text(text)
+    found = read(given)
+    assert {name: getattr(found, name, found.config.get(name)) for name in values} == values
+    about = ("is not taken", "are not", "assumed", "the estimate", "has no effect", "state them")
+    expected = [each for each in found.notes if any(words in each for words in about)]
+    assert any(note in each for each in expected) if note else not expected or "sample_packing" in expected[0]
+
+
+EXPERTS = "--swiglu --num-experts 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "architecture", "note"),
+    [
+        (
+            "--squared-relu --group-query-attention --num-query-groups 8 --untie-embeddings-and-output-weights",
+            {"model_type": "llama", "num_key_value_heads": 8, "tie_word_embeddings": False, "intermediate_size": 9557},
+            "the MLP has no gate",
+        ),
+        (
+            "--num-experts 8",
+            {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 9557},
+            "has no gate",
+        ),
+        ("--no-rope-fusion", {"model_type": "gpt2", "n_inner": 14336}, None),
+        (f"{EXPERTS} --moe-layer-freq 2", {"model_type": "mixtral"}, "moe-layer-freq = 2: all layers are taken"),
+        (f"{EXPERTS} --moe-layer-freq ([1]*32)", {"model_type": "mixtral", "intermediate_size": 14336}, None),
+        (
+            f"{EXPERTS} --moe-shared-expert-intermediate-size 14336",
+            {"model_type": "mixtral"},
+            "moe-shared-expert-intermediate-size = 14336 is not taken into account",
+        ),
+        (
+            f"{EXPERTS} --multi-latent-attention --moe-layer-freq ([0]*3+[1]*29) --moe-shared-expert-intermediate-size 28672",
+            {"model_type": "deepseek_v3", "first_k_dense_replace": 3, "n_shared_experts": 2},
+            None,
+        ),
+        ("--swiglu --multi-latent-attention", {"model_type": "llama"}, "multi-latent-attention is taken for plain"),
+    ],
+)
+def test_megatrons_flags_without_a_counterpart_in_the_model_are_noted(flags, architecture, note):
+    found = read([*PRETRAIN.split(), *flags.split()])
+    assert {name: found.architecture[name] for name in architecture} == architecture
+    assert (any(note in each for each in found.notes)) if note else not found.notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "conventions"),
+    [
+        ("--bf16", {"gradient_dtype": "fp32"}),
+        ("--bf16 --grad-reduce-in-bf16", {"gradient_dtype": "bf16"}),
+        ("--fp16", {"gradient_dtype": "bf16"}),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", {"gradient_dtype": "fp32"}),
+    ],
+)
+def test_megatrons_gradients_have_the_format_that_they_are_reduced_in(flags, conventions):
+    found = megatron(*flags.split()).conventions
+    assert {name: found[name] for name in conventions} == conventions
+
+
+def test_megatrons_sharded_gradients_are_written_with_its_fsdp():
+    found = read(f"{PRETRAIN} --use-distributed-optimizer").on()
+    texts = {each.text for each in found.changes({**found.config, "zero": 2})}
+    assert texts == {
+        "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy optim_grads",
+        "--no-gradient-accumulation-fusion",
+        "--ckpt-format fsdp_dtensor",
+    }
+
+
+def test_losses_in_chunks_are_those_of_torchtitan_0_3_and_of_trl():
+    losses = {
+        f"{TITAN_03} llama3_8b": "chunked",
+        "python -m torchtitan.train --model.name llama3 --model.flavor 8B": "plain",
+        "trl sft --model_name_or_path m": "chunked",
+        "trl sft --model_name_or_path m --loss_type nll": None,
+        "trl sft --model_name_or_path m --use_liger_kernel true": None,
+        "trl dpo --model_name_or_path m": None,
+    }
+    assert {given: read(given).conventions.get("loss") for given in losses} == losses
+
+
+@pytest.mark.parametrize(
+    ("framework", "form", "key", "new", "text"),
+    [
+        ("deepspeed", "json", "zero_optimization.stage", 2, '"zero_optimization": {"stage": 2}'),
+        ("torchtitan", "toml", "training.seq_len", 4096, "[training] seq_len = 4096"),
+        ("torchtitan", "options", "compile.enable", True, "--compile.enable"),
+        ("torchtitan", "options", "compile.enable", False, "--compile.no_enable"),
+        ("nemo", "assignments", "model.sequence_parallel", None, "without model.sequence_parallel"),
+        ("trainer", "options", "gradient_checkpointing", None, "without --gradient_checkpointing"),
+    ],
+)
+def test_a_changed_line_is_one_of_its_file(framework, form, key, new, text):
+    source = SettingsSource(framework=framework, where="x", form=form, settings={}, stated=frozenset())
+    assert _change(source, Stated({}, "x"), key, new).text == text
+
+
+def test_changed_recomputation_of_torchtitan_0_3_is_a_subcommand():
+    found = read(f"{TITAN_03} llama3_70b").on(16)
+    assert [each.text for each in found.changes({**found.config, "checkpoint_ratio": 0})] == [
+        "activation_checkpoint:none"
+    ]
+    assert found.changes({**found.config, "checkpoint_ratio": 0.5}) is None

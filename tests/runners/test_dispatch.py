@@ -99,6 +99,11 @@ def test_mfu_is_of_the_peak_at_the_precision():
         ("NVIDIA A10G", 22_731, "a10g"),
         ("AMD Instinct MI300X", 196_288, "mi300x"),
         ("NVIDIA H100 PCIe", 81_079, None),
+        ("NVIDIA H200 NVL", 143_771, None),
+        ("Tesla V100-PCIE-32GB", 32_510, None),
+        ("NVIDIA H200", 143_771, "h200-141gb"),
+        ("NVIDIA B300 SXM6 AC", 275_040, "b300"),
+        ("NVIDIA A100-PCIE-40GB", 40_960, "a100-40gb"),
         ("NVIDIA RTX 6000 Ada Generation", 49_140, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864, None),
         ("NVIDIA L40S", 45_589, "l40s"),
@@ -107,6 +112,7 @@ def test_mfu_is_of_the_peak_at_the_precision():
 def test_a_device_is_recognised_by_what_its_driver_calls_it(name, memory_mib, expected):
     found = recognise(name, memory_mib)
     assert (found and found.name) == expected
+    assert found is None or "PCIE" not in name or found.intra_node.name.startswith("PCIe")
 
 
 def test_the_share_of_dropped_rows_is_that_of_all_ranks():

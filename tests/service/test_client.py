@@ -237,7 +237,7 @@ def ran(service, *arguments, role="submitter", code=0):
     return done.output
 
 
-def test_commands_submit_show_and_cancel(service):
+def test_commands_submit_show_and_cancel(service, tmp_path):
     search = ran(service, "submit", "gpt2-tiny", "--trials", "3", "--priority", "7", "--name", "theirs").strip()
     assert service.store.search(search).request["trials"] == 3
     queue = ran(service, "queue", role="reader")
@@ -246,6 +246,8 @@ def test_commands_submit_show_and_cancel(service):
     assert "queued" in ran(service, "logs", search)
     assert ran(service, "results", search, code=3).startswith(search)
     assert json.loads(ran(service, "results", search, "--json", code=3))["id"] == search
+    table = tmp_path / "trials.csv"
+    assert ran(service, "results", search, "--csv", str(table), code=3) == f"wrote {table}\n" and table.exists()
     search_of(service, search)
     assert "done: trials" in ran(service, "logs", search, "-f")
     printed = ran(service, "logs", search, "--trial", "0")

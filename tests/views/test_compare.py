@@ -49,7 +49,11 @@ def test_winners_are_shown_side_by_side(make, point):
     assert difference.ratio == pytest.approx(1.3)
     assert difference.p < 1e-6
     assert difference.words == "30.0% faster (p < 0.001)"
-    assert json.loads(made.to_json())["differences"][0]["ratio"] == pytest.approx(1.3)
+    found = json.loads(made.to_json())
+    assert found["differences"][0]["ratio"] == pytest.approx(1.3)
+    assert found["numbers"]["throughput"] == [200.0, 260.0] and found["numbers"]["mfu"] == [None, None]
+    assert found["numbers"]["gain"] == [2.0, 2.6] and found["numbers"]["crash"] == [0, 0]
+    assert found["numbers"]["spread"] == pytest.approx([0.01, 0.01])
 
 
 def test_a_difference_within_the_spread_is_not_significant(make):

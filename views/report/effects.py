@@ -16,7 +16,7 @@ def effects(trials: Sequence[Trial], knobs: Mapping[str, Sequence[Any] | None]) 
 
     Log throughput is fitted as a sum of one term for each value of each knob, by ridge regression with penalty 1.
     `explained` is the share of the variance of log throughput that the fit explains, with each trial predicted from
-    the others (leave-one-out, so that it is not too high with few trials). The `importance` of a knob is its part group_of
+    the others (leave-one-out, so that it is not too high with few trials). The `importance` of a knob is its part of
     that, in proportion to the variance of its own terms. Both are None without a fit.
 
     Each entry of `knobs`, most important first, has `name` and `values`. A value has a label, the number of its trials

@@ -4,7 +4,7 @@ function failureList(run) {
   if (!run.failures.length) return null;
   const lost = run.failures.filter((each) => each.status !== "skipped").reduce((sum, each) => sum + each.trials.length, 0);
   const never = run.failures.filter((each) => each.status === "skipped").reduce((sum, each) => sum + each.trials.length, 0);
-  const lead = [lost ? `${plural(lost, "trial")} failed` : "No trial failed", never ? `${never} ${never === 1 ? "was" : "were"} not run because predicted not to fit` : ""].filter(Boolean).join("; ");
+  const lead = [lost ? `${plural(lost, "trial")} failed` : "No trial failed", never ? `${never} ${never === 1 ? "was" : "were"} not run, as known not to fit` : ""].filter(Boolean).join("; ");
   return section("failures", "Failures by reason", `${lead}. Reasons that differ only in numbers are listed once, with the text of the last such trial.`,
     run.failures.map((each) => el("article", { class: "failure" },
       el("h3", {}, badge(each.status), el("span", { class: "times" }, ` ${plural(each.trials.length, "trial")}`)),

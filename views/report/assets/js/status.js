@@ -8,7 +8,7 @@ const STATUS_WORDS = {
   timeout: "exceeded its deadline and was killed",
   crash: "failed with an exception or a signal",
   wrong: "ran, but its loss is not finite or differs from the reference",
-  skipped: "not run: predicted not to fit",
+  skipped: "not run: it was known not to fit",
 };
 
 const STATES = {
