@@ -461,12 +461,11 @@ def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32 (in 16 bits in fp16, or if they are
-    reduced in bf16), accumulated by the kernels of the products, in a buffer that is always allocated
-    (core/distributed/param_and_grad_buffer.py); activations
-    scattered between stages (arXiv:2104.04473, section 4.1); attention of Transformer Engine; a loss by operators
-    over parts of the vocabulary; products of experts one by one (Transformer Engine's GroupedLinear); no overlap of the
-    replicas' communication with the passes, unless requested.
+    """Megatron's formats: weights of 16 bits, fp32 master weights, and gradients in fp32 (in 16 bits in fp16, or if
+    they are reduced in bf16), accumulated by the kernels of the products, in a buffer that is always allocated
+    (core/distributed/param_and_grad_buffer.py); activations scattered between stages (arXiv:2104.04473, section 4.1);
+    attention of Transformer Engine; a loss by operators over parts of the vocabulary; products of experts one by one
+    (Transformer Engine's GroupedLinear); no overlap of the replicas' communication with the passes, unless requested.
     """
     eight = str(config.get("precision", "")).startswith("fp8")
     half = eight or config.get("precision") in ("bf16", "fp16")
