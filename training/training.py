@@ -19,6 +19,7 @@ from ..models.skeleton import experts_of
 from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
 from .applying import has_replicas, share_out
+from .hyperparameters import group_numbers
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision
 from .world import World
@@ -106,6 +107,8 @@ class Training:
     model: "nn.Module"
     """This rank's part of the model, scheduled and materialised."""
     optimizer: "torch.optim.Optimizer"
+    first_numbers: Mapping[tuple[int, str], Any]
+    """Numbers of its groups before any step, as `group_numbers` returns them."""
     world: World
     """Position of this rank."""
     precision: Precision
@@ -149,6 +152,7 @@ class Training:
         self._mesh = self.world.mesh(self.device, collective_timeout_s)
         self._kernels = kernels
         self.model, self.optimizer = self._build()
+        self.first_numbers = group_numbers(self.optimizer)
         self.model.train()
         self._resident = False
         self.data = self._make_data() if own_data else []

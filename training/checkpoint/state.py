@@ -4,6 +4,7 @@
 ---|---|
  `model/NAME` | a parameter or buffer, by its name in the model as constructed |
  `optimizer/NAME/KEY` | the optimizer's state of a parameter: of the same shape, or a single number |
+ `group/NUMBER/KEY` | a number in a group of the optimizer that steps have changed, other than its learning rate |
  `average/NAME` | the moving average of a parameter, if there is one |
 
 Random numbers and the order of samples are functions of the seed and the step, so they are not saved.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import WorkloadError
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights, shape_differences
+from ..hyperparameters import NUMBERS, group_numbers
 from .folder import Reading, Report, ignore
 
 if TYPE_CHECKING:
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from ...schedule.parallel.weights import Region
     from ..training import Training
 
-MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
-_NUMBERS: Mapping[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
+MODEL, OPTIMIZER, GROUP, AVERAGE = "model", "optimizer", "group", "average"
+_NUMBERS: Mapping[str, Callable[[float], Any]] = {each.__name__: each for each in NUMBERS}
 """Kinds of numbers that optimizers keep as numbers rather than as tensors; their keys end in `:KIND`."""
 Located = dict[str, "tuple[torch.Tensor, Region]"]
 
@@ -53,7 +55,7 @@ class State:
 
         Raises:
             WorkloadError: the optimizer's state of a parameter is neither of its shape nor a number, on a rank with
-                only a part of the parameter.
+                only a part of the parameter; or steps change numbers of its groups, and each stage has its own.
         """
         out = {
             f"{MODEL}/{name}": each for name, each in self._model.items() if name not in self._training.outline.frozen
@@ -64,6 +66,9 @@ class State:
                 found = self._of_state(name, key, value, param, region)
                 if found is not None:
                     out[f"{OPTIMIZER}/{name}/{found[0]}"] = found[1:]
+        for (number, key), value in group_numbers(self._training.optimizer).items():
+            if value != self._training.first_numbers.get((number, key)):
+                out[f"{GROUP}/{number}/{key}:{type(value).__name__}"] = self._of_group(key, value)
         for param, value in self._average.items():
             name = self._names[param]
             out[f"{AVERAGE}/{name}"] = value, self._model[name][1]
@@ -110,7 +115,12 @@ class State:
         states = self._targets(stored)
         for name, keys in states.items():
             targets |= {f"{OPTIMIZER}/{name}/{key}": each for key, each in keys.items()}
-        _fill(targets, stored, f"reading {checkpoint}", report)
+        groups = {full: _whole_number(0.0) for full in stored if full.startswith(f"{GROUP}/")}
+        _fill(targets | groups, stored, f"reading {checkpoint}", report)
+        for full, (value, _) in groups.items():
+            _, number, key = full.split("/", 2)
+            if int(number) < len(self._training.optimizer.param_groups):
+                self._training.optimizer.param_groups[int(number)].update([_as_kept(key, value)])
         self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
         for full, param in averages.items():
             if full not in stored:  # a new average starts from the weights
@@ -130,6 +140,14 @@ class State:
                 if param in self._names:  # at ZeRO 1 a rank that owns nothing has a parameter without elements
                     yield param, self._names[param]
 
+    def _of_group(self, key: str, value: float) -> "tuple[torch.Tensor, Region]":
+        if self._training.strategy.pp > 1:
+            raise WorkloadError(
+                f"{type(self._training.optimizer).__name__} keeps '{key}' in its groups, of which each pipeline stage has its "
+                "own; checkpoints of it need pp=1"
+            )
+        return _whole_number(value)
+
     def _of_state(
         self, name: str, key: str, value: Any, param: "torch.Tensor", region: "Region"
     ) -> "tuple[str, torch.Tensor, Region] | None":
@@ -142,7 +160,7 @@ class State:
         if value is None:
             return None
         if kind in _NUMBERS:
-            return f"{key}:{kind}", torch.tensor(float(value), dtype=torch.float64), whole_region(torch.Size())
+            return f"{key}:{kind}", *_whole_number(value)
         if isinstance(value, torch.Tensor):
             if local(value).shape == local(param).shape and local(param).dim():
                 return key, value, region
@@ -189,6 +207,11 @@ class State:
                 if found:
                     document["state"][number] = dict(_as_kept(key, value) for key, value in found.items())
         optimizer.load_state_dict(document)
+        for param, name in self._updated():  # it has cast states to their parameter's format
+            kept = optimizer.state.get(param, {})
+            for key, value in states.get(name, {}).items():
+                if key in kept and kept[key].dtype != value.dtype:
+                    kept[key] = value.to(kept[key].device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +235,15 @@ def _fill(targets: Located, stored: LazyTensors, what: str = "", report: Report 
     for (name, box, here), size in zip(parts, sizes):
         here.copy_(stored[name].read(box.of_whole))
         reading(size)
+
+
+def _whole_number(value: float) -> "tuple[torch.Tensor, Region]":
+    """A number as a tensor that every rank has whole."""
+    import torch
+
+    from ...schedule.parallel.weights import whole_region
+
+    return torch.tensor(float(value), dtype=torch.float64), whole_region(torch.Size())
 
 
 def _as_kept(key: str, value: "torch.Tensor") -> tuple[str, Any]:

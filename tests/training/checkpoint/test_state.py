@@ -42,6 +42,26 @@ class Counting(torch.optim.SGD):
                     each -= group["lr"] * kept["scale"] * (1 + kept["odd"]) * each.grad.sign()
 
 
+class Grouped(torch.optim.SGD):
+    """An optimizer that keeps numbers in its groups, as Schedule-free ones do, and 32-bit state of any weight."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.update(k=0, weight_sum=0.0, first=True)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.update(k=group["k"] + 1, weight_sum=group["weight_sum"] + 0.3, first=False)
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                mean = self.state[each].setdefault("mean", torch.zeros_like(each, dtype=torch.float32))
+                mean.lerp_(each.grad.float(), 1 / group["k"])
+                with torch.no_grad():
+                    each -= (group["lr"] * mean * group["weight_sum"]).to(each.dtype)
+
+
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2),
     "SGD with momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
@@ -51,6 +71,7 @@ OPTIMIZERS = {
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True),
     "numbers": lambda params: Counting(params, lr=1e-3),
+    "groups": lambda params: Grouped(params, lr=1e-2),
 }
 
 
@@ -105,6 +126,29 @@ def test_and_on_parts_in_any_other_strategy(two, small, tmp_path, name, config):
     again = part(workload, {"micro_batch": 8}, HYPER, begin=tmp_path)
     assert found.losses + again.losses == pytest.approx(alone.losses, rel=1e-5)
     assert again.found == 3 and len(again.losses) == 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_numbers_of_groups_and_state_wider_than_the_weights_resume_bit_for_bit(small, tmp_path, precision):
+    config = {"micro_batch": 8, "precision": precision}
+    held = goes_on_bit_for_bit(with_optimizer(small("llama"), "groups"), config, tmp_path)
+    assert {each for each in held if each.startswith("group/")} == {
+        f"group/0/{key}" for key in ("k:int", "weight_sum:float", "first:bool")
+    }
+    assert float(held["group/0/k:int"].read()) == 3
+    assert {held[each].dtype for each in held if each.endswith("/mean")} == {torch.float32}
+
+
+def test_numbers_of_groups_are_refused_where_each_stage_has_its_own(two, small, tmp_path):
+    workload = with_optimizer(small("llama"), "groups")
+
+    def refused():
+        with pytest.raises(WorkloadError) as error:
+            part(workload, {"pp": 2, "grad_accum": 2}, HYPER, until=2, save=tmp_path)
+        return str(error.value)
+
+    message = "Grouped keeps 'k' in its groups, of which each pipeline stage has its own; checkpoints of it need pp=1"
+    assert two.run(refused) == [message] * 2
 
 
 def test_fused_and_not_are_one_kind_of_state(small, tmp_path):
