@@ -142,7 +142,9 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """See `Space.to_yaml`; writes the result of `Space.to_dict`."""
     import yaml
 
-    class Dumper(_with_powers(yaml.SafeDumper)):
+    base: Any = _with_powers(yaml.SafeDumper)
+
+    class Dumper(base):
         """Writes lists of values on one line, everything else on separate lines."""
 
     Dumper.add_representer(
@@ -173,7 +175,7 @@ class _Inline(list[Any]):
 
 def _with_powers(base: Any) -> Any:
     """Returns a loader or dumper of PyYAML for which `1e-4` is a number, not a text."""
-    made = type(base.__name__, (base,), {})
+    made: Any = type(base.__name__, (base,), {})
     made.add_implicit_resolver("tag:yaml.org,2002:float", POWER, list("-+0123456789"))
     return made
 
