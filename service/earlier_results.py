@@ -66,8 +66,8 @@ class EarlierResults:
         if not self._search.reuse or self._placed is None or not self._comparable:
             return None
         limit = self._placed.memory_limit_mib or float(self._placed.device.memory_mib)
-        for each in reversed(self._store.measured(self._fingerprint, counts_for=self._search.user)):
-            if each.config_id != config.id or each.search == self._search.id:
+        for each in reversed(self._store.measured(self._fingerprint, config.id, counts_for=self._search.user)):
+            if each.search == self._search.id:
                 continue
             found = Measurement.from_dict(each.measurement)
             if _holds(found, limit):

@@ -375,15 +375,18 @@ class Knowledge(Part):
 
     @reads
     def measured(
-        self, connection: Connection, fingerprint: str, *, counts_for: int | None = None
+        self, connection: Connection, fingerprint: str, config_id: str | None = None, *, counts_for: int | None = None
     ) -> list[StoredMeasurement]:
         """Returns the measurements under a fingerprint, in order of arrival.
 
         Args:
             fingerprint: as for `note_measured`.
+            config_id: only those of this configuration; None for all.
             counts_for: only those that the searches of this user may use; None for all.
         """
         query = select(measured).where(measured.c.fingerprint == fingerprint).order_by(measured.c.id)
+        if config_id is not None:
+            query = query.where(measured.c.config_id == config_id)
         if counts_for is not None:
             query = query.outerjoin(searches, searches.c.id == measured.c.search)
             query = query.where(or_(measured.c.search.is_(None), counting_for(counts_for)))
