@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...base.errors import StudyError, UsageError, unknown
+from ...base.errors import StudyError, UsageError, WorkloadError, unknown
 from ...base.option import Option, either
 from ...base.reading import path_of
 from ...models.architecture import Architecture
@@ -87,7 +87,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
         request: format of the result.
 
     Raises:
-        StudyError: the checkpoint does not exist, or it is damaged.
+        StudyError: the checkpoint does not exist, it is damaged, or the training removes it meanwhile.
         UsageError: the layout does not support the model, or `out` cannot be written.
     """
     path = path_of(folder)
@@ -111,7 +111,15 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
     began_in = document.get("weights_dtype")
     rounded = request.to == "hf" and request.dtype is None and began_in in _DTYPES and began_in != _dtype_of(weights)
     options = _options(request, trained, began_in if rounded else request.dtype)
-    LAYOUTS[request.to](weights, workload.model, path_of(out), **options)
+    try:
+        LAYOUTS[request.to](weights, workload.model, path_of(out), **options)
+    except (WorkloadError, OSError) as error:
+        if found.path.exists():
+            raise
+        raise StudyError(
+            f"the training has removed '{found.path.name}' meanwhile: convert its latest checkpoint, or resume it with a "
+            "larger --keep"
+        ) from error
     return Converted(checkpoint=found, rounded_to=began_in if rounded else None)
 
 

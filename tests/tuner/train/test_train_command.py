@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from redline.models.layouts.dcp import dcp_tensors
+from redline.models.layouts.find import LAYOUTS
 from redline.training.checkpoint.folder import CheckpointFolder
 from train_commands import GPT2, PLAIN, SIZES, curve, ended, trained
 
@@ -66,7 +67,7 @@ def test_with_json_errors_go_to_stderr(run):
 
 
 @pytest.mark.slow
-def test_a_gpt2_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, tmp_path):
+def test_a_gpt2_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, tmp_path, monkeypatch):
     """GPT-2's matrices are transposed relative to linear layers', and its head is its embedding."""
     from transformers import AutoModelForCausalLM
 
@@ -84,6 +85,17 @@ def test_a_gpt2_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, 
     assert model.config.resid_pdrop == GPT2["resid_pdrop"] and model.config.vocab_size == 300
     found = model.generate(torch.tensor([[72, 101, 108]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert found.shape == (1, 7)
+
+    # While the training goes on, it removes old checkpoints.
+    copy, write = shutil.copytree(here / "trained-gpt2", tmp_path / "copy"), LAYOUTS["hf"]
+
+    def removed(*args, **options):
+        shutil.rmtree(CheckpointFolder(copy / "checkpoints").all()[-1].path)
+        write(*args, **options)
+
+    monkeypatch.setitem(LAYOUTS, "hf", removed)
+    code, _, err = run("convert", copy, tmp_path / "late")
+    assert code != 0 and "the training has removed 'step-00000004' meanwhile: convert its latest checkpoint" in err
 
 
 @pytest.mark.slow
