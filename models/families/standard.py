@@ -203,12 +203,12 @@ class StandardSchedule:
         """The repeated blocks of a model, given its schedule or that of its skeleton."""
         from ...schedule.parallel.sequences import heads_of, obstacle
 
-        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1)
+        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1, blocks=True)
         return Runs(
             blocks=len(blocks),
             no_runs=self.runs_obstacle(blocks),
             no_sequences=no_sequences,
-            no_ring=no_sequences or obstacle(sch.module, 1, 2),
+            no_ring=no_sequences or obstacle(sch.module, 1, 2, blocks=True),
             heads=heads_of(sch.module),
         )
 
