@@ -28,8 +28,8 @@ ACROSS = frozenset(
 class SplitLogits(torch.Tensor):
     """This rank's piece of logits along their last dimension, the vocabulary.
 
-    It behaves as a plain tensor, with three exceptions: `cross_entropy` is that of the whole vocabulary, functions that compare or
-    sum over classes (`ACROSS`) get the gathered logits on all ranks, and a `view` or `reshape` whose last size is the whole
+    It behaves as a plain tensor, with three exceptions: `cross_entropy` is that of the whole vocabulary, functions that compare
+    or sum over classes (`ACROSS`) get the gathered logits on all ranks, and a `view` or `reshape` whose last size is the whole
     vocabulary uses the size of this rank's part instead.
     """
 
