@@ -298,7 +298,8 @@ def _forked(region: "Schedule", sequence_parallel: bool) -> "list[Schedule]":
     Raises:
         ScheduleError: its code drops values both before and after that projection.
     """
-    if not sequence_parallel and getattr(region.module, "residual_dropout", 0):
+    behind = getattr(region.module, "residual_dropout", 0)
+    if behind and not sequence_parallel:
         if getattr(region.module, "attention_dropout", 0):
             raise ScheduleError(
                 f"tp: the code of '{region.path}' drops values of each rank's heads and of the output that ranks share, so "
