@@ -4,8 +4,8 @@
     python bench/tp_plans.py phi3 olmo2
 
 Each is built without memory at its configuration's default sizes, in a process of its own that is ended after
-`LIMIT_S`. Prints a line with the reason for each architecture that is refused or not made, and the counts; `--write`
-puts them into a page, between its marks.
+`LIMIT_S`. If it can compute without memory, the sharded model must too. Prints a line with the reason for each
+architecture that is refused or not made, and the counts; `--write` puts them into a page, between its marks.
 """
 
 import argparse
@@ -24,12 +24,15 @@ import torch
 import transformers
 from redline.models.families import schedule_of
 from redline.schedule import create_schedule
+from redline.schedule.parallel.collectives import PlannedMesh
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LIMIT_S = 120
 """Longest time of one architecture."""
 BEGIN, END = "<!-- tp_plans: begin -->", "<!-- tp_plans: end -->"
+ERRORS = (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of models at sizes that do not fit together, or without the inputs that they need."""
 CUT = ""
 """The outcome of an architecture that can be sharded."""
 
@@ -74,11 +77,35 @@ def _try(name: str, answers: Connection) -> None:
     torch.set_num_threads(1)
     try:
         model = made(CONFIG_MAPPING[name])
-    except (AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        answers.send(f"not made: its default sizes make no model ({type(error).__name__}: {first})")
+    except ERRORS as error:
+        answers.send(f"not made: its default sizes make no model ({_first_line(error)})")
         return
-    answers.send(schedule_of(name).support(create_schedule(model)).tp(2))
+    answers.send(schedule_of(name).support(create_schedule(model)).tp(2) or _failure(name, model))
+
+
+def _failure(name: str, model: torch.nn.Module) -> str:
+    """Why the sharded model cannot compute though the whole one can; empty if it can, or if the whole one cannot either."""
+    with suppress(*ERRORS):
+        _compute(model)
+        sch = create_schedule(model, PlannedMesh(tp=2))
+        schedule_of(name)(sch, {"tp": 2})
+        try:
+            _compute(sch.module)
+        except ERRORS as error:
+            return f"the sharded model fails ({_first_line(error)})"
+    return ""
+
+
+def _compute(model: torch.nn.Module) -> None:
+    # With a mask of pairs transformers does not look at the values of masks and positions, of which the meta device has none.
+    tokens = torch.zeros((1, 8), dtype=torch.long, device="meta")
+    mask = torch.zeros((1, 1, 8, 8), dtype=torch.bfloat16, device="meta")
+    with torch.no_grad():
+        model.to(torch.bfloat16)(input_ids=tokens, attention_mask=mask, use_cache=False)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def summary(outcomes: dict[str, str]) -> str:

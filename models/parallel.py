@@ -57,7 +57,8 @@ def declare(
         own_loss: True if the loss is not the model's own.
 
     Raises:
-        SpaceError: no number of replicas divides the global batch.
+        SpaceError: no number of replicas divides the global batch, or the model supports one replica alone and no other use of
+            the devices.
     """
     if devices == 1:
         return Spread(replicas=(1,), default_dp=1)
@@ -76,6 +77,10 @@ def declare(
     ways = _ways(devices, refused, together, None if any_batch else total)
     if not ways:
         raise SpaceError(_cannot_share(total, devices, refused))
+    if support.replicas:
+        ways = [way for way in ways if way.ranks == devices]
+        if not ways:
+            raise SpaceError(f"{devices} devices would be replicas, but {support.replicas}")
     plain = min(ways, key=lambda way: (way.ranks, way.pp, way.cp, way.sp))
     padded = [(tp, support.padding(tp)) for tp in sorted({way.tp for way in ways})]
     notes = "".join(f"; at {degree} {text}" for degree, text in padded if text)
@@ -86,6 +91,8 @@ def declare(
     cp = space.choice("cp", degrees, default=plain.cp, others=(), help=words)
     pp = space.choice("pp", degrees, default=plain.pp, others=(), help="pipeline stages")
     space.derive("dp", devices // (tp * sp * cp * pp), help="data-parallel replicas")
+    if support.replicas:
+        space.require(space["dp"] == 1, support.replicas)
     for knob, reasons in zip((tp, sp, cp, pp), refused.values(), strict=True):
         for reason in dict.fromkeys(each for each in reasons.values() if each):
             space.require(~knob.isin([d for d in degrees[1:] if reasons[d] == reason]), reason)

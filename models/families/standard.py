@@ -42,6 +42,8 @@ class Support:
     """Obstacle to dividing it into this number of pipeline stages."""
     sequence_parallel: str
     """Obstacle to cutting the sequence between regions. If there is none, tp must divide a sample's tokens."""
+    replicas: str = ""
+    """Obstacle to replicas with samples of their own."""
     virtual_stages: str = ""
     """Obstacle to several stages on a pipeline rank."""
     zero_in_stages: str = ""
@@ -166,6 +168,7 @@ class StandardSchedule:
         Args:
             sch: schedule of the model or of its skeleton; it is not changed. Its mesh is ignored.
         """
+        from ...schedule.parallel.balance import replicas_obstacle
         from ...schedule.parallel.sequences import obstacle
 
         trials = _Trials(self, sch)
@@ -175,6 +178,7 @@ class StandardSchedule:
             tp=lambda ranks: cut(ranks).obstacle,
             sequences=cache(lambda sp, cp, tp: obstacle(sch.module, sp, cp, tp) if sp * cp > 1 else ""),
             pp=staged,
+            replicas=replicas_obstacle(sch.module),
             sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
             zero_in_stages=trials.tied_stages() if not staged(2) else "",
             kernels=trials.kernels(),
@@ -203,12 +207,12 @@ class StandardSchedule:
         """The repeated blocks of a model, given its schedule or that of its skeleton."""
         from ...schedule.parallel.sequences import heads_of, obstacle
 
-        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1)
+        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1, blocks=True)
         return Runs(
             blocks=len(blocks),
             no_runs=self.runs_obstacle(blocks),
             no_sequences=no_sequences,
-            no_ring=no_sequences or obstacle(sch.module, 1, 2),
+            no_ring=no_sequences or obstacle(sch.module, 1, 2, blocks=True),
             heads=heads_of(sch.module),
         )
 

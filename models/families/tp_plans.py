@@ -23,10 +23,18 @@ if TYPE_CHECKING:
     from ...schedule.parallel.collectives import Axis
 
 COLUMNS = ("colwise", "packed_colwise")
-WITHIN = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
+SUMMED = "replicated_with_grad_allreduce"
+BY_HEADS = "norm_by_heads"
+"""Style of a norm with weights of its own for each head, in addition to those of transformers."""
+WITHIN = (*COLUMNS, "rowwise", SUMMED, BY_HEADS)
 """Styles of a region: whole input, cut features, partial sums."""
 NOTHING = ("local_params", "replicate")
 """Styles without an effect here: tensors are plain local tensors anyway."""
+NORMS_OF_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj", "q_layernorm": "q_proj", "k_layernorm": "k_proj"}
+"""Norms of queries and keys, and the projections before them."""
+BEFORE_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "indexer")
+"""Children of latent attention that compute on the whole input: the cut projections after them sum the gradient, and an
+indexer has none."""
 STYLES = (
     *(*WITHIN, *NOTHING, "packed_rowwise", "rowwise_split_input", "colwise_gather_output", "embedding_rowwise"),
     *("embedding_colwise", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce"),
@@ -51,9 +59,10 @@ def _latent_attention(sch: "Schedule", plan: dict[str, str]) -> dict[str, str]:
             continue
         general = ".".join("*" if part.isdigit() else part for part in around.split("."))
         if not any(each.startswith(general + ".") for each in plan):
+            # Layers of another attention beside it may have projections of the same names.
             names = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
-            found |= {f"{general}.{each}": style for each, style in names.items()}
-            found[f"{general}.kv_a_proj_with_mqa"] = "mla_kv_a_proj"
+            found |= {f"{around}.{each}": style for each, style in names.items()}
+            found[f"{around}.kv_a_proj_with_mqa"] = "mla_kv_a_proj"
     return found
 
 
@@ -84,6 +93,7 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
         place: style for path, style in plan.items() for place in _places(sch, path) if not _whole_here(sch, place)
     }
     _cut_vocabulary(sch, places)
+    places |= _left_out(sch, places)
     drops = draws(sch)
     done: set[str] = set()
     for place in places:
@@ -100,17 +110,110 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
                     "plan does not show where to gather the sequence"
                 )
             _cut_alone(sch, place, style, sequence_parallel, drops)
+    if drops:
+        for parent in _around(sch, places):
+            if parent not in done:
+                for dropout in _forked(sch[parent], sequence_parallel=False):
+                    dropout.fork_rng(differ=False)
     if sequence_parallel:
-        _cut_sequence(sch, blocks, [*done, *_mixtures(sch)])
+        _cut_sequence(sch, blocks, [*done, *_mixtures(sch)], drops)
+
+
+def _around(sch: "Schedule", places: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Modules with cut projections: path -> places of its children and their styles."""
+    found: dict[str, dict[str, str]] = {}
+    for place, style in places.items():
+        if not _is_parameter(sch, place):
+            found.setdefault(place.rpartition(".")[0], {})[place] = style
+    return {
+        parent: inside
+        for parent, inside in found.items()
+        if "rowwise" in inside.values() and set(COLUMNS) & set(inside.values())
+    }
+
+
+def _left_out(sch: "Schedule", places: dict[str, str]) -> dict[str, str]:
+    """Styles of what lies between the cut projections of a module and is not in `places`.
+
+    A norm of all features has its projections gathered, with the heads whole on each rank.
+
+    Raises:
+        ScheduleError: weights between them whose gradient cannot be derived, or values of all heads.
+    """
+    import inspect
+
+    for parent in dict.fromkeys(place.rpartition(".")[0] for place in places):
+        if parent in sch and "value_embeds" in inspect.signature(sch[parent].module.forward).parameters:
+            raise ScheduleError(f"tp: '{parent}' adds values of all heads, from outside, to those of a rank's heads")
+    found: dict[str, str] = {}
+    for parent, inside in _around(sch, places).items():
+        styles = {path: _style_between(sch, parent, path) for path in _uncut(sch, parent, places)}
+        if "colwise_gather_output" in styles.values():
+            whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+            found |= {place: whole.get(style, style) for place, style in inside.items()}
+            continue
+        for path, style in styles.items():
+            if not style:
+                raise ScheduleError(
+                    f"tp: '{path}' lies between cut projections, and transformers' plan does not show how its weights "
+                    "are cut or their gradient summed"
+                )
+        found |= styles
+    return found
+
+
+def _uncut(sch: "Schedule", parent: str, places: dict[str, str]) -> list[str]:
+    """Modules within one with cut projections whose weights stay whole and whose input may be cut."""
+    found = []
+    for name, module in sch[parent].module.named_modules():
+        path = f"{parent}.{name}" if name else parent
+        names = [each for each, tensor in parameters_of(module).items() if tensor is not None]
+        if (
+            any(f"{path}.{each}" not in places for each in names)
+            and name.partition(".")[0] not in BEFORE_HEADS
+            and _layer(sch, path) not in places
+        ):
+            found.append(path)
+    return found
+
+
+def _style_between(sch: "Schedule", parent: str, path: str) -> str:
+    """Style of a module between cut projections; empty if it is unknown."""
+    name = path[len(parent) + 1 :]
+    shapes = {tuple(each.shape) for each in parameters_of(sch[path].module).values() if each is not None}
+    if name.startswith("act") and shapes <= {(), (1,)}:
+        return SUMMED
+    projection = f"{parent}.{NORMS_OF_HEADS.get(name)}"
+    width = getattr(sch[parent].module, "head_dim", 0)
+    if projection not in sch or not width or len(shapes) > 1:
+        return ""
+    features = sch[projection].module.out_features
+    known = {(width,): SUMMED, (features // width, width): BY_HEADS, (features,): "colwise_gather_output"}
+    return known.get(shapes.pop(), "")
 
 
 def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
-    """Even shares of the blocks, if transformers' plan has one list of blocks."""
-    lists = [
-        path for path in _plan_of_transformers(sch.module, "pp") if path in sch and hasattr(sch[path].module, "append")
-    ]
+    """Even shares of the blocks, if transformers' plan has one list of blocks.
+
+    Raises:
+        ScheduleError: there is none, or more than hidden states passes between blocks or to them.
+    """
+    plan = _plan_of_transformers(sch.module, "pp")
+    lists = [path for path in plan if path in sch and hasattr(sch[path].module, "append")]
     if len(lists) != 1:
         raise ScheduleError(f"pp: {NO_PIPELINE}")
+    if getattr(sch.module.config.get_text_config(), "num_kv_shared_layers", 0):
+        raise ScheduleError(
+            "pp: later blocks read keys of earlier ones beside the hidden states (num_kv_shared_layers)"
+        )
+    parent, _, blocks = lists[0].rpartition(".")
+    children = list(children_of(sch[parent].module if parent else sch.module))
+    for name in children[children.index(blocks) + 1 :]:
+        path = f"{parent}.{name}" if parent else name
+        if path not in plan and name != "hc_head" and any(True for _ in sch[path].module.parameters()):
+            raise ScheduleError(
+                f"pp: transformers' pipeline plan does not show whether '{path}' is called before or after the blocks"
+            )
     return even_ends(list(sch[lists[0]]), stages)
 
 
@@ -181,14 +284,30 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, dr
             column_parallel(module, parts=2 if style == "packed_colwise" else 1)
         elif style == "rowwise":
             row_parallel(module)
+        elif style == BY_HEADS:
+            module.shard("weight", axis=0)
         else:
             module.sync("bwd_post", "all_reduce", on="parameters")
-    dropouts = []
-    if drops:
-        region.fork_rng()
-        # Dropout after the projection, within the region's own module.
-        dropouts = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
-    regions.around(region, last, dropout=dropouts)
+    regions.around(region, last, dropout=_forked(region, regions.sequence_parallel) if drops else [])
+
+
+def _forked(region: "Schedule", sequence_parallel: bool) -> "list[Schedule]":
+    """Has ranks draw different random numbers within a module with cut projections; returns the modules of dropout after the
+    last projection, which may need the same ones.
+
+    Raises:
+        ScheduleError: its code drops values both before and after that projection.
+    """
+    behind = getattr(region.module, "residual_dropout", 0)
+    if behind and not sequence_parallel:
+        if getattr(region.module, "attention_dropout", 0):
+            raise ScheduleError(
+                f"tp: the code of '{region.path}' drops values of each rank's heads and of the output that ranks share, so "
+                "that its random numbers must differ and agree; set residual_dropout or attention_dropout to 0"
+            )
+        return []
+    region.fork_rng()
+    return [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
 
 
 def _is_behind(path: str) -> bool:
@@ -232,6 +351,8 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
         module.shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
     elif style == "embedding_colwise":
         module.shard("weight", axis=1).sync("fwd_post", "all_gather", axis=-1)
+    elif style == BY_HEADS:
+        module.shard("weight", axis=0)
     elif style == "mla_kv_a_proj":
         # Keys' positions go to every rank's heads straight from here; the rest has its sum behind the next projection.
         width = sch.module.config.get_text_config().qk_rope_head_dim
@@ -284,7 +405,7 @@ def _mixtures(sch: "Schedule") -> list[str]:
     return found
 
 
-def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequence[str]) -> None:
+def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequence[str], drops: bool) -> None:
     """Cuts the sequence between regions, and around mixtures of experts, whose router sees the whole sequence on
     every rank and has a part of its gradient on each. Where experts are whole, a mixture gets the rank's tokens; if they
     are divided only behind the router, every rank has the whole gradient.
@@ -308,10 +429,15 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
     if not blocks:
         raise ScheduleError("sequence_parallel: the model has no repeated blocks that are alike")
     norms = []
-    for path, module in blocks[0].module.named_modules():
-        full = f"{blocks[0].path}.{path}"
-        if parameters_of(module) and not any(full == each or full.startswith(each + ".") for each in regions):
-            norms.append(path)
+    for block in blocks:
+        for path, module in block.module.named_modules():
+            full = f"{block.path}.{path}"
+            if any(full == each or full.startswith(each + ".") for each in regions):
+                continue
+            if parameters_of(module) and block is blocks[0]:
+                norms.append(path)
+            if drops and "Dropout" in type(module).__name__:
+                block[path].fork_rng()
     for name in norms:
         if "norm" not in type(blocks[0][name].module).__name__.lower():
             raise ScheduleError(

@@ -7,6 +7,8 @@ loss of their samples together. The mean of each replica's own loss would balanc
 Source: Fedus et al., Switch Transformers (arXiv:2101.03961), section 2.2; over replicas: Qiu et al. (arXiv:2501.11873).
 """
 
+import inspect
+import sys
 from typing import Any
 
 import torch
@@ -16,11 +18,29 @@ from ..forward import Inner, Layer, named_arguments
 from .collectives import Axis, all_reduce
 from .experts import mixtures_of, num_experts, rows_of_experts
 
+FORMULA = ["gate_logits", "num_experts", "top_k"]
+"""First parameters of transformers' function of this loss; others compute another one."""
+
 
 def balances(model: nn.Module) -> bool:
     """Returns True for a transformers model that adds a load-balancing loss to its own."""
     config: Any = getattr(model, "config", None)
     return bool(getattr(config, "output_router_logits", False)) and hasattr(model, "router_aux_loss_coef")
+
+
+def replicas_obstacle(model: nn.Module) -> str:
+    """Returns why the load-balancing loss of a model is not computed over replicas; empty if it is or if it has none."""
+    if not balances(model):
+        return ""
+    config: Any = model.config
+    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    names = FORMULA if function is None else [*inspect.signature(function).parameters]
+    if config.is_encoder_decoder or names[: len(FORMULA)] != FORMULA:
+        return (
+            f"the loss that balances experts of {config.model_type} is not computed over replicas; set "
+            "output_router_logits=False, or use one replica"
+        )
+    return ""
 
 
 class BalancedTogether(Layer):
@@ -63,7 +83,8 @@ class BalancedTogether(Layer):
 
 def pipeline_obstacle(model: nn.Module) -> str:
     """Returns why a model with a load-balancing loss cannot be divided into stages; empty if it can."""
-    if balances(model) and mixtures_of(model):
-        count = max(num_experts(each) for each in mixtures_of(model).values())
-        return f"the loss that balances the {count} experts is of all blocks (output_router_logits), of which a stage has some"
-    return ""
+    if not balances(model):
+        return ""
+    count = max((num_experts(each) for each in mixtures_of(model).values()), default=0)
+    experts = f"the {count} experts" if count else "experts"
+    return f"the loss that balances {experts} is of all blocks (output_router_logits), of which a stage has some"

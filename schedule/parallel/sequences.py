@@ -39,6 +39,9 @@ IGNORED = -100
 ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types of transformers' configurations that mix tokens only by attention."""
 
+LOSSES_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+"""Names of losses in transformers that are means over labelled tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Whole:
@@ -111,10 +114,13 @@ def heads_of(model: nn.Module) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
+def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1, blocks: bool = False) -> str:
     """Returns why sequences of a model cannot be cut over `sp * cp` ranks; empty if they can.
 
-    Each layer of the model is sharded over `tp` ranks."""
+    Args:
+        tp: ranks that each layer of the model is sharded over.
+        blocks: they are cut in blocks alone, so that positions and the loss are those of whole samples.
+    """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return "ranks meet in the attention functions of transformers, and this is no model of it"
@@ -124,6 +130,8 @@ def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
         return f"{config.model_type} attends by code of its own, not by the attention functions of transformers"
     if reason := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else ""):
         return f"{config.model_type} {reason}"
+    if not blocks and (reason := _needs_whole_samples(model, config)):
+        return reason
     heads = heads_of(model)
     if sp > 1 and (heads is None or heads % (sp * tp)):
         given = f"tp * sp, {tp} * {sp}," if tp > 1 else f"{sp} ranks"
@@ -137,6 +145,8 @@ def _mixes_tokens(model: nn.Module, config: Any) -> str:
         return "has an encoder beside its decoder"
     if getattr(config, "output_router_logits", False):
         return "balances its experts by a loss over all tokens (output_router_logits)"
+    if type(model).__name__.startswith("Llama4") and config.get_text_config().attn_temperature_tuning:
+        return "scales its queries by the place of a token among those of its rank (attn_temperature_tuning)"
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - ATTENTIONS
     if kinds:
         return f"has layers of {', '.join(sorted(kinds))}, which look at other tokens as well"
@@ -145,6 +155,21 @@ def _mixes_tokens(model: nn.Module, config: Any) -> str:
             return f"has a convolution ('{path}'), which looks at other tokens as well"
         if hasattr(module, "num_key_value_groups") and any(True for _ in module.parameters(recurse=False)):
             return f"has weights of each head in its attention ('{path}')"
+    return ""
+
+
+def _needs_whole_samples(model: Any, config: Any) -> str:
+    """Returns what outside the blocks of a model depends on more tokens than those of a piece; empty if nothing does."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    types = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, dict)}
+    if varying := sorted(each for each in types if "dynamic" in each or each == "longrope"):
+        return f"{config.model_type} has rotary frequencies that depend on a sample's last position (rope_type {varying[0]})"
+    parameters = inspect.signature(model.forward).parameters
+    others = [name for name in parameters if name.endswith(("_label", "_labels", "start_positions"))]
+    kind = getattr(model, "loss_type", None)
+    of_tokens = kind in LOSSES_OF_TOKENS if kind is not None else model.get_output_embeddings() is not None
+    if others or ("labels" in parameters and not of_tokens):
+        return f"the loss of {type(model).__name__} is not a mean over tokens"
     return ""
 
 

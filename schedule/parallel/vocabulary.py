@@ -6,21 +6,31 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from ...base._torch import tree_flatten, tree_unflatten
 from ...base.errors import ScheduleError
 from .collectives import Axis, all_gather, all_reduce, scatter, through
 
 ACROSS = frozenset(
-    ("softmax", "log_softmax", "logsumexp", "argmax", "topk", "max", "amax", "sort", "argsort", "gather", "multinomial")
+    (
+        *("softmax", "log_softmax", "softmin", "gumbel_softmax", "logsumexp", "multinomial"),
+        *("argmax", "argmin", "max", "min", "amax", "amin", "aminmax", "topk", "kthvalue", "median", "sort", "argsort"),
+        *("gather", "take_along_dim", "index_select", "quantile", "any", "all", "count_nonzero"),
+        *("sum", "nansum", "mean", "nanmean", "prod", "var", "std", "var_mean", "std_mean", "cumsum", "logcumsumexp"),
+        *("norm", "linalg_norm", "linalg_vector_norm", "normalize", "cosine_similarity", "cdist"),
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "dot", "einsum", "linear"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "nll_loss"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    )
 )
-"""Names of functions whose results depend on all classes."""
+"""Names of functions whose results may depend on all classes."""
 
 
 class SplitLogits(torch.Tensor):
     """This rank's piece of logits along their last dimension, the vocabulary.
 
     It behaves as a plain tensor, with three exceptions: `cross_entropy` is that of the whole vocabulary, functions that compare
-    classes (`ACROSS`) get the gathered logits, and a `view` or `reshape` whose last size is the whole vocabulary uses the size of
-    this rank's part instead.
+    or sum over classes (`ACROSS`) get the gathered logits on all ranks, and a `view` or `reshape` whose last size is the whole
+    vocabulary uses the size of this rank's part instead.
     """
 
     axis: Axis
@@ -40,11 +50,12 @@ class SplitLogits(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
-        source = next((each for each in args if isinstance(each, SplitLogits)), None)
-        if source is None or not hasattr(source, "axis"):
+        leaves, spec = tree_flatten((args, kwargs))
+        source = next((each for each in leaves if isinstance(each, SplitLogits) and hasattr(each, "axis")), None)
+        if source is None:
             return super().__torch_function__(func, types, args, kwargs)
         if getattr(func, "__name__", "") in ACROSS:
-            args = tuple(whole_logits(each) if each is source else each for each in args)
+            args, kwargs = tree_unflatten([whole_logits(each) for each in leaves], spec)
             return func(*args, **kwargs)
         if func in (torch.Tensor.view, torch.Tensor.reshape):
             args = (source, *_local_shape(source, args[1:]))
@@ -54,9 +65,10 @@ class SplitLogits(torch.Tensor):
         return out
 
 
-def whole_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Returns logits with the whole vocabulary, gathered if they are split; each piece gets its part of the gradient."""
-    if not isinstance(logits, SplitLogits):
+def whole_logits(logits: Any) -> Any:
+    """Returns logits with the whole vocabulary, gathered if they are split; each piece gets its part of the gradient. Anything
+    else is returned as it is."""
+    if not isinstance(logits, SplitLogits) or not hasattr(logits, "axis"):
         return logits
     axis, vocabulary = logits.axis, logits.vocabulary
     rest = logits.shape[-1] * axis.size - vocabulary

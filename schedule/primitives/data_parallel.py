@@ -14,7 +14,7 @@ from ...knobs.sequence import SequenceShards
 from ..forward import Inner, Layer, add_layer, layers_of
 from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
-from ..parallel.balance import BalancedTogether, balances
+from ..parallel.balance import BalancedTogether, balances, replicas_obstacle
 from ..parallel.collectives import Axis, axis_of, divided, neighbours
 from ..parallel.experts import copied_experts, copies_of_experts, cut_copies, spread_experts
 from ..parallel.replicas import Replicas
@@ -101,6 +101,8 @@ def shard_data(
         raise ScheduleError(f"{label}: hsdp divides the replicas of all modules alike, so it must be 1")
     if sch.tree.shared and balances(sch.module):
         raise ScheduleError(f"{label}: a loss that balances experts is not computed from parts of the samples")
+    if ranks > 1 and (reason := replicas_obstacle(sch.module)):
+        raise ScheduleError(f"{label}: {reason}")
     if sch.deferred(_apply):
         raise ScheduleError(f"{label}: the model is replicated already")
     if blocks is not None:

@@ -180,7 +180,7 @@ def _check_sequences(sch: ScheduledModule, label: str, tp: int, sp: int, cp: int
         raise ScheduleError(
             f"{label}: the model's ranks exchange heads (sp={everywhere.sp}), so cp must be 1, but is {cp}; use sp"
         )
-    if reason := obstacle(sch.tree.module, everywhere.sp * sp, everywhere.cp * cp, tp):
+    if reason := obstacle(sch.tree.module, everywhere.sp * sp, everywhere.cp * cp, tp, blocks=True):
         raise ScheduleError(f"{label}: {reason}")
 
 

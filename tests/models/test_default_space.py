@@ -6,6 +6,7 @@ import pytest
 from redline.base import device as devices
 from redline.base.errors import SpaceError, UsageError
 from redline.models import Workload, make_space, parallel, workload
+from redline.models.families import Support
 from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import (
     default_space,
@@ -476,3 +477,29 @@ def test_a_run_that_shares_sequences_where_it_cannot_is_refused_with_the_numbers
         fix_knob(space, "strategy", text)
     fix_knob(space, "strategy", "0-3:tp1,sp2 4-7:-")
     assert len(space) > 0
+
+
+def test_devices_that_could_only_be_replicas_are_refused_where_a_loss_is_of_one_replica(cpu):
+    from redline.models import hugging_face
+    from transformers import DogeConfig, SwitchTransformersConfig
+
+    sizes = {"num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 4, "num_experts": 4}
+    switch = SwitchTransformersConfig(output_router_logits=True, **sizes)
+    with pytest.raises(SpaceError, match=r"2 devices would be replicas, but the loss that balances .* one replica"):
+        default_space(hugging_face(switch, seq_len=16), cpu, devices=2)
+    assert "dp" not in values(default_space(hugging_face(switch, seq_len=16), cpu))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    doge = DogeConfig(output_router_logits=True, is_moe=True, num_experts=16, num_experts_per_tok=2, **sizes)
+    with pytest.raises(SpaceError, match="one replica"):
+        default_space(hugging_face(doge, seq_len=16), cpu, devices=2)
+
+
+def test_a_model_of_one_replica_has_devices_that_share_it(cpu):
+    every = Support(
+        tp=lambda ranks: "", sequences=lambda sp, cp, tp: "", pp=lambda stages: "", sequence_parallel="", replicas="it is one"
+    )  # fmt: skip
+    space = Space()
+    spread = parallel.declare(space, 16, cpu, 2, every, any_batch=False, seq_len=16, own_loss=False)
+    assert spread.replicas == (1,)
+    assert {config["dp"] for config in space} == {1}
+    assert "it is one" in {constraint.reason for constraint in space.constraints}

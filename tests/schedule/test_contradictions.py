@@ -210,9 +210,30 @@ def check_loss(seed):
     split = SplitLogits.of(piece * 1, axis)
     assert torch.equal(split.argmax(-1), logits.argmax(-1)), "of all classes"
     assert torch.equal(split.topk(3).values, logits.topk(3).values)
-    torch.logsumexp(full, -1).square().sum().backward()
-    torch.logsumexp(split, -1).square().sum().backward()
-    torch.testing.assert_close(piece.grad, full.grad.chunk(2, -1)[axis.rank])
+    for function in OVER_CLASSES:
+        full.grad = piece.grad = None
+        expected, found = function(full), function(SplitLogits.of(piece * 1, axis))
+        torch.testing.assert_close(found, expected)
+        assert type(found) is torch.Tensor
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close(piece.grad, full.grad.chunk(2, -1)[axis.rank])
+
+
+OVER_CLASSES = [
+    lambda logits: torch.logsumexp(input=logits, dim=-1),
+    lambda logits: logits.square().mean(),
+    lambda logits: logits.mean(-1),
+    lambda logits: (logits * logits.exp()).sum(-1),
+    lambda logits: logits.std(-1) + logits.norm(dim=-1) + logits.amin(-1) + logits.min(-1).values,
+    lambda logits: torch.cumsum(logits, -1),
+    lambda logits: logits @ torch.ones(10, 2, dtype=logits.dtype),
+    lambda logits: torch.einsum("tv,tv->t", [logits, 2 * logits]),
+    lambda logits: nn.functional.linear(logits, torch.ones(3, 10, dtype=logits.dtype)),
+    lambda logits: nn.functional.mse_loss(logits, 3 * logits),
+    lambda logits: nn.functional.normalize(logits, dim=-1),
+]
+"""Functions in which every class takes part."""
 
 
 def test_the_loss_of_split_logits_is_that_of_the_whole(two, seed):

@@ -10,6 +10,7 @@ from ranks import device as rank_device, mesh
 from redline.base.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
+from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.rounding import allowance
 from redline.testing import numerics
 from torch import nn
@@ -199,3 +200,31 @@ def test_offload_refuses_what_it_cannot(mlp):
     with pytest.raises(ScheduleError, match="offloaded already"):
         sch["fc1"].offload().offload()
     assert isinstance(sch.module, nn.Module) and len(sch.tree.steps) == 1
+
+
+def balancing(family, **more):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.for_model(family, output_router_logits=True, vocab_size=64, pad_token_id=0, **more)
+    with torch.device("meta"):
+        return (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM).from_config(config)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+FAMILIES_OF_EXPERTS = {
+    "switch_transformers": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_ff": 64, "num_experts": 4},
+    "nllb-moe": {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "num_experts": 4},
+    "doge": {**SMALL, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 2, "is_moe": True},
+    "mixtral": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_EXPERTS)
+def test_a_loss_that_balances_experts_is_of_all_replicas_or_refused(family):
+    sch = create_schedule(balancing(family, **FAMILIES_OF_EXPERTS[family]), PlannedMesh(dp=2))
+    if family == "mixtral":
+        sch.shard_data()
+        return
+    with pytest.raises(ScheduleError, match="is not computed over replicas; set output_router_logits=False"):
+        sch.shard_data()
+    create_schedule(sch.module, PlannedMesh(dp=1)).shard_data()

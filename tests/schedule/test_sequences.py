@@ -14,13 +14,24 @@ from redline.schedule import build, create_schedule
 from redline.schedule.parallel import block_attention, ring, ring_mask, sequences, sharing, ulysses
 from redline.schedule.parallel.collectives import PlannedMesh
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, GPTNeoConfig, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    GPT2Config,
+    GPTNeoConfig,
+    LlamaConfig,
+)
 
 LENGTH, IGNORED = 16, -100
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "bos_token_id": 1}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
+BERT = BertConfig(**SIZES, num_attention_heads=4, **NO_DROPOUT)
 NEO = GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]], num_heads=4, hidden_size=16)
 
 
@@ -30,7 +41,7 @@ def llama(attention="eager", heads=4, keys=2, **more):
 
 
 def bert(attention="eager"):
-    return made(AutoModelForMaskedLM, BertConfig(**SIZES, num_attention_heads=4, **NO_DROPOUT), attention)
+    return made(AutoModelForMaskedLM, BERT, attention)
 
 
 def made(auto, config, attention):
@@ -583,7 +594,7 @@ def shared(model, axes=None, **degrees):
         (lambda: shared(llama(), tp=2, cp=4), r"sp \* cp must divide the 2 groups of 2 ranks, but is 1 \* 4"),
         (lambda: shared(llama(), sp=0), "sp must be a whole number of at least 1, but is 0"),
         (lambda: shared(llama(heads=2, keys=2), sp=4), "4 ranks must divide the 2 attention heads"),
-        (lambda: shared(gemma2(), cp=2), r"gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
+        (lambda: shared(named("gemma2"), cp=2), r"gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
         (
             lambda: cut(llama(), 2, dp=2, tp=2)["model.layers.0"].share_samples(cp=2),
             r"the model's ranks exchange heads \(sp=2\), so cp must be 1, but is 2; use sp",
@@ -637,12 +648,21 @@ def cut(model, sp=1, cp=1, **axes):
     return create_schedule(model, PlannedMesh(**(axes or {"dp": sp * cp}))).cut_sequence(sp=sp, cp=cp)
 
 
-def gemma2():
-    from transformers import Gemma2Config
-
-    config = Gemma2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+def named(family, **more):
+    config = AutoConfig.for_model(family, **SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **more)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
+
+
+def rotary(kind, **more):
+    return llama(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more})
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
+MIXED = {
+    "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 @pytest.mark.parametrize(
@@ -656,16 +676,29 @@ def gemma2():
         (lambda: cut(llama(), 1, 0), "cp must be a whole number of at least 1, but is 0"),
         (lambda: cut(llama()), r"two or more, but has 1 ranks and cp \* sp is 1 \* 1"),
         (lambda: cut(nn.Linear(2, 2), 2), "this is no model of it"),
-        (lambda: cut(gemma2(), cp=2), r"cp: gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
+        (lambda: cut(named("gemma2"), cp=2), r"cp: gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
         (
             lambda: cut(AutoModelForCausalLM.from_config(NEO), 2),
             "sp: gpt_neo attends by code of its own, not by the attention functions of transformers",
         ),
+        (lambda: cut(rotary("dynamic"), 2), r"rotary frequencies that depend on a sample's last position .*dynamic"),
+        (lambda: cut(rotary("longrope", **LONG), cp=2), r"cp: llama has rotary .* \(rope_type longrope\)"),
+        (lambda: cut(named("gemma3_text", rope_parameters=MIXED), 2), r"sp: gemma3_text has rotary .* \(rope_type dynamic"),
+        (lambda: cut(named("llama4_text"), cp=2), r"scales its queries by the place .* \(attn_temperature_tuning\)"),
+        (lambda: cut(BertForQuestionAnswering(BERT), 2), "sp: the loss of BertForQuestionAnswering is not a mean over tokens"),
+        (lambda: cut(BertForPreTraining(BERT), cp=2), "cp: the loss of BertForPreTraining is not a mean over tokens"),
     ],
 )  # fmt: skip
 def test_indivisible_sequences_are_refused_with_the_numbers(refused, message):
     with pytest.raises(ScheduleError, match=message):
         refused()
+
+
+def test_what_depends_on_whole_samples_outside_blocks_does_not_prevent_cuts_of_blocks():
+    for model in (rotary("dynamic"), BertForQuestionAnswering(BERT)):
+        assert sequences.obstacle(model, 2, 1, blocks=True) == "" != sequences.obstacle(model, 2, 1)
+    assert sequences.obstacle(named("llama4_text"), 2, 1, blocks=True)
+    assert sequences.obstacle(named("llama4_text", attn_temperature_tuning=False), 2, 1) == ""
 
 
 def test_a_refused_call_changes_nothing():

@@ -109,20 +109,50 @@ STYLES = {
     "deepseek_v2": ("mla_kv_a_proj",),
     "deepseek_v3": (),
     "gemma3_text": (),
+    "glm4_moe": (),
+    "phi": (),
+    "cohere": (),
+    "esmc": (),
+    "apertus": (),
+    "kimi_linear": (),
 }
 """Families whose plans have styles that no family of the table has. DeepSeek-V3's plan does not split attention, and Gemma's
-embedding scales its rows."""
+embedding scales its rows. The next five leave out weights between cut projections: norms of a head, of each head and of all
+heads, and a trained activation. Kimi has layers of linear attention beside latent attention, with projections of the same
+names."""
+SIZES = {
+    "glm": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 97, "head_dim": 8},
+    "glm4_moe": {
+        "head_dim": 8, "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "phi": {"qk_layernorm": True},
+    "cohere": {"use_qk_norm": True},
+    "esmc": {"num_key_value_heads": 4},
+    "kimi_linear": {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "num_experts": 4, "num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
 
 
-def styled(family):
-    arguments = dict(numerics.FAMILIES["deepseek_v3" if family.startswith("deepseek") else "llama"][1])
-    arguments |= {"head_dim": 8} if family in ("glm", "gemma3_text") else {}
-    made = Architecture(model_type=family, arguments=arguments, task="causal")
+def styled(family, **more):
+    similar = family if family in numerics.FAMILIES else "deepseek_v3" if family == "deepseek_v2" else "llama"
+    arguments = {**numerics.FAMILIES[similar][1], **SIZES.get(family, {}), **more}
+    task = "masked" if family in ("esmc", "neomme") else "causal"
+    made = Architecture(model_type=family, arguments=arguments, task=task)
     return hugging_face_workload(made, name=family, spec=family, seq_len=16, global_batch=8)
 
 
 @pytest.mark.parametrize(
-    "family", tiered(["phi3", "deepseek_v2", "gemma3_text"], ["olmo2", "glm", "granite_swa", "deepseek_v3"])
+    "family",
+    tiered(
+        ["phi3", "deepseek_v2", "gemma3_text", "glm4_moe", "cohere"],
+        ["olmo2", "glm", "granite_swa", "deepseek_v3", "phi", "esmc", "apertus", "kimi_linear"],
+    ),
 )
 def test_plan_styles_outside_the_table_compute_the_same(two, seed, family):
     workload = styled(family)
@@ -459,6 +489,47 @@ def test_random_streams_are_set_only_where_something_is_dropped(dropout):
     assert ("model.layers.0.self_attn" in forked) == (dropout > 0) == bool(forked)
 
 
+@pytest.mark.parametrize(
+    ("family", "rates", "sequence_parallel", "expected"),
+    [
+        ("deepseek_v3", {"attention_dropout": 0.1}, False, {"self_attn", "mlp", "mlp.shared_experts", "mlp.experts"}),
+        ("gpt_neox", {"hidden_dropout": 0.1}, False, {"attention", "mlp"}),
+        (
+            "gpt_neox", {"hidden_dropout": 0.1}, True, {"attention", "mlp", "post_attention_dropout", "post_mlp_dropout"},
+        ),
+        ("seed_oss", {"attention_dropout": 0.0, "residual_dropout": 0.1}, False, set()),
+        ("seed_oss", {"attention_dropout": 0.1, "residual_dropout": 0.1}, True, {"self_attn", "mlp"}),
+        ("seed_oss", {"attention_dropout": 0.1, "residual_dropout": 0.0}, False, {"self_attn", "mlp"}),
+    ],
+)  # fmt: skip
+def test_random_streams_differ_where_activations_are_cut_and_only_there(family, rates, sequence_parallel, expected):
+    made = styled(family, **rates)
+    sch = create_schedule(skeleton(made), PlannedMesh(tp=2))
+    made.schedule(sch, {"tp": 2, "sequence_parallel": sequence_parallel})
+    steps = [each.path.split("layers.", 1)[1] for each in sch.tree.steps if each.primitive == "fork_rng"]
+    assert {each.partition(".")[2] for each in steps} == expected and len(steps) == len(set(steps))
+
+
+def test_dropout_that_must_differ_and_agree_in_the_code_of_one_module_is_refused():
+    made = styled("seed_oss", attention_dropout=0.1, residual_dropout=0.1)
+    support = made.schedule.support(create_schedule(skeleton(made)))
+    assert support.tp(2).startswith("tp: the code of 'model.layers.0.self_attn' drops values of each rank's heads")
+    assert support.sequence_parallel == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("doge", "tp: 'model.layers.0.self_attn' lies between cut projections"),
+        ("neomme", "tp: 'model.layers.0.self_attn' adds values of all heads"),
+    ],
+)
+def test_what_a_plan_leaves_out_between_cut_projections_is_refused(family, reason):
+    made = styled(family)
+    support = made.schedule.support(create_schedule(skeleton(made)))
+    assert support.tp(2).startswith(reason)
+
+
 def test_a_model_without_a_plan_says_what_it_lost():
     from transformers import ElectraConfig
 
@@ -466,6 +537,26 @@ def test_a_model_without_a_plan_says_what_it_lost():
     support = made.schedule.support(create_schedule(skeleton(made)))
     assert "neither transformers nor redline has a tensor-parallel plan" in support.tp(2)
     assert "neither transformers nor redline has a pipeline plan" in support.pp(2)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (
+            {"num_hidden_layers": 4, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4},
+            "pp: later blocks read keys of earlier ones beside the hidden states",
+        ),
+        (
+            {"hidden_size_per_layer_input": 8},
+            "pp: transformers' pipeline plan does not show whether 'model.embed_tokens_per_layer' is called before",
+        ),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_a_pipeline_refuses_what_passes_between_blocks_beside_hidden_states(more, reason):
+    made = styled("gemma4_text", **more)
+    found = made.schedule.support(create_schedule(skeleton(made))).pp(2)
+    assert found.startswith(reason) and bool(found) == bool(reason)
 
 
 def test_a_plan_that_is_not_understood_is_a_reason():
