@@ -283,14 +283,14 @@ def time_names() -> tuple[str, ...]:
 
 def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     """For each term of `links`: True where its traffic crosses nodes; booleans, shape (n,)."""
-    stage = cols.tp * cols.replicas > per_node
+    stage = cols.tp * cols.replicas
     return {
         "tensor parallel": cols.tp > per_node,
         "sequence exchange": cols.tp * cols.sequence_ranks > per_node,
         "expert exchange": cols.expert_tp * cols.ep > per_node,
-        "data parallel": stage,
+        "data parallel": stage > per_node,
         "parameter gathers": cols.tp * cols.shard_ranks > per_node,
-        "pipeline transfers": (cols.tp * cols.replicas * cols.pp > per_node) & (cols.tp * cols.replicas >= per_node),
+        "pipeline transfers": stage * cols.pp > per_node,
         "offload": np.zeros(len(cols), bool),
     }
 

@@ -23,7 +23,7 @@ class Group:
     tree: np.ndarray
     """Seconds of an empty all-reduce up and down a tree of nodes."""
 
-    def gather(self, total: np.ndarray, fixed: float, pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
+    def gather(self, total: np.ndarray, fixed: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
         """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in `pieces` pieces."""
         steps = self.size - 1
         return np.where(
@@ -37,8 +37,28 @@ class Group:
         return np.where(self.size > 1, fixed + latency + moved, 0.0)
 
 
-def group(size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants) -> Group:
+ADAPTER_GB_PER_S = 12.5
+"""Least rate of a network adapter of a node with several devices, 1e9 bytes/s (100 Gbit/s): devices with less share one."""
+
+
+def sole_share(local: np.ndarray, hardware: Hardware) -> np.ndarray:
+    """Shares of the network that a rank uses if it sends for `local` devices of its node, which do not send meanwhile: those of
+    its adapter."""
+    return np.minimum(local, max(1.0, ADAPTER_GB_PER_S / hardware.inter_node.gb_per_s))
+
+
+def group(
+    size: np.ndarray,
+    stride: np.ndarray,
+    devices: np.ndarray,
+    hardware: Hardware,
+    constants: Constants,
+    *,
+    sole: bool = False,
+) -> Group:
     """Groups of `size` ranks that are `stride` apart; ranks fill nodes in order.
+
+    With `sole`, one member on a node sends to the next node, as in a ring of sends from rank to rank.
 
     A ring that crosses nodes uses the network share of each of its members on a node, and every one of its steps waits for the
     network (Thakur et al. 2005: the latency of a step is that of the slowest link). All-reduces can use NCCL's double binary
@@ -52,7 +72,7 @@ def group(size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: H
     near = hardware.intra_node.latency_us / 4 * 1e-6
     far = hardware.inter_node.latency_us * 1e-6
     depth = np.where(crosses, np.ceil(np.log2(np.maximum(np.ceil(size / local), 1))), 0)
-    share = np.minimum(local, constants.network_rails)
+    share = sole_share(local, hardware) if sole else np.minimum(local, constants.network_rails)
     outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency * share
     outside = np.minimum(outside / (1 + constants.scale_loss * np.log2(nodes)), inside)
     return Group(

@@ -262,7 +262,7 @@ class Estimator:
         """Memory that the allocator of a rank can use, MiB: the setup's limit, or the device's memory less its context."""
         if self.training.memory_limit_mib is not None:
             return float(self.training.memory_limit_mib)
-        return self.hardware.memory_mib - self.context_mib
+        return max(1.0, self.hardware.memory_mib - self.context_mib)
 
     @property
     def context_mib(self) -> float:

@@ -235,6 +235,8 @@ def knob_arrays(
     sp, cp, pp = values["sp"], values["cp"], values["pp"]
     dp = _replicas(table, setup, values["tp"] * sp * cp * pp)
     accum = _accumulation(table, setup, values["micro_batch"] * dp)
+    if setup.own:  # one replica has nothing to share (`knobs.meaning.exchange_of`)
+        values["zero"] = np.where(dp * sp * cp > 1, values["zero"], 0)
     for name, array in (("dp", dp), ("grad_accum", accum)):
         table.refuse(array < 1, f"{name} must be at least 1")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
@@ -276,23 +278,23 @@ def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:
 
 def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.ndarray:
     """Data-parallel replicas: the knob, or the devices divided by those of one replica."""
-    if table.has("dp"):
-        return table.numbers("dp", int, 1)
+    given, known = table.optional("dp")
     dp = setup.devices // split
-    table.refuse(dp * split != setup.devices, f"tp * sp * cp * pp must divide the devices, {setup.devices}", split)
-    return dp
+    uneven = ~known & (dp * split != setup.devices)
+    table.refuse(uneven, f"tp * sp * cp * pp must divide the devices, {setup.devices}", split)
+    return np.where(known, given, dp)
 
 
 def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -> np.ndarray:
     """Micro-batches of a step: the knob, the setup's, or the global batch divided by the samples of one pass of all replicas."""
-    if table.has("grad_accum"):
-        return table.numbers("grad_accum", int, 1)
+    given, known = table.optional("grad_accum")
     total = setup.global_batch
     if setup.grad_accum is not None or total is None:
-        return np.full(table.size, setup.grad_accum or 1)
+        return np.where(known, given, setup.grad_accum or 1)
     accum = total // np.maximum(together, 1)
-    table.refuse(accum * together != total, f"micro_batch * dp must divide the global batch, {total}", together)
-    return accum
+    uneven = ~known & (accum * together != total)
+    table.refuse(uneven, f"micro_batch * dp must divide the global batch, {total}", together)
+    return np.where(known, given, accum)
 
 
 _BOUNDS = {
@@ -314,7 +316,6 @@ class _Table:
             self._columns = {name: np.asarray(value) for name, value in configs.items()}
             self.size = len(next(iter(self._columns.values()))) if self._columns else 0
             self._rows: list[Any] = []
-            self._names = set(self._columns)
             return
         self._columns = {}
         self._rows = [
@@ -322,14 +323,10 @@ class _Table:
             for each in configs
         ]
         self.size = len(self._rows)
-        self._names = set().union(*self._rows[:1]) if self._rows else set()
         kinds = {tuple(each) for each in self._rows}
         self._every = set(next(iter(kinds), ())).intersection(*kinds)
         """Knobs of all rows."""
         self._some = set().union(*kinds)
-
-    def has(self, name: str) -> bool:
-        return name in self._names
 
     def _get(self, name: str, default: Any) -> "np.ndarray | list[Any]":
         """A knob of every configuration. A missing value is None, or NaN in a column."""
@@ -363,6 +360,14 @@ class _Table:
         if out is None or (out != got).any():
             raise UsageError(f"knob '{name}' must be an integer in every configuration")
         return out.astype(bool) if kind is bool else out
+
+    def optional(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The integers of a knob, and where it is given; 0 elsewhere."""
+        got = self.numbers(name, float, np.nan)
+        known = ~np.isnan(got)
+        if (got[known] % 1 != 0).any():
+            raise UsageError(f"knob '{name}' must be an integer in every configuration")
+        return np.where(known, got, 0).astype(int), known
 
     def words(self, name: str, default: Any) -> np.ndarray:
         got = self._get(name, default)

@@ -211,7 +211,9 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
         boundaries = boundaries + count * ratio * (each.boundary / rank.sequence + _cached(rank, each))
     for each in rank.stage.ends:
         if each.role not in _LOSS:
-            lasting = lasting + per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len)
+            lasting = lasting + per_token(
+                each.saved, each, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
+            )
     activations = lasting * rank.tokens * rank.flying
     delayed = np.where(rank.cols.pp > 1, waiting(rank.stage.ranks[-1], rank.cols), 0.0)
     if delayed.any():
@@ -254,9 +256,8 @@ def _products_kept(rank: Rank, part: Part) -> np.ndarray:
 def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) -> np.ndarray:
     """Bytes a token that a block keeps, on the rank whose experts get the most rows. A ring keeps no scores under any
     attention."""
-    with_scores, without = (
-        per_token(part.saved, part, rank.tp, rank.sequence, rank.seq_len, each) for each in (scores, False)
-    )
+    divisors = (rank.tp, rank.sequence, rank.cols.token_splits)
+    with_scores, without = (per_token(part.saved, part, *divisors, rank.seq_len, each) for each in (scores, False))
     own = kept(part, rank.cols, rank.facts.precision, constants)
     return np.where(rank.cols.cp > 1, without, with_scores) + own
 
@@ -264,9 +265,10 @@ def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) ->
 def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
     """One block's temporaries in backward, including all that it keeps if it is recomputed."""
     working, rebuilt = rank.none, rank.none
-    for each, _ in rank.stage.blocks:
-        transient = per_token(each.transient, each, rank.tp, rank.sequence, rank.seq_len)
-        saved = _saved(rank, each, constants)
+    for each, count in rank.stage.blocks:
+        some = np.minimum(count, 1)  # a stage may be empty
+        transient = some * per_token(each.transient, each, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
+        saved = some * _saved(rank, each, constants)
         working = np.maximum(working, transient)
         rebuilds = rank.setup.keeps_products | (rank.cols.checkpoint_ratio > 0)
         rebuilt = np.maximum(rebuilt, np.where(rebuilds, saved + transient, 0.0))
@@ -279,8 +281,8 @@ def _loss(rank: Rank, constants: Constants) -> np.ndarray:
     parts, spike, formed = rank.none, rank.none, rank.none
     for each in rank.stage.ends:
         if each.role in _LOSS:
-            parts = parts + per_token(each.saved, each, tp, rank.sequence, rank.seq_len)
-            own = per_token(each.transient, each, tp, rank.sequence, rank.seq_len)
+            parts = parts + per_token(each.saved, each, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
+            own = per_token(each.transient, each, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
             spike = np.maximum(spike, own * np.minimum(0.5, each.chunk / rank.tokens) if each.chunk else own)
             # With a single micro-batch the gradient stays.
             formed = formed + np.where(cols.grad_accum > 1, each.transient_fixed / tp, 0.0)
@@ -311,16 +313,17 @@ def _with_gradients_that_come_and_go(
     transient = (rank.cols.grad_accum == 1) & (checkpoints + activations + loss + recomputation > 0)
     blocks = np.maximum(sum(count for _, count in rank.stage.blocks), 1)
     at_end = gradients + recomputation + (activations + checkpoints) / blocks
-    late = transient & (at_end > activations + checkpoints + loss + recomputation)
     head = sum(
         (item.k * item.n * item.count / (rank.tp if item.split != "none" else 1.0)
          for each in rank.stage.ends for item in each.matmuls),
         start=rank.none,
     )  # fmt: skip
     only_head = np.minimum(head, rank.trained) * rank.form.gradient
+    at_loss = np.where(rank.cols.zero >= 2, gathered, buffers)
+    late = transient & (at_end + buffers > activations + checkpoints + loss + recomputation + only_head + at_loss)
     return {
         "gradients": np.where(transient & ~late, only_head, gradients),
-        "buffers": np.where(transient & ~late & (rank.cols.zero >= 2), gathered, buffers),
+        "buffers": np.where(transient & ~late, at_loss, buffers),
         "logits and loss": np.where(late, 0.0, loss),
         "activations": np.where(late, activations / blocks, activations),
         "checkpoints": np.where(late, checkpoints / blocks, checkpoints),
@@ -355,7 +358,7 @@ def _build(rank: Rank) -> np.ndarray:
     drawn = np.maximum.reduce([block, *ends]) * (DRAWN if form.parameter < DRAWN else 0.0)
     cut = shared("gradients", rank.cols.zero) & (rank.replicas > 1)
     pieces = rank.held(cut) * form.parameter
-    by_block = pieces + sum(ends, start=rank.none) * form.parameter + np.maximum(block * DRAWN, drawn)
+    by_block = pieces + rank.ends * form.parameter + np.maximum(block * DRAWN, drawn)
     return np.where(cut, by_block, rank.weights * form.parameter + drawn)
 
 

@@ -75,11 +75,15 @@ def local_parameters(
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         total += count * _cut(part, tp, slices)
         experts += count * _experts(part, slices)
-    if facts.tied and stage.last and not stage.first:
-        for part in facts.parts:
-            if part.role == "embedding":
-                total += min(part.sharded, facts.vocabulary * _width(facts)) / tp
-    return total, experts
+    return total + tied_copy(stage, facts, tp), experts
+
+
+def tied_copy(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:
+    """Parameters of the last stage's copy of a tied embedding that the first stage has; 0 in others."""
+    if not facts.tied or not stage.last or stage.first:
+        return np.zeros(len(tp))
+    embeddings = (part for part in facts.parts if part.role == "embedding")
+    return sum((min(part.sharded, facts.vocabulary * _width(facts)) / tp for part in embeddings), np.zeros(len(tp)))
 
 
 def _cut(part: Part, tp: np.ndarray, slices: np.ndarray) -> np.ndarray:
@@ -98,13 +102,18 @@ def _width(facts: ModelFacts) -> int:
 
 
 def per_token(
-    bytes_: PerToken, part: Part, tp: np.ndarray, sequence: np.ndarray, seq_len: int, scores: bool = True
+    bytes_: PerToken,
+    part: Part,
+    tp: np.ndarray,
+    sequence: np.ndarray,
+    splits: np.ndarray,
+    seq_len: int,
+    scores: bool = True,
 ) -> np.ndarray:
-    """Bytes of a token on one rank; `sequence` is the divisor of sequence parallelism."""
-    out = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp
+    """Bytes of a token on one rank; `sequence` is the divisor of sequence parallelism, `splits` that of experts' rows."""
+    out = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp + bytes_.rows / splits
     if scores and bytes_.scores and part.attention is not None:
-        keys = min(seq_len, part.attention.window or seq_len)
-        out = out + bytes_.scores * part.attention.heads * keys / tp
+        out = out + bytes_.scores * part.attention.heads * seq_len / tp
     return out
 
 
@@ -213,7 +222,12 @@ class Rank:
         block = self.none
         for each, _ in self.stage.blocks:
             block = np.maximum(block, self.whole(each))
-        return 2 * block + sum((self.whole(each) for each in self.stage.ends), start=self.none)
+        return 2 * block + self.ends
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Parameters outside blocks."""
+        return sum((self.whole(each) for each in self.stage.ends), tied_copy(self.stage, self.facts, self.tp))
 
     def whole(self, part: Part) -> np.ndarray:
         """Parameters of a part on the rank."""

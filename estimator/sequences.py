@@ -6,11 +6,12 @@ K, D, T and P: heads of keys and their features, tokens of a sample, ranks of a 
 import numpy as np
 
 from .collectives import Group
+from .experts import Rows
 from .facts.model_facts import Part, bytes_of
 from .rank import Rank
 
 
-def all_to_alls(rank: Rank, part: Part, ranks: Group, fixed: float) -> np.ndarray:
+def all_to_alls(rank: Rank, part: Part, ranks: Rows, fixed: float) -> np.ndarray:
     """Seconds of the all-to-alls around one block's attention in a forward pass: of queries, keys and values before it, and of
     its output; a rank sends all bytes but its own share (Jacobs et al., arXiv:2309.14509).
 
@@ -27,7 +28,7 @@ def all_to_alls(rank: Rank, part: Part, ranks: Group, fixed: float) -> np.ndarra
         return rank.none
     keys = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp) * rank.tp
     width = kind.head_dim * bytes_of(rank.facts.precision) * rank.tokens / rank.tp
-    return 2 * (ranks.gather(width * kind.heads, fixed) + ranks.gather(width * keys, fixed))
+    return 2 * (ranks.seconds(width * kind.heads, fixed, True) + ranks.seconds(width * keys, fixed, True))
 
 
 def ring_waits(
@@ -55,8 +56,9 @@ def ring_waits(
     heads = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp)
     numbers = 2.0 * heads * kind.head_dim * rank.tokens * cp
     behind = (cp - 1) / cp
-    there = ranks.gather(numbers * bytes_of(rank.facts.precision), fixed)
-    home = ranks.gather(numbers * 4, fixed)
+    each = fixed * (cp - 1)
+    there = ranks.gather(numbers * bytes_of(rank.facts.precision), each)
+    home = ranks.gather(numbers * 4, each)
     forward = np.maximum(there - behind * attention, 0.0)
     backward = np.maximum(there + home - behind * attention_back, 0.0) + home / np.maximum(cp - 1, 1)
     return np.where(cp > 1, forward, 0.0), np.where(cp > 1, backward, 0.0)

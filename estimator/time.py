@@ -14,14 +14,14 @@ import numpy as np
 
 from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import EXCHANGES, FLOAT8, REDUCED, SUMMED, formats_of
-from .collectives import Group, group
+from .collectives import Group, group, sole_share
 from .constants import Constants
 from .experts import Rows, chosen, filled, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
 from .hardware import Hardware
 from .kernels import attention_share, kernel_of, product_seconds, products_of
 from .knob_arrays import KnobArrays
-from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
+from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared, tied_copy
 from .sequences import all_to_alls, ring_waits
 from .setup import TrainingSetup
 from .stages import Division, Group as StageGroup, Stage, crossings, divided, handovers, idle_slot
@@ -188,26 +188,24 @@ def _part_work(
             experts, experts_back = experts + one, experts_back + two
         inputs = inputs + item.count * item.rows * item.k / (tp if item.split == "row" else 1.0)
         outputs = outputs + item.count * item.rows * item.n / (tp if item.split == "column" else 1.0)
-    attention = zero
+    attention, eager = zero, part.saved.scores > 0
     if part.attention is not None:
         kind = part.attention
-        keys = min(seq, kind.window or seq)
-        flops = 4.0 * tokens * keys * kind.heads * kind.head_dim / tp
-        eager = part.saved.scores > 0
-        if kind.causal and not eager and kind.window is None:
+        flops = 4.0 * tokens * seq * kind.heads * kind.head_dim / tp
+        if kind.causal and not eager:
             flops = flops / 2
         share = constants.eager_attention_efficiency
         if not eager:
             kernel = setup.attention_kernel or (kernel_of(facts.attention) if facts.traced else "flash2")
             # In a ring, a kernel gets the keys of one rank at a time.
-            share = constants.attention_efficiency or attention_share(hardware, kernel, keys / cols.cp, kind.head_dim)
+            share = constants.attention_efficiency or attention_share(hardware, kernel, seq / cols.cp, kind.head_dim)
         attention = flops / (hardware.rate(half) * share)
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
-    memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
+    memory = per_token(part.traffic, part, tp, sequence, cols.token_splits, seq) * tokens / bandwidth
     if part.traffic_backward is None:
         memory_back = 2 * memory
     else:
-        memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
+        memory_back = per_token(part.traffic_backward, part, tp, sequence, cols.token_splits, seq) * tokens / bandwidth
     casts = part.traffic_fixed / tp / bandwidth  # of weights, then of their gradients
     memory, memory_back = memory + casts, memory_back + casts
     if part.attention is not None:
@@ -221,7 +219,9 @@ def _part_work(
     if setup.separate_experts:
         launched = launched + sum(item.experts for item in part.matmuls if item.experts > 1) / cols.ep
     host = launched * constants.launch_us * 1e-6
-    return matmul, zero + attention, memory, back, zero + 2.5 * attention, memory_back, host, experts, experts_back
+    # Fused kernels compute the scores again, a fifth product beside the four of backward.
+    attention_back = (2.0 if eager else 2.5) * attention
+    return matmul, zero + attention, memory, back, zero + attention_back, memory_back, host, experts, experts_back
 
 
 def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
@@ -387,7 +387,7 @@ def _terms(
         "sequence exchange": accum * slot.exchange,
         "expert exchange": accum * slot.rows,
         "expert imbalance": accum * slot.uneven,
-        "data parallel": exchanged,
+        "data parallel": exchanged + _tied(rank),
         "parameter gathers": gathers,
         "pipeline transfers": transfer,
         "bubble": bubble,
@@ -488,14 +488,23 @@ class _Links:
         return self.constants.collective_us * 1e-6 + self.switch
 
     @cached_property
-    def heads(self) -> Group:
+    def far(self) -> np.ndarray:
+        """Rate between ranks of stages on different nodes, bytes/s."""
+        hardware, stage = self.hardware, self.cols.tp * self.cols.replicas
+        share = sole_share(np.maximum(hardware.devices_per_node // stage, 1), hardware)
+        return share * hardware.inter_node.gb_per_s * 1e9 * self.constants.network_efficiency
+
+    @cached_property
+    def heads(self) -> Rows:
         """Ranks that exchange heads."""
-        return self._group(self.cols.sp, self.cols.tp)
+        return Rows.of(self._group(self.cols.sp, self.cols.tp), self.cols.tp, self.hardware, self.constants)
 
     @cached_property
     def ring(self) -> Group:
-        """Ranks that pass keys and values around a ring."""
-        return self._group(self.cols.cp, self.cols.tp * self.cols.sp)
+        """Ranks that pass keys and values around a ring: from rank to rank, so that one crosses to the next node, over its
+        share of the network."""
+        stride = self.cols.tp * self.cols.sp
+        return group(self.cols.cp, stride, self.devices, self.hardware, self.constants, sole=True)
 
     @cached_property
     def data(self) -> Group:
@@ -699,8 +708,9 @@ def clocks(products: np.ndarray, other: np.ndarray, limited: float) -> np.ndarra
     gap = other - products
     root = np.sqrt(gap**2 + 4 * other * products * limited)
     idle, busy = np.maximum(2 * other, 1e-30), np.maximum(root - gap, 1e-30)
-    # Two forms of the same root of a quadratic, each used where it is free of cancellation.
-    return np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
+    # Two forms of the same root of a quadratic, each used where it is free of cancellation; a stage may be empty.
+    share = np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
+    return np.where(products > 0, share, 1.0)
 
 
 def _slot(rank: _Rank, work: _Work) -> _Slot:
@@ -768,15 +778,15 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     if not several.any():
         return rank.none, rank.none
     hardware, constants, cols = rank.links.hardware, rank.links.constants, rank.cols
-    far = rank.tp * rank.replicas >= hardware.devices_per_node
-    rate = np.where(
-        far,
-        hardware.inter_node.gb_per_s * constants.network_efficiency,
-        hardware.intra_node.gb_per_s * constants.link_efficiency,
-    )
     sequence = np.where(cols.sequence_parallel | rank.setup.scatter_transfers, rank.tp, 1.0)
     moved = rank.tokens * _hidden(rank.facts) * _residual(rank.facts) / sequence
-    hop = moved / (rate * 1e9) + constants.hop_ms * 1e-3 + rank.links.switch
+    near = moved / (hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency)
+    # Of the boundaries of a stage that is smaller than a node, one at most is between nodes.
+    stage = rank.tp * rank.replicas
+    others = np.where(stage >= hardware.devices_per_node, 0, np.minimum(cols.pp - 1, 2) - 1)
+    crossing = (moved / rank.links.far + others * near) / (1 + others)
+    hop = np.where(stage * cols.pp > hardware.devices_per_node, crossing, near) + constants.hop_ms * 1e-3
+    hop = hop + rank.links.switch
     shown = 1 - constants.max_overlap if rank.setup.overlap_transfers else 1.0
     transfer = shown * rank.accum * 2.0 * crossings(cols.pp, cols) * hop
     idle = idle_slot(slot.whole, slot.forward, slot.backward, slot.of_weights, hop, cols)
@@ -822,6 +832,19 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
     return time + links.late
 
 
+def _tied(rank: _Rank) -> np.ndarray:
+    """Sum of the gradients of a tied embedding over the end stages, after all passes: sent to the first one and back, or by an
+    all-reduce of both."""
+    stage, cols, hardware = rank.stage, rank.cols, rank.links.hardware
+    if not rank.facts.tied or stage.first == stage.last:
+        return rank.none
+    copy = tied_copy(stage if stage.last else replace(stage, first=False, last=True), rank.facts, rank.tp)
+    pieces = np.where((cols.zero >= 2) & rank.setup.own, cols.shard_ranks, 1.0)
+    near = hardware.intra_node.gb_per_s * 1e9 * rank.links.constants.link_efficiency
+    rate = np.where(rank.tp * rank.replicas * cols.pp > hardware.devices_per_node, rank.links.far, near)
+    return (2.0 if rank.setup.own else 1.0) * copy / pieces * rank.form.gradient / rate
+
+
 def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Time that the passes do not hide of the gathers of weights: before each pass of a micro-batch (ZeRO 3; backward reuses the
     weights of some blocks that are still whole), or once a step (ZeRO 2); and the time that the links are busy with them during
@@ -856,7 +879,7 @@ def _update(rank: _Rank) -> np.ndarray:
     if rank.setup.gradient_copy:
         # Added to the accumulator after every micro-batch.
         time = time + rank.accum * rank.trained * (2 * form.gradient + form.parameter) / bandwidth
-    elif rank.facts.traced:
+    elif rank.setup.own or rank.facts.traced:
         # Added to the first one's gradients.
         held = np.where(rank.cols.zero >= 2, rank.owned, rank.weights) * rank.trained_share
         time = time + (rank.accum - 1) * held * 3 * form.gradient / bandwidth

@@ -59,6 +59,9 @@ def _run(cells: list[str], source: str, where: str) -> Run:
     total *= 1 + SEQ_LEN / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     latencies = [float(one) for one in entry.get("latencies", []) if float(one) > 0]
     step = sorted(latencies)[len(latencies) // 2] if latencies else total / (flops * 1e12 * devices)
+    choices = tuple(_plans(devices, layers, how))
+    if not choices:
+        raise Left("its stages have fewer layers than one")
     hardware = find_hardware("v100-16gb").replace(
         inter_node=Link(name="25 Gbit/s for 8", gb_per_s=3.1 / 8, latency_us=40.0)
     )
@@ -71,7 +74,7 @@ def _run(cells: list[str], source: str, where: str) -> Run:
         framework="megatron",
         setup={"seq_len": SEQ_LEN, "global_batch": SAMPLES, "gradient_dtype": "fp16", "attention": "eager", "products": "fp16"},
         config={"checkpoint_ratio": 1.0, "precision": "bf16_pure"},
-        choices=tuple(_plans(devices, layers, how)),
+        choices=choices,
         step_ms=step * 1e3,
         memory_mib=float(entry["peak_mem"]) * 1024 if entry.get("peak_mem") else None,
     )  # fmt: skip

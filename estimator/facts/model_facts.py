@@ -52,16 +52,14 @@ class Attention:
     """Elements of a head: the mean of those of queries and keys and those of values."""
     causal: bool = True
     """True if a fused kernel may skip the half above the diagonal."""
-    window: int | None = None
-    """Maximum number of keys that a query attends to; None: the whole sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerToken:
-    """Bytes a token, grouped by their divisors. `b = whole + sequence / s + sharded / tp`.
+    """Bytes a token, grouped by their divisors. `b = whole + sequence / s + sharded / tp + rows / d`.
 
-    `s` is tp with sequence parallelism, else 1. Eager attention adds `scores` bytes for each head, query and key, divided by tp
-    like the heads.
+    `s` is tp with sequence parallelism, else 1; `d` is tp where ranks divide tokens among whole experts (`etp=1`), else 1. Eager
+    attention adds `scores` bytes for each head, query and key, divided by tp like the heads.
     """
 
     whole: float = 0.0
@@ -72,6 +70,8 @@ class PerToken:
     """Inside the tensor-parallel segments: divided by tp."""
     scores: float = 0.0
     """For each head, query and key; 0 for fused attention kernels."""
+    rows: float = 0.0
+    """Rows of experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -429,7 +429,7 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
     weights, bias = (gates + 1) * h, gates if shape.biases else 0
     # Inputs and results of the experts, those between their products, and the router's logits and shares in fp32.
     kept = _kept_inside(shape, b, lean)
-    rows = float(chosen * b * 2 * h + 8 * count)
+    rows, router = float(chosen * b * 2 * h), 8.0 * count
     moved = float(chosen * 4 * b * h)
     matmuls = [
         *block.matmuls[:-FEEDING],
@@ -449,9 +449,14 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
         experts=own,
         routed=float(chosen * h),
         matmuls=tuple(matmuls),
-        saved=replace(block.saved, whole=block.saved.whole + rows, sharded=block.saved.sharded + inside),
+        saved=replace(
+            block.saved,
+            whole=block.saved.whole + router,
+            sharded=block.saved.sharded + inside,
+            rows=block.saved.rows + rows,
+        ),
         transient=replace(block.transient, sharded=float(b * gates * max(chosen * inner + shared, before))),
-        traffic=replace(block.traffic, whole=block.traffic.whole + moved, sharded=block.traffic.sharded + inside),
+        traffic=replace(block.traffic, sharded=block.traffic.sharded + inside, rows=block.traffic.rows + moved),
         kernels=block.kernels + (MIXTURE_KERNELS if lean else MIXTURE_KERNELS + 20.0),
     )
 

@@ -410,10 +410,11 @@ class _Maker:
         heads = attention.heads if attention else 0
         saved = self._per_token([each.saved for each in segments], heads)
         saved = PerToken(
-            whole=saved.whole + sum(each.saved_rows for each in segments) / self._tokens,
+            whole=saved.whole,
             sequence=saved.sequence,
             sharded=saved.sharded,
             scores=saved.scores,
+            rows=saved.rows + sum(each.saved_rows for each in segments) / self._tokens,
         )
         traffic = self._per_token([each.traffic for each in segments], heads)
         backward = sum(each.backward.total for each in segments)
@@ -515,6 +516,7 @@ def _scaled(value: PerToken, factor: float) -> PerToken:
         sequence=value.sequence * factor,
         sharded=value.sharded * factor,
         scores=value.scores * factor,
+        rows=value.rows * factor,
     )
 
 
