@@ -783,7 +783,7 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     near = moved / (hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency)
     # Of the boundaries of a stage that is smaller than a node, one at most is between nodes.
     stage = rank.tp * rank.replicas
-    others = np.where(stage >= hardware.devices_per_node, 0, np.minimum(cols.pp - 1, 2) - 1)
+    others = np.where(stage >= hardware.devices_per_node, 0, np.clip(cols.pp - 2, 0, 1))
     crossing = (moved / rank.links.far + others * near) / (1 + others)
     hop = np.where(stage * cols.pp > hardware.devices_per_node, crossing, near) + constants.hop_ms * 1e-3
     hop = hop + rank.links.switch

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from redline.base.errors import UsageError
 from redline.estimator import Constants, Estimator, ModelFacts, TrainingSetup
-from redline.estimator.hardware import DEVICES
+from redline.estimator.hardware import DEVICES, find_hardware
 from redline.models.parallel import PIPELINES
 
 SHAPE = {"layers": 32, "hidden": 512, "heads": 8, "vocabulary": 32000}
@@ -88,6 +88,25 @@ def test_a_table_says_what_each_call_says(configs):
         assert one.peak_memory_mib == pytest.approx(table.peak_memory_mib[index])
         assert one.throughput == pytest.approx(table.throughput[index])
         assert one == table.row(index) or one.step_ms == pytest.approx(table.row(index).step_ms)
+
+
+def test_rows_with_and_without_degrees_of_their_own_have_the_same_values_as_alone():
+    estimator = made()
+    configs = [{"tp": 2}, {"tp": 2, "dp": 8, "grad_accum": 4}, {"tp": 4, "dp": 16}, {"tp": 4}]
+    alone = [estimator(each).throughput for each in configs]
+    for order in ([0, 1, 2, 3], [1, 0, 3, 2]):
+        table = estimator.table([configs[each] for each in order])
+        assert list(table.throughput) == pytest.approx([alone[each] for each in order])
+    columns = {"tp": [2, 2, 4, 4], "dp": [math.nan, 8, 16, math.nan], "grad_accum": [math.nan, 4, math.nan, math.nan]}
+    assert list(estimator.table(columns).throughput) == pytest.approx(alone)
+    with pytest.raises(UsageError, match="knob 'dp' must be an integer in every configuration"):
+        estimator.table([{"dp": 2.5}, {}])
+
+
+def test_a_device_smaller_than_its_context_fits_nothing():
+    small = find_hardware("h100-80gb").replace(memory_gib=1.0)
+    table = Estimator(SHAPE, small, TrainingSetup(devices=8, seq_len=2048, grad_accum=1)).table([{}])
+    assert table.probability_fits[0] == 0 and not table.fits[0]
 
 
 def test_missing_knobs_take_the_setup_s_values():

@@ -4,10 +4,13 @@ import json
 from dataclasses import asdict
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import redline as rl
 from redline.base.device import Device
 from redline.estimator import Hardware, find_hardware, measuring
+from redline.estimator.collectives import group
+from redline.estimator.constants import Constants
 from redline.estimator.hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS
 from redline.estimator.measuring import Measured, measure, table_entry, this_machine
 
@@ -45,6 +48,19 @@ def test_links_among_ranks_are_measured_and_used():
     link = found.to_hardware().intra_node
     assert (link.gb_per_s, link.latency_us) == (0.5, 80.0)
     assert found.to_hardware().devices_per_node == 2
+
+
+def test_a_measured_link_of_gpus_is_what_collectives_reach():
+    """Collectives are predicted at a share of a link's rate, and a ring's step at a quarter of a small collective's latency."""
+    found = Measured(
+        device=Device(type="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_mib=81559, capability=(9, 0)),
+        tflops={"fp32": {4096: 50.0}, "bf16": {4096: 700.0}},
+        memory_gb_per_s=3000.0,
+        links={"all-reduce": {"gb_per_s": 351.0, "latency_us": 1.5}},
+        ranks=8,
+    )
+    ring = group(np.array([8]), np.array([1]), np.array([8.0]), found.to_hardware(), Constants())
+    assert ring.bandwidth[0] == pytest.approx(351e9) and ring.latency[0] == pytest.approx(7 * 1.5e-6)
 
 
 def test_two_ranks_measure_their_link(monkeypatch):

@@ -275,6 +275,46 @@ def test_a_tied_head_is_in_both_end_stages():
     assert whole > 50257 * 768
 
 
+@pytest.mark.parametrize("term", ["buffers", "build"])
+def test_a_tied_head_is_gathered_as_one_of_its_own(term):
+    shape = {"layers": 16, "hidden": 4096, "heads": 32, "intermediate": 8192, "vocabulary": 256_000}
+    setup = TrainingSetup(devices=16, seq_len=512, grad_accum=8)
+    for zero in (2, 3):
+        tied, own = (
+            terms({**shape, "tied": each}, setup, "last", pp=2, zero=zero, checkpoint_ratio=1.0)[term]
+            for each in (True, False)
+        )
+        assert tied == pytest.approx(own)
+
+
+def test_the_peak_of_a_single_micro_batch_is_the_larger_of_two():
+    """At the loss, with the head's gradient, or at the end of backward: without a gap where one becomes the larger."""
+    shape = {"layers": 8, "hidden": 2048, "heads": 16, "intermediate": 8192, "vocabulary": 256_000}
+    peaks = [
+        sum(terms(shape, TrainingSetup(devices=1, seq_len=seq_len, grad_accum=1)).values())
+        for seq_len in range(768, 1536, 64)
+    ]
+    steps = np.diff(peaks)
+    assert (steps > 0).all() and steps.max() < 1.5 * steps[-1]
+
+
+def test_rows_of_whole_experts_are_divided_among_the_ranks_of_a_layer():
+    shape = {
+        "layers": 48, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 1536, "vocabulary": 128_256, "experts": 128,
+        "experts_per_token": 8,
+    }  # fmt: skip
+    setup = TrainingSetup(devices=64, seq_len=4096, grad_accum=4)
+    alone = terms(shape, setup, ep=8)["activations"]
+    together = terms(shape, setup, tp=8, ep=8, etp=1, sequence_parallel=True)["activations"]
+    cut = terms(shape, setup, tp=8, ep=8, sequence_parallel=True)["activations"]
+    assert together == pytest.approx(alone / 8, rel=0.05) and cut > 2 * together
+
+
+def test_one_replica_has_nothing_to_share():
+    setup = TrainingSetup(devices=1, seq_len=2048, grad_accum=4)
+    assert terms(setup=setup, zero=3) == terms(setup=setup, zero=0)
+
+
 def test_more_stages_than_blocks_is_an_error_by_name():
     made = Estimator(GPT2, "h100", TrainingSetup(devices=16, seq_len=64, global_batch=64))
     with pytest.raises(UsageError, match=r"pp = 16 must be at most the number of blocks of the model, 12"):
