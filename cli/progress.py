@@ -95,7 +95,8 @@ class LineListener(ProgressListener):
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         if done < total:
-            about = f", about {words.duration(seconds)} left" if seconds else ""
+            known = seconds and (self._plan is None or self._plan.takes_time)
+            about = f", about {words.duration(seconds)} left" if known else ""
             self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
 
     def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
@@ -162,7 +163,8 @@ class TerminalListener(ProgressListener):
         turn = _turn(done, total)
         self._doing = "" if done >= total else f"measuring the leaders again: {turn}"
         self._trials = f" ({_numbers(leaders)})"
-        self._since, self._expected = time.monotonic(), seconds
+        known = self._plan is None or self._plan.takes_time
+        self._since, self._expected = time.monotonic(), seconds if known else 0.0
 
     def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
         self._doing = "measuring the leaders again in short turns"
@@ -211,6 +213,8 @@ class TerminalListener(ProgressListener):
         return status
 
     def _seconds_left(self, plan: SearchPlan, done: int) -> float | None:
+        if not plan.takes_time:
+            return None
         limits = []
         if plan.seconds is not None:
             limits.append(plan.seconds - (time.monotonic() - self._begin))

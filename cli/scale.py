@@ -103,12 +103,14 @@ def scale(
 def show(scaling: Scaling, folder: Path) -> None:
     """Prints a line for each number of devices, as wide as the terminal, and the paths of the files."""
     console = Console(highlight=False)
+    if not console.is_terminal:  # a pipe or a file has no width
+        console.width = max(console.width, 160)
     unit = next((each.unit for each in scaling.points if each.unit), "throughput")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     trainer = any(each.trainer_throughput for each in scaling.points)
     base = "trainer" if trainer else "default"
     for name in ("devices", "batch", unit, "speed-up", "efficiency", "memory", base, "predicted (80 %)"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for point in scaling.points:
         table.add_row(
             *map(fold, _cells(scaling, point, point.trainer_throughput if trainer else point.default_throughput))

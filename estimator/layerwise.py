@@ -80,6 +80,8 @@ class Layerwise:
     """Predicted throughput, in the unit of the uniform winner's."""
     peak_memory_mib: float
     """Predicted peak on the fullest rank, MiB."""
+    probability_fits: float = 1.0
+    """Chance that it fits."""
     layers: tuple[BlockStrategy, ...] = ()
     """Strategy of each block; empty if nothing is faster than the uniform winner."""
 
@@ -111,6 +113,7 @@ class Layerwise:
             "step_ms": self.step_ms,
             "throughput": self.throughput,
             "peak_memory_mib": self.peak_memory_mib,
+            "probability_fits": self.probability_fits,
             "strategy": self.config.get("strategy"),
             "gain": self.gain,
         }
@@ -118,14 +121,14 @@ class Layerwise:
     def lines(self) -> list[str]:
         """As text."""
         uniform = self.uniform.estimate
-        if self.gain <= 0:
-            return ["layer by layer: nothing is gained over the uniform winner"]
+        if self.gain <= 0 or self.amounts_to() is not None:
+            return ["layer by layer: nothing is gained over a uniform plan"]
         named = [(name, value_text(self.config[name])) for name in BLOCK_KNOBS if name in self.config]
         knobs = config_text({name: value for name, value in self.config.items() if name not in BLOCK_KNOBS})
         return [
             f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
             f"uniform winner, at {self.peak_memory_mib / 1024:.1f} GiB instead of "
-            f"{uniform.peak_memory_mib / 1024:.1f} GiB",
+            f"{uniform.peak_memory_mib / 1024:.1f} GiB; {100 * self.probability_fits:.0f} % chance to fit",
             f"  {knobs}",
             *(f'  {name}="{value}"' for name, value in named),
         ]
@@ -193,6 +196,7 @@ def refine(
         step_ms=row.step_ms,
         throughput=row.throughput,
         peak_memory_mib=row.peak_memory_mib,
+        probability_fits=row.probability_fits,
         layers=plan.layers,
     )
 

@@ -225,8 +225,10 @@ class RunRequest:
 
     @cached_property
     def timeout_s(self) -> float | None:
-        """Deadline of a trial, s; None for none. Raises UsageError if it is invalid."""
-        return parse_duration(self.trial_timeout, "trial timeout")
+        """Deadline of a trial, s; None for none, as for simulated trials, which take no time, without a request. Raises
+        UsageError if it is invalid."""
+        timeout_s = parse_duration(self.trial_timeout, "trial timeout")
+        return None if self.runs_on == "simulate" and not self.given("trial_timeout") else timeout_s
 
     @cached_property
     def measure_s(self) -> float:
