@@ -121,7 +121,7 @@ class Layerwise:
     def lines(self) -> list[str]:
         """As text."""
         uniform = self.uniform.estimate
-        if self.gain <= 0 or self.amounts_to() is not None:
+        if self.gain <= 0 or (self.amounts_to() is not None and "stage_blocks" not in self.config):
             return ["layer by layer: nothing is gained over a uniform plan"]
         named = [(name, value_text(self.config[name])) for name in BLOCK_KNOBS if name in self.config]
         knobs = config_text({name: value for name, value in self.config.items() if name not in BLOCK_KNOBS})

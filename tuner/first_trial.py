@@ -169,7 +169,7 @@ def _note(config: Config, default: Config, need_mib: float, limit_mib: float, he
     digits = 0 if need_mib / by >= 100 else 1
     kept = "" if need_mib > limit_mib else f", of which {100 * headroom:g} % have to stay free"
     text = (
-        f"trial 0 is {config_text(changed)}, otherwise the default configuration, because that is predicted to "
+        f"trial 0 is {config_text(changed)}, otherwise the default configuration, because the default itself is predicted to "
         f"need {need_mib / by:,.{digits}f} of {limit_mib / by:,.{digits}f} {unit}{kept}"
     )
     either = "; it is not predicted to fit either, but needs the least of the configurations that one would try next"

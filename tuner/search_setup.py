@@ -346,7 +346,12 @@ def check_honoured(request: Request, task: Task) -> None:
             f"--ray-address has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
         )
     runs_here = not task.simulated and request.runs_on != EMULATE and task.device.type == "cpu"
-    if runs_here and request.hardware is not None and find_hardware(request.hardware).kind == "cuda":
+    if (
+        task.workload is not None
+        and runs_here
+        and request.hardware is not None
+        and find_hardware(request.hardware).kind == "cuda"
+    ):
         raise UsageError(
             "--hardware names GPUs, but this machine has none to run trials on: add --runner simulate to predict them"
         )

@@ -311,7 +311,10 @@ def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compa
     assert "the estimate is that of gpt2-tiny, 64 tokens a sample" in out
     rows = list(csv.DictReader(open("r/trials.csv")))
     # The default would not fit: it need not be tried.
-    assert "trial 0 is micro_batch=4, otherwise the default configuration, because that is predicted to need" in out
+    assert (
+        "trial 0 is micro_batch=4, otherwise the default configuration, because the default itself is predicted to need"
+        in out
+    )
     assert {row["knob.micro_batch"] for row in rows} == {"4", "2"} and {row["unit"] for row in rows} == {"samples/s"}
     assert {row["predicted_throughput"] for row in rows} == {""}
 

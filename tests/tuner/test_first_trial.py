@@ -185,7 +185,7 @@ def test_a_search_begins_with_it_and_has_a_gain_to_report(finished, capsys):
     assert [row["sampler"] for row in rows].count("default") == 1
     assert result.gain is not None and result.default.trial.number == 0
     (note,) = [each for each in result.notes if each.startswith("trial 0 is ")]
-    assert "otherwise the default configuration, because that is predicted to need" in note
+    assert "otherwise the default configuration, because the default itself is predicted to need" in note
     assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["first_trial"] == note
     with pytest.raises(SystemExit):
         main(["show", str(out)])
