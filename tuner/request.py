@@ -225,10 +225,8 @@ class RunRequest:
 
     @cached_property
     def timeout_s(self) -> float | None:
-        """Deadline of a trial, s; None for none, as for simulated trials, which take no time, without a request. Raises
-        UsageError if it is invalid."""
-        timeout_s = parse_duration(self.trial_timeout, "trial timeout")
-        return None if self.runs_on == "simulate" and not self.given("trial_timeout") else timeout_s
+        """Deadline of a trial, s; None for none. Raises UsageError if it is invalid."""
+        return parse_duration(self.trial_timeout, "trial timeout")
 
     @cached_property
     def measure_s(self) -> float:
@@ -281,6 +279,11 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         if nodes() > 1 and not self.ray_address and "RAY_ADDRESS" not in os.environ:
             return "slurm"
         return "local" if isinstance(self.target, Command) else "ray"
+
+    @cached_property
+    def timeout_s(self) -> float | None:
+        """As in `RunRequest`. Simulated trials take no time, so that they have none unless it is given."""
+        return None if self.runs_on == "simulate" and not self.given("trial_timeout") else super().timeout_s
 
     @cached_property
     def runs_on(self) -> str:

@@ -72,6 +72,17 @@ def test_measuring_the_leaders_again_has_a_clock_and_an_end(monkeypatch):
     assert lines.getvalue() == "measuring the leaders again: turn 1 of 2, about 2:40 left: trial 3\n"
 
 
+def test_simulated_measurements_take_no_time_that_could_be_left():
+    listener, lines = TerminalListener(io.StringIO()), io.StringIO()
+    plain = LineListener(lines)
+    for each in (listener, plain):
+        each.on_start(replace(plan(), runner="simulate"))
+        each.on_trial_end(trial(0, 1.0, seconds_total=90.0))
+        each.on_remeasure([trial(3, 1.0)], 0, 2, 160.0)
+    assert "measuring the leaders again: turn 1 of 2 (trial 3)" in shown(listener)
+    assert "left" not in shown(listener) + lines.getvalue()
+
+
 def test_an_interrupt_is_acknowledged_before_what_runs_is_ended():
     events = []
 

@@ -11,7 +11,7 @@ from redline.base.errors import SpaceError, UsageError
 from redline.estimator import Shape
 from redline.estimator.document import estimate_document
 from redline.estimator.knob_arrays import knob_arrays
-from redline.estimator.layerwise import _balanced, _Choice, knapsack, refine, relatives
+from redline.estimator.layerwise import Layerwise, _balanced, _Choice, knapsack, refine, relatives
 from redline.estimator.request import estimate_request
 from redline.knobs.layers import BlockStrategy, of_blocks, parse
 from redline.results import Measurement, Status, Trial
@@ -451,3 +451,16 @@ def test_blocks_spread_their_experts_as_memory_allows():
         for text in ("0-15:-", "0-7:ep8 8-15:-", "0-15:ep8")
     ]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
+
+
+def test_a_uniform_plan_is_no_gain_of_layers():
+    estimate = SimpleNamespace(throughput=100.0, step_ms=10.0, step_ms_low=9.0, peak_memory_mib=1024.0, unit="tokens/s")
+    uniform = SimpleNamespace(estimate=estimate)
+    one, other = (BlockStrategy(tp=1, ep=1, zero=0, ckpt=each) for each in (False, True))
+    for layers, text in (((one, one), "nothing is gained"), ((one, other), "+20.0 % over the uniform winner")):
+        made = Layerwise(
+            uniform=uniform, config={"tp": 1}, step_ms=8.0, throughput=120.0, peak_memory_mib=2048.0, probability_fits=0.72,
+            layers=layers,
+        )  # fmt: skip
+        assert text in made.lines()[0]
+    assert "at 2.0 GiB instead of 1.0 GiB; 72 % chance to fit" in made.lines()[0]

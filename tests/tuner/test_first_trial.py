@@ -70,7 +70,7 @@ def test_a_default_that_cannot_fit_gives_way_to_the_first_rung_that_does_and_the
     before = walked[: walked.index(found.config)]
     assert before and (needs(estimate, before) > room).all()
     need, limit = needs(estimate, [default])[0] / 1024, estimate.memory_limit_mib / 1024
-    needed = f"that is predicted to need {need:,.0f} of {limit:.0f} GiB"
+    needed = f"the default itself is predicted to need {need:,.0f} of {limit:.0f} GiB"
     assert found.note.endswith(f"otherwise the default configuration, because {needed}")
     assert found.note.startswith("trial 0 is zero=3 micro_batch=2 checkpoint_ratio=1 precision=bf16, ")
     assert "tp=" not in found.note and "grad_accum=" not in found.note

@@ -78,6 +78,12 @@ def test_given_lists_the_values_that_differ_from_defaults():
     assert Request("gpt2-tiny", trial_timeout=None).given("trial_timeout") == {}
 
 
+def test_simulated_trials_have_a_deadline_on_request_only():
+    assert Request("gpt2-tiny").timeout_s == 300.0
+    assert Request("gpt2-tiny", runner="simulate").timeout_s is None
+    assert Request("gpt2-tiny", runner="simulate", trial_timeout="2m").timeout_s == 120.0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -125,6 +125,13 @@ def test_bad_input_is_refused(capsys, tmp_path, monkeypatch, arguments, message)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_gpus_are_not_assumed_for_trials_on_a_cpu():
+    with pytest.raises(
+        rl.UsageError, match="names GPUs, but this machine has none to run trials on: add runner simulate"
+    ):
+        rl.tune("gpt2-tiny", trials=1, hardware="h100")
+
+
 def test_a_callable_cannot_be_simulated():
     space = rl.Space()
     space.choice("x", [1, 2])
