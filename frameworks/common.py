@@ -1,5 +1,6 @@
 """Notes about limitations that several frameworks share."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -163,9 +164,19 @@ def note_stage(stated: Stated, name: str, words: str = "") -> None:
         )
 
 
+QUANTIZED_BITS = {4: 4.5, 8: 8.25}
+"""Bits of a quantized weight with its scales, of bitsandbytes: one in 32 bits for 64 weights of 4 bits."""
+
+
 def note_quantized(stated: Stated, *names: str) -> None:
-    """Adds a note if one of these settings quantizes the frozen weights."""
-    if (value := stated.get(*names)) is not None and stated.flag(*names) is not False:
-        stated.note(
-            f"{stated.name(*names)} = {value}: the estimate has frozen weights of 16 bits or more, which take more memory"
-        )
+    """Reads a setting that quantizes the frozen weights."""
+    value = stated.get(*names)
+    if value is None or stated.flag(*names) is False:
+        return
+    name = stated.name(*names)
+    bits = 8 if re.search(r"8", f"{name} {value}") else 4
+    stated.conventions["frozen_bits"] = QUANTIZED_BITS[bits]
+    stated.note(
+        f"{name} = {value}: all frozen weights are taken to have {QUANTIZED_BITS[bits]} bits with their scales; embeddings keep 16, "
+        "and the time to expand weights is not taken into account"
+    )

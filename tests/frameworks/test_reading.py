@@ -831,7 +831,7 @@ WRITTEN = {
         (
             QLORA,
             {"lora": "r=32,alpha=32,target=all-linear", "checkpoint_ratio": 1, "precision": "bf16", "seq_len": 1024},
-            "load_in_4bit = True: the estimate has frozen weights",
+            "load_in_4bit = True: all frozen weights are taken to have 4.5 bits",
         ),
         ("trl sft --config sft.yaml", {"micro_batch": 2, "precision": "fp32", "checkpoint_ratio": 1}, None),
         (
