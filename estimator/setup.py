@@ -81,7 +81,8 @@ class TrainingSetup:
     """True if gradients have a permanent buffer, as in Megatron, rather than being created by backward and freed by the
     update."""
     optimizer_dtype: str = "fp32"
-    """dtype of the optimizer's states; `bf16_pure` without master weights has them in the weights' dtype."""
+    """dtype of the optimizer's states, `int8` for blocks with a scale each (Dettmers et al., arXiv:2110.02861); `bf16_pure` without
+    master weights has them in the weights' dtype."""
     gather_dtype: str | None = None
     """dtype in which weights that replicas shard are gathered; None: that of products, as with FSDP's MixedPrecision. Under
     autocast alone it is that of the parameters, and products cast the gathered weights."""
@@ -171,8 +172,9 @@ class TrainingSetup:
             if getattr(self, name) not in known:
                 raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), known)}")
         for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "gather_dtype", "reduce_dtype"):
-            if getattr(self, name) not in (None, *_DTYPES):
-                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), _DTYPES)}")
+            dtypes = (*_DTYPES, "int8") if name == "optimizer_dtype" else _DTYPES
+            if getattr(self, name) not in (None, *dtypes):
+                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), dtypes)}")
         if self.master_weights not in (None, "none", *_DTYPES):
             raise UsageError(f"TrainingSetup: {unknown('master_weights', self.master_weights, ('none', *_DTYPES))}")
         if self.memory_limit_mib is not None and not self.memory_limit_mib > 0:

@@ -332,7 +332,9 @@ def read_optimizer(stated: Stated, name: object) -> None:
     known = next((kind for part, kind in OPTIMIZERS.items() if part in text), None)
     if known is not None:
         stated.conventions["optimizer"] = known
-    elif any(part in text for part in ("8bit", "4bit", "galore", "apollo", "lomo", "muon")):
+    if "8bit" in text:
+        stated.conventions["optimizer_dtype"] = "int8"
+    elif known is None and any(part in text for part in ("4bit", "galore", "apollo", "lomo", "muon")):
         stated.note(
             f"{stated.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two states in float32 for it"
         )

@@ -719,6 +719,24 @@ def test_an_unknown_value_is_noted(framework, settings, note):
     assert [each.startswith(note) for each in notes] == [True] if note else notes == []
 
 
+@pytest.mark.parametrize(
+    ("framework", "settings", "conventions"),
+    [
+        ("trainer", {"optim": "adamw_bnb_8bit"}, {"optimizer_dtype": "int8"}),
+        ("trainer", {"optim": "lion_8bit"}, {"optimizer": "lion", "optimizer_dtype": "int8"}),
+        ("axolotl", {"adapter": "qlora", "load_in_4bit": True}, {"frozen_bits": 4.5}),
+        ("axolotl", {"adapter": "lora", "load_in_8bit": True}, {"frozen_bits": 8.25}),
+        ("axolotl", {"adapter": "lora", "load_in_8bit": False}, {"frozen_bits": None}),
+        ("llamafactory", {"quantization_bit": 4}, {"frozen_bits": 4.5}),
+        ("litgpt", {"quantize": "bnb.nf4", "lora_r": 8}, {"frozen_bits": 4.5}),
+    ],
+)
+def test_quantized_weights_and_states_are_counted_in_their_bits(framework, settings, conventions):
+    found = find_framework(framework).reading(settings, "x").conventions
+    assert {name: found.get(name) for name in conventions} == conventions
+    assert not any("two states in float32" in each for each in find_framework(framework).reading(settings, "x").notes)
+
+
 def test_settings_of_the_installed_trainers_are_not_taken_for_misspelt_ones():
     accelerate = pytest.importorskip("accelerate.utils.dataclasses")
     transformers = pytest.importorskip("transformers")
