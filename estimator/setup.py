@@ -81,8 +81,8 @@ class TrainingSetup:
     """True if gradients have a permanent buffer, as in Megatron, rather than being created by backward and freed by the
     update."""
     optimizer_dtype: str = "fp32"
-    """dtype of the optimizer's states, `int8` for blocks with a scale each (Dettmers et al., arXiv:2110.02861); `bf16_pure` without
-    master weights has them in the weights' dtype."""
+    """dtype of the optimizer's states, `int8` for blocks with a scale each (Dettmers et al., arXiv:2110.02861); `bf16_pure`
+    without master weights has them in the weights' dtype."""
     gather_dtype: str | None = None
     """dtype in which weights that replicas shard are gathered; None: that of products, as with FSDP's MixedPrecision. Under
     autocast alone it is that of the parameters, and products cast the gathered weights."""

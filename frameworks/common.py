@@ -177,6 +177,6 @@ def note_quantized(stated: Stated, *names: str) -> None:
     bits = 8 if re.search(r"8", f"{name} {value}") else 4
     stated.conventions["frozen_bits"] = QUANTIZED_BITS[bits]
     stated.note(
-        f"{name} = {value}: all frozen weights are taken to have {QUANTIZED_BITS[bits]} bits with their scales; embeddings keep 16, "
-        "and the time to expand weights is not taken into account"
+        f"{name} = {value}: all frozen weights are taken to have {QUANTIZED_BITS[bits]} bits with their scales, embeddings too; "
+        "the time to expand them is not taken into account"
     )
