@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, unknown
 from ..frameworks.reading import Change, TrainerConfig
 from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
-from ..knobs.strategy import Strategy
+from ..knobs.strategy import STANDARD, Strategy, checked
 from ..knobs.text import config_text
 from ..models.presets import preset_of
 from ..models.request import ModelRequest
@@ -171,20 +171,27 @@ def check(
         and "dp" not in trainer.config
     ):
         notes.append(f"the file starts {trainer.devices} ranks; the estimate is for {devices} devices, as asked")
-    if knobs:
-        trainer = replace(trainer, config=Config({**trainer.config, **knobs}), stated=trainer.stated | set(knobs))
-    if global_batch is not None:
-        stated = trainer.stated - {"grad_accum"}
-        config = Config({name: value for name, value in trainer.config.items() if name != "grad_accum"})
-        trainer = replace(trainer, config=config, global_batch=global_batch, stated=stated)
+    trainer = trainer.beside({name: _valid(name, value) for name, value in (knobs or {}).items()}, global_batch)
+    asked_for = {f"--fix {name}=N" for name in trainer.given}
+    for option, value in (
+        ("--devices N", devices),
+        ("--model MODEL", model),
+        ("--seq-len N", seq_len),
+        ("--global-batch N", global_batch),
+    ):
+        if value is not None:
+            asked_for.add(option)
+    unset = {option: written for option, written in trainer.unset.items() if option not in asked_for}
     absent = {
         "--devices N": devices is None and trainer.devices is None,
         "--model MODEL": model is None and trainer.model is None and trainer.architecture is None,
         "--fix micro_batch=N": "micro_batch" not in trainer.config and trainer.global_batch is None,
+        **dict.fromkeys(unset, True),
     }
     if any(absent.values()):
         options = " ".join(option for option, missing in absent.items() if missing)
-        raise UsageError(f"{trainer.framework}: the file or command leaves facts out: give {options}")
+        written = f" ({', '.join(unset.values())})" if unset else ""
+        raise UsageError(f"{trainer.framework}: the file or command leaves facts out{written}: give {options}")
     trainer = trainer.on(devices)
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
     found, source = _model(trainer, model, seq_len, facts, machine)
@@ -215,6 +222,17 @@ def check(
         framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
     )
+
+
+def _valid(knob: str, value: Any) -> Any:
+    """A given knob's value in its canonical spelling.
+
+    Raises:
+        UsageError: the knob is unknown, or cannot have this value.
+    """
+    if knob not in STANDARD:
+        raise UsageError(unknown("knob", knob, STANDARD))
+    return checked(knob, value)
 
 
 @dataclass(frozen=True)
@@ -404,12 +422,16 @@ def _faster(
             if table.throughput[index] <= least:
                 break
             config = Config(found[index][0])
-            changes = trainer.changes(config)
+            changes, again = trainer.changed(config) or ((), trainer)
             if not changes:
                 continue
-            gain = float(table.throughput[index] / estimate.throughput) if estimate.fits else float("nan")
-            out.append(Faster(config=config, changes=changes, estimate=table.row(index), gain=gain))
-            least = table.throughput[index] * GAIN
+            # Its conventions may differ from those of the unchanged file.
+            predicted = replace(asked, trainer=again)(again.config)
+            if not predicted.fits or predicted.probability_fits < SURE or predicted.throughput <= least:
+                continue
+            gain = predicted.throughput / estimate.throughput if estimate.fits else float("nan")
+            out.append(Faster(config=again.config, changes=changes, estimate=predicted, gain=gain))
+            least = predicted.throughput * GAIN
             break
     return tuple(sorted(out, key=lambda each: -each.estimate.throughput))
 
@@ -428,7 +450,7 @@ def _neighbours(
     host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
     devices, total = trainer.devices or 1, trainer.global_batch or 1
     powers = [1 << power for power in range(10)]
-    known = {knob for source in trainer.sources for knob in source.stated}
+    known = {knob for source in trainer.sources for knob in source.stated} | trainer.given.keys()
     for framework in (find_framework(source.framework) for source in trainer.sources):
         known |= framework.knobs.keys() - framework.needs_code
     axes: dict[str, list[Any]] = {

@@ -239,3 +239,38 @@ def test_a_check_needs_no_torch_if_the_sizes_are_known_or_the_model_is_cached(tm
     ]  # fmt: skip
     assert [each[1] for each in answers] == ["True", "False"][-runs:]
     assert len({each[0] for each in answers}) == 1, "what is cached answers as what is traced"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({"micro": 4}, "unknown knob 'micro'; did you mean 'micro_batch'"),
+        ({"micro_batch": "abc"}, "micro_batch must be a whole number"),
+    ],
+)
+def test_a_given_knob_must_exist_and_have_its_kind_of_value(knobs, why):
+    with pytest.raises(UsageError, match=why):
+        check(read(CHECKPOINTED), "a100-80gb", knobs=knobs)
+    asked = [CHECKPOINTED, "--hardware", "a100-80gb", *(f"--fix={knob}={value}" for knob, value in knobs.items())]
+    with pytest.raises(UsageError, match=why):  # which the program ends with 2
+        CliRunner().invoke(command, asked, standalone_mode=False, catch_exceptions=False)
+
+
+def test_a_size_of_an_unset_variable_must_be_given(tmp_path):
+    (tmp_path / "train.sh").write_text(f"{CHECKPOINTED.replace('size 4', 'size $MBS')} --output_dir $OUT\n# end\n")
+    with pytest.raises(UsageError, match=r"per_device_train_batch_size = \$MBS\): give --fix micro_batch=N"):
+        check(read(tmp_path / "train.sh"), "a100-80gb")
+    found = check(read(tmp_path / "train.sh"), "a100-80gb", knobs={"micro_batch": 4})
+    assert found.trainer.global_batch == 64 and found.faster
+
+
+def test_a_change_is_predicted_as_its_file_is_read_again(tmp_path):
+    (tmp_path / "t.toml").write_text(
+        '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
+        "[parallelism]\ntensor_parallel_degree = 1\n[activation_checkpoint]\nmode = 'full'\n"
+    )
+    found = check(read(tmp_path / "t.toml"), "h100", devices=8, memory_limit_mib=24 * 1024)
+    for each in found.faster:
+        again = found.trainer.changed(each.config)[1]
+        assert each.config == again.config and each.estimate.probability_fits >= 0.8
+        assert each.config["zero"] == 0 or each.config["dp"] > 1
