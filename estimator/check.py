@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..frameworks.reading import Change, TrainerConfig
 from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import STANDARD, Strategy, checked
-from ..knobs.text import config_text
+from ..knobs.text import config_text, value_text
 from ..models.presets import preset_of
 from ..models.request import ModelRequest
 from ..models.resolve import stated, workload as resolve_workload
@@ -163,7 +164,7 @@ def check(
         UsageError: the model, the sequence length or the micro-batch is unknown, or sizes contradict each other.
     """
     machine = find_hardware(hardware)
-    notes = list(trainer.notes)
+    notes = [*filter(None, (machine.note,)), *trainer.notes]
     if (
         devices is not None
         and trainer.devices is not None
@@ -204,10 +205,14 @@ def check(
     )
     asked = _Asked(trainer, facts, framework is not None, Estimator(source, machine, setup, framework=facts.name))
     context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=found.seq_len)
-    if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
-        raise UsageError(reason)
+    _refuse(trainer, context)
     estimate = asked(trainer.config)
-    findings = [*notes, *_findings(asked, estimate, machine)]
+    faster = _faster(asked, found.shape, estimate, machine, context)
+    if trainer.lora and "target=all-linear" in trainer.lora and found.shape.get("experts"):
+        notes.append(
+            "lora: experts whose weights are fused, as in transformers, are no linear layers and have no adapters"
+        )
+    findings = [*notes, *_findings(asked, estimate, machine, faster)]
     conventions = asked.conventions(trainer.config)
     return Check(
         trainer=replace(trainer, conventions=conventions),
@@ -217,11 +222,29 @@ def check(
         estimate=estimate,
         fullest=str(asked.fullest(trainer.config)),
         shares=_shares(estimate, trainer.strategy(), machine),
-        faster=_faster(asked, found.shape, estimate, machine, context),
+        faster=faster,
         assumed=assumed(conventions),
         framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
     )
+
+
+def _refuse(trainer: TrainerConfig, context: RuleContext) -> None:
+    """Refuses degrees that do not fit together, in the file's words where they are its own.
+
+    Raises:
+        UsageError: they do not.
+    """
+    strategy = trainer.strategy()
+    if strategy.ep > 1 and strategy.etp != 1 and strategy.replicas % strategy.ep:
+        inner = [(name, getattr(strategy, name)) for name in ("tp", "pp")]
+        split = "".join(f" / {name} {value}" for name, value in inner if value > 1)
+        raise UsageError(
+            f"{_setting(trainer, 'ep')} must divide the {strategy.replicas} data-parallel ranks "
+            f"({context.devices} devices{split})"
+        )
+    if reason := refusal(strategy, context, [rule for rule in RULES if rule.general]):
+        raise UsageError(reason)
 
 
 def _valid(knob: str, value: Any) -> Any:
@@ -346,8 +369,8 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
     return {name: share for name, share in sorted(out.items(), key=lambda item: -item[1]) if share > 0}
 
 
-def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str]:
-    """Knobs that have no effect, or that cost time to save memory that is not needed."""
+def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware, faster: Sequence[Faster]) -> list[str]:
+    """Knobs that have no effect, or that cost time to save memory that is not needed and that no faster configuration changes."""
     trainer = asked.trainer
     config, strategy = trainer.config, trainer.strategy()
     limit = estimate.memory_limit_mib / 1024
@@ -370,7 +393,9 @@ def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str
             ("checkpoint_ratio", 0, "recomputes blocks"),
             ("offload", "none", "moves the update to the host"),
         ):
-            if config.get(knob, neutral) == neutral:
+            known = any(knob in find_framework(source.framework).knobs for source in trainer.sources)
+            changed = any(each.config.get(knob, neutral) == neutral for each in faster)
+            if config.get(knob, neutral) == neutral or changed or not (known or knob in trainer.given):
                 continue
             without = asked({**config, knob: neutral})
             if without.probability_fits >= SPARE:
@@ -387,16 +412,20 @@ def _setting(trainer: TrainerConfig, knob: str) -> str:
     from ..frameworks.framework import Stated
 
     value = trainer.config[knob]
+    default = config_text({knob: value})
     for source in trainer.sources:
         framework = find_framework(source.framework)
         written = framework.knobs.get(knob)
-        if written is None or knob not in source.stated:
+        if written is None or knob in trainer.given:
             continue
         stated = Stated(source.settings, source.where, by_last=framework.by_last)
         names = written.keys or tuple(key for way in written.ways for each in way.values() for key in each)
         if (found := stated.get(*names)) is not None:
             return f"{stated.name(*[name for name in names if stated.has(name)])}={found}"
-    return config_text({knob: value})
+        with suppress(LookupError):
+            (key, setting), *_ = written.settings(value, stated).items()
+            default = f"{key}={value_text(setting)}, the default,"
+    return default
 
 
 # -- what would be faster --------------------------------------------------------------------------------------

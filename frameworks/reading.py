@@ -92,13 +92,13 @@ class TrainerConfig:
 
     def beside(self, knobs: Mapping[str, Any], global_batch: int | None) -> "TrainerConfig":
         """Returns this training with knobs and a global batch that are given beside the files, and replace theirs."""
-        config, stated, total = {**self.config, **knobs}, self.stated | set(knobs), self.global_batch
+        config, stated = {**self.config, **knobs}, self.stated | set(knobs)
+        changed = replace(self, given=knobs, given_batch=global_batch)
         if global_batch is not None:
             config.pop("grad_accum", None)
-            stated, total = stated - {"grad_accum"}, global_batch
-        return replace(
-            self, config=Config(config), stated=stated, global_batch=total, given=knobs, given_batch=global_batch
-        )
+            stated = stated - {"grad_accum"}
+            changed = replace(changed, global_batch=global_batch)
+        return replace(changed, config=Config(config), stated=stated)
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the conventions for another configuration of this training."""
@@ -122,7 +122,8 @@ class TrainerConfig:
         split = prod(given.values())
         words = " * ".join(f"{name} {value}" for name, value in given.items())
         if count % split:
-            raise UsageError(f"{words} = {split} must divide the devices, {count}")
+            words += f" = {split}" if len(given) > 1 else ""
+            raise UsageError(f"{words} must divide the devices, {count}")
         dp = count // split
         if config.get("dp", dp) != dp:
             stated = " * ".join(filter(None, (words, f"dp {config['dp']}")))

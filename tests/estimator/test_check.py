@@ -28,9 +28,21 @@ def test_a_training_that_fits_has_a_margin_and_shares_that_add_up(checked):
     assert low < checked.estimate.step_ms < high
 
 
-def test_checkpointing_with_memory_to_spare_is_named_in_the_commands_words(checked):
-    (found,) = [each for each in checked.findings if "memory to spare" in each]
-    assert found.startswith("gradient_checkpointing=True recomputes blocks")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (CHECKPOINTED, "gradient_checkpointing=True recomputes blocks"),
+        (
+            "torchrun --nproc-per-node 8 sft.py --model_name_or_path gpt2 --per_device_train_batch_size 4",
+            "gradient_checkpointing=true, the default, recomputes blocks",
+        ),
+    ],
+)
+def test_checkpointing_with_memory_to_spare_is_named_in_the_frameworks_words(checked, given, words, monkeypatch):
+    assert not any("memory to spare" in each for each in checked.findings), "a change already removes it"
+    monkeypatch.setattr("redline.estimator.check._faster", lambda *given: ())
+    (found,) = [each for each in check(read(given), "a100-80gb").findings if "memory to spare" in each]
+    assert found.startswith(words)
 
 
 def test_suggested_changes_are_faster_when_applied(checked):
@@ -274,3 +286,56 @@ def test_a_change_is_predicted_as_its_file_is_read_again(tmp_path):
         again = found.trainer.changed(each.config)[1]
         assert each.config == again.config and each.estimate.probability_fits >= 0.8
         assert each.config["zero"] == 0 or each.config["dp"] > 1
+
+
+def test_the_note_on_the_hardwares_name_is_among_the_findings(checked):
+    found = check(read(CHECKPOINTED), "NVIDIA H100 PCIe")
+    assert "'NVIDIA H100 PCIe' is taken for h100-80gb" in found.to_dict()["findings"][0]
+    assert not any("is taken for" in each for each in checked.findings)
+
+
+MIXTURE = (
+    "torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 "
+    "--seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --vocab-size 32000 --micro-batch-size 1 --global-batch-size 64 --bf16 --num-experts 8 "
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--tensor-model-parallel-size 3", "tp 3 must divide the devices, 16"),
+        (
+            "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8",
+            r"expert-model-parallel-size=8 must divide the 4 data-parallel ranks \(16 devices / pp 4\)",
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_together_are_refused_in_the_files_words(options, why):
+    with pytest.raises(UsageError, match=f"^{why}$"):
+        check(read(MIXTURE + options), "h100")
+
+
+def test_sequence_parallelism_without_effect_is_noted_once():
+    found = check(read(f"{MIXTURE} --sequence-parallel"), "h100")
+    assert len([each for each in found.findings if "sequence-parallel" in each]) == 1
+
+
+def test_time_of_the_allocator_is_named_as_such():
+    found = check(read(CHECKPOINTED), "a100-80gb", memory_limit_mib=2048)
+    assert "allocator retries" in found.shares and "memory" not in found.shares
+
+
+def test_all_linear_of_a_mixture_is_its_linear_layers(tmp_path, recwarn):
+    pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 128, "num_local_experts": 4,
+    }))  # fmt: skip
+    (tmp_path / "lora.yaml").write_text(
+        f"base_model: {tmp_path}\nadapter: lora\nlora_r: 16\nlora_target_linear: true\nsequence_len: 128\nmicro_batch_size: 1\n"
+        "sample_packing: true\nbf16: true\n"
+    )
+    found = check(read(tmp_path / "lora.yaml"), "h100", devices=2)
+    assert "lora: experts whose weights are fused" in " ".join(found.findings)
+    assert not [each for each in recwarn if "peft" in each.filename]
