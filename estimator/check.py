@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, unknown
 from ..frameworks.reading import Change, TrainerConfig
 from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
-from ..knobs.strategy import Strategy
-from ..knobs.text import config_text
+from ..knobs.strategy import STANDARD, Strategy, checked
+from ..knobs.text import config_text, value_text
 from ..models.presets import preset_of
 from ..models.request import ModelRequest
 from ..models.resolve import stated, workload as resolve_workload
@@ -163,7 +164,7 @@ def check(
         UsageError: the model, the sequence length or the micro-batch is unknown, or sizes contradict each other.
     """
     machine = find_hardware(hardware)
-    notes = list(trainer.notes)
+    notes = [*filter(None, (machine.note,)), *trainer.notes]
     if (
         devices is not None
         and trainer.devices is not None
@@ -171,20 +172,27 @@ def check(
         and "dp" not in trainer.config
     ):
         notes.append(f"the file starts {trainer.devices} ranks; the estimate is for {devices} devices, as asked")
-    if knobs:
-        trainer = replace(trainer, config=Config({**trainer.config, **knobs}), stated=trainer.stated | set(knobs))
-    if global_batch is not None:
-        stated = trainer.stated - {"grad_accum"}
-        config = Config({name: value for name, value in trainer.config.items() if name != "grad_accum"})
-        trainer = replace(trainer, config=config, global_batch=global_batch, stated=stated)
+    trainer = trainer.beside({name: _valid(name, value) for name, value in (knobs or {}).items()}, global_batch)
+    asked_for = {f"--fix {name}=N" for name in trainer.given}
+    for option, value in (
+        ("--devices N", devices),
+        ("--model MODEL", model),
+        ("--seq-len N", seq_len),
+        ("--global-batch N", global_batch),
+    ):
+        if value is not None:
+            asked_for.add(option)
+    unset = {option: written for option, written in trainer.unset.items() if option not in asked_for}
     absent = {
         "--devices N": devices is None and trainer.devices is None,
         "--model MODEL": model is None and trainer.model is None and trainer.architecture is None,
         "--fix micro_batch=N": "micro_batch" not in trainer.config and trainer.global_batch is None,
+        **dict.fromkeys(unset, True),
     }
     if any(absent.values()):
         options = " ".join(option for option, missing in absent.items() if missing)
-        raise UsageError(f"{trainer.framework}: the file or command leaves facts out: give {options}")
+        written = f" ({', '.join(unset.values())})" if unset else ""
+        raise UsageError(f"{trainer.framework}: the file or command leaves facts out{written}: give {options}")
     trainer = trainer.on(devices)
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
     found, source = _model(trainer, model, seq_len, facts, machine)
@@ -197,10 +205,14 @@ def check(
     )
     asked = _Asked(trainer, facts, framework is not None, Estimator(source, machine, setup, framework=facts.name))
     context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=found.seq_len)
-    if reason := refusal(trainer.strategy(), context, [rule for rule in RULES if rule.general]):
-        raise UsageError(reason)
+    _refuse(trainer, context)
     estimate = asked(trainer.config)
-    findings = [*notes, *_findings(asked, estimate, machine)]
+    faster = _faster(asked, found.shape, estimate, machine, context)
+    if trainer.lora and "target=all-linear" in trainer.lora and found.shape.get("experts"):
+        notes.append(
+            "lora: experts whose weights are fused, as in transformers, are no linear layers and have no adapters"
+        )
+    findings = [*notes, *_findings(asked, estimate, machine, faster)]
     conventions = asked.conventions(trainer.config)
     return Check(
         trainer=replace(trainer, conventions=conventions),
@@ -210,11 +222,40 @@ def check(
         estimate=estimate,
         fullest=str(asked.fullest(trainer.config)),
         shares=_shares(estimate, trainer.strategy(), machine),
-        faster=_faster(asked, found.shape, estimate, machine, context),
+        faster=faster,
         assumed=assumed(conventions),
         framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
     )
+
+
+def _refuse(trainer: TrainerConfig, context: RuleContext) -> None:
+    """Refuses degrees that do not fit together, in the file's words where they are its own.
+
+    Raises:
+        UsageError: they do not.
+    """
+    strategy = trainer.strategy()
+    if strategy.ep > 1 and strategy.etp != 1 and strategy.replicas % strategy.ep:
+        inner = [(name, getattr(strategy, name)) for name in ("tp", "pp")]
+        split = "".join(f" / {name} {value}" for name, value in inner if value > 1)
+        raise UsageError(
+            f"{_setting(trainer, 'ep')} must divide the {strategy.replicas} data-parallel ranks "
+            f"({context.devices} devices{split})"
+        )
+    if reason := refusal(strategy, context, [rule for rule in RULES if rule.general]):
+        raise UsageError(reason)
+
+
+def _valid(knob: str, value: Any) -> Any:
+    """A given knob's value in its canonical spelling.
+
+    Raises:
+        UsageError: the knob is unknown, or cannot have this value.
+    """
+    if knob not in STANDARD:
+        raise UsageError(unknown("knob", knob, STANDARD))
+    return checked(knob, value)
 
 
 @dataclass(frozen=True)
@@ -328,8 +369,8 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
     return {name: share for name, share in sorted(out.items(), key=lambda item: -item[1]) if share > 0}
 
 
-def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str]:
-    """Knobs that have no effect, or that cost time to save memory that is not needed."""
+def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware, faster: Sequence[Faster]) -> list[str]:
+    """Knobs that have no effect, or that cost time to save memory that is not needed and that no faster configuration changes."""
     trainer = asked.trainer
     config, strategy = trainer.config, trainer.strategy()
     limit = estimate.memory_limit_mib / 1024
@@ -352,7 +393,9 @@ def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware) -> list[str
             ("checkpoint_ratio", 0, "recomputes blocks"),
             ("offload", "none", "moves the update to the host"),
         ):
-            if config.get(knob, neutral) == neutral:
+            known = any(knob in find_framework(source.framework).knobs for source in trainer.sources)
+            changed = any(each.config.get(knob, neutral) == neutral for each in faster)
+            if config.get(knob, neutral) == neutral or changed or not (known or knob in trainer.given):
                 continue
             without = asked({**config, knob: neutral})
             if without.probability_fits >= SPARE:
@@ -369,16 +412,20 @@ def _setting(trainer: TrainerConfig, knob: str) -> str:
     from ..frameworks.framework import Stated
 
     value = trainer.config[knob]
+    default = config_text({knob: value})
     for source in trainer.sources:
         framework = find_framework(source.framework)
         written = framework.knobs.get(knob)
-        if written is None or knob not in source.stated:
+        if written is None or knob in trainer.given:
             continue
         stated = Stated(source.settings, source.where, by_last=framework.by_last)
         names = written.keys or tuple(key for way in written.ways for each in way.values() for key in each)
         if (found := stated.get(*names)) is not None:
             return f"{stated.name(*[name for name in names if stated.has(name)])}={found}"
-    return config_text({knob: value})
+        with suppress(LookupError):
+            (key, setting), *_ = written.settings(value, stated).items()
+            default = f"{key}={value_text(setting)}, the default,"
+    return default
 
 
 # -- what would be faster --------------------------------------------------------------------------------------
@@ -404,12 +451,16 @@ def _faster(
             if table.throughput[index] <= least:
                 break
             config = Config(found[index][0])
-            changes = trainer.changes(config)
+            changes, again = trainer.changed(config) or ((), trainer)
             if not changes:
                 continue
-            gain = float(table.throughput[index] / estimate.throughput) if estimate.fits else float("nan")
-            out.append(Faster(config=config, changes=changes, estimate=table.row(index), gain=gain))
-            least = table.throughput[index] * GAIN
+            # Its conventions may differ from those of the unchanged file.
+            predicted = replace(asked, trainer=again)(again.config)
+            if not predicted.fits or predicted.probability_fits < SURE or predicted.throughput <= least:
+                continue
+            gain = predicted.throughput / estimate.throughput if estimate.fits else float("nan")
+            out.append(Faster(config=again.config, changes=changes, estimate=predicted, gain=gain))
+            least = predicted.throughput * GAIN
             break
     return tuple(sorted(out, key=lambda each: -each.estimate.throughput))
 
@@ -428,7 +479,7 @@ def _neighbours(
     host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
     devices, total = trainer.devices or 1, trainer.global_batch or 1
     powers = [1 << power for power in range(10)]
-    known = {knob for source in trainer.sources for knob in source.stated}
+    known = {knob for source in trainer.sources for knob in source.stated} | trainer.given.keys()
     for framework in (find_framework(source.framework) for source in trainer.sources):
         known |= framework.knobs.keys() - framework.needs_code
     axes: dict[str, list[Any]] = {

@@ -38,7 +38,7 @@ BINDS = {
     "memory-bound": "memory bandwidth", "optimizer": "memory bandwidth", "launches": "launches",
     "fixed": "launches", "tensor parallel": "links", "sequence exchange": "links", "data parallel": "links",
     "parameter gathers": "links", "expert exchange": "links", "expert imbalance": "compute",
-    "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "memory",
+    "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "allocator retries",
     "bubble": "bubble",
 }  # fmt: skip
 """Cause that is reported if a term is the largest."""

@@ -284,9 +284,9 @@ class Framework:
     """Regular expression of the loss in its log."""
 
     def recognised(self, settings: Settings) -> int:
-        """Number of settings that are signs of this framework."""
+        """Number of this framework's signs among settings."""
         names = {plain(name) for name in settings}
-        return sum(any(fnmatchcase(name, sign) for sign in self.signs) for name in names)
+        return sum(any(fnmatchcase(name, sign) for name in names) for sign in self.signs)
 
     def reading(self, settings: Settings, where: str) -> Stated:
         """Reads knobs, facts and notes from settings."""

@@ -43,7 +43,8 @@ def read(stated: Stated) -> None:
     command = str(stated.get("subcommand") or "")
     finetunes = command.startswith("finetune") or stated.has("lora_r")
     stated.knobs.setdefault("micro_batch", 1 if finetunes else 4)
-    stated.facts["global_batch"] = stated.whole(_TOTAL) or (16 if finetunes else 512)
+    if (total := stated.whole(_TOTAL)) is not None or command:
+        stated.facts["global_batch"] = total or (16 if finetunes else 512)
     devices, hosts = stated.whole("devices"), stated.whole("num_nodes") or 1
     if devices is not None:
         stated.facts |= {"devices": devices * hosts, "per_host": devices}

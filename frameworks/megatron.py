@@ -331,8 +331,6 @@ def read(stated: Stated) -> None:
     if knobs.get("virtual_stages", 1) > 1:
         knobs["pipeline_schedule"] = "interleaved"
     read_recomputation(stated, layers)
-    if stated.flag("sequence-parallel") and knobs.get("tp", 1) == 1:
-        stated.note("sequence-parallel has no effect with tensor-model-parallel-size 1: Megatron switches it off")
     if (slices := knobs.get("etp", 1)) not in (1, knobs.get("tp", 1)):
         stated.note(f"{stated.name(_SLICES)} = {slices}: the estimate cuts experts over the tp ranks as all else")
         del knobs["etp"]

@@ -1,5 +1,7 @@
 """NeMo 2: `nemo llm pretrain --factory RECIPE field=value`; and the YAML of NeMo 1's `model:`."""
 
+from typing import Any
+
 from .framework import Framework, KnobSettings, KnobTable, Stated
 from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_recomputation
 from .megatron_bridge import launcher, read_batch, write_batch
@@ -9,6 +11,13 @@ _RECOMPUTATION = tuple(f"model.config.recompute_{each}" for each in ("granularit
 _OLD_RECOMPUTATION = tuple(
     f"model.activations_checkpoint_{each}" for each in ("granularity", "method", "num_layers", "modules")
 )
+
+
+def _recomputation(names: tuple[str, ...]) -> tuple[dict[Any, dict[str, Any]], ...]:
+    """Ways to set recomputation: Megatron refuses full granularity without a method and a number of layers."""
+    granularity, method, count, _ = names
+    full = {granularity: "full", method: "uniform", count: 1}
+    return {0: {granularity: None}, 1: full}, {1: {granularity: "full"}}
 
 
 def _degree(knob: str, name: str = "") -> KnobSettings:
@@ -42,11 +51,8 @@ KNOBS = KnobTable(
     KnobSettings(
         knob="checkpoint_ratio",
         ways=(
-            {0: {"model.config.recompute_granularity": None}, 1: {"model.config.recompute_granularity": "full"}},
-            {
-                0: {"model.activations_checkpoint_granularity": None},
-                1: {"model.activations_checkpoint_granularity": "full"},
-            },
+            *_recomputation(_RECOMPUTATION),
+            *_recomputation(_OLD_RECOMPUTATION),
         ),
     ),
 )

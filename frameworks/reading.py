@@ -16,6 +16,7 @@ from typing import Any
 from ..base.errors import UsageError
 from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, path_of, read_named
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
+from ..knobs.text import config_text
 from ..space import Config
 from .framework import Framework, Settings, Stated, flattened, nested, plain, same_setting
 from .registry import FRAMEWORKS, find_framework
@@ -82,6 +83,22 @@ class TrainerConfig:
     explicit_conventions: Mapping[str, Any] = field(default_factory=dict)
     """The `conventions` that the files set; the others are the framework's defaults for the knobs."""
     sources: tuple[SettingsSource, ...] = ()
+    unset: Mapping[str, str] = field(default_factory=dict)
+    """Sizes whose value is an unset variable of a shell, as written, by the option of `redline check` that gives them."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs that are given beside the files."""
+    given_batch: int | None = None
+    """Global batch that is given beside the files."""
+
+    def beside(self, knobs: Mapping[str, Any], global_batch: int | None) -> "TrainerConfig":
+        """Returns this training with knobs and a global batch that are given beside the files, and replace theirs."""
+        config, stated = {**self.config, **knobs}, self.stated | set(knobs)
+        changed = replace(self, given=knobs, given_batch=global_batch)
+        if global_batch is not None:
+            config.pop("grad_accum", None)
+            stated = stated - {"grad_accum"}
+            changed = replace(changed, global_batch=global_batch)
+        return replace(changed, config=Config(config), stated=stated)
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the conventions for another configuration of this training."""
@@ -105,7 +122,8 @@ class TrainerConfig:
         split = prod(given.values())
         words = " * ".join(f"{name} {value}" for name, value in given.items())
         if count % split:
-            raise UsageError(f"{words} = {split} must divide the devices, {count}")
+            words += f" = {split}" if len(given) > 1 else ""
+            raise UsageError(f"{words} must divide the devices, {count}")
         dp = count // split
         if config.get("dp", dp) != dp:
             stated = " * ".join(filter(None, (words, f"dp {config['dp']}")))
@@ -153,9 +171,26 @@ class TrainerConfig:
         Returns:
             None if the frameworks cannot express it, or if the changed lines would be read as something else.
         """
+        found = self.changed(config)
+        return None if found is None else found[0]
+
+    def changed(self, config: Mapping[str, Any]) -> "tuple[tuple[Change, ...], TrainerConfig] | None":
+        """The lines of `changes`, and the training as it is read with them."""
         new, old = Strategy.of(config), self.strategy()
         knobs = {each.name for each in fields(Strategy) if getattr(new, each.name) != getattr(old, each.name)}
-        owners = {knob: self._owner(knob) for knob in knobs - {"dp"}}
+        given = {knob: getattr(new, knob) for knob in self.given}
+        options = [
+            Change(
+                where="the options",
+                key=knob,
+                old=self.given[knob],
+                new=given[knob],
+                text=f"--fix {config_text({knob: given[knob]})}",
+            )
+            for knob in self.given
+            if knob in knobs
+        ]
+        owners = {knob: self._owner(knob) for knob in knobs - {"dp"} - given.keys()}
         # A setting that the new value does not need is removed only if it would have an effect.
         for removing in (False, True):
             out: list[Change] = []
@@ -168,9 +203,10 @@ class TrainerConfig:
                 changed.append(edited)
                 out += lines
             with suppress(UsageError):
-                again = combined(changed, {"devices": self.devices, "per_host": self.per_host}).on(self.devices)
+                again = combined(changed, {"devices": self.devices, "per_host": self.per_host})
+                again = again.beside(given, self.given_batch).on(self.devices)
                 if again.strategy() == new:
-                    return tuple(out)
+                    return (*out, *options), again
         return None
 
     def _owner(self, knob: str) -> int | None:
@@ -436,8 +472,42 @@ def _with_files(framework: Framework, settings: dict[str, Any], where: str, form
                 continue
         shown = str(file) if file is not None else value
         out.append(_source(kind, found, shown, "json" if shown.endswith(".json") else Path(shown).suffix.lstrip(".")))
+    own, facts["unset"] = _without_variables(framework, own, commands=form not in ("toml", "yaml", "json"))
     out.append(_source(framework.name, own, where, form))
     return out, facts
+
+
+def _without_variables(
+    framework: Framework, settings: Settings, *, commands: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings without unset variables, and the sizes that are unknown without them, by redline's option. An option of a
+    command that has only such a value is a flag."""
+    options = {plain(key): f"--fix {each.knob}=N" for each in framework.knobs.values() for key in each.keys}
+    options |= {plain(key): "--seq-len N" for key in framework.seq_len}
+    options |= {plain(key): "--model MODEL" for key in framework.model}
+    out: dict[str, Any] = {}
+    unset: dict[str, str] = {}
+    for name, value in settings.items():
+        words = value if isinstance(value, list) else [value]
+        known = [each for each in words if not (isinstance(each, str) and "$" in each)]
+        if len(known) == len(words):
+            out[name] = value
+            continue
+        total = plain(name).endswith(("global_batch_size", "train_batch_size")) and "per_device" not in plain(name)
+        option = options.get(plain(name), "--global-batch N" if total else None)
+        if option is not None and words[0] not in known:
+            unset[option] = f"{name.lstrip('-')} = {words[0]}"
+        elif commands:
+            out[name] = True if not known else known[0] if len(known) == 1 else known
+        else:
+            out[name] = value
+    return out, unset
+
+
+def _beside(first: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts beside the sources; the second take precedence."""
+    out = {**first, **more, "notes": [*first.get("notes", ()), *more.get("notes", ())]}
+    return {**out, "unset": {**first.get("unset", {}), **more.get("unset", {})}}
 
 
 def _inline(name: str, text: str) -> dict[str, Any]:
@@ -549,7 +619,7 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
             find_framework("accelerate"), _without(launched), where, form or "options", Path() if files else None
         )
         sources += [each for each in found if len(each.settings)]
-        facts = more | facts
+        facts = _beside(more, facts)
     settings = _named(own)
     if "CONFIG_FILE" in environment:
         settings.setdefault("job.config_file", environment["CONFIG_FILE"])
@@ -567,14 +637,14 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
     }
     named = [word for word in named if word not in taken]
     framework = _of_command(own, settings)
-    for key in ("config", "config_file"):
-        stated = settings.get(key)
+    for key in [each for each in settings if plain(each) in ("config", "config_file")]:
+        stated = settings[key]
         if isinstance(stated, str) and stated.endswith(SUFFIXES[:4]):
             named.append(stated)
             settings.pop(key)
     for file in named if files else ():
         found, more = _of_file(Path(file))
-        facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
+        facts = _beside(more, facts)
         sources += found
         framework = framework or find_framework(found[-1].framework)
     for word in own[1:]:
@@ -596,7 +666,7 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
         found, more = _with_files(framework, settings, where, form or assigned, Path() if files else None)
         sources += found[:-1] if only_names else found
-        facts = {**more, **facts, "notes": [*more.get("notes", ()), *facts.get("notes", ())]}
+        facts = _beside(more, facts)
     # An option without a value hides the setting of a file.
     empty = {plain(name) for name, value in (*launched.items(), *settings.items()) if value == ""}
     sources = [
@@ -665,14 +735,18 @@ def _processes(launched: Settings, words: Sequence[str], environment: Mapping[st
         return {"devices": sum(slots), "per_host": slots[0]}
     if each is None:
         return {}
+    if "$" in text:
+        return {"per_host": each, "unset": {"--devices N": f"nnodes = {text}"}}
     return {"devices": each * hosts, "per_host": each}
 
 
 # -- shells ---------------------------------------------------------------------------------------------------
 
-_ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
+_ARRAY = re.compile(r"(?:^|\|\|)[ \t]*([A-Za-z_]\w*)\+?=\((?!\()(.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
 _SCALAR = re.compile(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|\S*)[ \t]*$", re.MULTILINE)
-_VARIABLE = re.compile(r"\"?\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}\"?|\$([A-Za-z_]\w*)")
+_VARIABLE = re.compile(
+    r"(?P<quote>\")?\$\{(?P<name>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^}]*))?\}(?(quote)\")|\$(?P<bare>[A-Za-z_]\w*)"
+)
 
 
 def _shell_words(text: str, where: str) -> list[str]:
@@ -688,13 +762,19 @@ def _shell_words(text: str, where: str) -> list[str]:
     for match in _ARRAY.finditer(text):
         values[match[1]] = f"{values.get(match[1], '')} {' '.join(match[2].split())}"
     text = _ARRAY.sub("", text)
-    for match in _SCALAR.finditer(text):
-        values.setdefault(match[1], match[2].strip("\"'"))
+    for name, value in _SCALAR.findall(text):
+        own = re.compile(rf"\$\{{{name}:?-([^}}]*)\}}")  # NAME=${NAME:-default}
+        values.setdefault(name, own.sub(lambda match: match[1].strip("\"'"), value.strip("\"'")))
     text = _SCALAR.sub("", text)
+
+    def valued(match: re.Match[str]) -> str:
+        """A variable's value or default; an unset one is kept."""
+        name, default = match["name"] or match["bare"], match["default"]
+        return values.get(name, match[0] if default is None else default.strip("\"'"))
 
     def filled(line: str) -> str:
         for _ in range(8):
-            changed = _VARIABLE.sub(lambda match: values.get(match[1] or match[3], match[2] or ""), line)
+            changed = _VARIABLE.sub(valued, line)
             if changed == line:
                 break
             line = changed

@@ -12,7 +12,7 @@ LAUNCHERS = (
     *("megatron-bridge", "nemo"),
 )
 """Names for `--launcher`."""
-FRAMEWORKS = (*LAUNCHERS, "flagscale", "paddle")
+FRAMEWORKS = (*LAUNCHERS, "flagscale", "nanotron", "paddle")
 """Frameworks whose files and commands can be read."""
 
 
@@ -28,6 +28,7 @@ def _modules() -> dict[str, ModuleType]:
         llamafactory,
         megatron,
         megatron_bridge,
+        nanotron,
         nemo,
         paddle,
         torchtitan,
@@ -35,7 +36,7 @@ def _modules() -> dict[str, ModuleType]:
     )
 
     found = (accelerate, axolotl, deepspeed, flagscale, lightning, litgpt, llamafactory, megatron, megatron_bridge)
-    return {each.FRAMEWORK.name: each for each in (*found, nemo, paddle, torchtitan, trainer)}
+    return {each.FRAMEWORK.name: each for each in (*found, nanotron, nemo, paddle, torchtitan, trainer)}
 
 
 def find_launcher(name: str) -> Launcher:

@@ -298,7 +298,7 @@ def prepare(stated: Stated) -> None:
     for name in list(stated.settings):
         section, dot, last = plain(name).rpartition(".")
         if last.startswith("no_"):
-            stated.set(f"{section}{dot}{last[3:]}", False)
+            stated.set(f"{section}{dot}{last[3:]}", stated.flag(name) is False)
         if name.startswith("activation_checkpoint:"):
             stated.set(_MODE, name.partition(":")[2])
     if stated.has(_PARAM):
@@ -468,7 +468,8 @@ FRAMEWORK = Framework(
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
-        *("parallelism.*", "activation_checkpoint.*", "job.dump_folder", "job.config_file", "model.flavor"),
+        *("parallelism.*_degree", "parallelism.*enable_sequence_parallel", "activation_checkpoint.*", "model.flavor"),
+        *("job.dump_folder", "job.config_file"),
         *(
             "training.local_batch_size",
             "training.seq_len",

@@ -89,11 +89,15 @@ class AdaptedArchitecture(Architecture):
             import peft
         except ImportError as error:
             raise MissingDependency("--lora needs peft: `pip install peft`") from error
-        model = super().__call__(config)
+        model: Any = super().__call__(config)
         lora = self.lora
         target: Any = list(lora.target) or None
         if lora.target == ("all-linear",):
             target = "all-linear"
+            if any(each.dim() == 3 for each in model.parameters()):
+                # peft adds fused experts and their router, which are no linear layers.
+                head = model.get_output_embeddings()
+                target = [path for path, each in model.named_modules() if _linear(each) and each is not head]
         settings = peft.LoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha if lora.alpha is not None else lora.r,
@@ -102,8 +106,9 @@ class AdaptedArchitecture(Architecture):
         )
         try:
             with quiet(), warnings.catch_warnings(), unset_fake_temporarily():
-                # peft warns that GPT-2's layers are transposed, and handles that itself.
+                # peft warns that GPT-2's layers are transposed, which it handles itself, and of experts without adapters.
                 warnings.simplefilter("ignore", UserWarning)
+                warnings.simplefilter("ignore", RuntimeWarning)
                 model = peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
         except ValueError as error:
             names = sorted({path.rpartition(".")[2] for path, each in model.named_modules() if _linear(each)})

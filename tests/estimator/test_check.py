@@ -28,9 +28,21 @@ def test_a_training_that_fits_has_a_margin_and_shares_that_add_up(checked):
     assert low < checked.estimate.step_ms < high
 
 
-def test_checkpointing_with_memory_to_spare_is_named_in_the_commands_words(checked):
-    (found,) = [each for each in checked.findings if "memory to spare" in each]
-    assert found.startswith("gradient_checkpointing=True recomputes blocks")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (CHECKPOINTED, "gradient_checkpointing=True recomputes blocks"),
+        (
+            "torchrun --nproc-per-node 8 sft.py --model_name_or_path gpt2 --per_device_train_batch_size 4",
+            "gradient_checkpointing=true, the default, recomputes blocks",
+        ),
+    ],
+)
+def test_checkpointing_with_memory_to_spare_is_named_in_the_frameworks_words(checked, given, words, monkeypatch):
+    assert not any("memory to spare" in each for each in checked.findings), "a change already removes it"
+    monkeypatch.setattr("redline.estimator.check._faster", lambda *given: ())
+    (found,) = [each for each in check(read(given), "a100-80gb").findings if "memory to spare" in each]
+    assert found.startswith(words)
 
 
 def test_suggested_changes_are_faster_when_applied(checked):
@@ -239,3 +251,91 @@ def test_a_check_needs_no_torch_if_the_sizes_are_known_or_the_model_is_cached(tm
     ]  # fmt: skip
     assert [each[1] for each in answers] == ["True", "False"][-runs:]
     assert len({each[0] for each in answers}) == 1, "what is cached answers as what is traced"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({"micro": 4}, "unknown knob 'micro'; did you mean 'micro_batch'"),
+        ({"micro_batch": "abc"}, "micro_batch must be a whole number"),
+    ],
+)
+def test_a_given_knob_must_exist_and_have_its_kind_of_value(knobs, why):
+    with pytest.raises(UsageError, match=why):
+        check(read(CHECKPOINTED), "a100-80gb", knobs=knobs)
+    asked = [CHECKPOINTED, "--hardware", "a100-80gb", *(f"--fix={knob}={value}" for knob, value in knobs.items())]
+    with pytest.raises(UsageError, match=why):  # which the program ends with 2
+        CliRunner().invoke(command, asked, standalone_mode=False, catch_exceptions=False)
+
+
+def test_a_size_of_an_unset_variable_must_be_given(tmp_path):
+    (tmp_path / "train.sh").write_text(f"{CHECKPOINTED.replace('size 4', 'size $MBS')} --output_dir $OUT\n# end\n")
+    with pytest.raises(UsageError, match=r"per_device_train_batch_size = \$MBS\): give --fix micro_batch=N"):
+        check(read(tmp_path / "train.sh"), "a100-80gb")
+    found = check(read(tmp_path / "train.sh"), "a100-80gb", knobs={"micro_batch": 4})
+    assert found.trainer.global_batch == 64 and found.faster
+
+
+def test_a_change_is_predicted_as_its_file_is_read_again(tmp_path):
+    (tmp_path / "t.toml").write_text(
+        '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
+        "[parallelism]\ntensor_parallel_degree = 1\n[activation_checkpoint]\nmode = 'full'\n"
+    )
+    found = check(read(tmp_path / "t.toml"), "h100", devices=8, memory_limit_mib=24 * 1024)
+    for each in found.faster:
+        again = found.trainer.changed(each.config)[1]
+        assert each.config == again.config and each.estimate.probability_fits >= 0.8
+        assert each.config["zero"] == 0 or each.config["dp"] > 1
+
+
+def test_the_note_on_the_hardwares_name_is_among_the_findings(checked):
+    found = check(read(CHECKPOINTED), "NVIDIA H100 PCIe")
+    assert "'NVIDIA H100 PCIe' is taken for h100-80gb" in found.to_dict()["findings"][0]
+    assert not any("is taken for" in each for each in checked.findings)
+
+
+MIXTURE = (
+    "torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 "
+    "--seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --vocab-size 32000 --micro-batch-size 1 --global-batch-size 64 --bf16 --num-experts 8 "
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--tensor-model-parallel-size 3", "tp 3 must divide the devices, 16"),
+        (
+            "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8",
+            r"expert-model-parallel-size=8 must divide the 4 data-parallel ranks \(16 devices / pp 4\)",
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_together_are_refused_in_the_files_words(options, why):
+    with pytest.raises(UsageError, match=f"^{why}$"):
+        check(read(MIXTURE + options), "h100")
+
+
+def test_sequence_parallelism_without_effect_is_noted_once():
+    found = check(read(f"{MIXTURE} --sequence-parallel"), "h100")
+    assert len([each for each in found.findings if "sequence-parallel" in each]) == 1
+
+
+def test_time_of_the_allocator_is_named_as_such():
+    found = check(read(CHECKPOINTED), "a100-80gb", memory_limit_mib=2048)
+    assert "allocator retries" in found.shares and "memory" not in found.shares
+
+
+def test_all_linear_of_a_mixture_is_its_linear_layers(tmp_path, recwarn):
+    pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 128, "num_local_experts": 4,
+    }))  # fmt: skip
+    (tmp_path / "lora.yaml").write_text(
+        f"base_model: {tmp_path}\nadapter: lora\nlora_r: 16\nlora_target_linear: true\nsequence_len: 128\nmicro_batch_size: 1\n"
+        "sample_packing: true\nbf16: true\n"
+    )
+    found = check(read(tmp_path / "lora.yaml"), "h100", devices=2)
+    assert "lora: experts whose weights are fused" in " ".join(found.findings)
+    assert not [each for each in recwarn if "peft" in each.filename]

@@ -53,7 +53,7 @@ def test_settings_are_read_from_the_command_s_arguments(command, expected):
         ),
         (
             "torchrun -m torchtitan.train --module llama3 --config llama3_8b --training.global_batch_size 32",
-            CommandTraining(model="llama3-8b", global_batch=32),
+            CommandTraining(model="llama3-8b", global_batch=32, seq_len=8192),
         ),
         (
             "litgpt pretrain --train.global_batch_size 64 --train.max_seq_length 1024 --precision bf16-mixed",
