@@ -68,7 +68,9 @@ def check(measured, devices, config):
     assert "not finite" not in measured.reason
     assert measured.step_ms > 0 and measured.throughput > 0
     assert 1e-3 * measured.step_ms_spread > 0
-    assert 0 < measured.seconds_modelled < 1e-3 * measured.step_ms
+    # The slowest stage of a pipeline may never wait for another.
+    assert measured.seconds_modelled > 0 or config.get("pp", 1) > 1
+    assert 0 <= measured.seconds_modelled < 1e-3 * measured.step_ms
     pp = config.get("pp", 1)
     assert len({int(each) // (devices // pp) for each in measured.emulated_ranks.split(",")}) == pp, "every stage"
 
