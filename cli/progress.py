@@ -68,6 +68,12 @@ def _terminal_may_be_gone() -> Iterator[None]:
 class ProgressListener(SearchListener):
     """Prints nothing."""
 
+    _plan: SearchPlan | None = None
+
+    def _left(self, seconds: float) -> float:
+        """The time left; 0 if it is unknown, or predicted and not spent."""
+        return seconds if self._plan is None or self._plan.takes_time else 0.0
+
     def __enter__(self) -> "ProgressListener":
         return self
 
@@ -80,7 +86,6 @@ class LineListener(ProgressListener):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._plan: SearchPlan | None = None
 
     def on_start(self, plan: SearchPlan) -> None:
         self._plan = plan
@@ -95,8 +100,7 @@ class LineListener(ProgressListener):
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         if done < total:
-            known = seconds and (self._plan is None or self._plan.takes_time)
-            about = f", about {words.duration(seconds)} left" if known else ""
+            about = f", about {words.duration(left)} left" if (left := self._left(seconds)) else ""
             self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
 
     def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
@@ -118,7 +122,6 @@ class TerminalListener(ProgressListener):
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._plan: SearchPlan | None = None
         self._doing, self._trials, self._since, self._expected = "", "", time.monotonic(), 0.0
         self._running: dict[int, tuple[Trial, float]] = {}
         self._finished: list[Trial] = []
@@ -163,8 +166,7 @@ class TerminalListener(ProgressListener):
         turn = _turn(done, total)
         self._doing = "" if done >= total else f"measuring the leaders again: {turn}"
         self._trials = f" ({_numbers(leaders)})"
-        known = self._plan is None or self._plan.takes_time
-        self._since, self._expected = time.monotonic(), seconds if known else 0.0
+        self._since, self._expected = time.monotonic(), self._left(seconds)
 
     def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
         self._doing = "measuring the leaders again in short turns"

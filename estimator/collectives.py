@@ -37,6 +37,16 @@ class Group:
         return np.where(self.size > 1, fixed + latency + moved, 0.0)
 
 
+STEPS_OF_A_LATENCY = 4
+"""A link's latency is that of a small collective, of which a step of a ring takes a quarter."""
+
+
+def rates(hardware: Hardware, constants: Constants) -> tuple[float, float]:
+    """Bytes/s that a rank reaches on its links within a node, and on its share of the network."""
+    inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
+    return inside, hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency
+
+
 ADAPTER_GB_PER_S = 12.5
 """Least rate of a network adapter of a node with several devices, 1e9 bytes/s (100 Gbit/s): devices with less share one."""
 
@@ -68,13 +78,12 @@ def group(
     crosses = size * stride > per_node
     local = np.clip(per_node // np.maximum(stride, 1), 1, size)
     nodes = np.maximum(devices / per_node, 1.0)
-    inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
-    near = hardware.intra_node.latency_us / 4 * 1e-6
+    inside, own = rates(hardware, constants)
+    near = hardware.intra_node.latency_us / STEPS_OF_A_LATENCY * 1e-6
     far = hardware.inter_node.latency_us * 1e-6
     depth = np.where(crosses, np.ceil(np.log2(np.maximum(np.ceil(size / local), 1))), 0)
     share = sole_share(local, hardware) if sole else np.minimum(local, constants.network_rails)
-    outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency * share
-    outside = np.minimum(outside / (1 + constants.scale_loss * np.log2(nodes)), inside)
+    outside = np.minimum(own * share / (1 + constants.scale_loss * np.log2(nodes)), inside)
     return Group(
         size=size.astype(float),
         bandwidth=np.where(crosses, outside, inside),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .collectives import Group
+from .collectives import Group, rates
 from .constants import Constants
 from .facts.model_facts import Part, bytes_of
 from .hardware import Hardware
@@ -78,8 +78,7 @@ class Rows:
     def of(cls, group: Group, stride: np.ndarray, hardware: Hardware, constants: Constants) -> "Rows":
         """Rows of a group of ranks that are `stride` apart."""
         size = len(stride)
-        inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
-        outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency
+        inside, outside = rates(hardware, constants)
         local = np.clip(hardware.devices_per_node // np.maximum(stride, 1), 1, group.size)
         return cls(near=np.full(size, inside), far=np.full(size, min(outside, inside)), local=local, group=group)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import Device, detect, usable_cores
 from ..base.errors import RunnerError
 from ..base.scratch import Scratch
+from .collectives import STEPS_OF_A_LATENCY
 from .constants import Constants
 from .facts import disk_cache
 from .hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, recognise
@@ -122,13 +123,13 @@ class Measured:
     def _link(self, known: Hardware | None) -> Link:
         if self.links:
             reduce = self.links["all-reduce"]
-            # A table's link has its rate, of which collectives reach a share, and a small collective's latency, of which a
-            # step of a ring takes a quarter (`collectives.group`). Those of CPUs are fitted to what is measured.
+            # A table's link has its rate, of which collectives reach a share, and a small collective's latency
+            # (`collectives.group`). Those of CPUs are fitted to what is measured.
             on_gpus = self.device.type == "cuda"
             return Link(
                 name="measured",
                 gb_per_s=round(reduce["gb_per_s"] / (Constants().link_efficiency if on_gpus else 1.0), 4),
-                latency_us=round(reduce["latency_us"] * (4 if on_gpus else 1), 2),
+                latency_us=round(reduce["latency_us"] * (STEPS_OF_A_LATENCY if on_gpus else 1), 2),
             )
         if known is not None:
             return known.intra_node

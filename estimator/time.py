@@ -14,7 +14,7 @@ import numpy as np
 
 from ..knobs.layers import BlockStrategy
 from ..knobs.meaning import EXCHANGES, FLOAT8, REDUCED, SUMMED, formats_of
-from .collectives import Group, group, sole_share
+from .collectives import Group, group, rates, sole_share
 from .constants import Constants
 from .experts import Rows, chosen, filled, uneven
 from .facts.model_facts import Matmul, ModelFacts, Part, bytes_of
@@ -488,11 +488,12 @@ class _Links:
         return self.constants.collective_us * 1e-6 + self.switch
 
     @cached_property
-    def far(self) -> np.ndarray:
-        """Rate between ranks of stages on different nodes, bytes/s."""
+    def between_stages(self) -> tuple[float, np.ndarray, np.ndarray]:
+        """Rates of ranks of two stages on one node and on different ones, bytes/s, and True where a pipeline crosses nodes."""
         hardware, stage = self.hardware, self.cols.tp * self.cols.replicas
         share = sole_share(np.maximum(hardware.devices_per_node // stage, 1), hardware)
-        return share * hardware.inter_node.gb_per_s * 1e9 * self.constants.network_efficiency
+        near, own = rates(hardware, self.constants)
+        return near, share * own, stage * self.cols.pp > hardware.devices_per_node
 
     @cached_property
     def heads(self) -> Rows:
@@ -780,13 +781,11 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     hardware, constants, cols = rank.links.hardware, rank.links.constants, rank.cols
     sequence = np.where(cols.sequence_parallel | rank.setup.scatter_transfers, rank.tp, 1.0)
     moved = rank.tokens * _hidden(rank.facts) * _residual(rank.facts) / sequence
-    near = moved / (hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency)
+    near_rate, far_rate, crosses = rank.links.between_stages
+    near, far = moved / near_rate, moved / far_rate
     # Of the boundaries of a stage that is smaller than a node, one at most is between nodes.
-    stage = rank.tp * rank.replicas
-    others = np.where(stage >= hardware.devices_per_node, 0, np.clip(cols.pp - 2, 0, 1))
-    crossing = (moved / rank.links.far + others * near) / (1 + others)
-    hop = np.where(stage * cols.pp > hardware.devices_per_node, crossing, near) + constants.hop_ms * 1e-3
-    hop = hop + rank.links.switch
+    others = np.where(rank.tp * rank.replicas >= hardware.devices_per_node, 0, np.clip(cols.pp - 2, 0, 1))
+    hop = np.where(crosses, (far + others * near) / (1 + others), near) + constants.hop_ms * 1e-3 + rank.links.switch
     shown = 1 - constants.max_overlap if rank.setup.overlap_transfers else 1.0
     transfer = shown * rank.accum * 2.0 * crossings(cols.pp, cols) * hop
     idle = idle_slot(slot.whole, slot.forward, slot.backward, slot.of_weights, hop, cols)
@@ -835,14 +834,13 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
 def _tied(rank: _Rank) -> np.ndarray:
     """Sum of the gradients of a tied embedding over the end stages, after all passes: sent to the first one and back, or by an
     all-reduce of both."""
-    stage, cols, hardware = rank.stage, rank.cols, rank.links.hardware
+    stage, cols = rank.stage, rank.cols
     if not rank.facts.tied or stage.first == stage.last:
         return rank.none
     copy = tied_copy(stage if stage.last else replace(stage, first=False, last=True), rank.facts, rank.tp)
     pieces = np.where((cols.zero >= 2) & rank.setup.own, cols.shard_ranks, 1.0)
-    near = hardware.intra_node.gb_per_s * 1e9 * rank.links.constants.link_efficiency
-    rate = np.where(rank.tp * rank.replicas * cols.pp > hardware.devices_per_node, rank.links.far, near)
-    return (2.0 if rank.setup.own else 1.0) * copy / pieces * rank.form.gradient / rate
+    near, far, crosses = rank.links.between_stages
+    return (2.0 if rank.setup.own else 1.0) * copy / pieces * rank.form.gradient / np.where(crosses, far, near)
 
 
 def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -372,12 +372,13 @@ class Cluster:
             if self._started and not any(each["Alive"] for each in nodes):
                 raise RunnerError("Ray's node on this machine is gone")  # another Ray is started
             for workers in list(self._worker_groups.values()):
-                try:
-                    workers.answer(ANSWER_S)
-                except self._ray.exceptions.RayError:
-                    pass  # reported to the caller that waits for its trial
-                except TimeoutError:
-                    workers.kill()  # which ends that call, so that the caller places it again
+                with contextlib.suppress(
+                    self._ray.exceptions.RayError
+                ):  # the caller that waits for its trial gets it too
+                    try:
+                        workers.answer(ANSWER_S)
+                    except TimeoutError:
+                        workers.kill()  # which ends that call, so that the caller places it again
                 beat()
             self._check_placed()
             beat()

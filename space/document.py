@@ -203,9 +203,8 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
         raise SpaceError(f"{path}: {error}") from error
     loader = None
     try:
-        loader = _with_powers(getattr(yaml, "CSafeLoader", yaml.SafeLoader))(
-            text
-        )  # its nodes have line numbers for messages
+        # Its nodes have line numbers for messages.
+        loader = _with_powers(getattr(yaml, "CSafeLoader", yaml.SafeLoader))(text)
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:

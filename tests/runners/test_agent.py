@@ -134,7 +134,9 @@ def test_a_file_of_the_current_folder_is_not_taken_for_a_module_of_python(agent,
     folder.mkdir()
     (folder / "selectors.py").write_text("raise RuntimeError('not of Python')")
     monkeypatch.chdir(folder)
-    agent("").wait_ready()
+    made = agent("")
+    made.wait_ready()
+    assert made._process.running
 
 
 def test_a_temporary_folder_whose_path_is_too_long_is_named(agent, tmp_path, monkeypatch):
