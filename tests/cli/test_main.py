@@ -13,6 +13,7 @@ import pytest
 import redline as rl
 from command_line import run
 from redline.base.device import Device
+from redline.base.host_memory import MemoryGroup
 from redline.cli.main import redline
 from redline.estimator import find_hardware, measuring
 from redline.estimator.kernels import products_of
@@ -176,8 +177,6 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
 
 
 def test_too_many_gpus_are_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
-    from redline.base.device import Device
-
     monkeypatch.chdir(tmp_path)
     there = Device(type="cuda", name="NVIDIA H100", count=2, memory_mib=81_079, capability=(9, 0))
     monkeypatch.setattr("redline.tuner.task.detect", lambda: there)
@@ -301,6 +300,15 @@ def test_doctor_tells_the_size_of_what_ranks_share(capsys, monkeypatch):
     monkeypatch.setattr("redline.base.host_memory.shared_memory", lambda: (3 << 20, 64 << 20))
     _, out, _ = run(capsys, "doctor")
     assert "/dev/shm, which ranks and data loaders share: 64 MiB, 3 MiB free" in out
+
+
+@pytest.mark.parametrize("together", [1, 0])
+def test_doctor_tells_whether_a_trial_may_end_the_whole_container(capsys, monkeypatch, tmp_path, together):
+    (tmp_path / "memory.oom.group").write_text(f"{together}\n")
+    monkeypatch.setattr("redline.base.host_memory.memory_groups", lambda: (MemoryGroup(tmp_path, 2),))
+    _, out, _ = run(capsys, "doctor")
+    assert ("a trial that fills the host's memory ends this whole container" in out) == bool(together)
+    assert ("singleProcessOOMKill" in out) == bool(together)
 
 
 def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch):

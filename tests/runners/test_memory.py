@@ -38,3 +38,14 @@ def test_a_device_without_room_for_a_library_s_handle_is_short(monkeypatch, free
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", info)
     assert CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)]).shortage() == message
+
+
+def test_a_request_that_the_allocator_refused_is_a_shortage_although_memory_is_free_again(monkeypatch):
+    refused = {0: 0, 1: 0}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9000 * MIB, 80_000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_ooms": refused[device.index]})
+    meter = CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)])
+    assert meter.shortage() == ""
+    refused[1] = 1
+    assert meter.shortage() == "the allocator had no memory for a request"

@@ -272,3 +272,17 @@ def test_ranks_of_several_hosts_meet_at_a_free_port(monkeypatch):
             gang.free_port("127.0.0.1")
         left.close()
         assert gang.free_port("127.0.0.1") == ports[1]
+
+
+def test_a_port_that_only_ipv6_uses_is_taken_for_an_ipv6_address(monkeypatch):
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            taken.bind(("::1", 0))
+        except OSError as error:
+            pytest.skip(f"this host has no IPv6: {error}")
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(gang, "PORTS", [port])
+        with pytest.raises(RunnerError, match=f"no port from {port} to {port} is free on ::1"):
+            gang.free_port("::1")
+    assert gang.free_port("::1") == port

@@ -160,3 +160,17 @@ def _seconds_of(pid):
     with open(f"/proc/{pid}/stat") as file:
         user, system = file.read().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_only_the_cores_that_a_process_may_use_count_as_busy(tmp_path, monkeypatch):
+    def write(*busy):
+        times = {"cpu": sum(busy), **{f"cpu{number}": ticks for number, ticks in enumerate(busy)}}
+        stat.write_text("".join(f"{cpu} {ticks} 0 0 0 0 0 0 0 0 0\n" for cpu, ticks in times.items()) + "ctxt 1\n")
+
+    tick, stat = os.sysconf("SC_CLK_TCK"), tmp_path / "stat"
+    monkeypatch.setattr("redline.runners.load._STAT", stat)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
+    write(0, 0, 0, 0)
+    watch = Watch()
+    write(500 * tick, 3 * tick, 4 * tick, 500 * tick)
+    assert watch.load().busy == 7
