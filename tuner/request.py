@@ -12,6 +12,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from ..base.errors import RedlineError, UsageError, nearest, unknown
 from ..base.option import Option, either
+from ..base.removed import replacement
 from ..models import Workload
 from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
 from ..runners import Runner
@@ -309,7 +310,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
 
     def check_values(self) -> None:
         super().check_values()
-        for each in ("given_space", "source", "runs_on"):
+        for each in ("given_space", "runs_on"):
             getattr(self, each)
 
     def given(self, *names: str) -> dict[str, Any]:
@@ -325,7 +326,7 @@ Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
 
-_PYTHON = {"set": "override", "from": "taken_from"}
+_PYTHON = {"set": "override"}
 """Arguments of `redline.tune` by the name of their option, if that differs."""
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?: (\w+)(?=`))?")
 """An option and, at the end of a quoted one, its value."""
@@ -362,6 +363,8 @@ def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answ
         def called(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
             names = {each.name for each in fields(Request)}
             for name in kwargs:
+                if (advice := replacement("argument", name)) is not None:
+                    raise TypeError(f"{function.__name__}(): {advice}")
                 if name not in names:
                     raise TypeError(
                         f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}"

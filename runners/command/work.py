@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -94,7 +94,6 @@ class Commands(Work):
         devices: of one trial.
         global_batch: samples per step, if given.
         own_batch: samples per step that the command states itself.
-        stated: knobs with a single value stated by another tool's file, which the command need not use.
 
     Raises:
         UsageError: a placeholder is unknown, a knob is not used, or a file to render does not exist.
@@ -111,7 +110,6 @@ class Commands(Work):
         devices: int,
         global_batch: int | None = None,
         own_batch: int | None = None,
-        stated: Collection[str] = (),
     ) -> None:
         self.requested = command
         """The command as requested."""
@@ -153,9 +151,7 @@ class Commands(Work):
                 f"the command has no placeholder for the global batch, {global_batch}: add {{grad_accum}} or "
                 "{global_batch} to it"
             )
-        self.unplaced: tuple[str, ...] = ()
-        """Stated knobs that the command does not use."""
-        self._check_used(stated)
+        self._check_used()
         if self._grows is not None:
             self._check_metric_file(self._grows)
 
@@ -175,18 +171,14 @@ class Commands(Work):
             )
         return samples
 
-    def _check_used(self, stated: Collection[str]) -> None:
+    def _check_used(self) -> None:
         """Refuses a knob that nothing depends on."""
         used = set(self.names)
         for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
             if isinstance(knob, DerivedKnob) and knob.name in used:
                 used.update(knob.rule.names)
         for knob in self._space.knobs:
-            if knob.derived or knob.name in used:
-                continue
-            if knob.name in stated and len(knob.values) == 1:
-                self.unplaced += (knob.name,)
-            else:
+            if not knob.derived and knob.name not in used:
                 raise UsageError(
                     f"the knob '{knob.name}' is not used by the command, --env or --render; write "
                     f"{{{knob.name}}} where its value belongs, or remove it from the space"

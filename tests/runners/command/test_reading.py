@@ -19,10 +19,6 @@ NANOTRON = (
     "10/02/2024 12:00:00 [INFO|DP=0|PP=1|TP=0]: iteration: 5 / 20 | consumed_tokens: 5.24M | elapsed_time_per_iteration_ms: "
     "1.21K | tokens_per_sec: 866K | tokens_per_sec_per_gpu: 13.5K | global_batch_size: 1.05M | lm_loss: 10.9 | lr: 0.0003"
 )
-NEMO = (
-    "Training epoch 0, iteration 7/99 | lr: 2.4e-06 | global_batch_size: 32 | global_step: 7 | peak_memory(GB): 61.2 | "
-    "reduced_train_loss: 9.871 | train_step_timing in s: 1.234 | consumed_samples: 256"
-)
 OLD_NANOTRON = NANOTRON.replace("866K", "8.66E+05")
 TORCHTITAN = (
     "[rank0]:[titan] 2025-02-01 12:00:00,123 - root - INFO - step: 10  loss:  7.1234  grad_norm:  2.1  memory: 46.22GiB(48.55%)  "
@@ -51,7 +47,6 @@ TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0
         (NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
         (TORCHTITAN, {"step": 10.0, "loss": 7.1234}),
         (DEEPSPEED, {"samples_per_second": 33.5}),
-        (NEMO, {"loss": 9.871, "step_s": 1.234}),
         (OLD_NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
         # LitGPT prints a micro-batch's time; lines within a step show the previous step.
         (LITGPT, {"loss": 9.871, "step": 12.0}),
