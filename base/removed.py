@@ -3,6 +3,7 @@
 _REPLACEMENTS = {
     ("argument", "taken_from"): "pass the knobs as space, or override={'tp': [1, 2], ...} for a model's own",
     ("launcher", "nemo"): "use the launcher megatron-bridge, or {knob} placeholders in the command",
+    ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
     ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
 }
 """By kind and name."""

@@ -318,7 +318,10 @@ def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]
         return ()
     if device.type == "cuda":
         if count > device.count:
-            raise UsageError(f"{count} devices were requested, but there are {device.count} ({device.name})")
+            raise UsageError(
+                f"{count} devices were requested, but there are {device.count} ({device.name}); those of several hosts need "
+                "a Ray cluster: --ray-address"
+            )
         return ()
     cores = usable_cores()
     most = max(MIN_CPU_RANKS, cores * CPU_RANKS_PER_CORE)
