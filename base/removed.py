@@ -5,6 +5,11 @@ _REPLACEMENTS = {
     ("launcher", "nemo"): "use the launcher megatron-bridge, or {knob} placeholders in the command",
     ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
     ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
+    (
+        "option",
+        "--trace-memory",
+    ): "`redline estimate --explain` shows the parts of the predicted memory, and "
+    "torch.cuda.memory._record_memory_history() records the allocations of a run on a GPU",
 }
 """By kind and name."""
 
