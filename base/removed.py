@@ -1,6 +1,8 @@
 """Names that redline no longer has, with what to use instead."""
 
 _REPLACEMENTS = {
+    ("layout", "megatron"): "convert with --to hf; Megatron-Bridge imports that folder",
+    ("layout", "torchtitan"): "convert with --to hf; torchtitan reads that folder with --checkpoint.initial_load_in_hf",
     ("argument", "taken_from"): "pass the knobs as space, or override={'tp': [1, 2], ...} for a model's own",
     ("launcher", "nemo"): "use the launcher megatron-bridge, or {knob} placeholders in the command",
     ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
