@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
 from ..base.errors import UsageError
-from ..knobs.lossy import LOSSY
 from ..knobs.text import value_text
 
 PLACED = re.compile(
@@ -77,10 +76,10 @@ class Launcher:
     several: tuple[str, ...] = ()
     """Knobs that only matter on several devices."""
 
-    def values(self, command: CommandLine, devices: int, lossy: bool = False) -> dict[str, Sequence[Any]]:
-        """Default values to try, of knobs that the command does not set itself; lossy values only if requested."""
+    def values(self, command: CommandLine, devices: int) -> dict[str, Sequence[Any]]:
+        """Default values to try, of knobs that the command does not set itself."""
         return {
-            name: [value for value in values if lossy or value not in LOSSY.get(name, ())]
+            name: values
             for name, values in self.knobs.items()
             if (devices > 1 or name not in self.several)
             and (_mentions(command, name) or not self._stated(command, name))

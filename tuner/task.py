@@ -249,7 +249,7 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
     """
     values: dict[str, Sequence[Any]] = {}
     if command.launcher is not None:
-        values |= find_launcher(command.launcher).values(command, devices, lossy="lossy" in allow)
+        values |= find_launcher(command.launcher).values(command, devices)
     values |= request.override or {}
     if not values:
         raise UsageError("tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, or a --launcher")

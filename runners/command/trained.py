@@ -116,5 +116,5 @@ def _precision(usual: Stated) -> str | None:
             return name
     value = str(usual.get(*PRECISION) or "").lower()
     if "bf16" in value or "bfloat16" in value:
-        return "bf16"
+        return "bf16_pure" if value == "bf16-true" else "bf16"  # Lightning's name for weights in bf16
     return None if not value else "fp16" if "16" in value else "fp32"

@@ -78,7 +78,6 @@ def test_only_options_of_the_same_name_count_as_given():
             {"grad_accum": [1, 2]},
             "so grad_accum cannot vary",
         ),
-        ("litgpt", "sh t.sh", {"precision": ["fp16"]}, "accepts precision as fp32, bf16, bf16_pure, but got fp16"),
         ("lightning", "sh t.sh", {"zero": [1]}, "accepts zero as 0, 3, but got 1"),
         ("axolotl", "sh train t.yml", {"checkpoint_ratio": [0.5]}, "checkpoint_ratio as 0, 1, but got 0.5"),
         ("trainer", "sh t.sh", {"precision": ["bf16_pure"]}, "as fp32, bf16, fp16, but got bf16_pure"),
@@ -102,10 +101,9 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
     assert samples("megatron", "sh t.sh --global-batch-size=512") == [512.0, 512.0]
     assert samples("megatron", "sh t.sh", tp=[2]) == [4.0, 32.0]
     assert samples("megatron", "sh t.sh --context-parallel-size {cp}", cp=[4]) == [2.0, 16.0]
-    assert samples("litgpt", "sh t.sh --train.global_batch_size 16") == [16.0, 16.0]
-    for name in ("litgpt", "megatron-bridge"):
-        with pytest.raises(UsageError, match="set it with --global-batch"):
-            samples(name, "sh t.sh")
+    assert samples("megatron-bridge", "sh t.sh train.global_batch_size=16") == [16.0, 16.0]
+    with pytest.raises(UsageError, match="set it with --global-batch"):
+        samples("megatron-bridge", "sh t.sh")
 
 
 def test_a_run_is_not_made_short_twice():
@@ -252,11 +250,6 @@ print("RESULT", made.micro_batch_size, made.tensor_model_parallel_size, made.tra
     arguments = words("megatron", f"{sys.executable} {script}", config={"micro_batch": 4, "tp": 2})
     out = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)
     assert "RESULT 4 2 1000 0 1" in out.stdout, out.stderr[-2000:]
-
-
-def test_lossy_values_are_tried_where_they_are_allowed():
-    assert find_launcher("litgpt").values(NOTHING, 1)["precision"] == ["fp32", "bf16"]
-    assert find_launcher("litgpt").values(NOTHING, 1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
 
 
 @pytest.mark.parametrize("name", list(LAUNCHERS))

@@ -28,8 +28,6 @@ DEEPSPEED = (
     "[2024-05-01 10:00:00,000] [INFO] [timer.py:258:stop] epoch=0/micro_step=10/global_step=10, RunningAvgSamplesPerSec=31.2, "
     "CurrSamplesPerSec=33.5, MemAllocated=1.2GB, MaxMemAllocated=2.3GB"
 )
-LITGPT = "Epoch 1 | iter 12 step 12 | loss train: 9.871, val: n/a | iter time: 345.24 ms (step) remaining time: 0:01:02"
-LITGPT_INSIDE = LITGPT.replace(" (step)", "")
 COLOURED = (
     "[titan] 2025-02-01 12:00:00,123 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.1234  \x1b[33mmemory: 46.22GiB(48.55%)  "
     "\x1b[34mtps: 7,230  \x1b[36mtflops: 418.70  \x1b[35mmfu: 42.34%\x1b[39m"
@@ -48,9 +46,6 @@ TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0
         (TORCHTITAN, {"step": 10.0, "loss": 7.1234}),
         (DEEPSPEED, {"samples_per_second": 33.5}),
         (OLD_NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
-        # LitGPT prints a micro-batch's time; lines within a step show the previous step.
-        (LITGPT, {"loss": 9.871, "step": 12.0}),
-        (LITGPT_INSIDE, {"loss": 9.871, "step": 12.0}),
         (TQDM, {"step": 3.0}),
         (SLOW_TQDM, {"step": 3.0}),
         (LIGHTNING, {"step": 3.0}),

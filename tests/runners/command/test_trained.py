@@ -56,10 +56,6 @@ def test_settings_are_read_from_the_command_s_arguments(command, expected):
             CommandTraining(model="llama3-8b", global_batch=32, seq_len=8192),
         ),
         (
-            "litgpt pretrain --train.global_batch_size 64 --train.max_seq_length 1024 --precision bf16-mixed",
-            CommandTraining(global_batch=64, seq_len=1024, precision="bf16"),
-        ),
-        (
             "python run_clm.py --model_name_or_path weights --config_name sizes --per_device_train_batch_size 2",
             CommandTraining(model="sizes"),
         ),
