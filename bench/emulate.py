@@ -95,7 +95,7 @@ class Sides:
         from redline.estimator.measuring import this_machine
         from redline.runners import TimingPlan, TrialTerms
         from redline.runners.dispatch import DryRuns
-        from redline.runners.emulate import EmulateRunner, EmulationTerms, wire_here
+        from redline.runners.emulate import EmulateRunner, EmulationTerms
         from redline.runners.local import LocalRunner
 
         workload = rl.workload(model, global_batch=batch)
@@ -104,12 +104,9 @@ class Sides:
         terms = TrialTerms(device=detect(), devices=devices, memory_limit_mib=LIMIT_MIB, threads=threads, plan=plan)
         work = DryRuns(workload, compiles=False)
         hardware = this_machine().shared(devices)
-        wire = wire_here(hardware, devices, threads)
         self.real = LocalRunner(work, terms, agent=agent)
         self.emulated, self.deciding = (
-            EmulateRunner(
-                workload, terms, EmulationTerms(hardware=hardware, ranks=ranks), wire=wire, compiles=False, agent=agent
-            )
+            EmulateRunner(workload, terms, EmulationTerms(hardware=hardware, ranks=ranks), compiles=False, agent=agent)
             for ranks in ("all", "deciding")
         )
 
