@@ -5,11 +5,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
@@ -21,8 +19,9 @@ from ...space import Space
 from ...space.knob import DerivedKnob
 from ..function import own_measurement
 from ..job import Job, Outcome, RankOutcome
-from ..work import Work
+from ..work import LEAST_COMPILE_TIMEOUT_S, Work
 from .command import HIDDEN, Command
+from .comparison import Asked, TrainingComparison
 from .files import read_files
 from .objective import PREFERRED, Requirement, smaller_is_better
 from .reading import check_installed, lines_for, of_events
@@ -33,49 +32,6 @@ from .trial import CommandReport, CommandTrial
 if TYPE_CHECKING:
     from ..runner import TrialRequest
     from ..work import CommonFields, TrialTerms
-
-
-FAR = 0.2
-"""Largest relative difference from the first run's loss at the same steps; beyond it the training is considered
-different.
-"""
-SCATTERS = 4.0
-"""The same as a multiple of the typical change of the first run's loss between steps."""
-LEAST_STEPS = 3
-"""Number of common steps with a loss that are needed for the comparison."""
-
-
-@dataclass
-class FirstRunComparison:
-    """Compares successful runs of a search with the first one."""
-
-    unit: str = ""
-    """Unit of the first run's throughput."""
-    samples: float | None = None
-    """Samples per step of the first run."""
-    losses: Mapping[int, float] = field(default_factory=dict)
-    """Losses of the first run, by step."""
-
-    def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float]) -> str:
-        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded."""
-        if not self.unit:
-            self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
-        if measured.unit != self.unit:
-            return f"it reported {measured.unit}, but {self.unit} before: choose one with --metric"
-        return _deviates(losses, self.losses) if samples == self.samples else ""
-
-
-def _deviates(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
-    steps = sorted(losses.keys() & first.keys())
-    if len(steps) < LEAST_STEPS:
-        return ""
-    expected = [first[step] for step in steps]
-    off = median(losses[step] - first[step] for step in steps)
-    scatter = median(abs(after - before) for before, after in pairwise(expected))
-    if abs(off) <= max(FAR * median(map(abs, expected)), SCATTERS * scatter):
-        return ""
-    at = steps[-1]
-    return f"its loss is {losses[at]:.4g} at step {at}, but that of the first run was {first[at]:.4g}"
 
 
 _INTERPRETER = re.compile(r"python[\d.]*|bash|sh|torchrun")
@@ -94,6 +50,7 @@ class Commands(Work):
         devices: of one trial.
         global_batch: samples per step, if given.
         own_batch: samples per step that the command states itself.
+        ranks: devices that were asked for explicitly, each of which should have a rank.
         stated: knobs with a single value stated by another tool's file, which the command need not use.
 
     Raises:
@@ -112,7 +69,9 @@ class Commands(Work):
         global_batch: int | None = None,
         own_batch: int | None = None,
         stated: Collection[str] = (),
+        ranks: int | None = None,
     ) -> None:
+        self._ranks = ranks
         self.requested = command
         """The command as requested."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
@@ -137,7 +96,7 @@ class Commands(Work):
         self._wanted = self._lines.first
         self._smaller = smaller_is_better(self._wanted, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
-        self._comparison = FirstRunComparison()
+        self._comparison = TrainingComparison()
         templates = (
             self._line,
             *(value for _, value in self._environment),
@@ -297,13 +256,18 @@ class Commands(Work):
             best=request.best_throughput,
             memory_limit_mib=terms.memory_limit_mib,
             on_gpus=terms.device.type == "cuda",
+            observe=not self.requested.no_observe,
+            micro_batch=values.get("micro_batch"),
+            split=prod(values.get(name) or 1 for name in SPLITS),
         )
+        timeout_s = request.timeout_s or terms.timeout_s
         return Job(
             program=cloudpickle.dumps(CommandTrial(terms=run, takes_port="master_port" in self.names)),
             one_a_host=True,
             # The limit of GPUs is checked where the command runs.
             memory_limit_mib=None if terms.device.type == "cuda" else terms.memory_limit_mib,
-            timeout_s=request.timeout_s or terms.timeout_s,
+            timeout_s=timeout_s,
+            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
             log=str(request.log) if request.log else None,
         )
 
@@ -314,9 +278,20 @@ class Commands(Work):
         measured = own_measurement(whole, terms.memory_limit_mib, known)
         if not measured.ok:
             return measured
-        samples = self._work(self.values(request.config, request.number, Path()))
-        reason = self._comparison.why_not(measured, samples, losses)
+        values = self.values(request.config, request.number, Path())
+        reason = self._comparison.why_not(measured, self._work(values), losses, self._asked(values))
         return replace(measured, status=Status.WRONG, reason=reason) if reason else measured
+
+    def _asked(self, values: Mapping[str, Any]) -> Asked:
+        """Returns what a trial's training was asked to be."""
+        micro_batch = values.get("micro_batch")
+        states_batch = self._samples is not None or self._global_batch is not None or "grad_accum" in self._space.by_name
+        return Asked(
+            samples_per_step=self._work(values) if states_batch else None,
+            micro_batch=None if micro_batch is None else float(micro_batch),
+            precision=values.get("precision"),
+            ranks=self._ranks,
+        )
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
         """Returns the samples per step; None if unknown."""
