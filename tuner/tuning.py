@@ -10,6 +10,7 @@ from ..base.errors import RunnerError
 from ..base.scratch import Scratch
 from ..knobs.strategy import BLOCK_KNOBS
 from ..results import RunFolder, summary
+from ..runners.command.comparison import without_effect
 from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Stopwatch
@@ -152,6 +153,8 @@ def _conclude(
     done = folder.trials()
     if (tight := tight_winner(done, request.headroom)) and not interrupted:
         messages.warn(tight)
+    for sentence in without_effect(done):
+        messages.warn(sentence)
     if task.command is not None and (winner := summary.best(done)) is not None:
         own = folder.path.absolute() / "trials" / str(winner.number)
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
