@@ -92,9 +92,9 @@ class Command:
     ] = ()
     shell: Annotated[bool, Option("Start it in a shell.", sent=True)] = False
     emulate: Annotated[bool, Option("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
-    no_observe: Annotated[bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True)] = (
-        False
-    )
+    no_observe: Annotated[
+        bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True)
+    ] = False
     reads_files: ClassVar[bool] = True
     """True if files that it names may be read before it is started."""
     hides_env: ClassVar[bool] = False

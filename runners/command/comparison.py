@@ -89,7 +89,9 @@ class TrainingComparison:
     micro_ratio: float | None = None
     """Observed over requested micro-batch of the first run: a command may have its own unit for it."""
 
-    def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float], asked: Asked) -> str:
+    def why_not(
+        self, measured: Measurement, samples: float | None, losses: Mapping[int, float], asked: Asked = Asked()
+    ) -> str:
         """Returns the reason why a successful run does not count; empty if it does. The first run is recorded."""
         if measured.observed is not None and (difference := self._not_asked(measured.observed, asked)):
             return difference
@@ -105,7 +107,11 @@ class TrainingComparison:
         accepted = [samples]
         if observed["same_data"] and samples is not None:  # replicas with the same data, such as a synthetic one
             accepted.append(samples / observed["replicas"] * ranks)
-        if asked.samples_per_step is not None and observed["samples_seen"] and not _near(accepted, asked.samples_per_step):
+        if (
+            asked.samples_per_step is not None
+            and observed["samples_seen"]
+            and not _near(accepted, asked.samples_per_step)
+        ):
             return f"it trains with {samples:,.6g} samples a step, not {asked.samples_per_step:,.6g}" + self._halved(
                 observed, asked
             )
@@ -172,7 +178,10 @@ def printed_differs(metric: str, value: float, speed: Speed, samples_per_step: f
     }.get(metric)
     if observed is None or abs(value - observed) <= APART * observed:
         return ""
-    return f"it prints {metric} = {value:,.6g}, but {observed:,.6g} was observed over {speed.steps} steps: without --metric, the observed speed counts"
+    return (
+        f"it prints {metric} = {value:,.6g}, but {observed:,.6g} was observed over {speed.steps} steps: without --metric, the "
+        "observed speed counts"
+    )
 
 
 def without_effect(trials: Sequence[Trial]) -> list[str]:

@@ -135,7 +135,8 @@ _BAR = re.compile(
 _OF_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
 """Names of bars that count training steps. A bar without a name may count anything, one over epochs counts epochs."""
 _LOSS = re.compile(
-    r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?(?P<loss>[-+]?\d[\d.]*(?:[eE][-+]?\d+)?|nan)\b",
+    r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?"
+    r"(?P<loss>[-+]?\d[\d.]*(?:[eE][-+]?\d+)?|nan)\b",
     re.IGNORECASE,
 )
 """A training loss, as programs print it."""

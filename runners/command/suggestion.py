@@ -9,22 +9,28 @@ from .. import failure
 
 _NUMBER = r"\d[\d,]*\.?\d*[kKMG]?"
 _UNITS = (
-    ("tokens_per_second", r" ?(?:tok(?:en)?s?(?: per second|/s(?:ec(?:ond)?)?)|tps\b)"),
-    ("samples_per_second", r" ?(?:samples?|seqs?|sequences?|img|imgs|images?|ex|examples?|sentences?)(?:/s(?:ec(?:ond)?)?| per second)"),
+    ("tokens_per_second", r" ?(?:tok(?:en)?s?(?: per second|/s(?:ec(?:ond)?)?)|tps\b(?! ?[:=]))"),
+    (
+        "samples_per_second",
+        r" ?(?:samples?|seqs?|sequences?|img|imgs|images?|ex|examples?|sentences?)(?:/s(?:ec(?:ond)?)?| per second)",
+    ),
     ("steps_per_second", r" ?(?:it|iters?|steps?|batch(?:es)?)/s(?:ec)?\b"),
     ("step_ms", r" ?ms(?:/(?:it|iter|step|batch))?\b"),
     ("step_s", r" ?s(?:ec)?/(?:it|iter|step|batch)\b"),
 )
 """Units of speeds behind a number, by the metric that they are."""
 _NAMES = (
-    ("tokens_per_second", r"(?:tokens?_per_sec(?:ond)?|tok(?:en)?s?/s(?:ec)?(?:ond)?|tps|throughput \(tok\w*/s\))[\"']?[:=]? *"),
+    (
+        "tokens_per_second",
+        r"(?:tokens?_per_sec(?:ond)?|tok(?:en)?s?/s(?:ec)?(?:ond)?|tps|throughput \(tok\w*/s\))[\"']?[:=]? *",
+    ),
     ("samples_per_second", r"(?:samples?_per_sec(?:ond)?|samples?/s(?:ec)?)[\"']?[:=]? *"),
     ("step_ms", r"(?:time per (?:iteration|step) \(ms\)|step_?time_?ms|iter_time \(ms\))[\"']?[:=]? *"),
     ("step_s", r"(?:step_?time|iter_?time|sec(?:onds)?_per_(?:step|iter)|time/step)[\"']?[:=]? *"),
 )
 """Names of speeds in front of a number."""
 NOT_TRAINING = re.compile(
-    r"scan|token[iz]|load|cach|valid|eval|\btest|infer|predict|generat|download|\bmap\b|filter|extract|sanity|sav(?:e|ing)|"
+    r"scan|token[iz]|load|cach|valid|\bval\b|eval|\btest|infer|predict|generat|download|\bmap\b|filter|extract|sanity|sav(?:e|ing)|"
     r"checkpoint|prepar|process",
     re.IGNORECASE,
 )

@@ -64,7 +64,11 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
     cost, spread, note = _cost(run, timing)
     if training is not None and speed is not None:
         samples = run.samples_per_step(training, speed)
-        value = run.objective.throughput(cost) if run.objective.name in RATES else cost / STEP_TIMES.get(run.objective.name, 1.0)
+        value = (
+            run.objective.throughput(cost)
+            if run.objective.name in RATES
+            else cost / STEP_TIMES.get(run.objective.name, 1.0)
+        )
         if differs := printed_differs(run.objective.name, value, speed, samples):
             return Measurement(status=Status.WRONG, reason=differs, peak_memory_mib=peak)
     throughput, unit = run.objective.throughput(cost), run.objective.unit
@@ -92,7 +96,9 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
     peak = run.peak_mib or None
     losses = training.losses()
     if losses and not all(map(math.isfinite, losses)):
-        return Measurement(status=Status.WRONG, reason=f"its loss is {losses[-1]}", peak_memory_mib=peak, loss=losses[-1])
+        return Measurement(
+            status=Status.WRONG, reason=f"its loss is {losses[-1]}", peak_memory_mib=peak, loss=losses[-1]
+        )
     for requirement in run.terms.requirements:
         if broken := requirement.broken(run.metrics):
             return Measurement(status=Status.WRONG, reason=broken, peak_memory_mib=peak)
@@ -103,7 +109,9 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
     if not speed.stopped_early and run.process.returncode == 0 and not run.stopped:
         notes.append(f"ended after {speed.steps} steps")
     if speed.stalled > STALLED:
-        notes.append(f"stalls take {speed.stalled:.0%} of the time: the median step takes {speed.median_s * 1e3:,.4g} ms")
+        notes.append(
+            f"stalls take {speed.stalled:.0%} of the time: the median step takes {speed.median_s * 1e3:,.4g} ms"
+        )
     if samples is None:
         notes.append("the samples of a step are not known, as it has no DataLoader: give --samples")
     return Measurement(
@@ -173,9 +181,9 @@ def _silent(run: Run) -> Measurement:
     if raised := next(iter(run.observation.exceptions), None):
         return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {raised.text}"))
     fault = f"; its observer failed: {run.observation.fault}" if run.observation.fault else ""
+    unseen = "" if run.terms.wanted else "an observed training step, and without "
     return Measurement(
-        status=Status.CRASH,
-        reason=f"the command ended without an observed training step, and without reporting {run.missing}{run.hint}{fault}",
+        status=Status.CRASH, reason=f"the command ended without {unseen}reporting {run.missing}{run.hint}{fault}"
     )
 
 
@@ -211,7 +219,13 @@ class CommandTrial:
         if context.world_size > 1:
             return self._on_one_of(context)
         for attempt in range(PORTS):
-            run = Run(self.terms, {**self.terms.values, "master_port": _free_port()}, context.peak, context.compiling, context.phase)
+            run = Run(
+                self.terms,
+                {**self.terms.values, "master_port": _free_port()},
+                context.peak,
+                context.compiling,
+                context.phase,
+            )
             report = _report(run)
             if not self._port_taken(run, report) or attempt == PORTS - 1:
                 break

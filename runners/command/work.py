@@ -14,6 +14,8 @@ from ...base.errors import UsageError
 from ...frameworks.launcher import Launcher
 from ...frameworks.registry import find_launcher
 from ...knobs.strategy import SPLITS
+from ...models.flops import flops_of
+from ...models.workload import Workload
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
@@ -21,7 +23,7 @@ from ..function import own_measurement
 from ..job import Job, Outcome, RankOutcome
 from ..work import LEAST_COMPILE_TIMEOUT_S, Work
 from .command import HIDDEN, Command
-from .comparison import Asked, TrainingComparison
+from .comparison import EXACT, Asked, TrainingComparison
 from .files import read_files
 from .objective import PREFERRED, Requirement, smaller_is_better
 from .reading import check_installed, lines_for, of_events
@@ -50,7 +52,10 @@ class Commands(Work):
         devices: of one trial.
         global_batch: samples per step, if given.
         own_batch: samples per step that the command states itself.
+        own_knobs: values of knobs that the command trains with as it is. A configuration with these values is the user's
+            command itself, without options for them.
         ranks: devices that were asked for explicitly, each of which should have a rank.
+        workload: the model that it trains, if known, whose FLOPs give the MFU.
         stated: knobs with a single value stated by another tool's file, which the command need not use.
 
     Raises:
@@ -68,24 +73,32 @@ class Commands(Work):
         devices: int,
         global_batch: int | None = None,
         own_batch: int | None = None,
+        own_knobs: Mapping[str, Any] | None = None,
         stated: Collection[str] = (),
         ranks: int | None = None,
+        workload: Workload | None = None,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._workload = ranks, workload
         self.requested = command
         """The command as requested."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
         knobs = space.by_name
         if command.samples is None and global_batch is None and own_batch is not None:
             command = replace(command, samples=str(own_batch))
-        whole = command
+        whole = as_is = command
+        self._added: tuple[str, ...] = ()
+        """Knobs that are passed as options of the launcher."""
+        self._own_knobs = own_knobs or {}
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
-            whole = launcher.with_knobs(command, knobs, short=False)
+            whole, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
+            self._added = launcher.added(self.requested, knobs)
         if command.emulate:
             command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
+        self._as_is = read_command(as_is.command, knobs, shell=command.shell)
+        """The command without options for knobs, as the user has it, but for those that shorten its run."""
         self._whole = read_command(whole.command, knobs, shell=command.shell)
         """The command without the options that shorten its run."""
         self._environment = tuple(_variable(each, knobs) for each in command.env)
@@ -214,7 +227,15 @@ class Commands(Work):
 
     def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
         """Returns the command of a trial, as for a shell."""
-        return self._shown(self._line, self.values(config, number, folder))
+        values = self.values(config, number, folder)
+        return self._shown(self._line_of(values), values)
+
+    def _line_of(self, values: Mapping[str, Any]) -> CommandLine | ShellLine:
+        """The command of a trial: as the user has it, if all knobs that would be options have its own values."""
+        if not self._added or self.requested.emulate or self.requested.render:
+            return self._line
+        own = all(name in self._own_knobs and self._own_knobs[name] == values[name] for name in self._added)
+        return self._as_is if own else self._line
 
     def whole(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
         """Returns the command for training: without the options that shorten it, and with placeholders for values
@@ -239,7 +260,7 @@ class Commands(Work):
             folder = request.log.parent.parent.absolute() / "trials" / request.log.stem
         values = self.values(request.config, request.number, folder)
         run = RunTerms(
-            command=self._line,
+            command=self._line_of(values),
             environment=self._environment,
             files=self._files,
             values=values,
@@ -280,12 +301,26 @@ class Commands(Work):
             return measured
         values = self.values(request.config, request.number, Path())
         reason = self._comparison.why_not(measured, self._work(values), losses, self._asked(values))
-        return replace(measured, status=Status.WRONG, reason=reason) if reason else measured
+        return replace(measured, status=Status.WRONG, reason=reason) if reason else self._with_flops(measured)
+
+    def _with_flops(self, measured: Measurement) -> Measurement:
+        """Adds the FLOP/s of the known model, if it trains samples of that model's length."""
+        observed, workload = measured.observed, self._workload
+        if observed is None or workload is None or not measured.samples_per_second:
+            return measured
+        tokens = (observed["tokens_per_step"] or 0.0) / observed["samples_per_step"]
+        if workload.seq_len is not None and abs(tokens - workload.seq_len) > EXACT * workload.seq_len:
+            return measured
+        if (flops := flops_of(workload).per_sample) is None:
+            return measured
+        return replace(measured, tflops_per_device=flops * measured.samples_per_second / observed["ranks"] / 1e12)
 
     def _asked(self, values: Mapping[str, Any]) -> Asked:
         """Returns what a trial's training was asked to be."""
         micro_batch = values.get("micro_batch")
-        states_batch = self._samples is not None or self._global_batch is not None or "grad_accum" in self._space.by_name
+        states_batch = (
+            self._samples is not None or self._global_batch is not None or "grad_accum" in self._space.by_name
+        )
         return Asked(
             samples_per_step=self._work(values) if states_batch else None,
             micro_batch=None if micro_batch is None else float(micro_batch),

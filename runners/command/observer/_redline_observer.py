@@ -52,7 +52,15 @@ MOST_LEAVES = 12
 """Tensors of a batch that are looked at."""
 TOKEN_NAMES = ("input_ids", "tokens", "input", "text", "decoder_input_ids")
 """Keys of a batch under which trainers hold token ids."""
-PRODUCTS = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward", "Linear", "Convolution", "ScaledDotProduct")
+PRODUCTS = (
+    "AddmmBackward",
+    "MmBackward",
+    "BmmBackward",
+    "BaddbmmBackward",
+    "Linear",
+    "Convolution",
+    "ScaledDotProduct",
+)
 """Parts of the names of autograd's nodes that are matrix products or convolutions."""
 
 _clock = time.monotonic
@@ -278,8 +286,10 @@ def _optimizer_begins(optimizer):
     process, now = _process, _clock()
     if process.depth == 0:
         _account("other", now)
-    if process.backwards_ever == 0 and process.pending is not None and (
-        id(optimizer) in process.stepped or any(loader.batches for loader in process.loaders.values())
+    if (
+        process.backwards_ever == 0
+        and process.pending is not None
+        and (id(optimizer) in process.stepped or any(loader.batches for loader in process.loaders.values()))
     ):
         _close()  # passes that cannot be seen: a new batch, or the same optimizer, means a new step
     process.in_optimizer = now
@@ -545,8 +555,12 @@ def _look_at_graph(tensors):
 def _replicas(iterator):
     """Number of replicas that share the data, as its sampler knows it; None if it has none that says so."""
     sampler = getattr(iterator, "_index_sampler", None)
-    for owner in (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None),
-                  getattr(iterator, "_dataset", None)):
+    for owner in (
+        sampler,
+        getattr(sampler, "sampler", None),
+        getattr(sampler, "batch_sampler", None),
+        getattr(iterator, "_dataset", None),
+    ):
         for name in ("num_replicas", "data_parallel_size", "num_processes"):
             value = getattr(owner, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -670,7 +684,7 @@ def _write(line):
     if process.file is None:
         folder = os.environ["REDLINE_OBSERVE"]
         os.makedirs(folder, exist_ok=True)
-        name = "%d-%d.jsonl" % (os.getpid(), int(process.begun * 1e6))
+        name = f"{os.getpid()}-{int(process.begun * 1e6)}.jsonl"
         process.file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         _watch_child()
     os.write(process.file, (json.dumps(line) + "\n").encode())
