@@ -49,7 +49,9 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
         " (predicted: nothing was run)" if result.simulated else " (emulated on one device)" if result.emulated else ""
     )
     gain = summary.gain(result.all_trials)
-    hero = "bold green" if gain is None or gain.shown else "bold"
+    unconfirmed = best.measurement.unconfirmed
+    kind += ", unconfirmed" if unconfirmed else ""
+    hero = "bold green" if not unconfirmed and (gain is None or gain.shown) else "bold"
     if not best.config:  # a command without a knob
         console.print(Text(f"measured {speed_of(best.trial)}", style=hero))
         console.print()
@@ -57,6 +59,8 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
         console.print()
         return
     console.print(Text(f"winner   trial {best.trial.number}: {speed_of(best.trial)}{kind}", style=hero))
+    if unconfirmed:
+        console.print(Text(f"         {fold(unconfirmed)}", style="yellow"))
     if default is None:
         console.print(Text(f"default  {_default_failed(result)}"))
     else:

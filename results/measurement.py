@@ -60,7 +60,7 @@ class RankReport:
 
 
 _STATUSES = frozenset(Status)
-_TEXTS = frozenset({"reason", "unit", "log", "told", "emulated_ranks"})
+_TEXTS = frozenset({"reason", "unconfirmed", "unit", "log", "told", "emulated_ranks"})
 _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON cannot represent."""
@@ -148,6 +148,8 @@ class Measurement:
     status: Status
     reason: str = ""
     """Reason of the status, in one line; empty for a plain `ok`."""
+    unconfirmed: str = ""
+    """How the trial failed when it was measured again, if its first measurement counts nevertheless."""
     throughput: float | None = None
     """The value that the search maximises, in `unit`; higher is better."""
     unit: str = ""

@@ -149,10 +149,11 @@ class Run(Clock):
     """True if it was stopped, False if it ended on its own."""
 
     def __post_init__(self) -> None:
-        folder = Path(self.terms.folder)
-        self.report = folder / "report.jsonl"
-        self.report.unlink(missing_ok=True)
-        self.observation = Observation(folder / f"observed-{self.values.get('node_rank', 0)}-{time.monotonic_ns()}")
+        # Beside the trial's folder, which has to be empty for trainers that refuse any other.
+        folder = Path(f"{self.terms.folder}.observed", f"{self.values.get('node_rank', 0)}-{time.monotonic_ns()}")
+        folder.mkdir(parents=True)
+        self.report = folder / "report.json"
+        self.observation = Observation(folder)
         self._appended: list[Appended | Events] = [Appended(self.report)]
         if self.terms.grows is not None:
             path, names = Path(self.terms.cwd, self.terms.grows), self.terms.lines.names

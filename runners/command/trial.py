@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -214,11 +215,13 @@ class CommandTrial:
     takes_port: bool
 
     def __call__(self, context: "RankContext") -> CommandReport:
-        Path(self.terms.folder).mkdir(parents=True, exist_ok=True)
+        folder = Path(self.terms.folder)
         context.phase("the command")
         if context.world_size > 1:
+            folder.mkdir(parents=True, exist_ok=True)
             return self._on_one_of(context)
         for attempt in range(PORTS):
+            _make_empty(folder)
             run = Run(
                 self.terms,
                 {**self.terms.values, "master_port": _free_port()},
@@ -249,6 +252,7 @@ class CommandTrial:
         run = Run(self.terms, {**self.terms.values, **hosts}, context.peak, context.compiling, context.phase)
         report = _report(run)
         if self._port_taken(run, report):
+            shutil.rmtree(self.terms.folder, ignore_errors=True)
             raise RuntimeError(f"EADDRINUSE: the port {where.port} is taken")
         if report.silent:
             # In most trainings one host reports; its result ends the others.
@@ -258,6 +262,15 @@ class CommandTrial:
     def _port_taken(self, run: Run, report: CommandReport) -> bool:
         """True if another port may help. Some commands report a taken port, choose another one themselves and continue."""
         return report.measured.status is Status.CRASH and run.port_taken and self.takes_port
+
+
+def _make_empty(folder: Path) -> None:
+    """Creates a folder, or replaces the one that an earlier start of the command left."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
 
 
 def _report(run: Run) -> CommandReport:

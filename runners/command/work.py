@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
@@ -110,6 +111,8 @@ class Commands(Work):
         self._smaller = smaller_is_better(self._wanted, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
         self._comparison = TrainingComparison()
+        self._remeasured: Counter[str] = Counter()
+        """Re-measurements so far, by the name of their log."""
         templates = (
             self._line,
             *(value for _, value in self._environment),
@@ -257,7 +260,7 @@ class Commands(Work):
         if request.log is None:
             folder = Path(tempfile.mkdtemp(prefix="redline-trial-"))
         else:
-            folder = request.log.parent.parent.absolute() / "trials" / request.log.stem
+            folder = self._folder_of(request.log)
         values = self.values(request.config, request.number, folder)
         run = RunTerms(
             command=self._line_of(values),
@@ -291,6 +294,20 @@ class Commands(Work):
             compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
             log=str(request.log) if request.log else None,
         )
+
+    def _folder_of(self, log: Path) -> Path:
+        """Returns a measurement's folder, without what an interrupted one left there.
+
+        Re-measurements of a trial share a log but not a folder: a second one in turn would find the files of the first.
+        """
+        name = log.stem
+        if name.endswith(".again"):
+            self._remeasured[name] += 1
+            name = f"{name}-{self._remeasured[name]}"
+        folder = log.parent.parent.absolute() / "trials" / name
+        # The hosts of a trial start at different times, so that none of them may remove what is in a shared folder.
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
 
     def measurement(
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"

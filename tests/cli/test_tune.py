@@ -222,6 +222,48 @@ def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, caps
     assert "redline report r" in out and "redline export" not in out
 
 
+REFUSES = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[2])
+if list(folder.iterdir()):
+    sys.exit(f"{folder} is in use")
+folder.joinpath("config.yaml").touch()
+print("value", sys.argv[1])
+"""
+
+
+def test_every_measurement_has_an_empty_folder(checkout, capsys):
+    Path("train.py").write_text(REFUSES)
+    command = f"{shlex.quote(sys.executable)} train.py {{clients}} {{trial_dir}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
+        "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    best = yaml.safe_load(Path("r/best.yaml").read_text())
+    assert {number: len(trial["again"]) >= 2 for number, trial in best["remeasured"].items()} == {"0": True, "1": True}
+    assert {"0", "0.again-1", "0.again-2", "1"} <= {each.name for each in Path("r/trials").iterdir()}
+
+
+def test_results_are_not_lost_if_the_command_fails_when_it_is_measured_again(checkout, capsys):
+    text = "import pathlib, sys\npathlib.Path(sys.argv[1]).mkdir()\nprint('value', sys.argv[1])\n"
+    Path("train.py").write_text(text)
+    command = f"{shlex.quote(sys.executable)} train.py {{clients}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
+        "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0 and "Nothing feasible" not in out, out + err
+    text = " ".join(out.split())
+    assert (
+        "winner trial 1: 3 value, unconfirmed it ended as crash when it was measured again: the command exited" in text
+    )
+    best = yaml.safe_load(Path("r/best.yaml").read_text())["best"]
+    assert (best["throughput"], best["unconfirmed"].partition(" when ")[0]) == (3.0, "it ended as crash")
+    code, out, _ = run(capsys, "show", "r")
+    assert code == 0 and "unconfirmed: it ended as crash when it was measured again" in " ".join(out.split())
+
+
 @pytest.mark.parametrize("runner", tiered(["local"], ["ray"]))
 def test_a_global_batch_gives_the_accumulation_and_when_it_is_measured_again(checkout, capsys, runner):
     Path("train.py").write_text(TRAIN.replace("fast", "2"))

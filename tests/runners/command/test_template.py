@@ -67,6 +67,23 @@ def test_a_word_that_only_resembles_shell_syntax_is_an_argument(space, word):
     assert len(words(f"train {word} {{micro_batch}}", space)) == 3
 
 
+def test_a_chosen_literal_with_several_options_is_several_words(space):
+    choice = "{'--amp --amp-dtype bfloat16' if fusion else ''}"
+    text = f'train {choice} "{choice}" --x={choice} {{name}}'
+    options = "--amp --amp-dtype bfloat16"
+    assert words(text, space) == ["train", *options.split(), options, f"--x={options}", "two words"]
+    assert words(text, space, fusion=False) == ["train", "", "--x=", "two words"]
+    assert words(["train", choice], space) == ["train", options], "a word of a list is one word"
+    nested = "train {'-a \"x y\"' if micro_batch > 8 else '-b -c' if fusion else name}"
+    assert words(nested, space) == ["train", "-b", "-c"]
+    assert words(nested, space, micro_batch=16) == ["train", "-a", "x y"]
+    assert words(nested, space, fusion=False, name="-d e") == ["train", "-d e"], "a knob's value is one word"
+    line = read_command(f"train {choice} -n{choice} {{name}}", space.by_name, shell=True)
+    assert line.text({**VALUES, **GIVEN}) == f"train {options} -n'{options}' 'two words'"
+    with pytest.raises(UsageError, match="'-a \"x' cannot be split into words .no closing quotation"):
+        words("train {'-a \"x' if fusion else ''}", space)
+
+
 def test_an_unquoted_word_that_is_empty_is_left_out(space):
     switch = "{'--fused' if fusion else ''}"
     text = f'train {switch} {{micro_batch}} "{switch}" --x={switch}'

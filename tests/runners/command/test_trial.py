@@ -307,12 +307,26 @@ def test_on_gpus_memory_and_its_limit_are_the_gpus(space, tmp_path, script, monk
         assert measured.reason == "5,000 MiB of a GPU are in use, but the limit is 1,000 MiB"
 
 
+def test_a_trial_s_folder_is_empty_whatever_an_interrupted_run_left(run, script, tmp_path):
+    left = tmp_path / "run" / "trials" / "0"
+    left.mkdir(parents=True)
+    (left / "config.yaml").write_text("of an earlier start")
+    text = """
+    print("value", 1 + len(os.listdir(sys.argv[1])))
+    open(os.path.join(sys.argv[1], "config.yaml"), "x")
+    """
+    measured, _ = run(script(text, "{trial_dir} {micro_batch}"), metric=["value (?P<value>.)"])
+    assert (measured.status, measured.throughput) == (Status.OK, 1.0), measured.reason
+    assert (left / "config.yaml").read_text() == ""
+
+
 def test_a_port_that_is_taken_is_not_the_end(run, script):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         text = f"""
         import socket, pathlib
-        tried = pathlib.Path(sys.argv[2], "tried")
+        pathlib.Path(sys.argv[2], "output").mkdir()
+        tried = pathlib.Path("tried")
         first = not tried.exists()
         tried.touch()
         port = {taken.getsockname()[1]} if first else int(sys.argv[1])
