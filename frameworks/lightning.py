@@ -72,6 +72,8 @@ KNOBS = KnobTable(
 
 def config(setup: ExportInput) -> dict[str, Any]:
     """Returns the sections `trainer` and `optimizer`."""
+    if setup.command:
+        return nested(setup.tuned(KNOBS))
     note_pipeline(setup)
     trainer: dict[str, Any] = {
         "accelerator": "cpu" if setup.device_type == "cpu" else "gpu",

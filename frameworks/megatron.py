@@ -104,6 +104,9 @@ _WITH_FSDP: Mapping[str, Any] = {"no-gradient-accumulation-fusion": True, "ckpt-
 
 def flags(setup: ExportInput) -> list[str]:
     """Flags, each an entry of a bash array; a value may be a quoted arithmetic expression."""
+    if setup.command:
+        batch = [f"--global-batch-size {setup.global_batch}"] if setup.config.get("grad_accum") else []
+        return _flags(setup.tuned(KNOBS)) + batch
     out = _arguments("tp", setup.tp) + _arguments("pp", setup.pp)
     if setup.cp > 1:
         out += _arguments("cp", setup.cp)
