@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,7 @@ from ..results import summary
 from ..results.columns import fold, speed
 from ..results.measurement import DEFAULT, Status
 from ..tuner.result import Candidate, Result
+from ..views.observed import batch_text, binding, formats_text, parts_text
 from ..views.show import speed_of
 from . import words
 
@@ -50,6 +52,12 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
     unconfirmed = best.measurement.unconfirmed
     kind += ", unconfirmed" if unconfirmed else ""
     hero = "bold green" if not unconfirmed and (gain is None or gain.shown) else "bold"
+    if not best.config:  # a command without a knob
+        console.print(Text(f"measured {speed_of(best.trial)}", style=hero))
+        console.print()
+        console.print(_side_by_side({"": best}))
+        console.print()
+        return
     console.print(Text(f"winner   trial {best.trial.number}: {speed_of(best.trial)}{kind}", style=hero))
     if unconfirmed:
         console.print(Text(f"         {fold(unconfirmed)}", style="yellow"))
@@ -115,6 +123,13 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
     precisions = [str(each.config.get("precision", "")) for each in sides]
     return [
         ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
+        (
+            "tokens",
+            [
+                f"{each.tokens_per_second:,.4g} a second" if each.tokens_per_second and each.unit != "tokens/s" else ""
+                for each in measured
+            ],
+        ),
         ("peak memory", [words.memory(each.peak_memory_mib) if each.peak_memory_mib else "" for each in measured]),
         # Shares of the peaks of two formats are not comparable: that of the winner may be the smaller one.
         (
@@ -133,9 +148,18 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
                 for each, precision in zip(measured, precisions)
             ],
         ),
+        *_observed([measurement.observed for measurement in measured]),
         ("reported first" if again else "reported", [fold(each.told) for each in measured]),
         ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
     ]
+
+
+def _observed(sides: list[Mapping[str, Any] | None]) -> list[tuple[str, list[str]]]:
+    """Returns rows of what was observed of commands' trainings."""
+    if not all(sides):
+        return []
+    texts = {"samples a step": batch_text, "wall time": parts_text, "formats": formats_text, "limited by": binding}
+    return [(name, [text(observed) for observed in sides if observed is not None]) for name, text in texts.items()]
 
 
 def _default_failed(result: Result) -> str:

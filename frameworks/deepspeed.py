@@ -290,6 +290,4 @@ FRAMEWORK = Framework(
     conventions=conventions,
     read=read,
     write=write,
-    # deepspeed/utils/timer.py
-    step_pattern=r"CurrSamplesPerSec=(?P<samples_per_second>[\d.]+)",
 )

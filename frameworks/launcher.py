@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -115,8 +115,7 @@ class Launcher:
                 file and none is rendered.
         """
         text = _text(command)
-        known = [name for name in knobs if name in self.options or name in self.paths]
-        added_knobs = [name for name in known if not _mentions(command, name)]
+        added_knobs = self.added(command, knobs)
         for name in added_knobs:
             self._check(command, name, getattr(knobs[name], "values", ()))
         given = {_name(word) for word in _words(text)}
@@ -130,6 +129,12 @@ class Launcher:
                 raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
             render += tuple(f"{file}:{each}" for each in placed)
         return cast(Given, replace(cast(Any, command), command=self._with(text, added), render=render))
+
+    def added(self, command: CommandLine, knobs: Iterable[str]) -> tuple[str, ...]:
+        """Knobs without a place in the command, which are passed as options or in its file."""
+        return tuple(
+            name for name in knobs if (name in self.options or name in self.paths) and not _mentions(command, name)
+        )
 
     def emulating(self, command: Given) -> Given:
         """A command that runs its first rank alone, on one device, with communication that does nothing.

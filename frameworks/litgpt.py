@@ -104,6 +104,4 @@ FRAMEWORK = Framework(
     defaults={"precision": "bf16_pure", "zero": 3, "checkpoint_ratio": 0},
     read=read,
     write=write,
-    # litgpt/pretrain.py, litgpt/finetune/lora.py; the time in the same line is that of a micro-batch
-    step_pattern=r"\biter \d+ step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+|nan),",
 )

@@ -524,6 +524,4 @@ FRAMEWORK = Framework(
     prepare=prepare,
     read=read,
     write=write,
-    # megatron/training/training.py
-    step_pattern=r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)(?:.*?lm loss: (?P<loss>[\d.Ee+-]+|nan))?",
 )

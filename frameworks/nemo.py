@@ -97,6 +97,4 @@ FRAMEWORK = Framework(
     read=read,
     write=lambda strategy, stated: write_batch(strategy, _OLD_TOTAL if stated.has(_OLD_TOTAL) else _TOTAL),
     option="{key}={value}",
-    # Its progress on Lightning
-    step_pattern=r"reduced_train_loss: (?P<loss>[\d.eE+-]+|nan) \| train_step_timing in s: (?P<step_s>[\d.]+)",
 )

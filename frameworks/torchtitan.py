@@ -495,6 +495,4 @@ FRAMEWORK = Framework(
     prepare=prepare,
     read=read,
     write=write,
-    # torchtitan/components/metrics.py: tps is per device
-    step_pattern=r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
 )

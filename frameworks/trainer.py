@@ -408,12 +408,4 @@ FRAMEWORK = Framework(
     conventions=conventions,
     read=_read,
     write=write,
-    # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
-    # of steps only if its name says so: others are of files that are loaded, or of data.
-    step_pattern=(
-        r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
-        r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"
-    ),
-    # It prints its losses as a dict, Megatron and others in their own lines.
-    loss_pattern=r"\{'loss': '?(?P<loss>[\d.eE+-]+|nan)'?,",
 )

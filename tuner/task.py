@@ -182,7 +182,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
             raise UsageError(
                 "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
             )
-    space, allowed = request.space_or(partial(_declared, target, request, count), foreign)
+    space, allowed = request.space_or(partial(_declared, target, trained, request, count), foreign)
     if "grad_accum" in space.by_name:
         trained = replace(trained, global_batch=None)
     if total is not None and (foreign is None or "grad_accum" not in space.by_name):
@@ -192,7 +192,22 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         space.require(trained.global_batch % passed == 0, f"global batch {trained.global_batch}")
     _check_effects(space, request.fix)
     stated = foreign.stated if foreign is not None else frozenset()
-    command = Commands(target, space, devices=count, global_batch=total, own_batch=trained.global_batch, stated=stated)
+    command = Commands(
+        target,
+        space,
+        devices=count,
+        global_batch=total,
+        own_batch=trained.global_batch,
+        own_knobs=trained.knobs,
+        stated=stated,
+        ranks=request.devices,
+        workload=workload,
+    )
+    if not space.knobs:
+        known["notes"] += (
+            "the command has no knob, so it is measured once: write {micro_batch} or any other name where a value belongs, and "
+            "give its values, such as --set micro_batch=8,16,32",
+        )
     if command.unplaced:
         values = config_text({name: space[name].default for name in command.unplaced}, between=", ")
         model_notes += (
@@ -254,18 +269,21 @@ def _no_default(allow: Sequence[str]) -> Space:
     raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
 
 
-def _declared(command: Command, request: TrainingRequest, devices: int, allow: Sequence[str]) -> Space:
-    """Returns the space of the knobs with given values, and of those that the launcher knows. Each has its first
-    value by default, and those with a standard name declare their standard effect on memory.
+def _declared(
+    command: Command, trained: CommandTraining, request: TrainingRequest, devices: int, allow: Sequence[str]
+) -> Space:
+    """Returns the space of the knobs with given values, and of those that the launcher knows; empty if there are none.
+
+    The default of a launcher's knob is what the command trains with as it is, as far as that can be read, and of any
+    other its first value. Knobs with a standard name declare their standard effect on memory.
     """
     values: dict[str, Sequence[Any]] = {}
     if command.launcher is not None:
         values |= find_launcher(command.launcher).values(command, devices, lossy="lossy" in allow)
+        for name, choices in values.items():
+            if (own := trained.knobs.get(name)) in choices:
+                values[name] = [own, *(choice for choice in choices if choice != own)]
     values |= request.override or {}
-    if not values:
-        raise UsageError(
-            "tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, a --launcher, or --from FILE"
-        )
     space = Space()
     for name, each in values.items():
         declare(space, name, each)

@@ -11,6 +11,7 @@ from ..base.scratch import Scratch
 from ..base.writing import cannot_write
 from ..knobs.strategy import BLOCK_KNOBS
 from ..results import RunFolder, Trial, summary
+from ..runners.command.comparison import without_effect
 from ..runners.command.work import Commands
 from ..runners.soak import SoakPlan
 from ..space import Config
@@ -154,6 +155,8 @@ def _conclude(
     done = folder.trials()
     if (tight := tight_winner(done, request.headroom)) and not interrupted:
         messages.warn(tight)
+    for sentence in without_effect(done):
+        messages.warn(sentence)
     if task.command is not None and (winner := summary.best(done)) is not None:
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
         messages.warn(_winner_s_command(task.command, winner, Path(request.out or ""), hosts))

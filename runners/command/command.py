@@ -45,6 +45,8 @@ class Command:
             product of the knobs `micro_batch`, `grad_accum` and `dp`.
         require: bounds on metrics, such as `p99_ms < 200`; a trial that breaks one is `wrong`.
         shell: start it with `/bin/sh -c`; values in it are quoted.
+        no_observe: do not observe its training from inside, which is done by a `sitecustomize` on its PYTHONPATH; its speed
+            is then read from what it prints.
         emulate: run its first rank alone on one device, by the launcher's own mode for that (`megatron`, `torchtitan`).
     """
 
@@ -90,6 +92,9 @@ class Command:
     ] = ()
     shell: Annotated[bool, Option("Start it in a shell.", sent=True)] = False
     emulate: Annotated[bool, Option("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
+    no_observe: Annotated[
+        bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True)
+    ] = False
     reads_files: ClassVar[bool] = True
     """True if files that it names may be read before it is started."""
     hides_env: ClassVar[bool] = False

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from ...base.errors import MissingDependency, UsageError
 from ...base.reporting import TIME
-from ...frameworks.registry import FRAMEWORKS, find_framework
 from .objective import BESIDE, PREFERRED
+from .suggestion import NOT_TRAINING
 
 _IN_NAME = "tfevents"
 """Part of the name of every TensorBoard event file."""
@@ -117,19 +117,29 @@ restarted.
 NEAR_S = 0.005
 """Shortest interval between two times by which a step is timed, s. On a busy machine a line may be read that much late."""
 _NUMBER = re.compile(
-    r"(?P<number>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?",
-    re.IGNORECASE,
+    r"(?P<number>[-+]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?", re.IGNORECASE
 )
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_DECIMAL_COMMA = re.compile(r"[-+]?(?:\d+,(?:\d{1,2}|\d{4,})|\d{1,3}(?:\.\d{3})+,\d+)")
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _SPLIT = re.compile(rb"[\r\n]")
 _OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
 
-NANOTRON = (
-    r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?"
+_BAR = re.compile(
+    r"^\s*(?P<name>.*?)\b\d+%\|[^|]*\| *(?P<step>\d+)/\d+ \[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*"
+    r"(?:(?:it|step|iter|batch)/s|s/(?:it|step|iter|batch))"
 )
-"""Format of a step in src/nanotron/trainer.py; earlier versions wrote 8.66E+05."""
+"""A progress bar of tqdm, as `tqdm.format_meter` writes it."""
+_OF_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
+"""Names of bars that count training steps. A bar without a name may count anything, one over epochs counts epochs."""
+_LOSS = re.compile(
+    r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?"
+    r"(?P<loss>[-+]?\d[\d.]*(?:[eE][-+]?\d+)?|nan)\b",
+    re.IGNORECASE,
+)
+"""A training loss, as programs print it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,7 @@ class Lines:
     Args:
         patterns: regular expressions whose groups are named by metrics.
         names: metrics by their names in JSON objects and files.
-        requested: the requested metrics in order; empty to read the output of all known frameworks.
+        requested: the requested metrics in order; empty to read what usually contains them.
     """
 
     patterns: Sequence[re.Pattern[str]]
@@ -178,16 +188,16 @@ class Lines:
 
     def read(self, line: str) -> dict[str, float]:
         """Returns the numbers in a line, by metric. If several patterns match, the first one counts."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for pattern in self.patterns:
             if match := pattern.search(line):
                 for name, text in match.groupdict().items():
-                    if text is not None and name not in found and (value := number(text)) is not None:
-                        found[name] = value
+                    if text is not None and name not in values and (value := number(text)) is not None:
+                        values[name] = value
         if self.names and line.lstrip().startswith("{"):
-            given = _of_object(line)
-            found = {**{self.names[name]: given[name] for name in self.names if name in given}, **found}
-        return found
+            named = _of_object(line)
+            values = {**{self.names[name]: named[name] for name in self.names if name in named}, **values}
+        return values if self.requested else {**_printed(line), **values}
 
 
 class StepNumbers:
@@ -305,16 +315,20 @@ def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, 
     return {**other, **{names[name]: value for name, value in values.items() if name in names}}
 
 
-def printed() -> list[str]:
-    """Returns regular expressions for the output of known frameworks; progress bars and losses come last."""
-    found = [find_framework(name) for name in FRAMEWORKS]
-    bars = [each for each in found if each.loss_pattern]
-    lines = [each.step_pattern for each in found if each.step_pattern and each not in bars]
-    return [*lines, NANOTRON, *(each.step_pattern for each in bars), *(each.loss_pattern for each in bars)]
+def _printed(line: str) -> dict[str, float]:
+    """Returns what is read without being asked for: the step of a progress bar over training steps, and a training loss."""
+    values = {}
+    bar = _BAR.match(line)
+    if bar is not None and _OF_STEPS.search(bar["name"]) and not NOT_TRAINING.search(bar["name"]):
+        values["step"] = float(bar["step"])
+    loss = _LOSS.search(line)
+    if loss is not None and not NOT_TRAINING.search(line[: loss.start()]):
+        values["loss"] = float(loss["loss"])
+    return values
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:
-    """Returns the reader of the requested metrics, or of the output of known frameworks if there are none.
+    """Returns the reader of the requested metrics; without any, of progress bars over steps and of JSON lines.
 
     Args:
         metrics: regular expressions with named groups, or names in JSON, CSV and event files: `NAME`, or `METRIC=NAME`
@@ -326,7 +340,7 @@ def lines_for(metrics: Sequence[str]) -> Lines:
     """
     if not metrics:
         known = {name: name for name in (*PREFERRED, *BESIDE)}
-        return Lines([re.compile(each) for each in printed()], known)
+        return Lines([], known)
     patterns: list[re.Pattern[str]] = []
     names: dict[str, str] = {}
     requested: list[str] = []
@@ -375,29 +389,25 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def near_misses(lines: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Returns the last three lines that may be meant: those with a number and a word of a metric's name."""
-    words = {
-        word for name in wanted for word in name.lower().split("_") if len(word) > 2 and word not in ("per", "second")
-    }
-    words |= {"tok", "sample", "iter", "step", "it/s", "sec"} if not words else set()
-    found = [
-        line for line in lines if any(char.isdigit() for char in line) and any(word in line.lower() for word in words)
-    ]
-    return found[-3:]
-
-
 def _text(line: bytes) -> str:
     """Decodes a line and removes colours."""
     return _COLOURS.sub("", line.decode("utf-8", "replace"))
 
 
 def number(text: str) -> float | None:
-    """Parses a number as programs print it, such as `1,234.5`, `26.5K`, `nan`; None if it is not a number."""
+    """Parses a number as programs print it, such as `1,234.5`, `13,25`, `26.5K`, `nan`; None if it is not a number.
+
+    A comma in front of exactly three digits separates thousands, any other is a decimal comma.
+    """
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
-    return float(match["number"].replace(",", "")) * _SCALES[(match["scale"] or "").lower()]
+    digits = match["number"]
+    if _DECIMAL_COMMA.fullmatch(digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(".") > 1 or ("," in digits and not _THOUSANDS.fullmatch(digits)):
+        return None
+    return float(digits.replace(",", "")) * _SCALES[(match["scale"] or "").lower()]
 
 
 def _of_object(line: str) -> dict[str, float]:

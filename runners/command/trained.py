@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class CommandTraining:
     precision: str | None = None
     split: int = 1
     """Devices that share a replica by the degrees that the command gives."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Values of standard knobs by the command, its files and the defaults of its trainer, if that is recognised."""
 
     @classmethod
     def by(cls, command: Command) -> "CommandTraining":
@@ -71,6 +73,7 @@ class CommandTraining:
             global_batch=total or found.global_batch,
             precision=stated.get("precision") or _precision(usual),
             split=prod(stated.get(name, 1) for name in SPLITS),
+            knobs=dict(found.config),
         )
 
 

@@ -6,11 +6,9 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
@@ -18,13 +16,16 @@ from ...frameworks.export_input import PORT
 from ...frameworks.launcher import Launcher
 from ...frameworks.registry import find_launcher
 from ...knobs.strategy import SPLITS
+from ...models.flops import flops_of
+from ...models.workload import Workload
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
 from ..function import own_measurement
 from ..job import Job, Outcome, RankOutcome
-from ..work import Work
+from ..work import LEAST_COMPILE_TIMEOUT_S, Work
 from .command import HIDDEN, Command
+from .comparison import EXACT, Asked, TrainingComparison
 from .files import read_files
 from .objective import PREFERRED, Requirement, smaller_is_better
 from .reading import check_installed, lines_for, of_events
@@ -35,49 +36,6 @@ from .trial import CommandReport, CommandTrial
 if TYPE_CHECKING:
     from ..runner import TrialRequest
     from ..work import CommonFields, TrialTerms
-
-
-FAR = 0.2
-"""Largest relative difference from the first run's loss at the same steps; beyond it the training is considered
-different.
-"""
-SCATTERS = 4.0
-"""The same as a multiple of the typical change of the first run's loss between steps."""
-LEAST_STEPS = 3
-"""Number of common steps with a loss that are needed for the comparison."""
-
-
-@dataclass
-class FirstRunComparison:
-    """Compares successful runs of a search with the first one."""
-
-    unit: str = ""
-    """Unit of the first run's throughput."""
-    samples: float | None = None
-    """Samples per step of the first run."""
-    losses: Mapping[int, float] = field(default_factory=dict)
-    """Losses of the first run, by step."""
-
-    def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float]) -> str:
-        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded."""
-        if not self.unit:
-            self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
-        if measured.unit != self.unit:
-            return f"it reported {measured.unit}, but {self.unit} before: choose one with --metric"
-        return _deviates(losses, self.losses) if samples == self.samples else ""
-
-
-def _deviates(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
-    steps = sorted(losses.keys() & first.keys())
-    if len(steps) < LEAST_STEPS:
-        return ""
-    expected = [first[step] for step in steps]
-    off = median(losses[step] - first[step] for step in steps)
-    scatter = median(abs(after - before) for before, after in pairwise(expected))
-    if abs(off) <= max(FAR * median(map(abs, expected)), SCATTERS * scatter):
-        return ""
-    at = steps[-1]
-    return f"its loss is {losses[at]:.4g} at step {at}, but that of the first run was {first[at]:.4g}"
 
 
 _OF_HOSTS = {
@@ -102,6 +60,10 @@ class Commands(Work):
         devices: of one trial.
         global_batch: samples per step, if given.
         own_batch: samples per step that the command states itself.
+        own_knobs: values of knobs that the command trains with as it is. A configuration with these values is the user's
+            command itself, without options for them.
+        ranks: devices that were asked for explicitly, each of which should have a rank.
+        workload: the model that it trains, if known, whose FLOPs give the MFU.
         stated: knobs with a single value stated by another tool's file, which the command need not use.
 
     Raises:
@@ -119,22 +81,32 @@ class Commands(Work):
         devices: int,
         global_batch: int | None = None,
         own_batch: int | None = None,
+        own_knobs: Mapping[str, Any] | None = None,
         stated: Collection[str] = (),
+        ranks: int | None = None,
+        workload: Workload | None = None,
     ) -> None:
+        self._ranks, self._workload = ranks, workload
         self.requested = command
         """The command as requested."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
         knobs = space.by_name
         if command.samples is None and global_batch is None and own_batch is not None:
             command = replace(command, samples=str(own_batch))
-        whole = command
+        whole = as_is = command
+        self._added: tuple[str, ...] = ()
+        """Knobs that are passed as options of the launcher."""
+        self._own_knobs = own_knobs or {}
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
-            whole = launcher.with_knobs(command, knobs, short=False)
+            whole, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
+            self._added = launcher.added(self.requested, knobs)
         if command.emulate:
             command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
+        self._as_is = read_command(as_is.command, knobs, shell=command.shell)
+        """The command without options for knobs, as the user has it, but for those that shorten its run."""
         self._whole = read_command(whole.command, knobs, shell=command.shell)
         """The command without the options that shorten its run."""
         self._environment = tuple(_variable(each, knobs) for each in command.env)
@@ -145,7 +117,7 @@ class Commands(Work):
         self._wanted = self._lines.first
         self._smaller = smaller_is_better(self._wanted, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
-        self._comparison = FirstRunComparison()
+        self._comparison = TrainingComparison()
         self._remeasured: Counter[str] = Counter()
         """Re-measurements so far, by the name of their log."""
         templates = (
@@ -265,7 +237,15 @@ class Commands(Work):
 
     def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
         """Returns the command of a trial, as for a shell."""
-        return self._shown(self._line, self.values(config, number, folder))
+        values = self.values(config, number, folder)
+        return self._shown(self._line_of(values), values)
+
+    def _line_of(self, values: Mapping[str, Any]) -> CommandLine | ShellLine:
+        """The command of a trial: as the user has it, if all knobs that would be options have its own values."""
+        if not self._added or self.requested.emulate or self.requested.render:
+            return self._line
+        own = all(name in self._own_knobs and self._own_knobs[name] == values[name] for name in self._added)
+        return self._as_is if own else self._line
 
     def whole(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
         """Returns the command for training: without the options that shorten it, and with the shell variables of
@@ -305,7 +285,7 @@ class Commands(Work):
             folder = self._folder_of(request.log)
         values = self.values(request.config, request.number, folder)
         run = RunTerms(
-            command=self._line,
+            command=self._line_of(values),
             environment=self._environment,
             files=self._files,
             values=values,
@@ -322,13 +302,18 @@ class Commands(Work):
             best=request.best_throughput,
             memory_limit_mib=terms.memory_limit_mib,
             on_gpus=terms.device.type == "cuda",
+            observe=not self.requested.no_observe,
+            micro_batch=values.get("micro_batch"),
+            split=prod(values.get(name) or 1 for name in SPLITS),
         )
+        timeout_s = request.timeout_s or terms.timeout_s
         return Job(
             program=cloudpickle.dumps(CommandTrial(terms=run, takes_port="master_port" in self.names)),
             one_a_host=True,
             # The limit of GPUs is checked where the command runs.
             memory_limit_mib=None if terms.device.type == "cuda" else terms.memory_limit_mib,
-            timeout_s=request.timeout_s or terms.timeout_s,
+            timeout_s=timeout_s,
+            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
             log=str(request.log) if request.log else None,
         )
 
@@ -353,9 +338,34 @@ class Commands(Work):
         measured = own_measurement(whole, terms.memory_limit_mib, known)
         if not measured.ok:
             return measured
-        samples = self._work(self.values(request.config, request.number, Path()))
-        reason = self._comparison.why_not(measured, samples, losses)
-        return replace(measured, status=Status.WRONG, reason=reason) if reason else measured
+        values = self.values(request.config, request.number, Path())
+        reason = self._comparison.why_not(measured, self._work(values), losses, self._asked(values))
+        return replace(measured, status=Status.WRONG, reason=reason) if reason else self._with_flops(measured)
+
+    def _with_flops(self, measured: Measurement) -> Measurement:
+        """Adds the FLOP/s of the known model, if it trains samples of that model's length."""
+        observed, workload = measured.observed, self._workload
+        if observed is None or workload is None or not measured.samples_per_second:
+            return measured
+        tokens = (observed["tokens_per_step"] or 0.0) / observed["samples_per_step"]
+        if workload.seq_len is not None and abs(tokens - workload.seq_len) > EXACT * workload.seq_len:
+            return measured
+        if (flops := flops_of(workload).per_sample) is None:
+            return measured
+        return replace(measured, tflops_per_device=flops * measured.samples_per_second / observed["ranks"] / 1e12)
+
+    def _asked(self, values: Mapping[str, Any]) -> Asked:
+        """Returns what a trial's training was asked to be."""
+        micro_batch = values.get("micro_batch")
+        states_batch = (
+            self._samples is not None or self._global_batch is not None or "grad_accum" in self._space.by_name
+        )
+        return Asked(
+            samples_per_step=self._work(values) if states_batch else None,
+            micro_batch=None if micro_batch is None else float(micro_batch),
+            precision=values.get("precision"),
+            ranks=self._ranks,
+        )
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
         """Returns the samples per step; None if unknown."""

@@ -67,7 +67,7 @@ def run(space, tmp_path):
 STEPS = """
 for step in range(1000):
     time.sleep(0.02 / int(sys.argv[1]))
-    print(f" 1%|#   | {step}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
+    print(f"Epoch 0:  1%|#   | {step}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
 """
 
 
@@ -104,7 +104,7 @@ def test_progress_bars_of_several_ranks_count_once_and_a_restarted_bar_is_anothe
             steps = [*range(12), *range(200)]
             for at, step in enumerate(steps):
                 for shown in (step, max(0, step - 1), max(0, step - 1)):
-                    print(f" 1%|#   | {shown}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
+                    print(f"Training:  1%|#   | {shown}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
                     time.sleep(0.01)
             """
         )
@@ -404,7 +404,7 @@ def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
         (
             "print('Throughput: 12 tok/s')",
             Status.CRASH,
-            "without reporting a throughput, a step's time or its number; did you mean the number",
+            "without reporting a throughput, a step's time or its number; --metric 'Throughput: (?P<tokens_per_second>",
         ),
         ('print(\'{"step_ms": 5, "loss": "x"}\')', Status.OK, ""),
         ('for i in range(50): print(\'{"step_ms": 5, "loss": NaN}\')', Status.WRONG, "the reported loss is nan"),
@@ -447,8 +447,7 @@ def test_bad_manners_leave_nothing_behind(run, script, manners):
         ("", "(during the command, without a usable metric: it has printed nothing)"),
         (
             "while True: print('[iter 00010] loss=2.30 | 654.4 samples/sec', flush=True); time.sleep(0.1)",
-            "without a usable metric: its output does not contain a throughput, a step's time or its number; "
-            "did you mean the number in '[iter 00010] loss=2.30 | 654.4 samples/sec'?)",
+            "samples/sec' reads '654.4' in '[iter 00010] loss=2.30 | 654.4 samples/sec'",
         ),
         (
             "print('{\"samples_per_second\": 5}', flush=True)",
@@ -457,8 +456,8 @@ def test_bad_manners_leave_nothing_behind(run, script, manners):
     ],
 )
 def test_a_timeout_names_what_was_read(run, script, text, says):
-    measured, _ = run(script(f"{text}\ntime.sleep(600)"), timeout_s=8)
-    assert measured.status is Status.TIMEOUT and "no result within 8 s" in measured.reason
+    measured, _ = run(script(f"{text}\ntime.sleep(600)"), timeout_s=6)
+    assert measured.status is Status.TIMEOUT and "no result within 6 s" in measured.reason
     assert says in measured.reason
 
 
@@ -468,7 +467,7 @@ def test_gigabytes_of_output_are_read_and_not_kept(run, script):
             """
             for step in range(300):
                 sys.stdout.write("x" * (1 << 20))
-                print(f"\\n 1%|#  | {step}/1000 [00:00<00:10, 50.0it/s]")
+                print(f"\\nEpoch 0:  1%|#  | {step}/1000 [00:00<00:10, 50.0it/s]")
             """
         )
     )
