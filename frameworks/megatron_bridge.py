@@ -72,7 +72,7 @@ def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:
     return {total: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-def launcher(name: str, knobs: KnobTable, total: str, short: str) -> Launcher:
+def launcher(name: str, knobs: KnobTable, total: str, *, short: str, bounds: str) -> Launcher:
     """Returns the launcher of a recipe's script with `section.field=value`.
 
     Args:
@@ -80,6 +80,7 @@ def launcher(name: str, knobs: KnobTable, total: str, short: str) -> Launcher:
         knobs: its settings of the knobs.
         total: its name of the global batch.
         short: its settings for a short run.
+        bounds: those that replace the command's own.
     """
     return Launcher(
         name=name,
@@ -87,6 +88,7 @@ def launcher(name: str, knobs: KnobTable, total: str, short: str) -> Launcher:
         options=knobs.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
         | {"grad_accum": f"{total}={{global_batch}}"},
         short=short,
+        bounds=bounds,
         total=total,
         own_total=True,
         several=("tp", "pp"),
@@ -97,7 +99,8 @@ LAUNCHER = launcher(
     "megatron-bridge",
     KNOBS,
     _TOTAL,
-    short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",
+    short="train.train_iters=1000 logger.log_interval=1",
+    bounds="train.eval_iters=0 checkpoint.save={trial_dir} checkpoint.save_interval=1000000",
 )
 FRAMEWORK = Framework(
     name="megatron-bridge",

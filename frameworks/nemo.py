@@ -78,7 +78,8 @@ LAUNCHER = launcher(
     KNOBS,
     _TOTAL,
     # It asks for confirmation.
-    short="--yes trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",
+    short="--yes trainer.max_steps=1000 trainer.log_every_n_steps=1",
+    bounds="trainer.limit_val_batches=0 trainer.num_sanity_val_steps=0 log.log_dir={trial_dir}",
 )
 FRAMEWORK = Framework(
     name="nemo",

@@ -291,7 +291,18 @@ LAUNCHER = Launcher(
     },
     options={"micro_batch": f"--{_LOCAL} {{micro_batch}}", "grad_accum": f"--{_GLOBAL} {{global_batch}}"}
     | KNOBS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp", "ep"))),
-    short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
+    short="--training.steps 1000 --metrics.log_freq 1",
+    bounds=(
+        "--dump_folder {trial_dir} --checkpoint.no_enable --validator.no_enable --metrics.no_enable_tensorboard "
+        "--metrics.no_enable_wandb --profiler.no_enable_profiling"
+    ),
+    undone=tuple(
+        f"--{name}"
+        for name in (
+            *("checkpoint.enable", "validator.enable", "metrics.enable_tensorboard", "metrics.enable_wandb"),
+            "profiler.enable_profiling",
+        )
+    ),
     total=f"--{_GLOBAL}",
     # As its run_train.sh does with COMM_MODE=fake_backend.
     emulated="--comm.mode fake_backend",

@@ -265,7 +265,19 @@ LAUNCHER = Launcher(
         },
     )
     | {"optim": "--optim {optim}"},
-    short="--output_dir {trial_dir} --max_steps 1000 --save_strategy no --eval_strategy no --report_to none",
+    short="--max_steps 1000",
+    bounds=(
+        "--output_dir {trial_dir} --eval_on_start false --eval_strategy no --save_strategy no --push_to_hub false "
+        "--report_to none"
+    ),
+    # The first needs evaluations, the second would continue behind the last step, the third is Seq2SeqTrainer's, and the
+    # last one has another name now.
+    undone=(
+        "--load_best_model_at_end",
+        "--resume_from_checkpoint VALUE",
+        "--predict_with_generate",
+        "--evaluation_strategy VALUE",
+    ),
 )
 
 

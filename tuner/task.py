@@ -213,7 +213,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         model_notes += (
             f"the file states {values}, for which the command has no placeholder: the command itself has to set them",
         )
-    known["notes"] += (*model_notes, *allowed)
+    known["notes"] += (*model_notes, *allowed, *command.notes)
     return Task(
         name=target.name,
         command=command,

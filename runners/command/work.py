@@ -97,11 +97,14 @@ class Commands(Work):
         self._added: tuple[str, ...] = ()
         """Knobs that are passed as options of the launcher."""
         self._own_knobs = own_knobs or {}
+        self.notes: tuple[str, ...] = ()
+        """Notes for the user on how trials differ from the command."""
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
             whole, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
             self._added = launcher.added(self.requested, knobs)
+            self.notes = tuple(filter(None, [launcher.short_note(self.requested)]))
         if command.emulate:
             command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
