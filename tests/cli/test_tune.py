@@ -317,7 +317,8 @@ def test_a_command_whose_model_is_known_can_be_simulated_exported_and_learned_fr
     assert "the estimate is that of gpt2, 1024 tokens a sample" in out
     best = yaml.safe_load(Path("r/best.yaml").read_text())
     size = best["best"]["configuration"]["micro_batch"]
-    assert f"--micro-batch-size {size} " in out and "--global-batch-size 64" in out and "--train-iters" not in out
+    (shown,) = [line for line in out.splitlines() if "the winner's command" in line]
+    assert f"--micro-batch-size {size} " in shown and "--global-batch-size 64" in shown and "--train-iters" not in shown
     asked = yaml.safe_load(Path("r/run.yaml").read_text())["asked"]
     assert asked["workload"]["spec"] == "gpt2" and asked["shape"]["layers"] == 12 and asked["seq_len"] == 1024
     code, out, err = run(capsys, "export", "r", "--to", "megatron")
