@@ -18,12 +18,12 @@ from ..views.show import speed_of
 from . import words
 
 
-def print_result(result: Result, *, exports: bool = True) -> None:
+def print_result(result: Result, *, launcher: str | None = "") -> None:
     """Prints the result of a search, as wide as the terminal.
 
     Args:
         result: the result.
-        exports: True if the winner can be exported to other frameworks.
+        launcher: trainer of the command that was tuned, None if that is not a known one; empty without a command.
     """
     console = Console(highlight=False)
     console.print()
@@ -39,7 +39,7 @@ def print_result(result: Result, *, exports: bool = True) -> None:
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
         there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
         console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
-        for line in _next(result, exports):
+        for line in _next(result, launcher):
             console.print(Text(line, style="dim"), soft_wrap=True)
 
 
@@ -169,7 +169,7 @@ def _default_failed(result: Result) -> str:
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"
 
 
-def _next(result: Result, exports: bool) -> list[str]:
+def _next(result: Result, launcher: str | None) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
         return [f"next     the same command with --out {folder} --resume continues"]
@@ -177,9 +177,10 @@ def _next(result: Result, exports: bool) -> list[str]:
         failed = (each.measured for each in result.all_trials if not each.pending)
         log = next((each.log for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
         return [f"next     read {shlex.quote(f'{result.folder}/{log}')}" if log else f"next     redline show {folder}"]
-    if not exports:
-        return [f"next     redline report {folder}"]
-    from ..frameworks.export import suited_target
+    from ..frameworks.export import export_targets, suited_target
 
-    export = f"         redline export {folder} --to {suited_target(result.best.config)}   (or --list)"
-    return [f"next     redline report {folder}", export]
+    report = f"next     redline report {folder}"
+    if launcher is None or (launcher and launcher not in export_targets()):
+        return [report]
+    target = launcher or suited_target(result.best.config)
+    return [report, f"         redline export {folder} --to {target}   (or --list)"]

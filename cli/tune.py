@@ -116,7 +116,7 @@ def tune(
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        print_result(result, exports=command is None or command.launcher is not None)
+        print_result(result, launcher="" if command is None else command.launcher)
     if result.interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE

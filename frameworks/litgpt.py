@@ -74,7 +74,12 @@ LAUNCHER = Launcher(
     accepts={"precision": ("fp32", "bf16", "bf16_pure")},
     total=f"--{_TOTAL}",
     own_total=True,
-    short="--out_dir {trial_dir} --train.log_interval 1 --train.save_interval 1000000 --eval.interval 1000000",
+    short="--train.log_interval 1",
+    bounds=(
+        "--out_dir {trial_dir} --train.save_interval 1000000 --eval.interval 1000000 --eval.initial_validation false "
+        "--eval.final_validation false --logger_name csv"
+    ),
+    undone=("--resume VALUE",),
 )
 FRAMEWORK = Framework(
     name="litgpt",

@@ -201,7 +201,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
             "the command has no knob, so it is measured once: write {micro_batch} or any other name where a value belongs, and "
             "give its values, such as --set micro_batch=8,16,32",
         )
-    known["notes"] += (*model_notes, *allowed)
+    known["notes"] += (*model_notes, *allowed, *command.notes)
     return Task(
         name=target.name,
         command=command,

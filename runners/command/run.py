@@ -366,12 +366,11 @@ class Run(Clock):
             self.peak_mib = here
             self.on_peak(here)
         limit = self.terms.memory_limit_mib
-        if self._gpus and limit is not None and here > limit and not self.out_of_memory:
-            self.out_of_memory, self._oom_until = (
-                f"{here:,.0f} MiB of a GPU are in use, but the limit is {limit:,.0f} MiB",
-                now,
-            )
-            self.over_limit = True
+        # The limit that a process inherits (RLIMIT_DATA) does not count shared memory and mapped files.
+        if limit is not None and here > limit and not self.out_of_memory:
+            whose = "a GPU are in use" if self._gpus else "memory are resident in one process"
+            self.out_of_memory = f"{here:,.0f} MiB of {whose}, but the limit is {limit:,.0f} MiB"
+            self._oom_until, self.over_limit = now, True
         self.pids.update(held)
         self.shortage.look(list(held))
         if self.terms.observe:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
+from ...frameworks.export_input import PORT
 from ...frameworks.launcher import Launcher
 from ...frameworks.registry import find_launcher
 from ...knobs.strategy import SPLITS
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
     from ..work import CommonFields, TrialTerms
 
 
+_OF_HOSTS = {
+    "node_rank": ("\ue000", "$NODE_RANK"),
+    "master_addr": ("\ue001", "$MASTER_ADDR"),
+    "master_port": ("\ue002", f"${{MASTER_PORT:-{PORT}}}"),
+}
+"""Private characters and shell variables in place of values that each host has to set."""
 _INTERPRETER = re.compile(r"python[\d.]*|bash|sh|torchrun")
 _OTHER_CODE = ("-m", "--module", "-c", "--no-python", "--no_python")
 """Options of interpreters and torchrun after which the program is not a script."""
@@ -88,11 +95,14 @@ class Commands(Work):
         self._added: tuple[str, ...] = ()
         """Knobs that are passed as options of the launcher."""
         self._own_knobs = own_knobs or {}
+        self.notes: tuple[str, ...] = ()
+        """Notes for the user on how trials differ from the command."""
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
             whole, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
             self._added = launcher.added(self.requested, knobs)
+            self.notes = tuple(filter(None, [launcher.short_note(self.requested)]))
         if command.emulate:
             command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
@@ -212,7 +222,7 @@ class Commands(Work):
             "hosts": 1,
             "node_rank": 0,
             "master_addr": "127.0.0.1",
-            "master_port": 29500,
+            "master_port": PORT,
         }
 
     def values(self, config: Mapping[str, Any], number: int, folder: Path) -> dict[str, Any]:
@@ -233,13 +243,28 @@ class Commands(Work):
         return self._as_is if own else self._line
 
     def whole(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
-        """Returns the command for training: without the options that shorten it, and with placeholders for values
-        that differ between hosts.
+        """Returns the command for training: without the options that shorten it, and with the shell variables of
+        `redline export` for values that differ between hosts.
         """
         values = {**self.values(config, number, folder), "hosts": hosts, "devices_per_host": self._devices // hosts}
-        if hosts > 1:
-            values |= {name: f"{{{name}}}" for name in ("node_rank", "master_addr", "master_port")}
-        return self._shown(self._whole, values)
+        if hosts == 1:
+            return self._shown(self._whole, values)
+        shown = self._shown(self._whole, values | {name: mark for name, (mark, _) in _OF_HOSTS.items()})
+        for mark, variable in _OF_HOSTS.values():
+            # A word with a mark is in single quotes, which the variable has to be outside of.
+            shown = shown.replace(mark, f"'\"{variable}\"'")
+        return shown.replace("''\"", '"').replace("\"''", '"')
+
+    def write_files(self, config: Mapping[str, Any], number: int, folder: Path) -> None:
+        """Writes the files that the command reads from `{trial_dir}`, if there are any.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self._files:
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in self._files:
+            file.write(folder, self.values(config, number, folder))
 
     def _shown(self, line: CommandLine | ShellLine, values: Mapping[str, Any]) -> str:
         hides = self.requested.hides_env

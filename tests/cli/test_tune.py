@@ -222,6 +222,27 @@ def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, caps
     assert "redline report r" in out and "redline export" not in out
 
 
+def test_the_winner_s_command_runs_as_it_is_printed(checkout, capsys):
+    Path("train.py").write_text("""
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+print("value", json.loads((folder / "job.json").read_text())["batch"])
+folder.joinpath("weights").touch()
+""")
+    Path("job.json").write_text('{"batch": 0}')
+    command = f"{shlex.quote(sys.executable)} train.py {{trial_dir}} --port {{master_port}} {{clients}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
+        "grid", "--render", "job.json:batch={clients}", "--out", "runs/a",
+    )  # fmt: skip
+    assert code == 0, out + err
+    (shown,) = [line for line in out.splitlines() if "the winner's command:" in line]
+    line = shown.partition("command: ")[2]
+    assert line == f"{sys.executable} train.py runs/a/winner --port 29500 3"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout == "value 3\n" and Path("runs/a/winner/weights").exists()
+
+
 REFUSES = """
 import pathlib, sys
 folder = pathlib.Path(sys.argv[2])
@@ -296,11 +317,15 @@ def test_a_command_whose_model_is_known_can_be_simulated_exported_and_learned_fr
     assert "the estimate is that of gpt2, 1024 tokens a sample" in out
     best = yaml.safe_load(Path("r/best.yaml").read_text())
     size = best["best"]["configuration"]["micro_batch"]
-    assert f"--micro-batch-size {size} " in out and "--global-batch-size 64" in out and "--train-iters" not in out
+    (shown,) = [line for line in out.splitlines() if "the winner's command" in line]
+    assert f"--micro-batch-size {size} " in shown and "--global-batch-size 64" in shown and "--train-iters" not in shown
     asked = yaml.safe_load(Path("r/run.yaml").read_text())["asked"]
     assert asked["workload"]["spec"] == "gpt2" and asked["shape"]["layers"] == 12 and asked["seq_len"] == 1024
     code, out, err = run(capsys, "export", "r", "--to", "megatron")
-    assert code == 0 and "--num-layers 12" in out and f"--micro-batch-size {size}" in out, out + err
+    assert code == 0 and f"--micro-batch-size {size}" in out and "--global-batch-size 64" in out, out + err
+    tuned = out.partition("MEGATRON_ARGS=(")[2]
+    assert "--num-layers" not in tuned and "--seq-length" not in tuned, "these are the command's"
+    assert "for the command, which keeps all its others" in out and MEGATRON in out
     code, out, err = run(capsys, *megatron, "--model", "gpt2", "--warm-start", "r", "--out", "again")
     assert code == 0 and "warm start from r: " in out and "weight" not in out, out + err
     otherwise = ["tune", "--launcher", "megatron", "--command", MEGATRON + " --model gpt2 --use-flash-attn", *CLUSTER]

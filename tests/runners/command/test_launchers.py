@@ -51,7 +51,7 @@ def test_knobs_without_a_place_are_added_and_given_arguments_stay():
 
 def test_only_options_of_the_same_name_count_as_given():
     arguments = words("trainer", "sh train.sh --max_steps_of_warmup 3 --output_dir=here --bf16 {precision == 'bf16'}")
-    assert arguments[arguments.index("--max_steps") + 1] == "1000" and "--output_dir" not in arguments
+    assert arguments[arguments.index("--max_steps") + 1] == "1000" and "--output_dir=here" not in arguments
     assert arguments.count("--bf16") == 1 and "--fp16" not in arguments, (
         "a knob that has a place is the command's affair"
     )
@@ -281,6 +281,77 @@ def test_options_that_shorten_a_run_are_not_in_the_training_command():
     short, whole = work.rendered(config, 0, Path("/trial")), work.whole(config, 0, Path("/trial"), hosts=1)
     assert "--max_steps 1000" in short and "--output_dir /trial" in short
     assert "--max_steps" not in whole and "/trial" not in whole and "--per_device_train_batch_size 2" in whole
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "short", "replaced"),
+    [
+        (
+            "trainer",
+            "trl sft --eval_on_start true --output-dir out --push_to_hub --lr 1 --report_to wandb tensorboard --seed=1",
+            "trl sft --lr 1 --seed=1 --output_dir /trial --eval_on_start false --eval_strategy no --save_strategy no "
+            "--push_to_hub false --report_to none --max_steps 1000",
+            "--output-dir out --eval_on_start true --push_to_hub --report_to wandb tensorboard",
+        ),
+        (
+            "trainer",
+            "python t.py --load_best_model_at_end --data x --resume_from_checkpoint 'my run' --eval_strategy=steps "
+            "--save_strategy no --max-steps 50 --predict_with_generate true",
+            "python t.py --data x --max-steps 50 --output_dir /trial --eval_on_start false --eval_strategy no "
+            "--save_strategy no --push_to_hub false --report_to none",
+            "--eval_strategy=steps --load_best_model_at_end --resume_from_checkpoint 'my run' --predict_with_generate true",
+        ),
+        (
+            "lightning",
+            "python t.py fit --trainer.logger WandbLogger --trainer.logger.project=x --trainer.limit_val_batches 0.5",
+            "python t.py fit --trainer.default_root_dir /trial --trainer.logger false --trainer.enable_checkpointing "
+            "false --trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0 --trainer.max_steps 1000 "
+            "--trainer.callbacks+=TQDMProgressBar",
+            "--trainer.logger WandbLogger --trainer.logger.project=x --trainer.limit_val_batches 0.5",
+        ),
+        (
+            "llamafactory",
+            "llamafactory-cli train a.yaml push_to_hub=true output_dir=out",
+            None,
+            "output_dir=out push_to_hub=true",
+        ),
+        (
+            "torchtitan",
+            "torchrun -m torchtitan.train --checkpoint.enable activation_checkpoint:full",
+            None,
+            "--checkpoint.enable",
+        ),
+        (
+            "megatron",
+            "torchrun pretrain_gpt.py --save ckpt --save-interval 10 --eval-iters 32 --load ckpt --bf16",
+            "torchrun pretrain_gpt.py --bf16 --eval-iters 0 --train-iters 1000 --log-interval 1",
+            "--eval-iters 32 --save ckpt --save-interval 10 --load ckpt",
+        ),
+        ("axolotl", "axolotl train a.yml --eval-steps 10 --wandb-project p", None, "--eval-steps 10 --wandb-project p"),
+        ("litgpt", "litgpt finetune m --eval.interval=5 --resume true", None, "--eval.interval=5 --resume true"),
+        ("nemo", "nemo llm trainer.limit_val_batches=8", None, "trainer.limit_val_batches=8"),
+        ("megatron-bridge", "python r.py train.eval_iters=32", None, "train.eval_iters=32"),
+    ],
+)
+def test_options_that_lengthen_or_disturb_a_trial_are_replaced_and_noted(name, command, short, replaced):
+    space = Space()
+    space.choice("kept", [1, 2])
+    command += " --kept {kept}"
+    work = Commands(Command(command=command, launcher=name, samples="8"), space, devices=2)
+    shown = shlex.split(work.rendered({"kept": 2}, 0, Path("/trial")))
+    if short is not None:
+        assert sorted(shown) == sorted([*shlex.split(short), "--kept", "2"])
+    assert work.whole({"kept": 2}, 0, Path("/o"), hosts=1) == shlex.join(shlex.split(command.replace("{kept}", "2")))
+    (note,) = work.notes
+    assert f", in place of {replaced}; the winner's command has its own options" in note
+
+
+def test_an_option_of_a_short_run_that_varies_is_kept():
+    space = Space()
+    space.choice("evaluates", ["no", "steps"])
+    work = Commands(Command(command="sh t.sh --eval_strategy {evaluates}", launcher="trainer"), space, devices=1)
+    line = work.rendered({"evaluates": "steps"}, 0, Path("/trial"))
+    assert "--eval_strategy steps" in line and "--eval_strategy no" not in line
 
 
 def test_launchers_that_derive_the_accumulation_get_the_global_batch():

@@ -2,14 +2,17 @@
 
 import configparser
 import json
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from redline.base.errors import UsageError
+from redline.runners.command.command import Command
 from redline.runners.command.files import read_files
 from redline.runners.command.template import Template, read_command
+from redline.runners.command.work import Commands
 from redline.space import Space
 
 
@@ -58,6 +61,27 @@ def words(text, space, **changed):
 )
 def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expected):
     assert words(text, space) == expected
+
+
+def test_a_command_of_several_hosts_takes_what_differs_from_variables(space):
+    text = "torchrun --node-rank {node_rank} --at={master_addr}:{master_port} {name} {micro_batch} -n {hosts}"
+    work = Commands(Command(command=text), _only(space, "name", "micro_batch"), devices=4)
+    shown = work.whole({"name": "two words", "micro_batch": 8}, 0, Path("/o"), hosts=2)
+    done = subprocess.run(
+        ["sh", "-c", f"MASTER_ADDR='a b'; NODE_RANK=1; set -- {shown}; printf '%s\\n' \"$@\""],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        *("torchrun", "--node-rank", "1", "--at=a b:29500", "two words", "8", "-n", "2"),
+    ]
+
+
+def _only(space, *names):
+    """A space of some knobs of another one."""
+    made = Space()
+    for name in names:
+        made.choice(name, space[name].values)
+    return made
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Trials of commands with real processes: measured while they run, ended in time, and no process is left."""
 
+import re
 import socket
 import sys
 import textwrap
@@ -280,6 +281,20 @@ def test_one_rank_out_of_memory_ends_the_others_that_wait_for_it_at_once(run, sc
 def test_a_process_that_the_memory_limit_stops_is_out_of_memory(run, script):
     measured, _ = run(script("held = bytearray(512 << 20)\nprint(len(held))"), limit_mib=128)
     assert measured.status is Status.OOM and measured.reason == "MemoryError" and measured.memory_limit_mib == 128
+
+
+def test_memory_that_the_system_s_limit_does_not_count_is_limited_too(run, script):
+    text = """
+    import mmap
+    shared = mmap.mmap(-1, 400 << 20)
+    for page in range(0, len(shared), 4096):
+        shared[page] = 1
+    """
+    measured, _ = run(script(textwrap.dedent(text) + textwrap.dedent(STEPS)), limit_mib=300)
+    assert measured.status is Status.OOM and 300 < measured.peak_memory_mib < 500, measured
+    assert re.fullmatch(
+        r"\d{3} MiB of memory are resident in one process, but the limit is 300 MiB", measured.reason
+    ), measured.reason
 
 
 @pytest.mark.parametrize(("limit_mib", "status"), [(1000.0, Status.OOM), (8000.0, Status.OK)])
