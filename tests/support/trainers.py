@@ -5,6 +5,7 @@ there); what redline measures of its command is compared with that. The sleep in
 order of its settings known before it runs.
 """
 
+import contextlib
 import json
 import os
 import runpy
@@ -130,15 +131,14 @@ class Program:
             output, _ = process.communicate(timeout=300)
         finally:
             # Ranks that outlive their launcher.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         return Run(process.returncode, output, read_clocks(clocks))
 
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "disabled",
@@ -244,5 +244,63 @@ TABLE = (
         " --amp --amp-dtype bfloat16",
         accumulate=2,
         activities=EVALUATION,
+    ),
+    Program(name="spawn", command=f"{SCRIPT}spawn.py{LOOP}", ranks=2, slow=True),
+    Program(name="shell-script", command="sh {programs}/launch.sh {batch} {steps} {python}", optimizers=2),
+    Program(name="compiled-step", command=f"{SCRIPT}compiled_step.py{LOOP}", slow=True),
+    Program(name="compiled-step-and-model", command=f"{SCRIPT}compiled_step.py{LOOP} --model", slow=True),
+    Program(name="compiled-step-eager", command=f"{SCRIPT}compiled_step.py{LOOP} --model --backend eager"),
+    Program(name="numpy", command=f"{SCRIPT}numpy_loop.py{LOOP}", optimizers=0),
+    Program(
+        name="reinforce",
+        command=f"{SCRIPT}reinforce.py{LOOP} --updates 2",
+        activities=frozenset({"generation"}),
+    ),
+    Program(name="checkpointing", command=f"{SCRIPT}checkpointing.py{LOOP}"),
+    Program(name="optimizer-in-backward", command=f"{SCRIPT}checkpointing.py{LOOP} --in-backward", optimizers=10),
+    Program(
+        name="oom-of-rank-1",
+        command=f"{TORCHRUN}failures.py oom{LOOP}",
+        ranks=2,
+        returncode=1,
+        steps_before_failure=10,
+        error="torch.OutOfMemoryError: CUDA out of memory",
+        slow=True,
+    ),
+    Program(
+        name="oom-and-exit-0",
+        command=f"{SCRIPT}failures.py swallowed{LOOP}",
+        steps_before_failure=10,
+        error="torch.OutOfMemoryError: CUDA out of memory",
+    ),
+    Program(
+        # The batch at which it ran out of memory is skipped.
+        name="oom-handled",
+        command=f"{SCRIPT}failures.py handled{LOOP}",
+        steps_before_failure=39,
+        error="out of memory, batch skipped",
+    ),
+    Program(
+        name="oom-of-a-thread",
+        command=f"{SCRIPT}failures.py thread{LOOP}",
+        error="torch.OutOfMemoryError: CUDA out of memory",
+    ),
+    Program(
+        name="error",
+        command=f"{SCRIPT}failures.py raises{LOOP}",
+        returncode=1,
+        steps_before_failure=10,
+        error="ValueError: expected 10 classes",
+    ),
+    *(
+        Program(
+            name=f"deepspeed-zero-{stage}",
+            command=f"{TORCHRUN}zero.py{ACCUMULATING} --stage {stage}",
+            accumulate=2,
+            ranks=2,
+            needs=("deepspeed",),
+            slow=True,
+        )
+        for stage in (0, 2, 3)
     ),
 )

@@ -41,6 +41,9 @@ def main() -> None:
         clock.step(options.batch * options.accumulate * world_size)
         if rank == 0:
             print(f"step {index // options.accumulate} loss {loss.item():.4f}", flush=True)
+    # Without it torch 2.13 hangs now and then: Gloo's thread wants the interpreter's lock to free its last all-reduce, while the
+    # process group's destructor waits for that thread and has the lock.
+    dist.barrier()
     dist.destroy_process_group()
 
 
