@@ -96,6 +96,8 @@ class Program:
     activities: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     """Modules without which it cannot run."""
+    unseen_steps: int = 0
+    """Steps whose end cannot be seen."""
     slow: bool = False
     returncode: int = 0
     steps_before_failure: int | None = None
@@ -223,6 +225,7 @@ TABLE = (
         accumulate=2,
         activities=EVALUATION,
         needs=("lightning",),
+        slow=True,
     ),
     Program(
         name="lightning-cli",
@@ -237,7 +240,9 @@ TABLE = (
     Program(name="stalls-single", command=f"{SCRIPT}stalls.py{LOOP} --shard 1", steps=65, slow=True),
     Program(name="stalls-worker", command=f"{SCRIPT}stalls.py{LOOP} --shard 64 --workers 1", steps=65, slow=True),
     Program(name="gan", command=f"{SCRIPT}gan.py{LOOP}", micro_batches=3, optimizers=2),
-    Program(name="two-optimizers", command=f"{SCRIPT}two_optimizers.py{ACCUMULATING}", accumulate=2, optimizers=2),
+    Program(
+        name="two-optimizers", command=f"{SCRIPT}two_optimizers.py{ACCUMULATING}", accumulate=2, optimizers=2, slow=True
+    ),
     Program(
         name="amp",
         command=f"{SCRIPT}amp.py -b {{batch}} --grad-accum-steps {{accumulate}} --epochs 1 --steps {{steps}}"
@@ -247,16 +252,23 @@ TABLE = (
     ),
     Program(name="spawn", command=f"{SCRIPT}spawn.py{LOOP}", ranks=2, slow=True),
     Program(name="shell-script", command="sh {programs}/launch.sh {batch} {steps} {python}", optimizers=2),
-    Program(name="compiled-step", command=f"{SCRIPT}compiled_step.py{LOOP}", slow=True),
-    Program(name="compiled-step-and-model", command=f"{SCRIPT}compiled_step.py{LOOP} --model", slow=True),
-    Program(name="compiled-step-eager", command=f"{SCRIPT}compiled_step.py{LOOP} --model --backend eager"),
+    Program(name="compiled-step", command=f"{SCRIPT}compiled_step.py{LOOP}", unseen_steps=1, slow=True),
+    Program(
+        name="compiled-step-and-model", command=f"{SCRIPT}compiled_step.py{LOOP} --model", unseen_steps=1, slow=True
+    ),
+    Program(
+        name="compiled-step-eager",
+        command=f"{SCRIPT}compiled_step.py{LOOP} --model --backend eager",
+        unseen_steps=1,
+        slow=True,
+    ),
     Program(name="numpy", command=f"{SCRIPT}numpy_loop.py{LOOP}", optimizers=0),
     Program(
         name="reinforce",
         command=f"{SCRIPT}reinforce.py{LOOP} --updates 2",
         activities=frozenset({"generation"}),
     ),
-    Program(name="checkpointing", command=f"{SCRIPT}checkpointing.py{LOOP}"),
+    Program(name="checkpointing", command=f"{SCRIPT}checkpointing.py{LOOP}", slow=True),
     Program(name="optimizer-in-backward", command=f"{SCRIPT}checkpointing.py{LOOP} --in-backward", optimizers=10),
     Program(
         name="oom-of-rank-1",
@@ -272,6 +284,7 @@ TABLE = (
         command=f"{SCRIPT}failures.py swallowed{LOOP}",
         steps_before_failure=10,
         error="torch.OutOfMemoryError: CUDA out of memory",
+        slow=True,
     ),
     Program(
         # The batch at which it ran out of memory is skipped.
@@ -279,6 +292,7 @@ TABLE = (
         command=f"{SCRIPT}failures.py handled{LOOP}",
         steps_before_failure=39,
         error="out of memory, batch skipped",
+        slow=True,
     ),
     Program(
         name="oom-of-a-thread",
@@ -291,6 +305,7 @@ TABLE = (
         returncode=1,
         steps_before_failure=10,
         error="ValueError: expected 10 classes",
+        slow=True,
     ),
     *(
         Program(
