@@ -4,6 +4,8 @@ import importlib.util
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from .removed import replacement
+
 
 class RedlineError(Exception):
     """Base of every error raised by redline."""
@@ -113,13 +115,16 @@ class StorageUnavailable(ServiceError, RuntimeError):
 
 
 def unknown(kind: str, name: object, known: Iterable[object], *, like: str | None = None) -> str:
-    """Returns the error text for an unknown name: the given name, the nearest known name, and all known names.
+    """Returns the error text for an unknown name: the given name, the nearest known name, and all known names; for a name
+    of an earlier version, its replacement.
 
     `like` replaces `name` in the search for the nearest name, for names that are given with a prefix or suffix.
 
     >>> unknown("knob", "micro_bach", ["tp", "micro_batch"])
     "unknown knob 'micro_bach'; did you mean 'micro_batch'? Known: micro_batch, tp."
     """
+    if (advice := replacement(kind, name)) is not None:
+        return advice
     names = sorted(str(each) for each in known)
     hint = nearest(name if like is None else like, names) or "."
     listing = ", ".join(names) if names else "none"

@@ -80,8 +80,8 @@ class Option:
 def either(names: Iterable[str]) -> str:
     """Formats names for a help text.
 
-    >>> either(["ray", "local", "slurm"])
-    'ray, local or slurm'
+    >>> either(["ray", "local", "emulate"])
+    'ray, local or emulate'
     """
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last

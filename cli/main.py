@@ -9,6 +9,7 @@ import click
 
 from .. import __version__
 from ..base.errors import NothingFound, RedlineError, UsageError, unknown
+from ..base.removed import replacement
 from . import exit_codes
 
 _COMMANDS = {
@@ -89,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         if debug:
             raise
+        if isinstance(error, click.NoSuchOption) and (advice := replacement("option", error.option_name)) is not None:
+            error = click.UsageError(advice, error.ctx)
         error.show()
         sys.exit(exit_codes.USAGE)
     except RedlineError as error:

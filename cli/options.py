@@ -225,9 +225,6 @@ def command_of(options: dict[str, Any], file: str | None) -> Command | None:
         UsageError: options of a command are given without one, or beside a file that contains them.
     """
     given = {each.name: options.pop(each.name) for each in fields(Command) if each.name in options}
-    if file is None and given["command"] is None and not any(options[each] for each in ("target", "workload")):
-        if options.get("taken_from") is not None:
-            raise UsageError("--from defines the knobs, not the target: give MODEL, --workload or --command")
     extra = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
     if file is not None:
         if extra is not None:

@@ -101,7 +101,7 @@ def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
 
 def key_of(request: TrainingRequest, device: Device, devices: int) -> str | None:
     """Cache key of a request; None if it depends on files of code or data, or on models of the hub."""
-    if request.space is not None or request.taken_from is not None:
+    if request.space is not None:
         return None
     asked = {name: getattr(request, name) for name in ("global_batch", "allow", "baseline", "override", "fix")}
     return key_of_model(request, {"asked": repr(asked), "device": repr(device), "devices": devices})

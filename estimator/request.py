@@ -128,7 +128,7 @@ def first_request(
     transformers. None if these sizes do not answer it: of an unknown family, of adapters, or with values of knobs that shape
     numbers do not have."""
     found = None if asked.get("lora") else stated(target, asked.get("seq_len"))
-    if found is None or asked.get("taken_from") is not None:
+    if found is None:
         return None
     total = asked.get("global_batch") or shareable(found.global_batch, devices or 1)
     sizes = {"seq_len": found.seq_len, "global_batch": total, "data": None}
@@ -198,7 +198,7 @@ def _resolved(
 def _expected(request: TrainingRequest, workload: Workload, device: Device) -> list[Variant]:
     """The variants with the number format and the attention of the default configuration that a request's space will have; none
     if the space is the user's."""
-    if request.space is not None or request.taken_from is not None:
+    if request.space is not None:
         return []
     asked = {**(request.override or {}), **{name: [value] for name, value in (request.fix or {}).items()}}
     attention = workload.model.default_attention if isinstance(workload.model, Architecture) else "sdpa"
@@ -221,8 +221,6 @@ def _of_shape(
     if request.global_batch is None:
         notes = (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
     notes += too_few(total, devices)
-    if request.source is not None:
-        raise UsageError("a space of another tool's belongs to a model, a command or a callable, not to shape numbers")
     space, space_notes = request.space_or(lambda allow: shape_space(shape, machine, devices, total, length, allow))
     return space, length, total, notes + space_notes
 

@@ -162,7 +162,7 @@ def numbers_of(shape: Mapping[str, Any] | None) -> Shape | None:
     )
 
 
-_LIKE = {"megatron-bridge": "megatron", "nemo": "megatron", "flagscale": "megatron"}
+_LIKE = {"megatron-bridge": "megatron"}
 
 
 def trainer_of(framework: str) -> Trainer:

@@ -46,61 +46,39 @@ KNOBS = KnobTable(
 """Megatron-Bridge's names of the knobs."""
 
 
-def read_batch(stated: Stated, total: str, recipe: str) -> None:
-    """Reads the global batch; notes that the settings of a named recipe are not read."""
-    if (samples := stated.whole(total)) is not None:
+def _read(stated: Stated) -> None:
+    """Reads the batch, recomputation, and stages given by their layers; notes that the settings of a named recipe are
+    not read.
+    """
+    layers = stated.whole("model.num_layers")
+    if (samples := stated.whole(_TOTAL)) is not None:
         stated.facts["global_batch"] = samples
-    if (name := stated.get(recipe)) is not None:
+    if (name := stated.get("recipe")) is not None:
         stated.note(
-            f"the batch, degrees and recomputation that {recipe} = {name} sets are not read: give those that are not Megatron's "
+            f"the batch, degrees and recomputation that recipe = {name} sets are not read: give those that are not Megatron's "
             "defaults by --fix, such as --fix cp=2"
         )
-
-
-def _read(stated: Stated) -> None:
-    """Reads the batch, recomputation, and stages given by their layers."""
-    layers = stated.whole("model.num_layers")
-    read_batch(stated, _TOTAL, "recipe")
     read_stages(stated, layers, stated.knobs.get("pp", 1), _STAGES)
     if stated.knobs.get("virtual_stages", 1) > 1:
         stated.knobs["pipeline_schedule"] = "interleaved"
     read_recomputation(stated, layers, _RECOMPUTATION)
 
 
-def write_batch(strategy: Strategy, total: str) -> dict[str, Any]:
+def _write_batch(strategy: Strategy, stated: Stated) -> dict[str, Any]:
     """Writes the global batch."""
-    return {total: strategy.micro_batch * strategy.grad_accum * strategy.dp}
+    return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 
 
-def launcher(name: str, knobs: KnobTable, total: str, *, short: str, bounds: str) -> Launcher:
-    """Returns the launcher of a recipe's script with `section.field=value`.
-
-    Args:
-        name: of the framework.
-        knobs: its settings of the knobs.
-        total: its name of the global batch.
-        short: its settings for a short run.
-        bounds: those that replace the command's own.
-    """
-    return Launcher(
-        name=name,
-        knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
-        options=knobs.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
-        | {"grad_accum": f"{total}={{global_batch}}"},
-        short=short,
-        bounds=bounds,
-        total=total,
-        own_total=True,
-        several=("tp", "pp"),
-    )
-
-
-LAUNCHER = launcher(
-    "megatron-bridge",
-    KNOBS,
-    _TOTAL,
+LAUNCHER = Launcher(
+    name="megatron-bridge",
+    knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
+    options=KNOBS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
+    | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
     short="train.train_iters=1000 logger.log_interval=1",
     bounds="train.eval_iters=0 checkpoint.save={trial_dir} checkpoint.save_interval=1000000",
+    total=_TOTAL,
+    own_total=True,
+    several=("tp", "pp"),
 )
 FRAMEWORK = Framework(
     name="megatron-bridge",
@@ -122,6 +100,6 @@ FRAMEWORK = Framework(
     defaults={**DEFAULTS, "precision": "bf16", "zero": 1},
     conventions=conventions,
     read=_read,
-    write=lambda strategy, stated: write_batch(strategy, _TOTAL),
+    write=_write_batch,
     option="{key}={value}",
 )

@@ -540,7 +540,6 @@ _PROGRAMS = (
     "litgpt",
     "axolotl",
     "llamafactory-cli",
-    "nemo",
     "python",
     "python3",
 )
@@ -688,7 +687,7 @@ def _script_at(words: Sequence[str]) -> int:
     """Start of the training's own words: its script, its module, or a program that starts ranks itself."""
     for at, word in enumerate(words):
         name = Path(word).name
-        if name in ("litgpt", "axolotl", "llamafactory-cli", "nemo", "flagscale", "trl"):
+        if name in ("litgpt", "axolotl", "llamafactory-cli", "trl"):
             return at
         if word == "-m" and at + 1 < len(words) and words[at + 1] not in _MODULES:
             return at + 1

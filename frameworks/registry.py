@@ -9,10 +9,10 @@ from .launcher import Launcher
 
 LAUNCHERS = (
     *("trainer", "accelerate", "deepspeed", "lightning", "llamafactory", "axolotl", "litgpt", "torchtitan", "megatron"),
-    *("megatron-bridge", "nemo"),
+    "megatron-bridge",
 )
 """Names for `--launcher`."""
-FRAMEWORKS = (*LAUNCHERS, "flagscale", "nanotron", "paddle")
+FRAMEWORKS = (*LAUNCHERS, "nanotron")
 """Frameworks whose files and commands can be read."""
 
 
@@ -22,21 +22,18 @@ def _modules() -> dict[str, ModuleType]:
         accelerate,
         axolotl,
         deepspeed,
-        flagscale,
         lightning,
         litgpt,
         llamafactory,
         megatron,
         megatron_bridge,
         nanotron,
-        nemo,
-        paddle,
         torchtitan,
         trainer,
     )
 
-    found = (accelerate, axolotl, deepspeed, flagscale, lightning, litgpt, llamafactory, megatron, megatron_bridge)
-    return {each.FRAMEWORK.name: each for each in (*found, nanotron, nemo, paddle, torchtitan, trainer)}
+    modules = (accelerate, axolotl, deepspeed, lightning, litgpt, llamafactory, megatron, megatron_bridge, nanotron)
+    return {module.FRAMEWORK.name: module for module in (*modules, torchtitan, trainer)}
 
 
 def find_launcher(name: str) -> Launcher:

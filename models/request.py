@@ -8,14 +8,11 @@ from typing import Annotated, Any
 
 from ..base.device import Device
 from ..base.errors import SpaceError, UsageError, unknown
-from ..base.option import Option, check_options, either
-from ..frameworks.autotuners import FORMATS, SpaceFile, find_source
-from ..frameworks.stated_space import ForeignSpace, declare
+from ..base.option import Option, check_options
 from ..knobs.strategy import MAX_DEVICES, STANDARD
 from ..space import Space
 from .architecture import Architecture
 from .global_batch import check_samples, free_accumulation, shared
-from .narrow import narrow
 from .resolve import workload as resolve_workload
 from .server_model import ServerModel
 from .spaces import check_knobs, checked_allowance, fix_knob, make_space, nothing_allowed, set_values
@@ -84,8 +81,6 @@ class SpaceRequest:
 
     Args:
         space: knobs and constraints, or a YAML file with them; by default the workload's own for the devices at hand.
-        taken_from: a file of another tuner, in place of `space`: of a tool in `redline.frameworks.autotuners.FORMATS`. Notes
-            name what cannot be carried over.
         allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without fp32 master
             weights; the best without them is reported beside the winner.
         baseline: number format of the default configuration, which the gain is measured against. By default the
@@ -98,14 +93,6 @@ class SpaceRequest:
         Space | str | Path | None,
         Option("A space in YAML, instead of the model's own.", sent=True, metavar="FILE"),
     ] = field(default=None, kw_only=False)
-    taken_from: Annotated[
-        Any,
-        Option(
-            f"The file of another tuner: {either(each.name for each in FORMATS)}.",
-            flag="from",
-            metavar="FILE",
-        ),
-    ] = None
     allow: Annotated[
         str | Sequence[str],
         Option(
@@ -145,57 +132,29 @@ class SpaceRequest:
             )
         return self.space
 
-    @cached_property
-    def source(self) -> SpaceFile | None:
-        """Another tool's space, recognised but not yet read; None if none is given.
-
-        Raises:
-            UsageError: its format is unknown, or it is given together with a space.
-        """
-        if self.taken_from is None:
-            return None
-        if self.space is not None:
-            raise UsageError("--space and --from both say what may vary; give one of them")
-        return find_source(self.taken_from)
-
-    @property
-    def asked_knobs(self) -> frozenset[str]:
-        """Knobs whose values are given in addition to a space."""
-        return frozenset((*(self.override or ()), *(self.fix or ())))
-
-    def space_or(
-        self, default: Callable[[tuple[str, ...]], Space], foreign: ForeignSpace | None = None
-    ) -> tuple[Space, tuple[str, ...]]:
+    def space_or(self, default: Callable[[tuple[str, ...]], Space]) -> tuple[Space, tuple[str, ...]]:
         """Returns a new space, with overridden and fixed knobs, and notes.
 
         Args:
             default: makes the space if none is given, with the allowed extensions.
-            foreign: result of `source`, for a target without a default space: a command or a callable. Values given
-                for further knobs declare these.
 
         Raises:
             SpaceError: an unknown extension is allowed; the space has no such knob or value, or no configuration is
                 left.
         """
-        own = self.given_space if foreign is None else foreign.space
+        own = self.given_space
         allow = checked_allowance(self.allow, own_space=own is not None)
         space = default(allow) if own is None else own.copy()
         if own is None and self.baseline in ("fp32", "tf32"):
             _try_exact(space, self.baseline)
         notes = nothing_allowed(space, allow)
         for knob, values in (self.override or {}).items():
-            if foreign is not None and knob not in space.by_name:
-                declare(space, knob, values)
-            else:
-                set_values(space, knob, values)
+            set_values(space, knob, values)
         for knob, value in (self.fix or {}).items():
-            if foreign is not None and knob not in space.by_name:
-                declare(space, knob, [value])
-            else:
-                fix_knob(space, knob, value)
+            fix_knob(space, knob, value)
         if self.baseline is not None:
             _begin_with(space, self.baseline)
-        return space, notes if foreign is None else notes + foreign.notes
+        return space, notes
 
 
 def _try_exact(space: Space, baseline: str) -> None:
@@ -236,7 +195,7 @@ class TrainingRequest(SpaceRequest, ModelRequest):
         named = isinstance(self.target, ServerModel) or (
             isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
         )
-        if not named or self.space is not None or self.taken_from is not None:
+        if not named or self.space is not None:
             return
         for name in (*(self.override or ()), *(self.fix or ())):
             if name not in STANDARD:
@@ -281,15 +240,9 @@ def resolve(
     if accumulation is None:
         workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
     on_workload(workload)
-    foreign_notes: list[str] = []
 
     def default(allow: tuple[str, ...]) -> Space:
-        space = make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
-        if request.source is not None:
-            foreign_notes.extend(
-                narrow(space, request.source.read(devices, workload.global_batch), request.asked_knobs)
-            )
-        return space
+        return make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
 
     space, space_notes = request.space_or(default)
     if request.given_space is not None or workload.space is not None:
@@ -300,7 +253,7 @@ def resolve(
         workload=workload,
         space=space,
         free_batch=accumulation is not None,
-        notes=(*notes, *foreign_notes, *space_notes),
+        notes=notes + space_notes,
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs candidates in fresh processes, on this machine or on hosts that Ray or Slurm allocate."""
+"""Runs candidates in fresh processes, on this machine or on hosts that Ray allocates."""
 
 import lazy_loader
 

@@ -2,6 +2,5 @@ from .function import FunctionRunner as FunctionRunner
 from .local import LocalRunner as LocalRunner
 from .ray_runner import RayRunner as RayRunner
 from .runner import Reference as Reference, Runner as Runner, TrialRequest as TrialRequest
-from .slurm import SlurmRunner as SlurmRunner
 from .timing import TimingPlan as TimingPlan
 from .work import TrialTerms as TrialTerms

@@ -8,10 +8,9 @@ from .dispatch import DryRunner
 from .host import HostAgent
 from .local import LocalRunner, SharedDevices
 from .ray_runner import RayDriver, RayRunner
-from .slurm import SlurmRunner
 from .work import TrialTerms, Work
 
-RUNNERS: Mapping[str, type[DryRunner]] = {each.name: each for each in (RayRunner, LocalRunner, SlurmRunner)}
+RUNNERS: Mapping[str, type[DryRunner]] = {each.name: each for each in (RayRunner, LocalRunner)}
 
 
 def runner_on(

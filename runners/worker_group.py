@@ -86,11 +86,6 @@ class HostWorker(ABC):
     here = False
     """True if it is on this machine."""
 
-    @property
-    def lost(self) -> bool:
-        """True if the host is known to be lost. A worker whose calls raise an error of their own then returns False."""
-        return False
-
     @abstractmethod
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the host and returns or raises its result. If the host was lost, raises the error of the

@@ -51,11 +51,6 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "seed": request.seed,
         "runner": request.runs_on,
         "trial_timeout_s": request.timeout_s,
-        **(
-            {"from": str(request.taken_from), "notes": list(task.notes)}
-            if isinstance(request.taken_from, str | Path)
-            else {}
-        ),
         **({"simulated": True} if task.simulated else {}),
         **({"emulated": True} if task.emulated else {}),
         **({"soak": True} if request.soak else {}),
@@ -116,7 +111,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             command += ["--lora", str(lora)]
     else:
         return [Path(sys.executable).name, *sys.argv]
-    for name, given in (("space", request.space), ("from", request.taken_from), ("data", request.data)):
+    for name, given in (("space", request.space), ("data", request.data)):
         if isinstance(given, (str, Path)):
             # A command runs in the same working directory; other paths are made absolute.
             command += [f"--{name}", str(given) if task.command is not None else absolute(given)]

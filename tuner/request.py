@@ -1,7 +1,6 @@
 """Request of a search: the arguments of `redline.tune` and of the command line."""
 
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,12 +11,12 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from ..base.errors import RedlineError, UsageError, nearest, unknown
 from ..base.option import Option, either
+from ..base.removed import replacement
 from ..models import Workload
 from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
 from ..runners import Runner
 from ..runners.command.command import Command
 from ..runners.registry import RUNNERS
-from ..runners.slurm import nodes
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
 from .loggers import logger_names
@@ -140,11 +139,10 @@ class RunRequest:
     """Runner of the trials, and their limits.
 
     Args:
-        runner: `ray` or `local`; `slurm` on the nodes of this process's allocation; `simulate` answers with
-            predictions for `hardware`, which need not be present; `emulate` runs some ranks of each trial on one device
-            here, and prices their communication. By default `slurm` in an allocation of several
-            nodes, otherwise `ray`, but `local` for a command or a callable. In Python also a `Runner`, which decides
-            on which devices its trials run.
+        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be present;
+            `emulate` runs some ranks of each trial on one device here, and prices their communication. By default
+            `ray`, but `local` for a command or a callable. In Python also a `Runner`, which decides on which devices
+            its trials run.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
             that process is an outcome, not the end of the search. Its output goes to the trial's log, and its changes
             are lost. False calls it in this process, which is necessary if it works on state or devices of this
@@ -168,8 +166,7 @@ class RunRequest:
     runner: Annotated[
         str | Runner | None,
         Option(
-            f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray; local for a command; slurm in an allocation of "
-            "several nodes]",
+            f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray; local for a command]",
             sent=True,
             metavar="NAME",
         ),
@@ -274,11 +271,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
     @cached_property
     def runs_by_default_on(self) -> str:
         """Name of the default runner."""
-        if self.called:
-            return "local"
-        if nodes() > 1 and not self.ray_address and "RAY_ADDRESS" not in os.environ:
-            return "slurm"
-        return "local" if isinstance(self.target, Command) else "ray"
+        return "local" if self.called or isinstance(self.target, Command) else "ray"
 
     @cached_property
     def timeout_s(self) -> float | None:
@@ -309,7 +302,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
 
     def check_values(self) -> None:
         super().check_values()
-        for each in ("given_space", "source", "runs_on"):
+        for each in ("given_space", "runs_on"):
             getattr(self, each)
 
     def given(self, *names: str) -> dict[str, Any]:
@@ -325,7 +318,7 @@ Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
 
-_PYTHON = {"set": "override", "from": "taken_from"}
+_PYTHON = {"set": "override"}
 """Arguments of `redline.tune` by the name of their option, if that differs."""
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?: (\w+)(?=`))?")
 """An option and, at the end of a quoted one, its value."""
@@ -362,6 +355,8 @@ def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answ
         def called(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
             names = {each.name for each in fields(Request)}
             for name in kwargs:
+                if (advice := replacement("argument", name)) is not None:
+                    raise TypeError(f"{function.__name__}(): {advice}")
                 if name not in names:
                     raise TypeError(
                         f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}"

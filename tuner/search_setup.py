@@ -135,8 +135,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         stack.callback(driver.close, 0)
     task = resolve_task(
         request,
-        cluster=request.runs_on == "slurm"
-        or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
+        cluster=request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS")),
         simulated=described(request.hardware) if request.runs_on == "simulate" else None,
         emulated=request.runs_on == EMULATE or emulates_command(request),
         stands_for=find_hardware(request.hardware)

@@ -11,9 +11,8 @@ from ..base.device import Device, detect, usable_cores
 from ..base.errors import SpaceError, UsageError, WorkloadError
 from ..base.option import check_options
 from ..frameworks.registry import find_launcher
-from ..frameworks.stated_space import declare
-from ..knobs.strategy import SPLITS
-from ..knobs.text import config_text, value_text
+from ..knobs.strategy import SPLITS, STANDARD
+from ..knobs.text import value_text
 from ..models import Workload
 from ..models.global_batch import samples_of_a_pass
 from ..models.huggingface import hugging_face_workload
@@ -22,7 +21,7 @@ from ..models.resolve import workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..models.spaces import lossy_of_space
 from ..runners.command.command import Command
-from ..runners.command.trained import CommandTraining, completed
+from ..runners.command.trained import CommandTraining
 from ..runners.command.work import Commands
 from ..space import Config, Space
 
@@ -159,8 +158,7 @@ def resolve_task(
     _refuse_parts(request, _OF_A_WORKLOAD, "a callable")
     if simulated is not None:
         raise UsageError("the runner 'simulate' needs a model or a workload, not a callable")
-    foreign = request.source.read(count, request.global_batch) if request.source is not None else None
-    space, space_notes = request.space_or(_no_default, foreign)
+    space, space_notes = request.space_or(_no_default)
     _check_effects(space, request.fix)
     known["notes"] += space_notes
     return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **known)
@@ -169,9 +167,6 @@ def resolve_task(
 def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]) -> Task:
     """Returns the task of a command, with its model if that is known."""
     count, total = known["devices"], request.global_batch
-    foreign = request.source.read(count, total) if request.source is not None else None
-    if foreign is not None:
-        target = completed(target, foreign)
     trained = CommandTraining.by(target)
     if request.data is not None:
         raise UsageError("data is for a workload; a command has its own data")
@@ -182,16 +177,15 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
             raise UsageError(
                 "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
             )
-    space, allowed = request.space_or(partial(_declared, target, trained, request, count), foreign)
+    space, allowed = request.space_or(partial(_declared, target, trained, request, count))
     if "grad_accum" in space.by_name:
         trained = replace(trained, global_batch=None)
-    if total is not None and (foreign is None or "grad_accum" not in space.by_name):
+    if total is not None:
         _share(space, total, count)
     elif total is None and trained.global_batch and "micro_batch" in space.by_name:
         passed = samples_of_a_pass(space, max(1, count // trained.split))
         space.require(trained.global_batch % passed == 0, f"global batch {trained.global_batch}")
     _check_effects(space, request.fix)
-    stated = foreign.stated if foreign is not None else frozenset()
     command = Commands(
         target,
         space,
@@ -199,7 +193,6 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         global_batch=total,
         own_batch=trained.global_batch,
         own_knobs=trained.knobs,
-        stated=stated,
         ranks=request.devices,
         workload=workload,
     )
@@ -207,11 +200,6 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         known["notes"] += (
             "the command has no knob, so it is measured once: write {micro_batch} or any other name where a value belongs, and "
             "give its values, such as --set micro_batch=8,16,32",
-        )
-    if command.unplaced:
-        values = config_text({name: space[name].default for name in command.unplaced}, between=", ")
-        model_notes += (
-            f"the file states {values}, for which the command has no placeholder: the command itself has to set them",
         )
     known["notes"] += (*model_notes, *allowed, *command.notes)
     return Task(
@@ -285,12 +273,25 @@ def _declared(
                 values[name] = [own, *(choice for choice in choices if choice != own)]
     values |= request.override or {}
     space = Space()
-    for name, each in values.items():
-        declare(space, name, each)
+    for name, listed in values.items():
+        _declare(space, name, listed)
     ways = [space[name] for name in SPLITS if name in space.by_name]
     if ways and devices > 1:
         space.require(devices % reduce(mul, ways) == 0, f"degrees divide the {devices} devices")
     return space
+
+
+def _declare(space: Space, name: str, values: Sequence[Any]) -> None:
+    """Declares a knob by its values, the first of them its default. Numbers are sorted. A knob with a standard name
+    declares its standard effect on memory.
+
+    Raises:
+        SpaceError: the name or the values are invalid for a knob.
+    """
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    along = STANDARD[name].memory if numbers and name in STANDARD else 0
+    default = values[0] if values else None
+    space.choice(name, sorted(values) if numbers else values, default=default, monotone_memory=along)
 
 
 def _share(space: Space, total: int, devices: int) -> None:
@@ -336,7 +337,10 @@ def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]
         return ()
     if device.type == "cuda":
         if count > device.count:
-            raise UsageError(f"{count} devices were requested, but there are {device.count} ({device.name})")
+            raise UsageError(
+                f"{count} devices were requested, but there are {device.count} ({device.name}); those of several hosts need "
+                "a Ray cluster: --ray-address"
+            )
         return ()
     cores = usable_cores()
     most = max(MIN_CPU_RANKS, cores * CPU_RANKS_PER_CORE)

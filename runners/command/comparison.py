@@ -1,6 +1,5 @@
 """Whether a command trained what was asked: its observed training against the knobs, and against the first run."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
@@ -112,7 +111,7 @@ class TrainingComparison:
             and observed["samples_seen"]
             and not _near(accepted, asked.samples_per_step)
         ):
-            return f"it trains with {samples:,.6g} samples a step, not {asked.samples_per_step:,.6g}" + self._halved(
+            return f"it trains with {samples:,.6g} samples a step, not {asked.samples_per_step:,.6g}" + self._reduced(
                 observed, asked
             )
         if asked.micro_batch is not None and observed["micro_batch"]:
@@ -122,7 +121,7 @@ class TrainingComparison:
             if not _near([1.0, self.micro_ratio], ratio):
                 return (
                     f"it trains with {observed['micro_batch']:,.6g} samples a pass, not {asked.micro_batch:,.6g}"
-                    + self._halved(observed, asked)
+                    + self._reduced(observed, asked)
                 )
         if asked.precision in FORMATS and observed["products"] not in (None, FORMATS[asked.precision]):
             return (
@@ -134,12 +133,9 @@ class TrainingComparison:
         return ""
 
     @staticmethod
-    def _halved(observed: Mapping[str, Any], asked: Asked) -> str:
+    def _reduced(observed: Mapping[str, Any], asked: Asked) -> str:
         micro = observed["micro_batch"]
-        if not micro or not asked.micro_batch or micro >= asked.micro_batch:
-            return ""
-        halvings = math.log2(asked.micro_batch / micro)
-        return ": the trainer halved its batch" if abs(halvings - round(halvings)) < EXACT and halvings > 0.5 else ""
+        return ": the trainer reduced its batch" if micro and asked.micro_batch and micro < asked.micro_batch else ""
 
 
 def _near(accepted: Iterable[float | None], value: float) -> bool:

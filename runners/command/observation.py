@@ -32,6 +32,8 @@ LONGEST = 5.0
 """Longest measurement, as a multiple of the time of one."""
 SHORTEST_S = 1.0
 """Shortest measurement, s, so that stalls that recur are within it."""
+READ_AHEAD = 2.0
+"""Batches by which the passes of the measured steps may differ from the batches that were delivered in them."""
 UNSTEPPED_BACKWARDS = 16
 """Backward passes without an optimizer step after which a compiled training counts by its passes: the optimizer's step is
 compiled as well, and cannot be seen."""
@@ -216,11 +218,9 @@ class ObservedTraining:
 
     @property
     def trained(self) -> Mapping[str, int]:
-        """Parameters of its optimizers on this host's ranks, by format."""
-        total: Counter[str] = Counter()
-        for rank in self.ranks:
-            total.update(rank.facts.get("trained", {}))
-        return total
+        """Parameters of the lead's optimizers, by format: its shard, where they are sharded."""
+        trained: Mapping[str, int] = self.lead.facts.get("trained", {})
+        return trained
 
     @property
     def products(self) -> str | None:
@@ -353,7 +353,7 @@ def _speed(
     narrow = spread is not None and len(rows) >= 6 and spread <= plan.precision
     over = wall >= plan.seconds * (LONGEST if spread is None or spread > WIDE else 1.0)
     replicas = training.replicas
-    samples, tokens = sum(step.samples for step, _ in rows), sum(step.tokens for step, _ in rows)
+    samples, tokens = _consumed(rows, "samples"), _consumed(rows, "tokens")
     return Speed(
         seconds_per_step=mean,
         spread=spread,
@@ -371,6 +371,21 @@ def _speed(
         complete=bool(slow) or ended or (enough and (narrow or over)),
         stopped_early=slow,
     )
+
+
+def _consumed(rows: Sequence[tuple[Step, float]], what: str) -> float:
+    """Returns the samples or tokens of the passes of these steps.
+
+    A loader that reads ahead has delivered a batch in an earlier step than the one that uses it. Where all but one or two
+    passes have a batch each, or a fixed number of them, the passes are counted.
+    """
+    batches, passes = sum(step.batches for step, _ in rows), sum(step.backwards for step, _ in rows)
+    amount = float(sum(getattr(step, what) for step, _ in rows))
+    if not batches or not passes:
+        return amount
+    ratio = batches / passes
+    regular = float(round(ratio)) if ratio >= 1 else 1 / round(1 / ratio)
+    return amount / batches * regular * passes if abs(ratio - regular) * passes <= READ_AHEAD else amount
 
 
 def _spread(times: Sequence[float]) -> float | None:

@@ -1,10 +1,8 @@
 """The model that a command trains, found in its words and in the files it names."""
 
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from ...frameworks.framework import Stated, plain
 from ...frameworks.launcher import PLACED
 from ...frameworks.reading import COMMAND, TrainerConfig, options_of, read, read_document
 from ...frameworks.registry import find_launcher
-from ...frameworks.stated_space import ForeignSpace
 from ...frameworks.trainer import MODEL as TRAINER_MODEL, SEQ_LEN as TRAINER_LENGTHS
 from ...knobs.strategy import SPLITS
 from ...models.architecture import Architecture
@@ -124,67 +121,3 @@ def _precision(usual: Stated) -> str | None:
     if "bf16" in value or "bfloat16" in value:
         return "bf16"
     return None if not value else "fp16" if "16" in value else "fp32"
-
-
-_TRIAL_DIR = "{trial_dir}"
-
-
-def completed(command: Command, foreign: ForeignSpace) -> Command:
-    """Adds the options and files of another tool's space to a command. Values that the command has already are kept.
-
-    Rendered files are read from where they are written for a trial.
-
-    Raises:
-        UsageError: the command does not read a rendered file.
-    """
-    words = command.command
-    for option, value in foreign.options:
-        words = _with_option(words, option, value)
-    placed = [found for each in foreign.render if (found := PLACED.fullmatch(each))]
-    own = {(found["file"], found["path"]) for each in command.render if (found := PLACED.fullmatch(each))}
-    render = (*command.render, *(each[0] for each in placed if (each["file"], each["path"]) not in own))
-    for file in dict.fromkeys(each["file"] for each in placed):
-        words = _with_rendered(words, file)
-        if _TRIAL_DIR not in (words if isinstance(words, str) else " ".join(words)):
-            raise UsageError(
-                f"the command does not read {file}, which is written for every trial: add it to the command, as {file} or as "
-                f"{_TRIAL_DIR}/{Path(file).name}"
-            )
-    more: dict[str, Any] = {}
-    if foreign.metric is not None and not command.metric:
-        more = {"metric": (foreign.metric,), "direction": command.direction or foreign.direction}
-    return replace(command, command=words, render=render, **more)
-
-
-def _with_option(words: str | Sequence[str], option: str, value: str) -> str | Sequence[str]:
-    """Sets an option of a command. An existing value is replaced unless it is a template."""
-    joined = option.endswith("=")
-    options = f"{option}{value}" if joined else f"{option} {value}"
-    if isinstance(words, str):
-        gap = "" if joined else r"(?:=|\s+)"
-        found = re.search(rf"(?:^|(?<=\s)){re.escape(option)}{gap}(?P<value>\S+)", words)
-        if found is None:
-            return f"{words} {options}"
-        return words if "{" in found["value"] else words[: found.start("value")] + value + words[found.end("value") :]
-    parts = option.split() if joined else [option]
-    for at in range(len(words) - len(parts) + 1):
-        here = list(words[at : at + len(parts)])
-        if here[:-1] != parts[:-1]:
-            continue
-        if joined and here[-1].startswith(parts[-1]):
-            return (
-                words
-                if "{" in here[-1]
-                else [*words[: at + len(parts) - 1], f"{parts[-1]}{value}", *words[at + len(parts) :]]
-            )
-        if not joined and here[-1] == option and at + 1 < len(words):
-            return words if "{" in words[at + 1] else [*words[: at + 1], value, *words[at + 2 :]]
-    return [*words, *(options.split(" ", len(parts) - 1) if joined else (option, value))]
-
-
-def _with_rendered(words: str | Sequence[str], file: str) -> str | Sequence[str]:
-    """Makes a command read a file from where it is written for a trial."""
-    there = f"{_TRIAL_DIR}/{Path(file).name}"
-    if isinstance(words, str):
-        return re.sub(rf"(?:(?<=[\s=])|^)(?:\./)?{re.escape(shlex.quote(file))}(?=\s|$)", lambda match: there, words)
-    return [there if Path(each) == Path(file) else each for each in words]

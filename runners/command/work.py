@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -64,7 +64,6 @@ class Commands(Work):
             command itself, without options for them.
         ranks: devices that were asked for explicitly, each of which should have a rank.
         workload: the model that it trains, if known, whose FLOPs give the MFU.
-        stated: knobs with a single value stated by another tool's file, which the command need not use.
 
     Raises:
         UsageError: a placeholder is unknown, a knob is not used, or a file to render does not exist.
@@ -82,7 +81,6 @@ class Commands(Work):
         global_batch: int | None = None,
         own_batch: int | None = None,
         own_knobs: Mapping[str, Any] | None = None,
-        stated: Collection[str] = (),
         ranks: int | None = None,
         workload: Workload | None = None,
     ) -> None:
@@ -138,9 +136,7 @@ class Commands(Work):
                 f"the command has no placeholder for the global batch, {global_batch}: add {{grad_accum}} or "
                 "{global_batch} to it"
             )
-        self.unplaced: tuple[str, ...] = ()
-        """Stated knobs that the command does not use."""
-        self._check_used(stated)
+        self._check_used()
         if self._grows is not None:
             self._check_metric_file(self._grows)
 
@@ -160,18 +156,14 @@ class Commands(Work):
             )
         return samples
 
-    def _check_used(self, stated: Collection[str]) -> None:
+    def _check_used(self) -> None:
         """Refuses a knob that nothing depends on."""
         used = set(self.names)
         for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
             if isinstance(knob, DerivedKnob) and knob.name in used:
                 used.update(knob.rule.names)
         for knob in self._space.knobs:
-            if knob.derived or knob.name in used:
-                continue
-            if knob.name in stated and len(knob.values) == 1:
-                self.unplaced += (knob.name,)
-            else:
+            if not knob.derived and knob.name not in used:
                 raise UsageError(
                     f"the knob '{knob.name}' is not used by the command, --env or --render; write "
                     f"{{{knob.name}}} where its value belongs, or remove it from the space"

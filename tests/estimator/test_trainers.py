@@ -30,7 +30,7 @@ def test_every_trainer_gives_a_setup_that_can_be_estimated(name):
 def test_an_unknown_trainer_is_refused_and_what_is_built_upon_one_has_its_facts():
     with pytest.raises(UsageError, match="unknown framework 'megatorn'; did you mean 'megatron'"):
         find_trainer("megatorn")
-    assert trainer_of("nemo").name == "megatron" and trainer_of("axolotl").name == "trainer"
+    assert trainer_of("megatron-bridge").name == "megatron" and trainer_of("axolotl").name == "trainer"
 
 
 def test_losses_that_keep_less_of_the_logits_need_less():

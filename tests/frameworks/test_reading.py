@@ -120,7 +120,7 @@ def test_launcher_options_are_read_back_as_the_same_knobs(name, knob):
         "trainer": "python run_clm.py", "accelerate": "accelerate launch train.py", "lightning": "python train.py fit",
         "llamafactory": "llamafactory-cli train", "axolotl": "axolotl train --x 1", "litgpt": "litgpt pretrain m",
         "torchtitan": "python -m torchtitan.train", "megatron": "python pretrain_gpt.py",
-        "megatron-bridge": "python run_recipe.py", "nemo": "nemo llm pretrain",
+        "megatron-bridge": "python run_recipe.py",
     }[name]  # fmt: skip
     for value in accepted.get(knob, (2, 4)):
         if knob == "grad_accum" and settings is None:  # by the global batch
@@ -545,13 +545,6 @@ def test_megatron_bridges_layers_of_each_stage_are_read():
     assert "stage_blocks" not in read(command.split()).on(4).config
 
 
-@pytest.mark.parametrize("key", ["trainer.strategy", "model"])
-def test_nemos_chunks_of_a_rank_are_read(key):
-    command = f"nemo llm pretrain --factory llama3_8b {key}.pipeline_model_parallel_size=4"
-    found = read(f"{command} {key}.virtual_pipeline_model_parallel_size=2 data.micro_batch_size=1").config
-    assert (found["virtual_stages"], found["pipeline_schedule"]) == (2, "interleaved")
-
-
 LIGHTNING = "trainer:\n  accelerator: gpu\n  devices: 8\n  precision: {precision}\n  strategy: {strategy}\n"
 
 
@@ -761,17 +754,10 @@ PRETRAIN = (
 RECIPE = (
     "python run_recipe.py --recipe llama3_8b train.micro_batch_size=1 train.global_batch_size=64 model.num_layers=32"
 )
-NEMO_1 = (
-    "trainer: {devices: 8, precision: bf16}\nmodel:\n  megatron_amp_O2: true\n  micro_batch_size: 1\n"
-    "  global_batch_size: 64\n  num_layers: 32\n"
-    "  activations_checkpoint_granularity: full\n  activations_checkpoint_method: block\n"
-    "  activations_checkpoint_num_layers: 8\n  optim: {name: fused_adam}\n"
-)
 QLORA = "trl sft --model_name_or_path m --use_peft --lora_r 32 --load_in_4bit"
 WRITTEN = {
     "titan.toml": TITAN,
     "bare.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[metrics]\nlog_freq = 1\n',
-    "nemo.yaml": NEMO_1,
     "axolotl.yml": AXOLOTL.replace("adapter: lora", "adapter: qlora\nrl: dpo"),
     "ds.json": json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}),
     "hpz.json": json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}),
@@ -799,12 +785,6 @@ WRITTEN = {
             {"micro_batch": 1, "seq_len": 8192, "tp": 2},
             None,
         ),
-        (
-            "nemo llm pretrain --factory llama3_8b data.micro_batch_size=1",
-            {"zero": 1},
-            "factory = llama3_8b sets are not",
-        ),
-        ("nemo.yaml", {"zero": 0, "checkpoint_ratio": 0.25}, None),
         (
             f"{RECIPE} model.recompute_granularity=full",
             {"checkpoint_ratio": None},
@@ -958,7 +938,7 @@ def test_losses_in_chunks_are_those_of_torchtitan_0_3_and_of_trl():
         ("torchtitan", "toml", "training.seq_len", 4096, "[training] seq_len = 4096"),
         ("torchtitan", "options", "compile.enable", True, "--compile.enable"),
         ("torchtitan", "options", "compile.enable", False, "--compile.no_enable"),
-        ("nemo", "assignments", "model.sequence_parallel", None, "without model.sequence_parallel"),
+        ("megatron-bridge", "assignments", "model.sequence_parallel", None, "without model.sequence_parallel"),
         ("trainer", "options", "gradient_checkpointing", None, "without --gradient_checkpointing"),
     ],
 )
@@ -1089,11 +1069,3 @@ def test_a_torchtitan_option_with_no_switches_a_setting_off(folder):
     )
     assert found.config["sequence_parallel"] is False and found.config["fusion"] is False
     assert not any("no_enable" in note for note in found.notes)
-
-
-def test_recomputation_that_is_proposed_to_nemo_has_a_method_and_a_number_of_layers():
-    found = read("nemo llm pretrain --factory llama3_8b trainer.num_nodes=2 data.micro_batch_size=1").on(16)
-    assert [each.text for each in found.changes({**found.config, "checkpoint_ratio": 1})] == [
-        "model.config.recompute_granularity=full", "model.config.recompute_method=uniform",
-        "model.config.recompute_num_layers=1",
-    ]  # fmt: skip

@@ -152,7 +152,7 @@ def test_a_strange_device_does_not_join(service, device, field):
         ({"target": "gpt2-tiny", "space": {"knobs": [{"name": 1}]}}, "request.space", "name"),
         ({"target": "gpt2-tiny", "out": "/tmp/x"}, "request.out", "not permitted"),
         ({"target": "gpt2-tiny", "storage": "sqlite:///x"}, "request.storage", "not permitted"),
-        ({"target": "gpt2-tiny", "runner": "slurm"}, "request.runner", "simulate"),
+        ({"target": "gpt2-tiny", "runner": "local"}, "request.runner", "simulate"),
         ({}, "request", "give one of target, model, workload, command, but got none"),
         ({"target": "gpt2-tiny", "model": {"model_type": "gpt2"}}, "request", "but got target, model"),
         ({"target": "gpt2-tiny", "fix": {"a": "b\0c"}}, "", "NUL"),

@@ -1,6 +1,7 @@
 """The files of deploy/ match the program: their commands exist, their parts belong together."""
 
 import configparser
+import os
 import re
 import shlex
 import shutil
@@ -27,6 +28,11 @@ def accepted(arguments):
     command = command_line.get_command(parent, arguments[0])
     assert command is not None, arguments
     command.make_context(arguments[0], list(arguments[1:]), parent=parent)
+
+
+def write_program(path, text):
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
 
 
 def documents(name):
@@ -119,10 +125,31 @@ def test_the_image_s_recipe_has_nothing_that_a_linter_knows_to_be_wrong():
     assert run(beside_python("hadolint"), "--no-color", str(DEPLOY / "Dockerfile")) == (0, "")
 
 
-def test_the_batch_script_has_nothing_that_a_linter_knows_to_be_wrong():
-    script = str(DEPLOY / "redline-worker.sbatch")
+@pytest.mark.parametrize("name", ["redline-worker.sbatch", "ray.sbatch"])
+def test_a_batch_script_has_nothing_that_a_linter_knows_to_be_wrong(name):
+    script = str(DEPLOY / name)
     assert run("bash", "-n", script) == (0, "")
     assert run(beside_python("shellcheck"), script) == (0, "")
+
+
+def test_a_slurm_job_runs_its_command_on_a_ray_cluster_of_all_hosts(tmp_path):
+    """With a Slurm that starts one task, and a Ray that starts the command."""
+    write_program(tmp_path / "scontrol", 'printf "%s\\n" n1 n2')
+    write_program(tmp_path / "srun", 'shift 2; exec "$@"')
+    write_program(tmp_path / "ray", 'echo "$@"; while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
+    write_program(tmp_path / "search", 'echo "$RAY_ADDRESS" "$1"; exit 3')
+    allocation = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "8"}
+    around = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **allocation}
+    code, output = run("bash", str(DEPLOY / "ray.sbatch"), "search", "two words", env=around)
+    assert code == 3
+    assert output.splitlines() == [
+        "symmetric-run --address n1:6379 --min-nodes 2 -- env RAY_ADDRESS=n1:6379 search two words", "n1:6379 two words"
+    ]  # fmt: skip
+
+
+def test_ray_has_the_command_of_the_slurm_job():
+    code, output = run(beside_python("ray"), "symmetric-run", "--help")
+    assert code == 0 and "--address" in output and "--min-nodes" in output
 
 
 def test_systemd_takes_the_unit(tmp_path):

@@ -24,7 +24,7 @@ ONLY_PYTHON = {"isolate", "prior", "begin_with", "listener"}
 """Arguments that are objects or belong to a callable."""
 ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "server", "token", "trust", "as_json"}
 ONLY_HERE = {
-    *("data", "taken_from", "warm_start", "ray_address", "ranks", "memory_only", "emulate_first"),
+    *("data", "warm_start", "ray_address", "ranks", "memory_only", "emulate_first"),
     *("out", "resume", "storage", "log_to"),
 }
 """Options with files or settings of the machine that a search runs on: they are not sent to a server."""

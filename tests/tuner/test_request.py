@@ -8,7 +8,6 @@ import pytest
 import redline as rl
 from redline.base.errors import SpaceError, StudyError, UsageError, WorkloadError
 from redline.cli.main import main, redline
-from redline.frameworks.autotuners import FORMATS
 from redline.frameworks.launch import LAUNCHES
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
@@ -58,7 +57,6 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
         ("tune", "runner", SEARCH_RUNNERS),
         ("tune", "launcher", LAUNCHERS),
         ("tune", "log_to", logger_names()),
-        ("tune", "taken_from", [each.name for each in FORMATS]),
         ("train", "runner", RUNNERS),
         ("train", "log_to", logger_names()),
         ("train", "lr_schedule", LR_SCHEDULES),
@@ -68,7 +66,7 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
 )
 def test_the_help_of_an_option_names_all_that_it_takes(command, option, names):
     (help_of,) = (each.help for each in redline.get_command(None, command).params if each.name == option)
-    assert len(list(names)) > 2
+    assert len(list(names)) > 1
     assert [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", help_of)] == []
 
 
@@ -140,12 +138,28 @@ def test_errors_of_the_function_name_its_arguments_and_those_of_the_command_its_
     rl.tune(lambda config: 1.0, _one_knob(), trials=1, out=tmp_path / "a")
     with pytest.raises(StudyError, match="continue it with resume=True, or give another out for a new one"):
         rl.tune(lambda config: 1.0, _one_knob(), trials=1, out=tmp_path / "a")
-    with pytest.raises(UsageError, match=r"^space and taken_from both say what may vary"):
-        rl.tune("gpt2", _one_knob(), taken_from="ds_config.json")
-    _one_knob().to_yaml(tmp_path / "a.yaml")
     with pytest.raises(SystemExit):
-        main(["tune", "gpt2", "--space", str(tmp_path / "a.yaml"), "--from", "b.json"])
-    assert "--space and --from both say what may vary" in capsys.readouterr().err
+        main(["tune", "gpt2", "--out", str(tmp_path / "a"), "--space", str(tmp_path / "none.yaml")])
+    assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["--from", "b.json"], "--from was removed: write the knobs into --space FILE"),
+        (["gpt2-tiny", "--runner", "slurm"], "slurm was removed: start Ray on the hosts of the allocation"),
+        (["--command", "train {tp}", "--launcher", "nemo"], "nemo was removed: use the launcher megatron-bridge"),
+    ],
+)
+def test_what_was_removed_is_refused_with_its_replacement(arguments, advice, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", *arguments])
+    assert ended.value.code == 2 and advice in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_argument_that_was_removed_is_refused_with_its_replacement():
+    with pytest.raises(TypeError, match=r"tune\(\): taken_from was removed: pass the knobs as space"):
+        rl.tune("gpt2", taken_from="ds_config.json")
 
 
 def _one_knob():

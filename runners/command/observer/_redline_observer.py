@@ -101,6 +101,7 @@ class _Process:
         self.loaders = weakref.WeakKeyDictionary()
         self.active = None  # the loader of the latest batch
         self.sources = set()  # data sets of which a backward pass has followed
+        self.fingerprints, self.replicas, self.buffered = [], None, 0  # of the loaders that led to one
         self.waiting = 0  # depth of calls of loaders
         self.evaluation = None  # begin of an evaluation, and the parts at that time
         self.optimizers, self.names = {}, []
@@ -256,19 +257,33 @@ def _backward_begins(tensors):
     if process.depth > 1:  # called inside another one, as by reentrant activation checkpointing
         return
     _evaluation_ends(void=True)
+    if not process.optimizers and process.backwards:
+        _gather(process.last)  # no optimizer has been seen: one that is compiled will not be, so that passes count
     _account("forward", now)
     _close()
     process.backwards += 1
     process.backwards_ever += 1
     process.inside = 0.0
     if process.active is not None:
-        process.active.trains = True
-        process.sources.add(process.active.source)
+        _trains(process.active)
     if process.backwards_ever == 2:
         _look_at_graph(tensors)
         process.dirty = True
     _note_loss(tensors)
     process.last = _clock()
+
+
+def _trains(loader):
+    """Notes that a backward pass has followed a batch of this loader."""
+    process = _process
+    loader.trains = True
+    process.sources.add(loader.source)
+    new = loader.fingerprints[len(process.fingerprints) :]
+    if new or loader.replicas != process.replicas:
+        process.fingerprints += new
+        process.replicas = loader.replicas or process.replicas
+        process.buffered = max(loader.buffered, process.buffered)
+        process.dirty = True
 
 
 def _backward_ends(begin):
@@ -297,9 +312,12 @@ def _optimizer_begins(optimizer):
 
 def _optimizer_ends(optimizer):
     process, now = _process, _clock()
-    process.parts["optimizer"] += now - process.in_optimizer
-    process.inside += now - process.in_optimizer
-    process.last = now
+    if process.depth > 0:  # inside a backward pass
+        process.parts["optimizer"] += now - process.in_optimizer
+        process.inside += now - process.in_optimizer
+        process.last = now
+    else:
+        _account("optimizer", now)  # what follows the passes of its closure, if it has one
     if id(optimizer) not in process.optimizers:
         _new_optimizer(optimizer)
     process.stepped.add(id(optimizer))
@@ -398,7 +416,6 @@ def _batch_ends(iterator, begin, batch):
     loader.tokens += tokens or 0
     if len(loader.fingerprints) < FINGERPRINTS:
         loader.fingerprints.append(_fingerprint(leaf))
-        process.dirty = True
 
 
 def _index_taken(iterator, index):
@@ -625,7 +642,6 @@ def _facts():
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         rank, world = distributed.get_rank(), distributed.get_world_size()
-    trains = [loader for loader in process.loaders.values() if loader.source in process.sources]
     return {
         "fields": FIELDS,
         "pid": os.getpid(),
@@ -639,9 +655,9 @@ def _facts():
         "products": process.products,
         "compiled": process.compilations,
         "backwards_seen": process.backwards_ever > 0,
-        "fingerprints": [mark for loader in trains for mark in loader.fingerprints],
-        "replicas": max((loader.replicas or 0 for loader in trains), default=0) or None,
-        "buffered": max((loader.buffered for loader in trains), default=0),
+        "fingerprints": process.fingerprints,
+        "replicas": process.replicas,
+        "buffered": process.buffered,
         "memory": process.memory,
     }
 

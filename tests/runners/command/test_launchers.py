@@ -103,7 +103,7 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
     assert samples("megatron", "sh t.sh", tp=[2]) == [4.0, 32.0]
     assert samples("megatron", "sh t.sh --context-parallel-size {cp}", cp=[4]) == [2.0, 16.0]
     assert samples("litgpt", "sh t.sh --train.global_batch_size 16") == [16.0, 16.0]
-    for name in ("litgpt", "nemo", "megatron-bridge"):
+    for name in ("litgpt", "megatron-bridge"):
         with pytest.raises(UsageError, match="set it with --global-batch"):
             samples(name, "sh t.sh")
 
@@ -111,7 +111,6 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
 def test_a_run_is_not_made_short_twice():
     assert "--train-iters" not in words("megatron", "sh t.sh --train-samples 1000")
     assert "--train-iters" in words("megatron", "sh t.sh")
-    assert "--yes" in words("nemo", "sh t.sh")
 
 
 def test_offloading_is_written_in_deepspeed_s_form(tmp_path):

@@ -115,8 +115,8 @@ def test_flags_of_megatron_describe_a_model():
     ("command", "model"),
     [
         ("torchrun -m torchtitan.train --module llama3 --config llama3_8b", "llama3-8b"),
-        ("nemo llm pretrain --factory llama3_8b", "llama3-8b"),
-        ("nemo llm pretrain --factory llama9_8b", None),
+        ("python pretrain.py --factory llama3_8b", "llama3-8b"),
+        ("python pretrain.py --factory llama9_8b", None),
         ("train --config conf.yaml", None),
     ],
 )

@@ -1,0 +1,19 @@
+"""Names that redline no longer has, with what to use instead."""
+
+_REPLACEMENTS = {
+    ("argument", "taken_from"): "pass the knobs as space, or override={'tp': [1, 2], ...} for a model's own",
+    ("launcher", "nemo"): "use the launcher megatron-bridge, or {knob} placeholders in the command",
+    ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
+    ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
+}
+"""By kind and name."""
+
+
+def replacement(kind: str, name: object) -> str | None:
+    """Returns the error text for a name of an earlier version; None for any other name.
+
+    >>> replacement("option", "--from")
+    '--from was removed: write the knobs into --space FILE, or give them by --set KNOB=A,B,C'
+    """
+    advice = _REPLACEMENTS.get((kind, str(name)))
+    return None if advice is None else f"{name} was removed: {advice}"
