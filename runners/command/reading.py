@@ -123,6 +123,8 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _DECIMAL_COMMA = re.compile(r"[-+]?(?:\d+,(?:\d{1,2}|\d{4,})|\d{1,3}(?:\.\d{3})+,\d+)")
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_RANK = re.compile(r"^(?:(?:\[(?:rank ?|default)\d+\]|\[\d+,\d+\]<std(?:out|err)>): ?)+")
+"""What torchrun (`--tee`, `--local-ranks-filter`), torch's own exception hook and mpirun write in front of a rank's lines."""
 _SPLIT = re.compile(rb"[\r\n]")
 _OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
@@ -253,6 +255,12 @@ class Appended:
         self._names = names or {}
         self._at, self._rest = 0, b""
         self._header: list[str] | None = None
+        self._start = b""
+        """The first line, once it is complete."""
+        self._rows = 0
+        """Number of rows so far, without the header."""
+        self._again = 0
+        """Number of rows to come that were read before the file was rewritten."""
         self._earlier = _contents(path)
 
     def read(self, now: float, *, ended: bool = False) -> list[Reported]:
@@ -266,6 +274,7 @@ class Appended:
             with self.path.open("rb") as file:
                 if self._earlier is not None and not self._begins(file):
                     return []
+                self._find_rewritten(file)
                 file.seek(self._at)
                 data = file.read()
         except FileNotFoundError:
@@ -292,21 +301,43 @@ class Appended:
         if os.fstat(file.fileno()).st_size > size and file.read(len(start)) == start:
             self._at = size
             self._row(start.partition(b"\n")[0].decode("utf-8", "replace").strip())
+            file.seek(0)
+            self._rows = max(0, file.read(size).count(b"\n") - (self._header is not None))
         self._earlier = None
         return True
+
+    def _find_rewritten(self, file: BinaryIO) -> None:
+        """Starts at the beginning of a file that was rewritten, as Lightning's CSVLogger does for a new column. Its rows so
+        far are the same and do not count again.
+        """
+        file.seek(0)
+        start = file.readline(LONGEST_LINE)
+        if os.fstat(file.fileno()).st_size < self._at or (self._start and start != self._start):
+            self._at, self._rest, self._header, self._again, self._rows = 0, b"", None, self._rows, 0
+        self._start = start if start.endswith(b"\n") else b""
 
     def _row(self, line: str) -> dict[str, float]:
         if line.startswith("{"):
             values = _of_object(line)
         elif self.path.suffix != ".csv" or not line:
             return {}
-        elif self._header is None:
-            self._header = next(csv.reader([line]))
-            return {}
         else:
-            cells = zip(self._header, next(csv.reader([line])))
-            values = {name: value for name, text in cells if (value := number(text)) is not None}
+            cells = next(csv.reader([line]))
+            if self._header is None or _is_header(cells, self._header):
+                self._header = cells
+                return {}
+            named = zip(self._header, cells)
+            values = {name: value for name, text in named if (value := number(text)) is not None}
+        self._rows += 1
+        if self._again:
+            self._again -= 1
+            return {}
         return renamed(values, self._names)
+
+
+def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
+    """True if a row has names only, some of them those of the present header."""
+    return all(cell.strip() and number(cell) is None for cell in cells) and not set(cells).isdisjoint(header)
 
 
 def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
@@ -390,8 +421,8 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
 
 
 def _text(line: bytes) -> str:
-    """Decodes a line and removes colours."""
-    return _COLOURS.sub("", line.decode("utf-8", "replace"))
+    """Decodes a line, without colours and the name of the rank that printed it."""
+    return _RANK.sub("", _COLOURS.sub("", line.decode("utf-8", "replace")))
 
 
 def number(text: str) -> float | None:

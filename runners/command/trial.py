@@ -30,6 +30,9 @@ STALLED = 0.1
 _KILLED = re.compile(r"SIGKILL|\bKilled\b|exitcode\s*:?\s*-9\b|exit(?:ed)? with (?:code|status) 137\b")
 
 
+_TRACEBACK = "Traceback (most recent call last)"
+
+
 def outcome(run: Run, timing: Timing | None) -> Measurement:
     """Returns the measurement of a run.
 
@@ -181,6 +184,8 @@ def _silent(run: Run) -> Measurement:
         )
     if raised := next(iter(run.observation.exceptions), None):
         return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {raised.text}"))
+    if run.error and any(_TRACEBACK in line for line in run.tail):
+        return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {run.error}"))
     fault = f"; its observer failed: {run.observation.fault}" if run.observation.fault else ""
     unseen = "" if run.terms.wanted else "an observed training step, and without "
     return Measurement(

@@ -169,6 +169,11 @@ class Commands(Work):
                     f"{{{knob.name}}} where its value belongs, or remove it from the space"
                 )
 
+    @property
+    def shares_metric_file(self) -> bool:
+        """True if trials at the same time would write to the same `--metric-file`."""
+        return self._grows is not None and not self._grows.names & {"trial_dir", "trial"}
+
     def check_program(self) -> None:
         """Checks that the program exists, and the script that it is started with.
 

@@ -157,6 +157,19 @@ def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, c
             "needs the model that a command trains: --model",
         ),
         (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
+        (
+            [
+                "--command",
+                "true {micro_batch} {mode}",
+                "--metric-file",
+                "log.csv",
+                "--metric",
+                "x",
+                "--concurrency",
+                "2",
+            ],
+            "would write to the same --metric-file, and read each other's numbers: put {trial_dir}",
+        ),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),
         (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
         (["--command-file", "odd.yaml", "--metric", "x"], "write the value of --metric into it"),
@@ -317,7 +330,7 @@ def test_a_command_whose_model_is_known_can_be_simulated_exported_and_learned_fr
     assert "the estimate is that of gpt2, 1024 tokens a sample" in out
     best = yaml.safe_load(Path("r/best.yaml").read_text())
     size = best["best"]["configuration"]["micro_batch"]
-    (shown,) = [line for line in out.splitlines() if "the winner's command" in line]
+    (shown,) = [line for line in out.splitlines() if line.startswith("note: the winner's command")]
     assert f"--micro-batch-size {size} " in shown and "--global-batch-size 64" in shown and "--train-iters" not in shown
     asked = yaml.safe_load(Path("r/run.yaml").read_text())["asked"]
     assert asked["workload"]["spec"] == "gpt2" and asked["shape"]["layers"] == 12 and asked["seq_len"] == 1024

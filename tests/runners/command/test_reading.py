@@ -203,6 +203,48 @@ def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
     assert [(each.values, each.at) for each in objects.read(4.0)] == [({"a": 1.0}, 4.0), ({"a": 2.0}, 7.5)]
 
 
+def test_a_csv_that_is_rewritten_with_another_header_is_read_by_that(tmp_path):
+    """Lightning's CSVLogger writes the whole file again when a metric is logged for the first time."""
+    path = tmp_path / "metrics.csv"
+    rows = Appended(path)
+    path.write_text("loss,step\n2.5,0\n2.4,1\n")
+    assert [each.values for each in rows.read(1.0)] == [{"loss": 2.5, "step": 0.0}, {"loss": 2.4, "step": 1.0}]
+    path.write_text("loss,speed,step\n2.5,,0\n2.4,,1\n2.3,40,2\n")
+    assert [each.values for each in rows.read(2.0)] == [{"loss": 2.3, "speed": 40.0, "step": 2.0}]
+    with path.open("a") as file:
+        file.write("2.2,41,3\n")
+    assert [each.values["speed"] for each in rows.read(3.0)] == [41.0]
+    # It is caught while it is written again.
+    path.write_text("")
+    assert rows.read(4.0) == []
+    path.write_text("step,loss\n0,2.5\n1,2.4\n")
+    assert rows.read(5.0) == []
+    path.write_text("step,loss\n0,2.5\n1,2.4\n2,2.3\n3,2.2\n4,2.1\n")
+    assert [each.values for each in rows.read(6.0)] == [{"step": 4.0, "loss": 2.1}]
+
+
+def test_a_header_in_the_middle_of_a_csv_replaces_the_first(tmp_path):
+    path = tmp_path / "log.csv"
+    rows = Appended(path)
+    path.write_text("step,speed\n1,10\nstep,loss,speed\n2,0.5,11\n")
+    assert [each.values["speed"] for each in rows.read(1.0)] == [10.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        ("[rank0]: MemoryError", "MemoryError"),
+        ("[default3]:  50%|#    | 5/10", " 50%|#    | 5/10"),
+        ("[default1]:[rank1]: ValueError: x", "ValueError: x"),
+        ('[1,0]<stdout>:{"step_ms": 5}', '{"step_ms": 5}'),
+        ("[iter12]: 5 ms", "[iter12]: 5 ms"),
+        ("[rank0]", "[rank0]"),
+    ],
+)
+def test_the_name_of_a_rank_is_not_part_of_its_lines(printed, line):
+    assert list(lines_for([]).feed(f"{printed}\n".encode())) == [line]
+
+
 def test_a_last_line_without_an_end_counts_once_nothing_is_appended_any_more(tmp_path):
     objects = Appended(tmp_path / "result.json")
     (tmp_path / "result.json").write_text('{"a": 1}')
