@@ -266,7 +266,7 @@ class Run(Clock):
             _Over: the speed of the training is known by observation, or the command has ended.
         """
         end = time.monotonic() + HELD_S
-        while self.terms.wanted is None and time.monotonic() < end and self.observation.processes:
+        while not self.asked and time.monotonic() < end and self.observation.processes:
             self._read_output()
 
     def _step(self) -> None:
@@ -402,8 +402,13 @@ class Run(Clock):
             self._load = Watch(lambda: family_s(self.process.pid))
         self.peak_mib = max(self.peak_mib, training.peak_mib() or 0.0)
         self.speed = training.speed(self.terms.plan, best_s=self._best_step_s(training), ended=ended)
-        if self.terms.wanted is None and self.speed is not None and self.speed.complete and not ended:
+        if not self.asked and self.speed is not None and self.speed.complete and not ended:
             raise _Over
+
+    @property
+    def asked(self) -> bool:
+        """True if its speed is a number that `--metric` names or the script reports."""
+        return self.terms.wanted is not None or self._reported_at is not None
 
     def _best_step_s(self, training: ObservedTraining) -> float | None:
         """Time of a step of the best candidate so far with the samples of this one's steps, s."""

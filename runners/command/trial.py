@@ -52,7 +52,7 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
         )
     if timing is None and code != 0 and not run.stopped:
         return _crashed(run, code)
-    if training is not None and speed is not None and run.terms.wanted is None:
+    if training is not None and speed is not None and not run.asked:
         return _observed(run, training, speed)
     if timing is None and not run.costs:
         return _silent(run)
