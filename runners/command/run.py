@@ -43,6 +43,8 @@ REPORT_S = 1.0
 HELD_S = 60.0
 """Time for which a speed that was only printed is held back while a process of the command has imported torch, s: it may
 belong to work before the training, whose steps will be observed."""
+COMPARED_S = 2.0
+"""The same for a speed that was asked for, with which observed steps are only compared, s."""
 HOPELESS_S = 10.0
 """Time after the first line with an unread rate after which a command that is not observed is ended, s."""
 SHOWN_LINES = 40
@@ -260,13 +262,16 @@ class Run(Clock):
             return None
 
     def _hold(self) -> None:
-        """Waits for observed steps before a printed speed counts that was not asked for.
+        """Waits for observed steps after a printed speed is known: one that was not asked for may be that of work before
+        the training, and one that was is compared with them.
 
         Raises:
             _Over: the speed of the training is known by observation, or the command has ended.
         """
-        end = time.monotonic() + HELD_S
-        while not self.asked and time.monotonic() < end and self.observation.processes:
+        end = time.monotonic() + (COMPARED_S if self.asked else HELD_S)
+        while self.observation.processes and not (self.speed is not None and self.speed.complete):
+            if time.monotonic() >= end and self.observation.training is None:
+                return
             self._read_output()
 
     def _step(self) -> None:

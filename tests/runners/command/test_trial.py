@@ -1,5 +1,6 @@
 """Trials of commands with real processes: measured while they run, ended in time, and no process is left."""
 
+import os
 import re
 import socket
 import sys
@@ -489,6 +490,44 @@ def test_a_timeout_names_what_was_read(run, script, text, says):
     measured, _ = run(script(f"{text}\ntime.sleep(600)"), timeout_s=6)
     assert measured.status is Status.TIMEOUT and "no result within 6 s" in measured.reason
     assert says in measured.reason
+
+
+def test_a_speed_in_an_unknown_form_ends_the_trial_with_the_metric_that_reads_it(run, script):
+    begin = time.monotonic()
+    measured, _ = run(
+        script(
+            """
+            for step in range(10_000):
+                print(f"step {step} at 12.5 samples/s", flush=True)
+                time.sleep(0.1)
+            """
+        ),
+        timeout_s=120,
+    )
+    assert measured.status is Status.CRASH and time.monotonic() - begin < 60
+    assert measured.reason.startswith(
+        "no training of it can be observed, and its speed is printed in an unknown form: --metric "
+    )
+    assert "(?P<samples_per_second>" in measured.reason and "reads '12.5' in 'step " in measured.reason
+
+
+def test_a_bar_over_data_before_the_training_is_not_taken_for_it(run, script):
+    measured, _ = run(
+        script(
+            """
+            from tqdm import tqdm
+            for _ in tqdm(range(400), desc="train: Scanning labels"): time.sleep(0.004)
+            for _ in tqdm(range(200), desc="Epoch 0"): time.sleep(0.04)
+            """
+        )
+    )
+    assert measured.status is Status.OK and 30 < measured.throughput <= 50
+
+
+def test_nothing_is_observed_if_that_is_switched_off(run, script):
+    text = "print(os.environ.get('PYTHONPATH'), os.environ.get('REDLINE_OBSERVE'))\nprint('speed 1')"
+    _, log = run(script(text), metric=["speed (?P<speed>.)"], no_observe=True)
+    assert f"{os.environ.get('PYTHONPATH')} None" in log
 
 
 def test_gigabytes_of_output_are_read_and_not_kept(run, script):
