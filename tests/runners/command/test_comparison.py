@@ -68,7 +68,8 @@ def test_a_command_may_have_its_own_unit_of_the_micro_batch_but_the_same_in_ever
 def speed(**changes):
     values = {
         "seconds_per_step": 0.1, "spread": 0.01, "median_s": 0.1, "steps": 30, "samples_per_step": 64.0,
-        "backwards_per_step": 1.0, "tokens_per_step": None, "shares": {}, "compile_s": 0.0, "warmup_s": 1.0, "measure_s": 3.0, "complete": True,
+        "backwards_per_step": 1.0, "tokens_per_step": None, "shares": {}, "compile_s": 0.0, "warmup_s": 1.0,
+        "measure_s": 3.0, "complete": True,
     }  # fmt: skip
     return Speed(**{**values, **changes})
 
