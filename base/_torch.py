@@ -14,16 +14,13 @@ if TYPE_CHECKING:
 CHECKED = "torch 2.11 to 2.14"
 NAMES: dict[str, tuple[str, str]] = {
     # Tensors without values, and dispatch modes that see their operators.
-    "active_fake_mode": ("torch._guards", "active_fake_mode"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor", "unset_fake_temporarily"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "DisableTorchFunctionSubclass": ("torch._C", "DisableTorchFunctionSubclass"),
     "OpOverload": ("torch._ops", "OpOverload"),
-    # The backward pass: the node that runs, and the number of the next node.
-    "autograd_node": ("torch._C", "_current_autograd_node"),
+    # The backward pass.
     "run_backward": ("torch.autograd.graph", "_engine_run_backward"),
-    "sequence_number": ("torch.autograd", "_get_sequence_nr"),
     # Arguments and results as trees.
     "TreeSpec": ("torch.utils._pytree", "TreeSpec"),
     "tree_flatten": ("torch.utils._pytree", "tree_flatten"),
@@ -163,11 +160,6 @@ def is_erased(node: Any) -> bool:
     return node._erased
 
 
-def sequence_number_of(node: Any) -> int:
-    """Returns the number of a node of the backward pass, in the order in which the forward pass made them."""
-    return int(node._sequence_nr())
-
-
 _NEAR = 8
 """Operators between the logarithms of probabilities and the loss, at most: a choice, a cast, a sum, factors."""
 
@@ -186,15 +178,6 @@ def format_of_losses(loss: "Tensor") -> Any:
             return node._saved_result.dtype
         node = node.next_functions[0][0] if node.next_functions else None
     return loss.dtype
-
-
-def kernel_on_cpu(operator: Any) -> Any:
-    """Returns a function that calls an operator's CPU kernel directly."""
-    from functools import partial
-
-    from torch._C import DispatchKey
-
-    return partial(operator._op_dk, DispatchKey.CPU)
 
 
 def schema_of(operator: Any) -> Any:

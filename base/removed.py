@@ -1,10 +1,17 @@
 """Names that redline no longer has, with what to use instead."""
 
 _REPLACEMENTS = {
+    ("layout", "megatron"): "convert with --to hf; Megatron-Bridge imports that folder",
+    ("layout", "torchtitan"): "convert with --to hf; torchtitan reads that folder with --checkpoint.initial_load_in_hf",
     ("argument", "taken_from"): "pass the knobs as space, or override={'tp': [1, 2], ...} for a model's own",
     ("launcher", "nemo"): "use the launcher megatron-bridge, or {knob} placeholders in the command",
     ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
     ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
+    (
+        "option",
+        "--trace-memory",
+    ): "`redline estimate --explain` shows the parts of the predicted memory, and "
+    "torch.cuda.memory._record_memory_history() records the allocations of a run on a GPU",
 }
 """By kind and name."""
 

@@ -1,15 +1,14 @@
-"""Holds emulated and traced ranks against real ones: memory of each rank, step time, and the order of configurations.
+"""Holds emulated ranks against real ones: memory of each rank, step time, and the order of configurations.
 
     python bench/emulate.py                              # all parts, and the tables of docs/emulation.md
     python bench/emulate.py --parts memory --models llama-tiny
     python bench/emulate.py --write                      # the tables alone, from bench/results/emulate.json
 
-Every configuration is run by real gloo ranks on this machine and by emulated ones, in turns. Four parts:
+Every configuration is run by real gloo ranks on this machine and by emulated ones, in turns. Three parts:
 
 - `memory`: peak of each rank. Both run with glibc's thresholds for mmap and trimming fixed at 64 KiB, so that memory that is
   freed is returned. Without that the resident peak of a small model is mostly what glibc keeps, and runs of one configuration
   scatter by 5 to 10 % among themselves.
-- `trace`: the traced memory of these ranks (`runners/memory_timeline.py`), which needs no ranks.
 - `time`: the step, with glibc as it is, so that times are those that trials have; the median of the turns counts.
 - `ranking`: 20 configurations of llama-tiny on 8 ranks, by Spearman's correlation.
 
@@ -59,7 +58,7 @@ LIMIT_MIB = 2500.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["memory", "trace", "time", "ranking"])
+    parser.add_argument("--parts", nargs="+", default=["memory", "time", "ranking"])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--turns", type=int, default=3, help="turns of the parts with times")
     parser.add_argument("--seconds", type=float, default=2.0, help="for measuring the steps of one turn")
@@ -74,8 +73,6 @@ def main() -> None:
             os.environ["GLIBC_TUNABLES"] = TUNABLES
             memory(rows, options.models)
             os.environ.pop("GLIBC_TUNABLES")
-        if "trace" in options.parts:
-            traces(rows, options.models)
         if "time" in options.parts:
             times(rows, options.models, options.turns, options.seconds)
         if "ranking" in options.parts:
@@ -169,22 +166,6 @@ def memory(rows: dict[str, Any], models: list[str]) -> None:
         agent.close()
 
 
-def traces(rows: dict[str, Any], models: list[str]) -> None:
-    import redline as rl
-    from redline.runners.memory_timeline import memory_timeline
-
-    for model, name, devices, config in cases(models):
-        key, real = f"trace {model} {name}", rows.get(f"memory {model} {name}")
-        if key in rows or real is None or real["why"]:
-            continue
-        workload = rl.workload(model, global_batch=16)
-        found = []
-        for rank, measured, _ in real["ranks"]:
-            timeline = memory_timeline(workload, config, rank=rank, devices=devices, kind="cpu")
-            found.append([rank, measured, timeline.reserved_bytes / 2**20])
-        keep(rows, key, {"part": "trace", "model": model, "case": name, "why": "", "ranks": found})
-
-
 def times(rows: dict[str, Any], models: list[str], turns: int, seconds: float) -> None:
     agent = agent_of()
     try:
@@ -253,31 +234,13 @@ def spearman(one: list[float], other: list[float]) -> float:
 def written(rows: dict[str, Any]) -> str:
     """The tables as Markdown."""
     parts = {part: [row for row in rows.values() if row["part"] == part and not row["why"]] for part in
-             ("memory", "trace", "time", "ranking")}  # fmt: skip
+             ("memory", "time", "ranking")}  # fmt: skip
     out: list[str] = []
     if found := parts["memory"]:
         apart = [abs(off(emulated, real)) for row in found for _, real, emulated in row["ranks"]]
         out += [
             f"Memory of {len(apart)} ranks of {len(found)} configurations: median error {statistics.median(apart):.1f} %, "
             f"largest {max(apart):.1f} %. For each configuration the rank that is furthest off, real and emulated, MiB:",
-            "",
-            *grid(found, memory_cell),
-            "",
-        ]
-    if found := parts["trace"]:
-        apart = [abs(off(emulated, real)) for row in found for _, real, emulated in row["ranks"]]
-        by_model = {
-            model: statistics.median(
-                abs(off(emulated, real)) for row in found if row["model"] == model for _, real, emulated in row["ranks"]
-            )
-            for model in MODELS
-            if any(row["model"] == model for row in found)
-        }
-        out += [
-            f"Traced memory of {len(apart)} ranks of {len(found)} configurations: median error {statistics.median(apart):.1f} %, "
-            f"largest {max(apart):.1f} %; by model "
-            f"{', '.join(f'{model} {error:.1f} %' for model, error in by_model.items())}. "
-            "The rank that is furthest off, real and traced, MiB:",
             "",
             *grid(found, memory_cell),
             "",

@@ -29,7 +29,6 @@ ROWS = (
     "one layer",
     "all of it",
     "written as shards",
-    "written as a DCP folder",
 )
 
 
@@ -97,7 +96,6 @@ class Peak:
 def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -> dict[str, float | str]:
     """Returns one row, measured in this process."""
     import torch
-    from redline.models.layouts import dcp
     from redline.models.layouts.find import find_weights
     from redline.models.layouts.save import write_hugging_face
 
@@ -111,9 +109,6 @@ def measure(folder: Path, layers: int, hidden: int, shard_mib: int, what: str) -
     with Peak() as peak:
         if what == "written as shards":
             write_hugging_face(weights, made, out, max_shard_bytes=shard_mib * MIB)
-        elif what == "written as a DCP folder":
-            out.mkdir()
-            dcp.write_dcp(weights.tensors, out)
         else:
             for name, (shape, _) in weights.shapes.items():
                 box = share(name, tuple(shape), what)

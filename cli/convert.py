@@ -12,7 +12,6 @@ Examples:
   redline convert train/llama out/llama --to hf
   redline convert train/llama out/llama --to hf --dtype bfloat16 --average
   redline convert train/llama-lora out/adapters --to peft
-  redline convert train/llama out/megatron --to megatron
 """
 
 
@@ -23,8 +22,8 @@ Examples:
 def convert(folder: str, out: str, **options: Any) -> None:
     """Write the latest checkpoint of the training in FOLDER to OUT, for other tools.
 
-    `hf` is a folder that transformers' from_pretrained loads, `peft` contains only the adapters; Megatron-LM and
-    torchtitan continue from `megatron` and `torchtitan`.
+    `hf` is a folder that transformers' from_pretrained loads, and that torchtitan and Megatron-Bridge read; `peft`
+    contains only the adapters.
     """
     from ..tuner.train.convert import convert as write
 

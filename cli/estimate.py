@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
     from ..estimator.request import EstimateRequest
     from ..results import Trial
-    from ..runners.memory_timeline import MemoryTimeline
 
 EXAMPLES = """\b
 Examples:
@@ -37,7 +36,6 @@ Examples:
   redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
   redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
                    --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
-  redline estimate llama3-8b --hardware h100 --devices 16 --fix zero=3 --trace-memory
   redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by the trials of a run
 """
 OF_MAPPINGS = (
@@ -70,9 +68,6 @@ class EstimateOptions:
     trials_from: Annotated[str | None, Option("Correct the predictions by a run's trials.", metavar="RUN")] = None
     layerwise: Annotated[bool, Option("Refine the winner: choose checkpointing for each block.")] = False
     explain: Annotated[bool, Option("Show the parts of memory and time.")] = False
-    trace_memory: Annotated[
-        bool, Option("Trace the first plan's allocations: memory over a step, largest tensors.")
-    ] = False
 
 
 @click.command(epilog=EXAMPLES)
@@ -102,8 +97,6 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         raise UsageError(
             "--out writes the plans of a space, but --config selects one configuration: use only one of them"
         )
-    if asked.trace_memory:
-        _check_traced(shape, asked.framework)
     limit_mib = parse_memory(asked.memory_limit)
     trials = None if asked.trials_from is None else _trials_of(asked.trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
@@ -145,14 +138,8 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         )
     if output is not None and document.ranked:
         _write(output, plan_file(document, again))
-    timeline = None
-    if asked.trace_memory and document.ranked:
-        with _Status() as status:
-            status.update("tracing the allocations of a rank")
-            timeline = _timeline(document, given)
     if as_json:
-        traced = {} if timeline is None else {"memory_trace": timeline.to_dict()}
-        click.echo(json.dumps({**document.to_dict(), **traced}, allow_nan=False))
+        click.echo(json.dumps(document.to_dict(), allow_nan=False))
     else:
         then: list[str] = []
         if single is None and document.ranked:
@@ -160,9 +147,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
 
             target = suited_target(document.ranked[0].config, asked.framework)
             then = _next_commands(again, output, target, tunable=shape is None)
-        click.echo(
-            "\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then, timeline=timeline))
-        )
+        click.echo("\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then)))
     return 0 if document.ranked else NOTHING_FITS
 
 
@@ -178,31 +163,6 @@ def _first_answer(asked: dict[str, Any], width: int) -> None:
         text = "\n".join(estimate_text.first(best, width))
         # A terminal shows the status on the line, and the answer below.
         click.echo(f"\r\x1b[2K{text}\n" if sys.stderr.isatty() else text, err=True)
-
-
-def _check_traced(shape: Any, framework: str) -> None:
-    """Raises UsageError if the allocations of the request cannot be traced."""
-    if shape is not None:
-        raise UsageError("--trace-memory runs a model's code, which shape numbers do not have: name a model")
-    if framework != "redline":
-        raise UsageError(f"--trace-memory traces redline's own training, not that of {framework}")
-
-
-def _timeline(document: "EstimateDocument", given: dict[str, Any]) -> "MemoryTimeline":
-    """Traces the fullest rank of the first plan."""
-    from ..estimator.survey import device_of
-    from ..models.request import TrainingRequest, resolve
-    from ..runners.memory_timeline import memory_timeline
-    from ..training.world import World
-
-    request = document.request
-    config = document.ranked[0].config
-    asked = TrainingRequest(given["target"], **{name: value for name, value in given.items() if name != "target"})
-    workload = resolve(asked, device_of(request.hardware), request.devices).workload
-    world = World.of(config, 0, request.devices)
-    kind = "cpu" if request.hardware.kind == "cpu" else "cuda"
-    rank = document.fullest.rank * world.replicas * world.tp
-    return memory_timeline(workload, config, rank=rank, devices=request.devices, kind=kind)
 
 
 class _Status:

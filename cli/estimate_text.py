@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
     from ..estimator.estimate import Estimate
     from ..estimator.survey import Ranked, Survey
-    from ..runners.memory_timeline import MemoryTimeline
 
 
 def head(document: "EstimateDocument", width: int = 100) -> list[str]:
@@ -55,7 +54,6 @@ def body(
     explain: bool = False,
     width: int = 100,
     then: Sequence[str] = (),
-    timeline: "MemoryTimeline | None" = None,
 ) -> list[str]:
     """Returns the plans, the assumptions and the next commands, wrapped to `width`.
 
@@ -64,7 +62,6 @@ def body(
         explain: True adds the terms of memory and time of every configuration, and why the others were excluded.
         width: columns.
         then: commands to run next.
-        timeline: traced memory of the first plan; None if it was not traced.
     """
     lines: list[str] = []
     ranked = document.ranked
@@ -87,8 +84,6 @@ def body(
             lines += ["", *_explained(each)]
             if each is ranked[0]:
                 lines += _wrapped(f"fullest rank: {document.fullest}", "  ", width)
-    if timeline is not None:
-        lines += ["", *memory_lines(timeline, width)]
     if document.survey is not None:
         lines += ["", *_survey_lines(document.survey, explain, width)]
     if document.layerwise is not None:
@@ -100,56 +95,6 @@ def body(
     if then and document.ranked:
         lines += ["", *(f"{'next' if not at else '':<9}{each}" for at, each in enumerate(then))]
     return lines
-
-
-BARS = " ▁▂▃▄▅▆▇█"
-"""Signs of a bar chart, from empty to full."""
-
-
-def memory_lines(timeline: "MemoryTimeline", width: int) -> list[str]:
-    """Returns the traced memory of a rank: its peak by purpose, its course over a step, and the largest tensors."""
-
-    def size(num_bytes: int) -> str:
-        return f"{num_bytes / 2**30:,.2f} GiB" if timeline.reserved_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
-
-    if timeline.kind == "cuda":
-        taken = f"{size(timeline.reserved_bytes)} reserved by PyTorch's caching allocator"
-        if timeline.expandable_bytes is not None:
-            taken += f" ({size(timeline.expandable_bytes)} with expandable_segments:True)"
-    else:
-        taken = f"{size(timeline.reserved_bytes)} resident"
-    peak = f"{size(timeline.live_bytes)} of tensors at the peak, in {timeline.phase}"
-    text = f"traced memory of rank {timeline.rank}: {peak}; {taken}"
-    lines = _wrapped(text, "", width)
-    lines += [
-        f"  {size(each):>11}  {100 * each / timeline.live_bytes:>3.0f} %  {role}"
-        for role, each in timeline.roles.items()
-    ]
-    lines += ["over a step, tensors of each phase and the share of the peak:", *_course(timeline, width)]
-    lines.append("largest tensors at the peak:")
-    for each in timeline.largest:
-        shape = " x ".join(map(str, each.shape))
-        lines.append(
-            f"  {size(each.num_bytes):>11}  {each.role.value:<16}  {each.name}  ({shape}, {each.dtype})"[:width]
-        )
-    if timeline.untraced:
-        names = " and ".join(timeline.untraced)
-        lines += _wrapped(
-            f"the trace leaves out {names}, with which a step keeps other, mostly fewer, tensors", "", width
-        )
-    return lines
-
-
-def _course(timeline: "MemoryTimeline", width: int) -> list[str]:
-    """Returns a bar chart of the bytes of tensors over a step, a line for each phase."""
-    lines: list[str] = []
-    phase, bars = "", ""
-    for each in timeline.points:
-        if each.phase != phase or len(bars) >= width - 14:
-            lines += [f"  {phase:<10}{bars}"] if bars else []
-            phase, bars = each.phase, ""
-        bars += BARS[max(1, round((len(BARS) - 1) * each.live_bytes / timeline.live_bytes))]
-    return [*lines, f"  {phase:<10}{bars}"]
 
 
 def _assumed(document: "EstimateDocument") -> str:

@@ -3,15 +3,13 @@
 import io
 import math
 import pickle
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
-from .lazy import Box, LazyTensor, LazyTensors, Stored
+from .lazy import Box, LazyTensor, Stored
 
 if TYPE_CHECKING:
     import torch
@@ -87,16 +85,7 @@ class _Careful(pickle.Unpickler):
             found = super().find_class(module, name)
             if module not in _OF_DCP or (isinstance(found, type) and found.__module__ == module):
                 return found
-        if module.startswith("megatron.core.dist_checkpointing.") and name == "MCoreMetadata":
-            return _Note
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors needs")
-
-
-@dataclass
-class _Note:
-    """Megatron's additions to metadata, which do not affect the location of tensors."""
-
-    nd_reformulated_orig_global_shape: tuple[int, ...] = ()
 
 
 def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
@@ -166,43 +155,14 @@ class Piece:
     """Returns the contents when the box is written."""
 
 
-def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | None = None) -> None:
-    """Writes tensors, and other objects, as one rank; one piece of at most `PIECE_BYTES` is in memory at a time.
-
-    Args:
-        tensors: tensors by their stored names.
-        folder: an existing empty folder.
-        objects: objects for `torch.save`, by name.
-    """
-    from torch.distributed import checkpoint
-
-    # One file per piece: torch keeps all pieces of a file in memory until the file is closed.
-    # To copy ahead torch would open a context on GPU 0.
-    writer = checkpoint.FileSystemWriter(
-        folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0, overwrite=False
-    )
-    planner = save_planner([each for name, tensor in tensors.items() for each in _pieces(name, tensor)], objects or {})
-    with warnings.catch_warnings():
-        # It warns that there is only one process, which is intended.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
-
-
-def save_planner(pieces: Sequence[Piece], objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns a planner with which torch.distributed.checkpoint writes these pieces, and objects like `torch.save`."""
+def save_planner(pieces: Sequence[Piece]) -> Any:
+    """Returns a planner with which torch.distributed.checkpoint writes these pieces."""
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import (
-        BytesIOWriteData,
-        SavePlan,
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
-    )
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
     at = {(each.name, tuple(each.offset)): each for each in pieces}
-    saved = {name: _saved(each) for name, each in (objects or {}).items()}
 
     def item(each: Piece) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.size))
@@ -211,26 +171,14 @@ def save_planner(pieces: Sequence[Piece], objects: Mapping[str, Any] | None = No
 
     class Planner(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
-            others = [
-                WriteItem(
-                    MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(each.getvalue()))
-                )
-                for name, each in saved.items()
-            ]
-            self.plan = SavePlan([*others, *map(item, at.values())])
+            self.plan = SavePlan([*map(item, at.values())])
             return self.plan
 
-        def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
             index = write_item.index
-            return at[index.fqn, tuple(index.offset)].read() if index.offset is not None else saved[index.fqn]
+            return at[index.fqn, tuple(index.offset)].read()
 
     return Planner(flatten_state_dict=False)
-
-
-def _pieces(name: str, tensor: LazyTensor) -> Iterable[Piece]:
-    for box in boxes(tensor):
-        offset, size = tuple(each.start for each in box), tuple(each.stop - each.start for each in box)
-        yield Piece(name, tensor.shape, offset, size, tensor.dtype, partial(tensor.read, box))
 
 
 def boxes(tensor: "LazyTensor | torch.Tensor") -> Iterable[Box]:
@@ -245,11 +193,3 @@ def boxes(tensor: "LazyTensor | torch.Tensor") -> Iterable[Box]:
         rest = rest // size * step
     whole = [slice(0, size) for size in tensor.shape]
     return [(*box, *whole[len(box) :]) for box in found]
-
-
-def _saved(value: Any) -> io.BytesIO:
-    import torch
-
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out

@@ -9,17 +9,13 @@ from ..architecture import Architecture, without_memory
 from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter, with_adapters, write_peft
 from .dcp import METADATA, dcp_tensors
 from .hugging_face import hugging_face, plain
-from .lazy import LazyTensors
-from .megatron import CONFIG as MEGATRON_CONFIG, TRACKER, iteration_folder, megatron, write_megatron
+from .safetensors_files import OTHER_TOOLS
 from .save import write_hugging_face
-from .torchtitan import is_torchtitan, step_folder, torchtitan, write_torchtitan
 from .weights import Weights, fit
 
 LAYOUTS: Mapping[str, Callable[..., None]] = {
     "hf": write_hugging_face,
     "peft": write_peft,
-    "megatron": write_megatron,
-    "torchtitan": write_torchtitan,
 }
 """Writer of each layout: called with weights, architecture and folder."""
 
@@ -28,12 +24,11 @@ PREFIXES = ("", "model/", "model.", "app.model.")
 
 
 def find_weights(path: Path | str, architecture: Architecture, adapters: Path | str | None = None) -> Weights:
-    """Returns the weights of a model in another tool's checkpoint, regardless of its layout.
+    """Returns the weights of a model in a checkpoint, regardless of its layout.
 
     Args:
-        path: transformers' folder or a .safetensors file; peft's folder, whose base must be on this machine;
-            Megatron-LM's folder, of an iteration or of all; torchtitan's, of a step or of all; a folder of
-            torch.distributed.checkpoint with the model's own names.
+        path: transformers' folder or a .safetensors file; peft's folder, whose base must be on this machine; a folder
+            of torch.distributed.checkpoint with the model's own names, or one with such folders of several steps.
         adapters: peft's folder, for weights of a plain model.
 
     Raises:
@@ -50,31 +45,36 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
                 "of its weights, and this one as its adapters"
             )
         return find_weights(base, architecture, folder)
-    step = step_folder(folder)
-    if (folder / TRACKER).is_file() or _is_megatron(iteration_folder(folder)):
-        weights = megatron(folder, architecture)
-    elif not (step / METADATA).is_file():
-        weights = hugging_face(folder, architecture)
-    elif is_torchtitan(stored := dcp_tensors(step)):
-        weights = torchtitan(step, architecture)
+    step = _step_folder(folder)
+    if (step / METADATA).is_file():
+        weights = _distributed(step, architecture)
     else:
-        weights = _distributed(step, stored, architecture)
+        weights = hugging_face(folder, architecture)
     if any(is_adapter(name) for name in weights.tensors):
         return weights
     return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
 
 
-def _distributed(folder: Path, stored: LazyTensors, architecture: Architecture) -> Weights:
+def _step_folder(path: Path) -> Path:
+    """Returns the folder of the last step in `path`; `path` itself if it is one, or contains none."""
+    if (path / METADATA).is_file():
+        return path
+    steps = [each for each in path.glob("step-*") if each.name[5:].isdecimal() and (each / METADATA).is_file()]
+    return max(steps, key=lambda each: int(each.name[5:]), default=path)
+
+
+def _distributed(folder: Path, architecture: Architecture) -> Weights:
     """Returns the weights of a model in a folder of torch.distributed.checkpoint, by the model's own names, with its
     adapters if the folder has them.
     """
+    stored = dcp_tensors(folder)
     prefix = _prefix(stored, architecture)
     named = {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
     if any(is_adapter(name) for name in named):
         return fit(named, without_memory(architecture), f"'{folder}'")
     # Without a prefix the optimizer's tensors are among the others.
     kept = {name: each for name, each in named.items() if not name.startswith("optim")}
-    return fit(kept, without_memory(plain(architecture)), f"'{folder}'")
+    return fit(kept, without_memory(plain(architecture)), f"'{folder}'", hint=OTHER_TOOLS)
 
 
 def _prefix(stored: Iterable[str], architecture: Architecture) -> str:
@@ -82,7 +82,3 @@ def _prefix(stored: Iterable[str], architecture: Architecture) -> str:
     stored = set(stored)
     own = without_memory(plain(architecture)).state_dict()
     return max(PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in stored for name in own))
-
-
-def _is_megatron(folder: Path) -> bool:
-    return (folder / MEGATRON_CONFIG).is_file() or any(folder.glob("mp_rank_*"))

@@ -116,15 +116,6 @@ class Stored(LazyTensor):
         return self._reader(box)
 
 
-class Zeros(LazyTensor):
-    """A tensor of zeros."""
-
-    def _read(self, box: Box) -> "torch.Tensor":
-        import torch
-
-        return torch.zeros(box_shape(box), dtype=self.dtype)
-
-
 class _Joined(LazyTensor):
     """Parts concatenated along a dimension."""
 
@@ -146,40 +137,6 @@ class _Joined(LazyTensor):
                 out.narrow(self.dim, first - rows_wanted.start, last - first).copy_(part._read(inner))
             at += part.shape[self.dim]
         return out
-
-
-class Rows(LazyTensor):
-    """Selected entries of a dimension, in any order."""
-
-    def __init__(self, of: LazyTensor, order: Sequence[int], dim: int = 0) -> None:
-        super().__init__((*of.shape[:dim], len(order), *of.shape[dim + 1 :]), of.dtype)
-        self.of, self.order, self.dim = of, order, dim
-
-    def _read(self, box: Box) -> "torch.Tensor":
-        import torch
-
-        out = torch.empty(box_shape(box), dtype=self.dtype)
-        rows_wanted = self.order[box[self.dim]]
-        for begin, end in _neighbourhoods(rows_wanted):
-            first, last = min(rows_wanted[begin:end]), max(rows_wanted[begin:end]) + 1
-            found = self.of._read((*box[: self.dim], slice(first, last), *box[self.dim + 1 :]))
-            rows = torch.tensor([each - first for each in rows_wanted[begin:end]])
-            out.narrow(self.dim, begin, end - begin).copy_(found.index_select(self.dim, rows))
-        return out
-
-
-def _neighbourhoods(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of indices for which at least half of the entries from the lowest to the highest are needed."""
-    out: list[tuple[int, int]] = []
-    begin, low, high = 0, 0, 0
-    for at, each in enumerate(indices):
-        if at > begin and max(high, each) - min(low, each) + 1 <= 2 * (at - begin + 1) + 2:
-            low, high = min(low, each), max(high, each)
-            continue
-        if at > begin:
-            out.append((begin, at))
-        begin, low, high = at, each, each
-    return [*out, (begin, len(indices))] if len(indices) else []
 
 
 class _Mapped(LazyTensor):
@@ -271,12 +228,6 @@ def transpose(of: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
 
 def cast(of: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
     return of if dtype == of.dtype else _Mapped(of, of.shape, lambda box: box, lambda found: found.to(dtype), dtype)
-
-
-def pad_rows(of: LazyTensor, count: int) -> LazyTensor:
-    """Appends rows of zeros, up to `count` rows."""
-    more = count - of.shape[0]
-    return of if more <= 0 else cat([of, Zeros((more, *of.shape[1:]), of.dtype)])
 
 
 class Merged(LazyTensor):

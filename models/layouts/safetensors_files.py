@@ -22,6 +22,9 @@ _DTYPES = {
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+OTHER_TOOLS = (
+    "A checkpoint of Megatron-LM or torchtitan has to be written in Hugging Face's format by that tool's converter"
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -86,7 +89,7 @@ def _not_safetensors(path: Path, pickles: Iterable[str]) -> str:
         )
     if not path.exists():
         return f"there is no checkpoint '{path}'"
-    return f"'{path}' contains neither {SINGLE} nor {INDEX}"
+    return f"'{path}' contains neither {SINGLE} nor {INDEX}. {OTHER_TOOLS}"
 
 
 def _file_tensors(path: Path) -> dict[str, LazyTensor]:

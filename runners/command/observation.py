@@ -201,8 +201,11 @@ class ObservedTraining:
 
     @property
     def steps(self) -> list[Step]:
-        """The steps of the lead. Alternating optimizers, as of a GAN, are one step: it ends with the rarest of them."""
-        rows = self.lead.rows
+        """The steps of the lead. Alternating optimizers, as of a GAN, are one step: it ends with the rarest of them.
+
+        Backward passes are the steps of a training without an observed optimizer.
+        """
+        rows = [row for row in self.lead.rows if row.optimizers] or self.lead.rows
         counts = Counter(row.optimizers for row in rows)
         often = [key for key, count in counts.items() if count > 1 and key]
         if len(often) < 2:
@@ -283,13 +286,12 @@ class ObservedTraining:
         return _speed(self, steps, times, begin, plan, best_s, ended)
 
     def _countable(self) -> list[Step]:
-        """The steps, without those of unseen optimizers until it is clear that none will be seen."""
+        """The steps; none of them before it is clear that an optimizer that was not observed will not be."""
         steps = self.steps
-        passes = [step for step in steps if not step.optimizers]
-        if len(passes) == len(steps):
+        if steps and not steps[0].optimizers:
             compiled = self.lead.facts.get("compiled", 0)
             return steps if compiled and sum(step.backwards for step in steps) >= UNSTEPPED_BACKWARDS else []
-        return [step for step in steps if step.optimizers]
+        return steps
 
 
 def _warm(steps: Sequence[Step], times: Sequence[float], plan: TimingPlan, buffered: int) -> int | None:

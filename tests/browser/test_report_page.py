@@ -6,9 +6,7 @@ import random
 import re
 
 import pytest
-import redline as rl
 from redline.results import Measurement, Status, summary
-from redline.runners.memory_timeline import memory_timeline
 from redline.views.report import RunFiles, document, write_report
 from redline.views.report.page import asset
 
@@ -546,24 +544,3 @@ def test_a_gain_whose_interval_includes_1_is_not_drawn_as_one(tab, tmp_path, dis
     tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes, {})).as_uri())
     assert tab.locator(".big").inner_text() == large
     assert "2 ok, 1 crash; trial 2 ended as crash: OSError: file too short" in tab.locator("#ended").inner_text()
-
-
-def test_the_traced_memory_of_a_step_has_its_curve_its_parts_and_its_tensors(
-    tab, disk, tmp_path, phone, desktop, overflow
-):
-    workload = rl.workload("llama-tiny", seq_len=64, global_batch=16)
-    trace = memory_timeline(workload, {"micro_batch": 4, "zero": 3}, rank=1, devices=2).to_dict()
-    folder = disk.write_search(tmp_path / "run", [({"zero": 0}, disk.measured(1.0)), ({"zero": 3}, disk.measured(2.0))])
-    path = write_report(folder, memory_trace=trace)
-    for size in (phone, desktop):
-        tab.set_viewport_size(size)
-        tab.goto(path.as_uri())
-        tab.locator("#memory-trace svg.chart").wait_for()
-        assert overflow(tab) == 0
-    section = tab.locator("#memory-trace")
-    assert "Rank 1 of the winner" in section.locator(".lead").inner_text()
-    names = [each for each in trace["at_peak"] if trace["at_peak"][each] >= trace["peak_live_bytes"] / 1000]
-    assert section.locator("dt").all_inner_texts() == names
-    assert section.locator("tbody td:nth-child(3)").all_inner_texts() == [each["name"] for each in trace["largest"]]
-    section.locator("svg.chart").hover()
-    assert "of tensors" in tab.locator(".tip").inner_text()

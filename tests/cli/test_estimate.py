@@ -429,31 +429,3 @@ def test_a_sampled_space_reports_the_number_of_samples(question, monkeypatch, ca
     monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64)
     assert code == 0 and "of 300 configurations, drawn from " in out
-
-
-def test_trace_memory_shows_the_course_of_a_step_and_names_the_largest_tensors(capsys):
-    asked = ["llama-tiny", "--hardware", "a100-40gb", "--devices", 2, "--global-batch", 16]
-    config = ["--config", "micro_batch=4,zero=3,precision=bf16,fusion=false", "--trace-memory"]
-    code, out, _ = run(capsys, "estimate", *asked, *config)
-    assert code == 0
-    assert re.search(
-        r"traced memory of rank 0: [\d.]+ MiB of tensors at the peak, in backward; [\d.]+ MiB\s+reserved", out
-    )
-    assert re.search(r"^  backward  .*█", out, re.MULTILINE)
-    assert re.search(r"^ +[\d.]+ MiB  optimizer states  .*: exp_avg", out, re.MULTILINE)
-    assert max(map(len, out.splitlines())) <= 100
-    code, out, _ = run(capsys, "estimate", *asked, *config, "--json")
-    traced = json.loads(out)["memory_trace"]
-    assert code == 0
-    assert traced["allocator"] == "cuda caching"
-    assert traced["at_peak"]["optimizer states"] > traced["at_peak"]["parameters"]
-    assert len(traced["largest"]) == 10
-    assert {each["phase"] for each in traced["step"]} == {"forward", "backward", "optimizer"}
-
-
-def test_trace_memory_needs_a_model_that_redline_trains(capsys):
-    code, _, error = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--trace-memory")
-    assert code == 2 and "--trace-memory runs a model's code, which shape numbers do not have: name a model" in error
-    asked = ["llama-tiny", "--hardware", "a100-40gb", "--framework", "megatron", "--trace-memory"]
-    code, _, error = run(capsys, "estimate", *asked)
-    assert code == 2 and "--trace-memory traces redline's own training, not that of megatron" in error

@@ -3,12 +3,10 @@
 import csv
 import io
 import json
-import re
-from dataclasses import replace
 
 import pytest
 from command_line import run
-from redline.results import Measurement, RankReport, RunFolder, Status
+from redline.results import Measurement, RunFolder, Status
 
 KNOBS = {"micro_batch": (1, 2, 4), "fusion": (False, True)}
 
@@ -86,60 +84,6 @@ def test_compare_needs_two_runs_that_are_there(capsys, folder):
     assert run(capsys, "compare", folder)[0] == 2
     code, _, err = run(capsys, "compare", folder, folder.parent / "none")
     assert code == 2 and "there is no folder" in err
-
-
-TRAINED = {
-    "model": "llama-tiny",
-    "workload": {"spec": "llama-tiny"},
-    "devices": {"type": "cuda", "name": "a100-40gb", "used": 2},
-    "seq_len": 64,
-    "global_batch": 16,
-}
-
-
-def write_trained(path, asked, *measurements):
-    """Writes a run of llama-tiny under ZeRO 3, a trial for each measurement."""
-    values = range(1, 1 + len(measurements))
-    with RunFolder.open(path, asked, knobs={"zero": (3,), "micro_batch": tuple(values)}) as made:
-        for number, measured in zip(values, measurements):
-            made.start({"zero": 3, "micro_batch": number}, sampler="default")
-            made.finish(number - 1, measured)
-    return path
-
-
-def test_report_traces_the_fullest_measured_rank_of_the_winner(capsys, tmp_path):
-    ranks = tuple(RankReport(rank=n, status=Status.OK, peak_memory_mib=100.0 + n) for n in range(2))
-    fast = Measurement(status=Status.OK, throughput=2.0, unit="tokens/s", ranks=ranks)
-    folder = write_trained(tmp_path / "a", TRAINED, replace(fast, throughput=1.0, ranks=()), fast)
-    code, out, _ = run(capsys, "report", folder, "--trace-memory")
-    page = re.search(r'id="data">(.*?)</script>', (folder / "report.html").read_text(), re.DOTALL)
-    traced = json.loads(page[1])["memory_trace"]
-    assert code == 0 and out.startswith("wrote ")
-    assert traced["rank"] == 1 and traced["allocator"] == "cuda caching"
-    # A half of the parameters, of 4 bytes each, and two states of the optimizer for each.
-    assert traced["at_peak"]["optimizer states"] == pytest.approx(2 * traced["at_peak"]["parameters"], rel=0.01)
-    code, _, _ = run(capsys, "report", folder)
-    assert code == 0 and '"memory_trace":null' in (folder / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("asked", "status", "code", "message"),
-    [
-        (TRAINED, Status.OOM, 3, "names no winner"),
-        (TRAINED | {"workload": {"command": "train.sh"}}, Status.OK, 2, "is of a command"),
-        (None, Status.OK, 2, "needs run.yaml"),
-    ],
-    ids=["no winner", "a command", "no run.yaml"],
-)
-def test_report_says_why_memory_cannot_be_traced(capsys, tmp_path, asked, status, code, message):
-    folder = write_trained(
-        tmp_path / "a", asked or TRAINED, Measurement(status=status, throughput=1.0, unit="tokens/s")
-    )
-    if asked is None:
-        (folder / "run.yaml").unlink()
-    ended, _, error = run(capsys, "report", folder, "--trace-memory")
-    assert ended == code and message in error and "Traceback" not in error
-    assert not (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize("width", ["40", "80", "200"])

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -81,46 +81,78 @@ class Run:
 class Program:
     name: str
     command: str
-    """With {python}, {programs}, {trial_dir}, {batch}, {accumulate} and {steps}."""
+    """With {python}, {programs}, {trial_dir}, {assets}, {batch}, {accumulate}, {global_batch}, {steps} and the `settings`."""
+    prepare: str | None = None
+    """A command that writes what the program reads to {assets}."""
     batch: int = 8
     """Micro-batch of a rank."""
     accumulate: int = 1
     steps: int = 40
     ranks: int = 1
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Further placeholders and their defaults."""
+    order: tuple[Mapping[str, object], ...] = ({"batch": 4}, {"batch": 16})
+    """Settings from the slowest to the fastest, which `cost.py` decides."""
     true_batch: int | None = None
     """Samples of a step where the program does not do what its arguments ask for."""
-    micro_batches: int | None = None
-    """Losses that the clock gets a step, where they are not `accumulate`."""
+    losses: int | None = None
+    """Losses that the clock gets in a step, where they are not one for each micro-batch."""
     optimizers: int = 1
-    """Calls of optimizers' `step` in a step."""
+    """Calls of `step` of torch's optimizers in a step."""
     activities: frozenset[str] = frozenset()
+    """What else than training its time is spent in."""
     needs: tuple[str, ...] = ()
     """Modules without which it cannot run."""
+    unseen_steps: int = 0
+    """Steps whose end cannot be seen."""
     slow: bool = False
     returncode: int = 0
-    steps_before_failure: int | None = None
-    error: str | None = None
-    """Text of the failure in the output."""
+    true_steps: int | None = None
+    """Steps where it does not do `steps`."""
+    message: str | None = None
+    """Text that the output has."""
 
-    @property
-    def samples(self) -> int:
-        """Of a step, over all ranks."""
-        return self.true_batch or self.batch * self.accumulate * self.ranks
+    def samples(self, **settings: int) -> int:
+        """Returns the true samples of a step, over all ranks."""
+        batch, accumulate = settings.get("batch", self.batch), settings.get("accumulate", self.accumulate)
+        return self.true_batch or batch * accumulate * self.ranks
 
     def text(self, **settings: object) -> str:
         """Returns the command with its settings filled in, which may be placeholders of redline: `batch="{micro_batch}"`."""
-        defaults = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps}
-        return self.command.format(**{"python": sys.executable, "programs": PROGRAMS, **defaults, **settings})
+        defaults = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps, **self.settings}
+        values = {"python": sys.executable, "programs": PROGRAMS, **defaults, **settings}
+        if "{global_batch}" in self.command and "global_batch" not in settings:
+            values["global_batch"] = values["batch"] * values["accumulate"] * self.ranks
+        return self.command.format(**values)
+
+    def write_assets(self, folder: Path) -> None:
+        """Writes the files that the program reads, for the setting `assets`."""
+        folder.mkdir()
+        if self.prepare is not None:
+            words = shlex.split(self.prepare.format(python=sys.executable, programs=PROGRAMS, assets=folder))
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, **ENVIRONMENT})
+            assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, folder: Path, environment: Mapping[str, str] | None = None, **settings: object) -> Run:
-        """Runs the command in `folder`, which is empty, and returns its output and its clocks."""
+        """Runs the command in a new `folder` and returns its output and its clocks.
+
+        `environment` is added to this process's. Raises subprocess.TimeoutExpired after 5 minutes.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
         clocks, trial_dir = folder / "clocks", folder / "trial"
-        clocks.mkdir(parents=True)
+        clocks.mkdir()
         trial_dir.mkdir()
+        self.write_assets(folder / "assets")
         process = subprocess.Popen(
-            shlex.split(self.text(trial_dir=trial_dir, **settings)),
+            shlex.split(self.text(trial_dir=trial_dir, assets=folder / "assets", **settings)),
             cwd=trial_dir,
-            env={**os.environ, **ENVIRONMENT, "CLOCK": str(clocks), **(environment or {})},
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                "CLOCK": str(clocks),
+                "HF_MODULES_CACHE": str(folder / "modules"),
+                **(environment or {}),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -170,9 +202,16 @@ def rows(*names: str) -> list:
 
 
 def _row(program: Program):
-    missing = [module for module in program.needs if find_spec(module) is None]
+    missing = [module for module in program.needs if not _installed(module)]
     marks = [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
     return pytest.param(program, id=program.name, marks=[*marks, pytest.mark.slow] if program.slow else marks)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False  # the package that the module is in
 
 
 SCRIPT = "{python} {programs}/"
@@ -184,10 +223,13 @@ TRAINER = (
     " --per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulate} --max_steps {steps}"
 )
 EVALUATION = frozenset({"evaluation"})
+PEAK = ({"batch": 4}, {"batch": 64}, {"batch": 16})
+"""The order of a program with little overhead."""
 
 TABLE = (
     Program(
         name="nanogpt",
+        order=PEAK,
         command=f"{SCRIPT}nanogpt.py --batch_size={{batch}} --max_iters={{steps}}"
         " --gradient_accumulation_steps={accumulate} --out_dir={trial_dir}",
         accumulate=2,
@@ -205,6 +247,7 @@ TABLE = (
     Program(
         # accelerate takes a tenth off the batch until it fits: 32, 28, 25, 22, 19, 17, 15.
         name="trainer-auto-find-batch-size",
+        order=(),
         command=f"{TRAINER} --auto_find_batch_size true --largest_batch 16",
         batch=32,
         true_batch=15,
@@ -223,9 +266,11 @@ TABLE = (
         accumulate=2,
         activities=EVALUATION,
         needs=("lightning",),
+        slow=True,
     ),
     Program(
         name="lightning-cli",
+        order=PEAK,
         command=f"{SCRIPT}lightning_cli.py fit --trainer.default_root_dir {{trial_dir}} --trainer.max_steps {{steps}}"
         " --trainer.accumulate_grad_batches {accumulate} --data.batch_size {batch}",
         accumulate=4,
@@ -233,11 +278,24 @@ TABLE = (
         needs=("lightning", "jsonargparse"),
         slow=True,
     ),
-    Program(name="stalls", command=f"{SCRIPT}stalls.py{LOOP} --shard 64", steps=65),
-    Program(name="stalls-single", command=f"{SCRIPT}stalls.py{LOOP} --shard 1", steps=65, slow=True),
+    Program(
+        # Shards have the faster median step, single samples the larger mean of samples per second.
+        name="stalls",
+        command=f"{SCRIPT}stalls.py{LOOP} --shard {{shard}}",
+        steps=65,
+        settings={"shard": 64},
+        order=({"shard": 64}, {"shard": 1}),
+    ),
     Program(name="stalls-worker", command=f"{SCRIPT}stalls.py{LOOP} --shard 64 --workers 1", steps=65, slow=True),
-    Program(name="gan", command=f"{SCRIPT}gan.py{LOOP}", micro_batches=3, optimizers=2),
-    Program(name="two-optimizers", command=f"{SCRIPT}two_optimizers.py{ACCUMULATING}", accumulate=2, optimizers=2),
+    Program(name="gan", command=f"{SCRIPT}gan.py{LOOP}", losses=3, optimizers=2),
+    Program(
+        name="two-optimizers",
+        order=PEAK,
+        command=f"{SCRIPT}two_optimizers.py{ACCUMULATING}",
+        accumulate=2,
+        optimizers=2,
+        slow=True,
+    ),
     Program(
         name="amp",
         command=f"{SCRIPT}amp.py -b {{batch}} --grad-accum-steps {{accumulate}} --epochs 1 --steps {{steps}}"
@@ -247,50 +305,60 @@ TABLE = (
     ),
     Program(name="spawn", command=f"{SCRIPT}spawn.py{LOOP}", ranks=2, slow=True),
     Program(name="shell-script", command="sh {programs}/launch.sh {batch} {steps} {python}", optimizers=2),
-    Program(name="compiled-step", command=f"{SCRIPT}compiled_step.py{LOOP}", slow=True),
-    Program(name="compiled-step-and-model", command=f"{SCRIPT}compiled_step.py{LOOP} --model", slow=True),
-    Program(name="compiled-step-eager", command=f"{SCRIPT}compiled_step.py{LOOP} --model --backend eager"),
-    Program(name="numpy", command=f"{SCRIPT}numpy_loop.py{LOOP}", optimizers=0),
+    Program(name="compiled-step", command=f"{SCRIPT}compiled_step.py{LOOP}", unseen_steps=1, slow=True),
+    Program(
+        name="compiled-step-and-model", command=f"{SCRIPT}compiled_step.py{LOOP} --model", unseen_steps=1, slow=True
+    ),
+    Program(
+        name="compiled-step-eager",
+        command=f"{SCRIPT}compiled_step.py{LOOP} --model --backend eager",
+        unseen_steps=1,
+        slow=True,
+    ),
+    Program(name="numpy", order=PEAK, command=f"{SCRIPT}numpy_loop.py{LOOP}", optimizers=0),
     Program(
         name="reinforce",
         command=f"{SCRIPT}reinforce.py{LOOP} --updates 2",
         activities=frozenset({"generation"}),
     ),
-    Program(name="checkpointing", command=f"{SCRIPT}checkpointing.py{LOOP}"),
+    Program(name="checkpointing", command=f"{SCRIPT}checkpointing.py{LOOP}", slow=True),
     Program(name="optimizer-in-backward", command=f"{SCRIPT}checkpointing.py{LOOP} --in-backward", optimizers=10),
     Program(
         name="oom-of-rank-1",
         command=f"{TORCHRUN}failures.py oom{LOOP}",
         ranks=2,
         returncode=1,
-        steps_before_failure=10,
-        error="torch.OutOfMemoryError: CUDA out of memory",
+        true_steps=10,
+        message="torch.OutOfMemoryError: CUDA out of memory",
         slow=True,
     ),
     Program(
         name="oom-and-exit-0",
         command=f"{SCRIPT}failures.py swallowed{LOOP}",
-        steps_before_failure=10,
-        error="torch.OutOfMemoryError: CUDA out of memory",
+        true_steps=10,
+        message="torch.OutOfMemoryError: CUDA out of memory",
+        slow=True,
     ),
     Program(
         # The batch at which it ran out of memory is skipped.
         name="oom-handled",
         command=f"{SCRIPT}failures.py handled{LOOP}",
-        steps_before_failure=39,
-        error="out of memory, batch skipped",
+        true_steps=39,
+        message="out of memory, batch skipped",
+        slow=True,
     ),
     Program(
         name="oom-of-a-thread",
         command=f"{SCRIPT}failures.py thread{LOOP}",
-        error="torch.OutOfMemoryError: CUDA out of memory",
+        message="torch.OutOfMemoryError: CUDA out of memory",
     ),
     Program(
         name="error",
         command=f"{SCRIPT}failures.py raises{LOOP}",
         returncode=1,
-        steps_before_failure=10,
-        error="ValueError: expected 10 classes",
+        true_steps=10,
+        message="ValueError: expected 10 classes",
+        slow=True,
     ),
     *(
         Program(
@@ -302,5 +370,51 @@ TABLE = (
             slow=True,
         )
         for stage in (0, 2, 3)
+    ),
+    Program(
+        name="trl-sft",
+        command="{python} -m trl.cli.main sft --model_name_or_path {assets}/model --trust_remote_code"
+        " --dataset_name {assets}/data --output_dir {trial_dir}/model --use_cpu --bf16 false --report_to none"
+        " --save_strategy no --eval_strategy steps --eval_steps 15 --per_device_eval_batch_size 4"
+        " --per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulate} --max_steps {steps}",
+        prepare="{python} {programs}/trl_assets.py {assets}",
+        accumulate=2,
+        activities=EVALUATION,
+        needs=("trl",),
+        slow=True,
+    ),
+    Program(
+        name="torchtitan",
+        command=f"{TORCHRUN}titan.py --module titan --config tiny --dump_folder {{trial_dir}}"
+        " --training.local_batch_size {batch} --training.global_batch_size {global_batch} --training.steps {steps}",
+        accumulate=2,
+        steps=20,
+        ranks=2,
+        needs=("torchtitan", "triton"),
+        slow=True,
+    ),
+    Program(
+        # Its training is bounded by tokens: 40 steps of two micro-batches of 8 samples.
+        name="litgpt",
+        command=f"{SCRIPT}litgpt_pretrain.py pretrain pythia-14m --data litgpt_pretrain.Tokens --out_dir {{trial_dir}}/model"
+        " --model_config.name tiny --model_config.n_layer 2 --model_config.n_embd 32 --model_config.n_head 2"
+        " --model_config.block_size 16 --model_config.vocab_size 128 --model_config.padded_vocab_size 128"
+        " --precision 32-true --devices 1 --logger_name csv --eval.interval 15 --eval.max_iters 2"
+        " --optimizer litgpt_pretrain.TimedAdamW --train.lr_warmup_steps 5 --train.max_tokens {tokens}"
+        " --train.micro_batch_size {batch} --train.global_batch_size {global_batch}",
+        accumulate=2,
+        settings={"tokens": 40 * 8 * 2 * 16},
+        losses=1,
+        needs=("litgpt",),
+        slow=True,
+    ),
+    Program(
+        name="megatron",
+        command="{python} -m torch.distributed.run --standalone --nproc-per-node 1 {programs}/megatron_loop.py"
+        f"{ACCUMULATING}",
+        accumulate=2,
+        optimizers=2,
+        needs=("megatron.core",),
+        slow=True,
     ),
 )

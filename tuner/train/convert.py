@@ -151,9 +151,7 @@ def _options(request: ConvertRequest, trained: TrainRequest, dtype: str | None) 
         # With another tokenizer, another token ends a text.
         generation = own_generation(source_weights) if source_weights is not None and tokenizer == own else None
         return {"dtype": getattr(torch, dtype) if dtype else None, "tokenizer": tokenizer, "generation": generation}
-    if request.to == "peft":
-        return {"base": None if trained.weights is None else str(trained.weights)}
-    return {}
+    return {"base": None if trained.weights is None else str(trained.weights)}
 
 
 def _checkpoint(path: Path, step: int | None) -> Checkpoint:

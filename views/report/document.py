@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from ...knobs.lossy import lossy_of
@@ -16,15 +15,12 @@ LOWEST, HIGHEST = -(2**53), 2**53
 """Range of the whole numbers that JavaScript represents exactly."""
 
 
-def document(
-    source: RunFiles, *, with_rows: bool = True, memory_trace: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def document(source: RunFiles, *, with_rows: bool = True) -> dict[str, Any]:
     """Returns the contents of the report or dashboard page of a run, JSON-ready.
 
     Args:
         source: the run.
         with_rows: True adds the table itself under `rows`.
-        memory_trace: traced memory of a rank of the winner, as `MemoryTimeline.to_dict`; None leaves its section out.
     """
     trials = source.trials
     space = words.space(source.request, source.columns)
@@ -49,7 +45,6 @@ def document(
         "frontier": analysis.frontier(trials),
         "predictions": analysis.predictions(trials),
         "timeline": analysis.lanes(trials),
-        "memory_trace": memory_trace,
         "seconds_again": (source.best or {}).get("seconds_again"),
         "effects": effects(trials, free),
         "failures": failures(trials, source.folder),

@@ -17,7 +17,7 @@ DRAWING = (
 SCRIPTS = (
     *DRAWING, "status", "copy", "rows", "details", "headline", "charts/trials", "charts/progress",
     "charts/memory", "charts/parallel", "charts/effects", "charts/predicted", "charts/timeline",
-    "charts/memory_trace", "failures", "filter", "table", "space", "environment", "run",
+    "failures", "filter", "table", "space", "environment", "run",
 )  # fmt: skip
 """The scripts that show a run, in the order of their dependencies; the dashboard uses the same."""
 

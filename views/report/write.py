@@ -1,8 +1,6 @@
 """Writing of `report.html`."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...base.errors import StudyError
 from ...base.reading import path_of
@@ -15,16 +13,13 @@ NAME = "report.html"
 """File name of the report in the folder of a run."""
 
 
-def write_report(
-    run: str | Path, output: str | Path | None = None, *, memory_trace: Mapping[str, Any] | None = None
-) -> Path:
+def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     """Writes the report of a run and returns its path.
 
     Args:
         run: the folder of the run, finished or still running, or a table of trials (CSV).
         output: the file to write; None for `report.html` in the folder of the run, or, for a table of another
             name, that name with `.html`.
-        memory_trace: traced memory of a rank of the winner (see `document`).
 
     Raises:
         StudyError: there is no run, a required file is missing, or the report cannot be written.
@@ -36,7 +31,7 @@ def write_report(
     output = path_of(output)
     if output.is_dir():
         output = output / NAME
-    text = page(document(source, memory_trace=memory_trace))
+    text = page(document(source))
     try:
         write_atomic(output, text.encode(), durable=False)
     except OSError as error:

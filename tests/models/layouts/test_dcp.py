@@ -5,15 +5,26 @@ import pickle
 
 import pytest
 import torch
-from checkpoints import architecture, differing, filled, lazy, weights_of
+from checkpoints import architecture, differing, filled, lazy
 from redline.base.errors import WorkloadError
 from redline.models.layouts import dcp
-from redline.models.layouts.dcp import dcp_tensors, write_dcp
+from redline.models.layouts.dcp import Piece, boxes, dcp_tensors, save_planner
 from redline.models.layouts.find import find_weights
 from torch.distributed import checkpoint
 
 BIG = torch.arange(40 * 6 * 4, dtype=torch.float32).reshape(40, 6, 4)
 SMALL = torch.tensor(3.5)
+
+
+def write_dcp(tensors, folder):
+    """Writes tensors in the pieces and with the planner of a training's checkpoints."""
+    pieces = [
+        Piece(name, tensor.shape, [s.start for s in box], tensor[box].shape, tensor.dtype, lambda t=tensor, b=box: t[b])
+        for name, tensor in tensors.items()
+        for box in boxes(tensor)
+    ]
+    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=False)
+    checkpoint.save({}, storage_writer=writer, planner=save_planner(pieces), no_dist=True)
 
 
 def test_pieces_make_up_a_tensor_once_and_stay_within_the_limit(monkeypatch):
@@ -31,11 +42,10 @@ def test_torch_loads_what_is_written_and_we_what_torch_saved(tmp_path, monkeypat
     monkeypatch.setattr(dcp, "PIECE_BYTES", 500)
     (tmp_path / "ours").mkdir()
     half = torch.randn(7).bfloat16()
-    write_dcp({"big": lazy(BIG), "small": lazy(SMALL), "half": lazy(half)}, tmp_path / "ours", {"note": [{"a": 1}]})
-    into = {"big": torch.empty_like(BIG), "small": torch.empty(()), "half": torch.empty_like(half), "note": None}
+    write_dcp({"big": BIG, "small": SMALL, "half": half}, tmp_path / "ours")
+    into = {"big": torch.empty_like(BIG), "small": torch.empty(()), "half": torch.empty_like(half)}
     checkpoint.load(into, checkpoint_id=tmp_path / "ours", no_dist=True)
     assert torch.equal(into["big"], BIG) and torch.equal(into["small"], SMALL) and torch.equal(into["half"], half)
-    assert into["note"] == [{"a": 1}]
     checkpoint.save({"big": BIG, "small": SMALL, "note": "x"}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     found = dcp_tensors(tmp_path / "theirs")
     assert set(found) == {"big", "small"}
@@ -44,7 +54,7 @@ def test_torch_loads_what_is_written_and_we_what_torch_saved(tmp_path, monkeypat
 
 def test_a_box_reads_only_the_pieces_that_it_overlaps(tmp_path, monkeypatch):
     monkeypatch.setattr(dcp, "PIECE_BYTES", 500)
-    write_dcp({"big": lazy(BIG)}, tmp_path)
+    write_dcp({"big": BIG}, tmp_path)
     found = dcp_tensors(tmp_path)["big"]
     read = []
     load = torch.load
@@ -67,6 +77,23 @@ def test_a_folder_with_the_model_s_names_is_found_under_any_prefix(prefix, tmp_p
     state = {f"{prefix}{name}": each for name, each in model.state_dict().items()}
     checkpoint.save({**state, "optim/x": BIG}, checkpoint_id=tmp_path, no_dist=True)
     assert differing(find_weights(tmp_path, made), model) == []
+
+
+def test_the_last_of_several_steps_is_taken(tmp_path):
+    made = architecture("gpt2")
+    for step in (9, 10):
+        checkpoint.save(filled(made, seed=step).state_dict(), checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    assert differing(find_weights(tmp_path, made), filled(made, seed=10)) == []
+
+
+def test_a_checkpoint_of_another_tool_is_refused_with_its_converter(tmp_path):
+    made = architecture("llama")
+    checkpoint.save({"tok_embeddings.weight": BIG}, checkpoint_id=tmp_path / "titan", no_dist=True)
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("5")
+    for folder in ("titan", "megatron"):
+        with pytest.raises(WorkloadError, match="has to be written in Hugging Face's format by that tool's converter"):
+            find_weights(tmp_path / folder, made)
 
 
 def test_a_folder_with_adapters_of_ours_holds_them_too(tmp_path):
@@ -95,7 +122,7 @@ def test_metadata_that_would_run_code_is_refused_and_does_not(tmp_path):
 def test_a_damaged_folder_says_what_is_wrong(tmp_path):
     with pytest.raises(WorkloadError, match=r"is not a distributed checkpoint: it has no \.metadata"):
         dcp_tensors(tmp_path)
-    write_dcp({"big": lazy(BIG)}, tmp_path)
+    write_dcp({"big": BIG}, tmp_path)
     data = next(tmp_path.glob("*.distcp"))
     found = dcp_tensors(tmp_path)["big"]
     data.write_bytes(data.read_bytes()[:100])
@@ -107,11 +134,3 @@ def test_a_damaged_folder_says_what_is_wrong(tmp_path):
     (tmp_path / ".metadata").write_bytes((tmp_path / ".metadata").read_bytes()[:50])
     with pytest.raises(WorkloadError, match=r"\.metadata' cannot be read: .*; copy the checkpoint again"):
         dcp_tensors(tmp_path)
-
-
-def test_weights_given_as_an_object_of_any_kind_are_written(tmp_path):
-    made = architecture("llama")
-    model = filled(made)
-    whole = weights_of(model)
-    write_dcp({name: lazy(whole.read(name)) for name in whole.shapes}, tmp_path)
-    assert differing(find_weights(tmp_path, made), model) == []

@@ -7,22 +7,21 @@ from pathlib import Path
 import pytest
 from checkpoints import architecture, filled, weights_of
 from redline.base.errors import UsageError
-from redline.models.layouts.find import LAYOUTS
 from redline.models.layouts.folder import whole_folder
+from redline.models.layouts.save import write_hugging_face
 from small_disk import on_small_disk
 
 
-def written(folder, layout):
+def written(folder):
     made = architecture("llama")
     weights = weights_of(filled(made))
     with pytest.raises(UsageError) as refused:
-        LAYOUTS[layout](weights, made, Path(folder, "out"))
+        write_hugging_face(weights, made, Path(folder, "out"))
     return str(refused.value), os.listdir(folder)
 
 
-@pytest.mark.parametrize("layout", ["hf", "torchtitan", "megatron"])
-def test_a_full_disk_is_told_in_words_and_leaves_nothing(layout):
-    error, left = on_small_disk(48 << 10, written, layout)
+def test_a_full_disk_is_told_in_words_and_leaves_nothing():
+    error, left = on_small_disk(48 << 10, written)
     assert error.startswith("cannot write '/") and error.endswith(
         "/out': No space left on device; nothing was left there"
     )

@@ -12,7 +12,6 @@ def numbered(*shape):
 
 
 A, B, C = numbered(6, 8), numbered(6, 8) + 100, numbered(3, 6, 8)
-ORDER = [4, 0, 5, 1, 2]
 CASES = {
     "stored": (lazy(A), A),
     "cat rows": (torch.cat([lazy(A), lazy(B)]), torch.cat([A, B])),
@@ -24,13 +23,11 @@ CASES = {
     "transpose": (torch.transpose(lazy(C), 0, 2), torch.transpose(C, 0, 2)),
     "select": (operations.select(lazy(C), 1, 4), C.select(1, 4)),
     "squeeze": (torch.chunk(lazy(C), 3)[2].squeeze(0), C[2]),
-    "rows": (operations.Rows(lazy(A), ORDER), A[ORDER]),
-    "columns": (operations.Rows(lazy(A), ORDER, 1), A[:, ORDER]),
-    "padded": (operations.pad_rows(lazy(A), 9), torch.cat([A, torch.zeros(3, 8)])),
+    "narrow": (operations.narrow(lazy(A), 0, 1, 4), A[1:5]),
     "cast": (operations.cast(lazy(A), torch.bfloat16), A.bfloat16()),
     "nested": (
-        operations.Rows(torch.transpose(torch.cat([lazy(A), lazy(B)], dim=1), 0, 1), list(range(15, -1, -2))),
-        torch.cat([A, B], dim=1).T[list(range(15, -1, -2))],
+        torch.split(torch.transpose(torch.cat([lazy(A), lazy(B)], dim=1), 0, 1), [6, 10])[0],
+        torch.cat([A, B], dim=1).T[:6],
     ),
 }
 
@@ -55,21 +52,6 @@ def test_a_box_reads_its_share_of_every_part():
     assert joined.shape == (2, 12, 8)
     joined.read((slice(1, 2), slice(0, 3), slice(0, 4)))
     assert log == [3 * 4]
-
-
-def test_neighbouring_rows_are_read_in_one_piece_and_distant_ones_separately():
-    log = []
-    big = numbered(1000, 2)
-    made = operations.Rows(lazy(big, log), [1, 0, 3, 2, 900, 901])
-    assert torch.equal(made.read(), big[[1, 0, 3, 2, 900, 901]])
-    assert log == [4 * 2, 2 * 2]
-
-
-def test_every_other_row_is_read_with_at_most_twice_the_entries():
-    log = []
-    big = numbered(1000, 2)
-    operations.Rows(lazy(big, log), list(range(0, 1000, 2))).read()
-    assert sum(log) <= 2 * 1000 + 8
 
 
 def test_invalid_boxes_are_refused():

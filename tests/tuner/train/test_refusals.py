@@ -168,10 +168,11 @@ def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_p
     ("more", "message"),
     [
         (("--to", "hff"), ["unknown layout 'hff'; did you mean 'hf'?"]),
+        (("--to", "megatron"), ["megatron was removed: convert with --to hf; Megatron-Bridge imports that folder"]),
         (("--dtype", "fp8"), ["unknown dtype 'fp8'"]),
         (
-            ("--to", "megatron", "--dtype", "bfloat16"),
-            ["--dtype is for a Hugging Face checkpoint, and has no effect on megatron"],
+            ("--to", "peft", "--dtype", "bfloat16"),
+            ["--dtype is for a Hugging Face checkpoint, and has no effect on peft"],
         ),
         (("--step", 5), ["'finished' has no checkpoint of step 5; there are: 6"]),
         (("--merge",), ["'finished' has no adapters; it trains all weights"]),
