@@ -107,8 +107,10 @@ def tune(
     from ..tuner.tuning import run_search
     from .outcome import print_result
     from .progress import listener_for
+    from .streams import outlive_reader
 
     given["out"] = given["out"] or run_folder(command.name if command else given["target"])
+    outlive_reader()
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
     with listener:
