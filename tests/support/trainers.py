@@ -31,9 +31,9 @@ seconds = runpy.run_path(str(PROGRAMS / "cost.py"))["seconds"]
 class Step:
     end: float
     samples: int
-    """Over all ranks."""
+    """Samples of all ranks."""
     losses: tuple[str, ...]
-    """Of this rank's micro-batches, to the bit."""
+    """Losses of this rank's micro-batches, to the bit."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Clock:
 class Run:
     returncode: int
     output: str
-    """Of stdout and stderr."""
+    """Text of stdout and stderr."""
     clocks: tuple[Clock, ...]
-    """By rank."""
+    """Clocks in the order of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Program:
     optimizers: int = 1
     """Calls of `step` of torch's optimizers in a step."""
     activities: frozenset[str] = frozenset()
-    """What else than training its time is spent in."""
+    """Activities besides training that the clock times."""
     needs: tuple[str, ...] = ()
     """Modules without which it cannot run."""
     unseen_steps: int = 0
@@ -165,6 +165,7 @@ class Program:
             # Ranks that outlive their launcher.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         return Run(process.returncode, output, read_clocks(clocks))
 
 
@@ -416,5 +417,15 @@ TABLE = (
         optimizers=2,
         needs=("megatron.core",),
         slow=True,
+    ),
+    *(
+        Program(
+            name=f"prints-{style}",
+            command=f"{SCRIPT}prints.py{ACCUMULATING} --style {style}",
+            accumulate=4,
+            order=PEAK,
+            slow=style != "scanning",
+        )
+        for style in ("scanning", "micro-batches", "mean", "samples", "comma", "thousands", "epochs")
     ),
 )

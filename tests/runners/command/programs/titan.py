@@ -109,8 +109,8 @@ def tiny():
     model.layers = model.layers[:1]
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    given = {field.name: getattr(config, field.name) for field in fields(config)}
-    given |= {
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values |= {
         "tokenizer": NoTokenizer(),
         "dataloader": TokensLoader.Config(),
         "parallelism": replace(config.parallelism, spmd_backend="partial_dtensor"),
@@ -120,7 +120,7 @@ def tiny():
             config.training, seq_len=16, disable_cuda_graphs=True, mixed_precision_param="float32", dtype="float32"
         ),
     }
-    return TimedTrainer.Config(**given)
+    return TimedTrainer.Config(**values)
 
 
 if __name__ == "__main__":
