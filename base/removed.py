@@ -5,6 +5,10 @@ _REPLACEMENTS = {
     ("layout", "torchtitan"): "convert with --to hf; torchtitan reads that folder with --checkpoint.initial_load_in_hf",
     ("argument", "taken_from"): "pass the knobs as space, or override={'tp': [1, 2], ...} for a model's own",
     ("launcher", "nemo"): "use the launcher megatron-bridge, or {knob} placeholders in the command",
+    (
+        "runner",
+        "simulate",
+    ): "`redline estimate -o plan.yaml` predicts, and `redline tune plan.yaml` measures its plans first",
     ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
     ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
     (

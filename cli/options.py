@@ -10,6 +10,7 @@ import click
 from ..base.errors import UsageError
 from ..base.option import Option, options_of as declared
 from ..base.reading import with_power
+from ..base.removed import replacement
 from ..runners.command.command import Command
 from ..tuner.request import Request
 
@@ -119,6 +120,8 @@ def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
     out["fix"] = fixes_of(given.pop("fix"))
     known = {each.name for each in fields(Request)}
     out |= {name: given.pop(name) for name in list(given) if name in known}
+    if (advice := replacement("runner", out.get("runner"))) is not None:
+        raise UsageError(advice)
     return out
 
 

@@ -25,7 +25,6 @@ Examples:
   redline scale gpt2-tiny --devices 1,2
   redline scale llama-tiny --devices 1,2,4 --weak --global-batch 8
   redline scale llama2-7b --devices pow2 --global-batch "8*n"
-  redline scale llama2-7b --runner simulate --hardware h100-80gb --devices pow2:64 --global-batch 512
   redline scale runs/llama-tiny --devices 1,2          the winner of a run, planned again for each count
   redline scale llama-tiny --devices 1,2 --global-batch 16 --baseline trainer
 """

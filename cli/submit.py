@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from ..service.client import SearchRun
 
 SECTIONS = (ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
-ONLY_HERE = {field.name for section in SECTIONS for field, option in declared(section) if not option.sent}
+ONLY_HERE = {"runner", *(field.name for section in SECTIONS for field, option in declared(section) if not option.sent)}
 """Options of `redline tune` that a server does not take."""
 HELP = {
     "devices": "Devices of one trial.  [default: 1]",
-    "runner": "simulate: predict on --hardware, without devices.  [default: the workers' devices]",
-    "hardware": "Hardware to simulate, or to assume for the estimate: a name in the table.",
+    "hardware": "Hardware to assume for the estimate: a name in the table.",
 }
 OF_THE_QUEUE = ("name", "priority", "device", "reuse", "visibility", "key")
 
@@ -36,7 +35,6 @@ Examples:
   redline submit llama2-7b --devices 8 --global-batch 512 --trials 30 --priority 5
   redline submit path/to/config.json --device h100 --time 2h
   redline submit --workload train.py:workload --reuse
-  redline submit llama2-7b --runner simulate --hardware h100-80gb --devices 64 --wait
 """,
 )
 @options_of(*SECTIONS, without=ONLY_HERE, help=HELP)

@@ -37,7 +37,6 @@ Examples:
   redline tune llama-tiny --soak
   redline tune --command "python train.py --batch-size {micro_batch}" --space knobs.yaml
   redline tune llama2-7b --devices 8 --server https://redline.example.org
-  redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
 """
 DRY_COMMANDS = 3
 """Number of commands that `--dry` prints."""

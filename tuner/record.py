@@ -118,7 +118,9 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
     for name, values in (request.override or {}).items():
         between = ";" if name in BLOCK_KNOBS else ","
         command += ["--set", f"{name}={between.join(exact_text(each) for each in values)}"]
-    how = request.given("runner", "hardware", "ranks", "memory_only", "trial_timeout", "measure_time")
+    # A simulated run is repeated by measuring.
+    where = () if task.simulated else ("runner", "hardware")
+    how = request.given(*where, "ranks", "memory_only", "trial_timeout", "measure_time")
     for name, value in how.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:

@@ -24,7 +24,10 @@ from .samplers import sampler_names
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
-SEARCH_RUNNERS = (*RUNNERS, "simulate", "emulate")
+SEARCH_RUNNERS = (*RUNNERS, "emulate")
+"""Names for `--runner`."""
+SIMULATE = "simulate"
+"""Runner that measures nothing, for tests of searches; only in Python."""
 IN_PROCESS = "function"
 """Runner of a callable that is not isolated."""
 
@@ -139,10 +142,10 @@ class RunRequest:
     """Runner of the trials, and their limits.
 
     Args:
-        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be present;
-            `emulate` runs some ranks of each trial on one device here, and prices their communication. By default
-            `ray`, but `local` for a command or a callable. In Python also a `Runner`, which decides on which devices
-            its trials run.
+        runner: `ray` or `local`; `emulate` runs some ranks of each trial on one device here, and prices their
+            communication. By default `ray`, but `local` for a command or a callable. In Python also a `Runner`, which
+            decides on which devices its trials run, and `simulate`, which draws the results of a cluster of `hardware`
+            from the estimate and measures nothing: for tests of searches.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
             that process is an outcome, not the end of the search. Its output goes to the trial's log, and its changes
             are lost. False calls it in this process, which is necessary if it works on state or devices of this
@@ -152,7 +155,7 @@ class RunRequest:
             or hardware other than this machine's.
         emulate_first: before a trial takes its devices, emulate its deciding ranks on one of them; if these run out of
             memory the trial is skipped. Some emulated trials also correct the estimate before the first.
-        hardware: a name, a YAML file or a `redline.Hardware`: the hardware to simulate or emulate; with other runners, the
+        hardware: a name, a YAML file or a `redline.Hardware`: the hardware to emulate; with other runners, the
             hardware that the estimate assumes. By default it is looked up, or measured for a second.
         memory_limit: memory of each device, MiB or as in `8GiB`; by default all of it.
         trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it may take
@@ -177,7 +180,7 @@ class RunRequest:
     emulate_first: Annotated[bool, Option("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[
         Any,
-        Option("Hardware to simulate or emulate, or to assume for the estimate.", sent=True, metavar="NAME|FILE"),
+        Option("Hardware to emulate, or to assume for the estimate.", sent=True, metavar="NAME|FILE"),
     ] = None
     memory_limit: Annotated[
         str | float | None,
@@ -276,7 +279,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
     @cached_property
     def timeout_s(self) -> float | None:
         """As in `RunRequest`. Simulated trials take no time, so that they have none unless it is given."""
-        return None if self.runs_on == "simulate" and not self.given("trial_timeout") else super().timeout_s
+        return None if self.runs_on == SIMULATE and not self.given("trial_timeout") else super().timeout_s
 
     @cached_property
     def runs_on(self) -> str:
@@ -288,7 +291,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         if isinstance(self.runner, Runner):
             return self.runner.name
         if self.isolate:
-            if self.runner is not None and self.runner not in SEARCH_RUNNERS:
+            if self.runner is not None and self.runner not in (*SEARCH_RUNNERS, SIMULATE):
                 raise UsageError(unknown("runner", self.runner, SEARCH_RUNNERS))
             return self.runner or self.runs_by_default_on
         if not self.called:

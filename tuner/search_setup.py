@@ -352,7 +352,7 @@ def check_honoured(request: Request, task: Task) -> None:
         and find_hardware(request.hardware).kind == "cuda"
     ):
         raise UsageError(
-            "--hardware names GPUs, but this machine has none to run trials on: add --runner simulate to predict them"
+            "--hardware names GPUs, but this machine has none to run trials on: `redline estimate` predicts them"
         )
     for name in ("ranks", "memory_only"):
         if request.given(name) and request.runs_on != EMULATE:

@@ -153,8 +153,8 @@ def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, c
         (["--command", "true {micro_batch}"], "the knob 'mode' is not used"),
         (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "are for a workload, not for a command"),
         (
-            ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
-            "needs the model that a command trains: --model",
+            ["--command", "true {micro_batch} {mode}", "--runner", "simulate"],
+            "simulate was removed: `redline estimate -o plan.yaml` predicts",
         ),
         (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
         (
@@ -319,42 +319,42 @@ def test_a_global_batch_gives_the_accumulation_and_when_it_is_measured_again(che
 
 
 MEGATRON = "torchrun pretrain_gpt.py --bf16 --seq-length 1024"
-CLUSTER = ["--devices", 8, "--global-batch", 64, "--runner", "simulate", "--hardware", "h100-80gb", "--trials", 6]
+CLUSTER = {"devices": 8, "global_batch": 64, "runner": "simulate", "hardware": "h100-80gb", "trials": 6}
 
 
-def test_a_command_whose_model_is_known_can_be_simulated_exported_and_learned_from(tmp_path, monkeypatch, capsys):
+def test_a_command_whose_model_is_known_is_estimated_exported_and_learned_from(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    megatron = ["tune", "--launcher", "megatron", "--command", MEGATRON, *CLUSTER]
-    code, out, err = run(capsys, *megatron, "--model", "gpt2", "--out", "r")
-    assert code == 0, out + err
-    assert "the estimate is that of gpt2, 1024 tokens a sample" in out
+    megatron = rl.Command(command=MEGATRON, launcher="megatron", model="gpt2")
+    with pytest.raises(UsageError, match="needs the model that a command trains: --model"):
+        rl.tune(rl.Command(command="python train.py {x}"), override={"x": (1, 2)}, **CLUSTER)
+    found = rl.tune(megatron, out="r", **CLUSTER)
+    assert any(note.startswith("the estimate is that of gpt2, 1024 tokens a sample") for note in found.notes)
     best = yaml.safe_load(Path("r/best.yaml").read_text())
     size = best["best"]["configuration"]["micro_batch"]
-    (shown,) = [line for line in out.splitlines() if line.startswith("note: the winner's command")]
-    assert f"--micro-batch-size {size} " in shown and "--global-batch-size 64" in shown and "--train-iters" not in shown
     asked = yaml.safe_load(Path("r/run.yaml").read_text())["asked"]
     assert asked["workload"]["spec"] == "gpt2" and asked["shape"]["layers"] == 12 and asked["seq_len"] == 1024
+    (shown,) = [note for note in found.notes if note.startswith("the winner's command")]
+    assert f"--micro-batch-size {size} " in shown and "--global-batch-size 64" in shown and "--train-iters" not in shown
     code, out, err = run(capsys, "export", "r", "--to", "megatron")
     assert code == 0 and f"--micro-batch-size {size}" in out and "--global-batch-size 64" in out, out + err
     tuned = out.partition("MEGATRON_ARGS=(")[2]
     assert "--num-layers" not in tuned and "--seq-length" not in tuned, "these are the command's"
     assert "for the command, which keeps all its others" in out and MEGATRON in out
-    code, out, err = run(capsys, *megatron, "--model", "gpt2", "--warm-start", "r", "--out", "again")
-    assert code == 0 and "warm start from r: " in out and "weight" not in out, out + err
-    otherwise = ["tune", "--launcher", "megatron", "--command", MEGATRON + " --model gpt2 --use-flash-attn", *CLUSTER]
-    code, out, err = run(capsys, *otherwise, "--warm-start", "r", "--out", "otherwise")
-    assert code == 0 and "at 90 % weight: gpt2 is trained otherwise" in out, out + err
-    assert "the command names it, and --model names another" in out
+    again = rl.tune(megatron, out="again", warm_start="r", **CLUSTER)
+    (learned,) = (note for note in again.notes if note.startswith("warm start from r: "))
+    assert "weight" not in learned
+    otherwise = rl.Command(command=f"{MEGATRON} --model gpt2 --use-flash-attn", launcher="megatron")
+    notes = " ".join(rl.tune(otherwise, out="otherwise", warm_start="r", **CLUSTER).notes)
+    assert "at 90 % weight: gpt2 is trained otherwise" in notes
+    assert "the command names it, and --model names another" in notes
 
 
 def test_a_model_that_flags_describe_needs_no_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257"
-    code, out, err = run(
-        capsys, "tune", "--launcher", "megatron", "--command", f"{MEGATRON} {sizes}", *CLUSTER, "--out", "r"
-    )
-    assert code == 0, out + err
-    assert "the estimate is that of the model that the command's flags describe, 1024 tokens a sample" in out
+    found = rl.tune(rl.Command(command=f"{MEGATRON} {sizes}", launcher="megatron"), out="r", **CLUSTER)
+    described_by = "the estimate is that of the model that the command's flags describe, 1024 tokens a sample"
+    assert any(note.startswith(described_by) for note in found.notes)
     assert yaml.safe_load(Path("r/run.yaml").read_text())["asked"]["shape"]["layers"] == 12
     code, out, err = run(capsys, "export", "r", "--to", "megatron")
     assert code == 0 and "--num-layers 12" in out, out + err
@@ -443,10 +443,10 @@ def test_the_command_that_repeats_a_run_has_its_runner_and_limits():
     from redline.tuner.record import command_of
 
     request = Request(
-        "gpt2-tiny", runner="simulate", hardware="h100-80gb", devices=8, trial_timeout="30m", global_batch=64
+        "gpt2-tiny", runner="emulate", hardware="h100-80gb", devices=8, trial_timeout="30m", global_batch=64
     )
     words = command_of(request, resolve_task(request), 1415577.0, [])
     given = {words[at]: words[at + 1] for at, word in enumerate(words) if word.startswith("--")}
-    assert (given["--runner"], given["--hardware"], given["--trial-timeout"]) == ("simulate", "h100-80gb", "30m")
+    assert (given["--runner"], given["--hardware"], given["--trial-timeout"]) == ("emulate", "h100-80gb", "30m")
     assert "--measure-time" not in given
     assert parse_memory(given["--memory-limit"]) == 1415577.0

@@ -290,18 +290,6 @@ def test_estimate_in_a_terminal(place):
 
 
 @pytest.mark.slow
-def test_a_simulated_search_says_so_from_its_first_line_to_its_last(place):
-    shown = Terminal(
-        [*REDLINE, "tune", "gpt2-tiny", "--runner", "simulate", "--hardware", "h100-80gb", "--devices", "2",
-         "--trials", "3", "--out", "simulated"],
-        cwd=place, columns=100,
-    )  # fmt: skip
-    ended_well(shown)
-    assert "simulated: nothing is run" in shown.text
-    assert "predicted: nothing was run" in next(line for line in shown.lines if line.startswith("winner"))
-
-
-@pytest.mark.slow
 def test_the_dashboard_serves_until_ctrl_c(runs):
     shown = Terminal([*REDLINE, "dashboard", "runs", "--port", "0"], cwd=runs.parent)
     shown.wait_for("\nhttp://127.0.0.1:")  # on a line of its own, to be clicked

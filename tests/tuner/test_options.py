@@ -44,8 +44,11 @@ def test_command_line_python_and_api_have_the_same_options():
     assert set(CommandForm.model_fields) == {each.name for each in fields(Command)} - {"render", "emulate"}
     assert set(EstimateForm.model_fields) - set(SearchForm.model_fields) == {"config", "top"}
     submit = {each.name for each in program.get_command(click.Context(program), "submit").params}
-    assert submit >= {*SearchForm.model_fields, *CommandForm.model_fields} - {*TARGETS} | {"target", "command"}
-    assert not submit & {*ONLY_HERE, "render", "emulate"}
+    assert submit >= {*SearchForm.model_fields, *CommandForm.model_fields} - {*TARGETS, "runner"} | {
+        "target",
+        "command",
+    }
+    assert not submit & {*ONLY_HERE, "runner", "render", "emulate"}
 
 
 def test_defaults_are_the_same_everywhere():

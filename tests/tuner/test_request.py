@@ -147,6 +147,7 @@ def test_errors_of_the_function_name_its_arguments_and_those_of_the_command_its_
     ("arguments", "advice"),
     [
         (["--from", "b.json"], "--from was removed: write the knobs into --space FILE"),
+        (["gpt2-tiny", "--runner", "simulate"], "simulate was removed: `redline estimate -o plan.yaml` predicts"),
         (["gpt2-tiny", "--runner", "slurm"], "slurm was removed: start Ray on the hosts of the allocation"),
         (["--command", "train {tp}", "--launcher", "nemo"], "nemo was removed: use the launcher megatron-bridge"),
     ],
