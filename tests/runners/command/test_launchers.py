@@ -329,7 +329,6 @@ def test_options_that_shorten_a_run_are_not_in_the_training_command():
         ),
         ("axolotl", "axolotl train a.yml --eval-steps 10 --wandb-project p", None, "--eval-steps 10 --wandb-project p"),
         ("litgpt", "litgpt finetune m --eval.interval=5 --resume true", None, "--eval.interval=5 --resume true"),
-        ("nemo", "nemo llm trainer.limit_val_batches=8", None, "trainer.limit_val_batches=8"),
         ("megatron-bridge", "python r.py train.eval_iters=32", None, "train.eval_iters=32"),
     ],
 )
