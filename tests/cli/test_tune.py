@@ -183,9 +183,30 @@ def test_options_that_do_not_apply_to_a_command_are_refused_at_once(checkout, ca
     assert not Path("runs").exists()
 
 
-def test_a_command_without_a_space_is_refused(checkout, capsys):
-    code, _, err = run(capsys, "tune", "--command", "true")
-    assert code == 2 and "tuning a command needs knobs: --space FILE, --set" in err
+def test_a_command_without_a_knob_is_measured_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""
+import time, torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for rows in DataLoader(torch.randn(4000, 8), batch_size=4):
+    time.sleep(0.01)
+    model(rows).sum().backward()
+    optimizer.step()
+""")
+    code, out, err = run(
+        capsys, "tune", "--command", f"{sys.executable} train.py", "--measure-time", "1s", "--out", "r"
+    )
+    assert code == 0, out + err
+    assert "the command has no knob, so it is measured once: write {micro_batch}" in out
+    shown = out.partition("\nmeasured ")[2]
+    assert "samples/s" in shown.splitlines()[0] and "winner" not in shown
+    for line in ("samples a step   4: 1 pass of 4", "formats          9 in float32; matrix products in float32"):
+        assert line in shown
+    assert "wall time        forward 9" in shown and "limited by       the forward and backward passes" in shown
+    (row,) = csv.DictReader(open("r/trials.csv"))
+    assert 100 < float(row["samples_per_second"]) <= 400
 
 
 @pytest.mark.slow
