@@ -90,7 +90,7 @@ class _Process:
         self.written = 0.0
         self.dirty = True  # facts have changed since they were written
         self.begun = _clock()
-        self.last = self.begun  # end of the last event
+        self.last = self.closed = self.begun  # ends of the last event, and of the last step
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.compiling, self.compiling_since = 0.0, None
         self.backwards, self.backwards_ever, self.depth = 0, 0, 0
@@ -358,7 +358,9 @@ def _close():
     row["optimizers"] = ",".join(sorted(str(process.optimizers[number]) for number in process.stepped))
     process.stepped = set()
     previous = process.rows[-1] if process.rows else None
-    if previous is not None and previous["optimizers"] == row["optimizers"] and _duration(previous) < SHORT_S:
+    row["seconds"], process.closed = row["end"] - process.closed, row["end"]
+    if previous is not None and previous["optimizers"] == row["optimizers"] and previous["seconds"] < SHORT_S:
+        row["seconds"] += previous["seconds"]
         for name in FIELDS[1:]:
             if name not in ("optimizers", "loss"):
                 row[name] += previous[name]
@@ -367,10 +369,6 @@ def _close():
         process.rows.append(row)
     if row["end"] - process.written >= FLUSH_S:
         _flush(row["end"])
-
-
-def _duration(row):
-    return sum(row[part] for part in PARTS)
 
 
 def _new_optimizer(optimizer):
