@@ -37,8 +37,8 @@ class Command:
             `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in JSON lines, in `metric_file` or reported by
             `redline.report`; `METRIC=NAME` to rename it, such as `tokens_per_second=perf/tps`. By default the output of
             known frameworks, including the steps of a progress bar. The first one is the objective.
-        metric_file: a file of JSON lines or CSV that it appends to, besides its output, or a folder or file of
-            TensorBoard events, whose scalars are named by their tags. May contain `{...}`: `{trial_dir}/runs`.
+        metric_file: a file of JSON lines or CSV that it appends to, besides its output. May contain `{...}`:
+            `{trial_dir}/log.jsonl`.
         direction: `max` or `min`, for a metric that is neither a throughput nor a step time. Such a metric counts with
             its last value when the command ends; the others as soon as they are steady.
         samples: samples per step, such as `{micro_batch * grad_accum}`, if step times are reported; by default the
@@ -77,9 +77,9 @@ class Command:
             many=True,
         ),
     ] = ()
-    metric_file: Annotated[
-        str | None, Option("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="FILE", sent=True)
-    ] = None
+    metric_file: Annotated[str | None, Option("JSON lines or CSV that it appends to.", metavar="FILE", sent=True)] = (
+        None
+    )
     direction: Annotated[
         str | None, Option("max or min, for a metric that is not a throughput.", metavar="NAME", sent=True)
     ] = None

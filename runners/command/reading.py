@@ -1,112 +1,18 @@
-"""Numbers that a command reports while it runs: in its output, files it writes, TensorBoard events, and
-`redline.report`.
-"""
+"""Numbers that a command reports while it runs: in its output, in files it writes, and by `redline.report`."""
 
 import csv
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from ...base.errors import MissingDependency, UsageError
+from ...base.errors import UsageError
 from ...base.reporting import TIME
 from .objective import BESIDE, PREFERRED
 from .suggestion import NOT_TRAINING
-
-_IN_NAME = "tfevents"
-"""Part of the name of every TensorBoard event file."""
-
-
-class Events:
-    """Scalars in an event file, or in all event files of a folder, by their tags; `step` is their step.
-
-    Events older than this object belong to an earlier run and are skipped, by the host's clock.
-
-    Args:
-        path: need not exist yet. Files may be added later, also in subfolders.
-        names: metrics by their tags; other tags are metrics of the same name.
-    """
-
-    def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
-        self.path = path
-        self._names = names or {}
-        self._since = time.time()
-        self._loaders: dict[Path, Any] = {}
-
-    def read(self, now: float, *, ended: bool = False) -> "list[Reported]":
-        """Returns the scalars written since the last call, by the times of the events.
-
-        Args:
-            now: current time, s of the monotonic clock.
-            ended: whether nothing more is written; has no effect for event files.
-
-        Raises:
-            UsageError: it is a file of another kind.
-        """
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        offset = now - time.time()
-        found = []
-        for path in self._files():
-            if path not in self._loaders:
-                self._loaders[path] = EventFileLoader(str(path))
-            for event in self._loaders[path].Load():
-                values = dict(_scalars(event))
-                if values and event.wall_time >= self._since:
-                    metrics = renamed({"step": float(event.step), **values}, self._names)
-                    found.append(Reported(metrics, event.wall_time + offset))
-        return sorted(found, key=lambda each: each.at)
-
-    def _files(self) -> list[Path]:
-        if self.path.is_dir():
-            return sorted(each for each in self.path.rglob(f"*{_IN_NAME}*") if each.is_file())
-        if not self.path.is_file():
-            return []
-        if _IN_NAME not in self.path.name:
-            raise UsageError(
-                f"--metric-file: {self.path} is a file, not a folder of TensorBoard events; add an ending, .jsonl or .csv, if "
-                "it is JSON lines or CSV"
-            )
-        return [self.path]
-
-
-def of_events(path: Path, *, look: bool = True) -> bool:
-    """True if a path is that of event files: a folder, a path without an ending where nothing exists yet, or a name
-    in TensorBoard's form. Without `look`, only the name counts.
-    """
-    if not look:
-        return _IN_NAME in path.name or not path.suffix
-    return path.is_dir() or _IN_NAME in path.name or not (path.suffix or path.exists())
-
-
-def check_installed() -> None:
-    """Raises:
-    MissingDependency: TensorBoard is not installed.
-    """
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency(
-            "--metric-file is a folder or an event file, which TensorBoard reads: pip install tensorboard. A file of JSON "
-            "lines or CSV must have an ending, .jsonl or .csv"
-        ) from error
-
-
-def _scalars(event: Any) -> Iterator[tuple[str, float]]:
-    """Yields the scalars of an event by tag, in either of TensorBoard's formats."""
-    from tensorboard.util.tensor_util import make_ndarray
-
-    for value in event.summary.value:
-        if not value.HasField("tensor") or any(dim.size != 1 for dim in value.tensor.tensor_shape.dim):
-            continue
-        array = make_ndarray(value.tensor)
-        if array.dtype.kind in "fiu":
-            yield value.tag, float(array.reshape(-1)[0])
-
 
 LONGEST_LINE = 64 * 1024
 """Longest part of a line that is read, bytes."""
@@ -362,7 +268,7 @@ def lines_for(metrics: Sequence[str]) -> Lines:
     """Returns the reader of the requested metrics; without any, of progress bars over steps and of JSON lines.
 
     Args:
-        metrics: regular expressions with named groups, or names in JSON, CSV and event files: `NAME`, or `METRIC=NAME`
+        metrics: regular expressions with named groups, or names in JSON lines and CSV: `NAME`, or `METRIC=NAME`
             to rename it. Otherwise a name is shortened to the part after the last slash if that is a known metric,
             such as `train/steps_per_second`.
 

@@ -26,7 +26,7 @@ from ..timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
 from .observation import FOLDER, OBSERVER, Observation, ObservedTraining, Speed
-from .reading import Appended, Events, Lines, Reported, StepNumbers, of_events
+from .reading import Appended, Lines, Reported, StepNumbers
 from .suggestion import Suggestion, suggestion
 from .template import CommandLine, ShellLine
 
@@ -76,7 +76,7 @@ class RunTerms:
     lines: Lines
     """Reads the output."""
     grows: str | None
-    """A file that it writes numbers to, or a folder of TensorBoard event files."""
+    """A file that it writes numbers to."""
     wanted: str | None
     """The objective; None for the first known metric that is reported."""
     smaller: bool
@@ -156,11 +156,9 @@ class Run(Clock):
         folder.mkdir(parents=True)
         self.report = folder / "report.json"
         self.observation = Observation(folder)
-        self._appended: list[Appended | Events] = [Appended(self.report)]
+        self._appended: list[Appended] = [Appended(self.report)]
         if self.terms.grows is not None:
-            path, names = Path(self.terms.cwd, self.terms.grows), self.terms.lines.names
-            kind = Events if of_events(path) else Appended
-            self._appended.append(kind(path, names))
+            self._appended.append(Appended(Path(self.terms.cwd, self.terms.grows), self.terms.lines.names))
         self.tail: deque[str] = deque(maxlen=SHOWN_LINES)
         """Its last lines."""
         self._steps = StepNumbers()

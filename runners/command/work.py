@@ -28,7 +28,7 @@ from .command import HIDDEN, Command
 from .comparison import EXACT, Asked, TrainingComparison
 from .files import read_files
 from .objective import PREFERRED, Requirement, smaller_is_better
-from .reading import check_installed, lines_for, of_events
+from .reading import lines_for
 from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
 from .trial import CommandReport, CommandTrial
@@ -205,15 +205,12 @@ class Commands(Work):
         return None
 
     def _check_metric_file(self, grows: Template) -> None:
-        """Checks that event files can be read and that a metric is given for them."""
+        """Refuses a folder, such as that of TensorBoard's events."""
         path = Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
-        if not of_events(path, look=self.requested.reads_files):
-            return
-        check_installed()
-        if self._lines.first is None:
+        if not path.suffix or "tfevents" in path.name:
             raise UsageError(
-                "--metric-file is a folder or file of TensorBoard events; choose a tag with --metric, such as "
-                "--metric train/steps_per_second, or --metric step for the time between its steps"
+                f"--metric-file is a file of JSON lines or CSV, such as {{trial_dir}}/log.jsonl, but got '{path}'; events of "
+                "TensorBoard are not read: a training with PyTorch is observed without them, any other can call redline.report"
             )
 
     def given(self, number: int, folder: Path) -> dict[str, Any]:
