@@ -22,18 +22,18 @@ _WATCHED = {
     "safetensors.torch": "observe_saving",
     "torch._dynamo.callback": "observe_compilation",
 }
-"""Modules of the program, and the function of `_redline_observer` that is called once each is imported."""
+"""Modules of the program, and the function of `_redline_hooks` that is called once each is imported."""
 
 
-def _observer():
-    """Returns the module `_redline_observer`, imported at its first use. Its folder is not on the program's path."""
-    name = "_redline_observer"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, os.path.join(_HERE, name + ".py"))
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+def _hooks():
+    """Returns the module `_redline_hooks`, imported at its first use. Its folder is not on the program's path."""
+    for name in ("_redline_record", "_redline_hooks"):
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, os.path.join(_HERE, name + ".py"))
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+    return sys.modules["_redline_hooks"]
 
 
 class _Finder:
@@ -51,8 +51,10 @@ class _Finder:
         def exec_module(module):
             del spec.loader.exec_module  # an attribute of this loader alone, so that the class's own is back
             execute(module)
-            observer = _observer()
-            observer.guarded(getattr(observer, _WATCHED[name]), module)
+            try:
+                getattr(_hooks(), _WATCHED[name])(module)
+            except Exception as error:  # another version of torch, for example: the program runs without this hook
+                _hooks().guarded("write", {"fault": type(error).__name__ + ": " + str(error)})
 
         spec.loader.exec_module = exec_module
         return spec
