@@ -61,14 +61,14 @@ def observe_backward(autograd):
 
 def observe_optimizers(module):
     """Observes the steps of all optimizers, by torch's global hooks."""
-    is_compiling = sys.modules["torch"].compiler.is_compiling
+    torch = sys.modules["torch"]
 
     def begins(optimizer, arguments, options):
-        if not is_compiling():  # a compiled step is traced: it must not contain the observer
+        if not torch.compiler.is_compiling():  # a compiled step is traced: it must not contain the observer
             guarded("optimizer_begins", optimizer)
 
     def ends(optimizer, arguments, options):
-        if not is_compiling():
+        if not torch.compiler.is_compiling():
             guarded("optimizer_ends", optimizer)
 
     module.register_optimizer_step_pre_hook(begins)
