@@ -386,7 +386,7 @@ TABLE = (
     ),
     Program(
         name="torchtitan",
-        command=f"{TORCHRUN}titan.py --module titan --config tiny --dump_folder {{trial_dir}}"
+        command=f"{TORCHRUN}titan.py --module titan --config tiny --dump_folder {{trial_dir}} --debug.seed 0"
         " --training.local_batch_size {batch} --training.global_batch_size {global_batch} --training.steps {steps}",
         accumulate=2,
         steps=20,
