@@ -102,6 +102,8 @@ class Commands(Work):
             whole, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
             self._added = launcher.added(self.requested, knobs)
+            if own_knobs is not None:
+                self._own_knobs = {**{name: values[0] for name, values in launcher.knobs.items()}, **own_knobs}
             self.notes = tuple(filter(None, [launcher.short_note(self.requested)]))
         if command.emulate:
             command = _emulating(command)

@@ -16,6 +16,8 @@ from redline.frameworks.registry import LAUNCHERS, find_launcher
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands
 from redline.space import Space
+from redline.tuner.request import Request
+from redline.tuner.task import resolve_task
 from without_triton import WITHOUT_TRITON
 
 NOTHING = Command(command="")
@@ -367,3 +369,24 @@ def test_launchers_that_derive_the_accumulation_get_the_global_batch():
 def test_arguments_of_missing_launchers_are_complete(name):
     arguments = words(name, "sh train train.sh", config={"micro_batch": 4})
     assert not any("{" in word or not word for word in arguments) and "4" in " ".join(arguments)
+
+
+def test_the_first_trial_is_the_user_s_command_with_what_bounds_its_run_alone():
+    command = Command(command="trl sft --model_name_or_path m --dataset_name d", launcher="trainer")
+    task = resolve_task(Request(target=command, devices=1))
+    default = task.space.default()
+    # The defaults of TRL's SFTConfig, not the launcher's first values.
+    assert default["precision"] == "bf16" and default["checkpoint_ratio"] == 1 and default["micro_batch"] == 8
+    first = task.command.rendered(default, 0, Path("T"))
+    assert first.startswith("trl sft --model_name_or_path m --dataset_name d --output_dir T --eval_on_start false")
+    assert "--bf16" not in first and "--per_device" not in first and "--gradient_checkpointing" not in first
+    larger = task.command.rendered(task.space.config({**default, "micro_batch": 16}), 1, Path("T"))
+    assert "--per_device_train_batch_size 16 --bf16 true" in larger and "--gradient_checkpointing true" in larger
+
+
+def test_values_that_are_given_come_before_the_command_s_own():
+    command = Command(command="trl sft --model_name_or_path m --dataset_name d", launcher="trainer")
+    task = resolve_task(Request(target=command, devices=1, override={"precision": ["fp32", "bf16"]}))
+    default = task.space.default()
+    assert default["precision"] == "fp32"
+    assert "--bf16 false" in task.command.rendered(default, 0, Path("T"))
