@@ -72,9 +72,11 @@ def main() -> int:
 
 def _importable(place: Path) -> None:
     """Makes this repository importable as `redline` in this process and its children, installed or not."""
-    (place / "redline").symlink_to(Path(__file__).resolve().parents[1])
-    sys.path.insert(0, str(place))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
+    here = Path(__file__).resolve().parents[1]
+    (place / "redline").symlink_to(here)
+    added = [str(place), str(here / "tests" / "support")]
+    sys.path[:0] = added
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*added, os.environ.get("PYTHONPATH", "")]))
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from queue import Empty
 
 from redline.models import Workload
-from redline.testing import numerics
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import numerics_table as numerics
 
 CELL_SECONDS = 300
 """Longest time of a cell, including compilation of every block on every rank."""
@@ -231,9 +233,9 @@ With `kernels` the loss is computed [without all logits](kernels.md), on one pro
 ## Measurement
 
 Written by `python bench/numerics.py --write docs/numerics.md` on gloo ranks of one CPU host: Python {python},
-torch {torch}, transformers {transformers}. `testing/numerics.py` declares the table, `tests/training/test_numerics.py`
-tests it. Dropout is compared too: with tensor parallelism masks agree for activations that ranks share
-and differ for others.
+torch {torch}, transformers {transformers}. `tests/support/numerics_table.py` declares the table,
+`tests/training/test_numerics.py` tests it. Dropout is compared too: with tensor parallelism masks agree for activations that
+ranks share and differ for others.
 """
 
 

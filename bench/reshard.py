@@ -26,8 +26,10 @@ from redline.runners.dry_run import join
 from redline.runners.host import PLAIN_IMPORTS, HostAgent
 from redline.runners.job import Job, Rendezvous
 from redline.runners.rank import RankContext
-from redline.testing import resharding
-from redline.testing.resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, PartResult
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import resharding
+from resharding import AFTER, BEFORE, STRATEGIES, TABLE_FAMILIES, PartResult
 
 CELL_SECONDS = 300.0
 MARKS = "<!-- table -->", "<!-- end of table -->"
@@ -48,7 +50,7 @@ def main() -> int:
     if options.keep and options.keep.exists():
         kept = json.loads(options.keep.read_text())
     failed = 0
-    agent = HostAgent((*PLAIN_IMPORTS, "redline.testing.resharding", "torch.distributed.checkpoint"))
+    agent = HostAgent((*PLAIN_IMPORTS, "resharding", "torch.distributed.checkpoint"))
     try:
         with tempfile.TemporaryDirectory() as folder:
             for family in options.family or TABLE_FAMILIES:

@@ -1,1 +1,1 @@
-"""Checks for other code: numerics of a model, checkpoints across strategies, conformance of a sampler."""
+"""Checks for other code: numerics of a model, conformance of a sampler."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numerics_table as numerics
 import torch
 import transformers
 from redline.base.device import detect
@@ -20,7 +21,6 @@ from redline.schedule import build, create_schedule, deferred as made_without_me
 from redline.schedule.parallel import block_attention
 from redline.schedule.parallel.block_attention import AttentionOptions, Queries
 from redline.schedule.parallel.sharding import is_dtensor
-from redline.testing import numerics
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take

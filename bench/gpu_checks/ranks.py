@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any
 
+import numerics_table as numerics
 import torch
 from redline.runners.process import kill_tree
-from redline.testing import numerics
 
 from . import Row, Setting
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import redline
 import yaml
+from numerics_table import FAMILIES, tiny
 from redline.frameworks import export_targets, read, render
 from redline.frameworks.common import ADAMW
 from redline.frameworks.torchtitan import PRESETS as TORCHTITAN_PRESETS
@@ -30,7 +31,6 @@ from redline.models.presets import PRESETS
 from redline.models.server_model import ServerModel
 from redline.models.skeleton import skeleton
 from redline.results import Measurement, Status, Trial
-from redline.testing.numerics import FAMILIES, tiny
 from without_triton import WITHOUT_TRITON
 
 pytestmark = pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +30,6 @@ from redline.results import Measurement, Status, Trial
 from redline.schedule import create_schedule
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.parallel.replicas import BUCKET_BYTES
-from redline.testing import numerics
 from redline.training import Training
 
 CONFIG = {"dp": 2, "micro_batch": 4, "grad_accum": 1, "precision": "bf16"}

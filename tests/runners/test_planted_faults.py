@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import cloudpickle
 import faults
+import numerics_table as numerics
 import pytest
 import redline
 import torch
@@ -13,7 +14,6 @@ from redline.base.device import Device
 from redline.models import make_space
 from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together
-from redline.testing import numerics
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take

@@ -3,6 +3,7 @@
 import copy
 
 import numeric
+import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.parallel.collectives import PlannedMesh
 from redline.schedule.rounding import allowance
-from redline.testing import numerics
 from torch import nn
 
 

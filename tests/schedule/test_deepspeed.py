@@ -4,6 +4,7 @@ import json
 import os
 
 import numeric
+import numerics_table as numerics
 import pytest
 import redline as rl
 import torch
@@ -15,7 +16,6 @@ from redline.results import Measurement, Status, Trial
 from redline.schedule import build, create_schedule
 from redline.schedule.compare import Numbers, weights_of
 from redline.schedule.rounding import allowance
-from redline.testing import numerics
 from torch import nn
 from torch.nn import functional as F
 

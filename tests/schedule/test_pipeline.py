@@ -1,6 +1,7 @@
 """Pipelines on real ranks: values, gradients, training steps, tied weights, refusals."""
 
 import numeric
+import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, full_state_dict, verify
 from redline.schedule.parallel import split
 from redline.schedule.rounding import allowance, loss_allowance
-from redline.testing import numerics
 from tiers import tiered
 from torch import nn
 

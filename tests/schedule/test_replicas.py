@@ -3,13 +3,13 @@
 import copy
 
 import numeric
+import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import mesh
 from redline.schedule import build, create_schedule
 from redline.schedule.rounding import allowance, unit_roundoff
-from redline.testing import numerics
 from torch import nn
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numeric
+import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from redline.schedule import (
 from redline.schedule.parallel.partial import PartialEmbedding
 from redline.schedule.parallel.sharding import shards_of, whole
 from redline.schedule.rounding import allowance
-from redline.testing import numerics
 from torch import nn
 
 

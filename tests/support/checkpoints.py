@@ -1,12 +1,12 @@
 """Tiny models with random weights in every tensor, and folders of them."""
 
 import torch
+from numerics_table import FAMILIES
 from redline.base._transformers import quiet
 from redline.models.architecture import Architecture
 from redline.models.layouts.lazy import Stored
 from redline.models.layouts.weights import Weights
 from redline.models.lora import AdaptedArchitecture, Lora
-from redline.testing.numerics import FAMILIES
 
 
 def architecture(family, *, lora=None, **more):

@@ -11,13 +11,13 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 sys.path.append(os.path.join(sys.prefix, "beside"))  # see the Makefile
 
+import numerics_table as numerics
 import numpy as np
 import torch
 import triton.language as tl
 from redline.estimator.facts.liger_modules import forwards_of, put_forwards
 from redline.schedule import create_schedule, rounding
 from redline.schedule.liger import replace_modules
-from redline.testing import numerics
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 

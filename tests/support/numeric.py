@@ -10,10 +10,10 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numerics_table as numerics
 from redline.schedule import rounding
 from redline.schedule.compare import Comparison
 from redline.schedule.parallel.replicas import whole_gradient
-from redline.testing import numerics
 
 MARGIN = 3.0
 """A planted fault must exceed the tolerance by more than this factor; everything else must stay below it by the same

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numerics_table as numerics
 import pytest
 import redline as rl
 import torch
@@ -14,7 +15,6 @@ from redline.models.spaces import default_space
 from redline.schedule import create_schedule
 from redline.schedule.forward import layers_of
 from redline.schedule.primitives.fused import FusedLoss
-from redline.testing import numerics
 from redline.training import Training
 from torch import nn
 from torch.nn import functional as F

@@ -4,12 +4,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 import numeric
+import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
 from redline.models import workload
 from redline.schedule.parallel import sharing
-from redline.testing import numerics
 from redline.training import Training
 
 CPU = torch.device("cpu")

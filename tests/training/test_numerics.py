@@ -1,9 +1,11 @@
 """Families spread over ranks compute the same as one process, dropout included, and report what they do not support."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numeric
+import numerics_table as numerics
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,6 @@ from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
 from redline.schedule.parallel.balance import BalancedTogether
 from redline.schedule.parallel.collectives import PlannedMesh
-from redline.testing import numerics
 from redline.training import Training
 from tiers import tiered
 from transformers import BertConfig, LlamaConfig
@@ -385,7 +386,7 @@ def without_sum(sch, config):
 
 
 def check_notices(change, seed):
-    broken = numerics.replace(numerics.tiny("gpt2"), schedule=change)
+    broken = replace(numerics.tiny("gpt2"), schedule=change)
     return numeric.departure(broken, {"tp": 2}, seed)
 
 

@@ -157,7 +157,7 @@ def restless_ranks(knobs):
 
 
 def restless_norms():
-    from redline.testing import numerics
+    import numerics_table as numerics
 
     made = numerics.tiny("gpt2")
     return replace(made, model=replace(made.model, arguments={**made.model.arguments, "resid_pdrop": 0.1}))
@@ -193,7 +193,7 @@ def spread(pool, workload, **knobs):
 
 @pytest.fixture(scope="module")
 def gpt2_on_two(two):
-    from redline.testing import numerics
+    import numerics_table as numerics
 
     workload = numerics.tiny("gpt2")
     return workload, spread(two, workload, dp=2, micro_batch=4)
@@ -234,7 +234,7 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
 
 
 def test_a_probe_in_more_micro_batches_than_the_configuration_reduces_its_gradients_once(four):
-    from redline.testing import numerics
+    import numerics_table as numerics
 
     workload, gpipe = numerics.tiny("gpt2"), {"pp": 2, "dp": 2, "pipeline_schedule": "gpipe"}
     expected = spread(four, workload, **gpipe, micro_batch=1)
@@ -245,7 +245,7 @@ def test_a_probe_in_more_micro_batches_than_the_configuration_reduces_its_gradie
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_norms_count_shared_pieces_once(four, seed, zero):
-    from redline.testing import numerics
+    import numerics_table as numerics
 
     workload = numerics.tiny("gpt2")
     expected = spread(four, workload, dp=4, micro_batch=2)
@@ -267,7 +267,7 @@ def not_summed_over_groups(workload, knobs):
 
 
 def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
-    from redline.testing import numerics
+    import numerics_table as numerics
 
     workload = numerics.tiny("gpt2")
     expected = spread(four, workload, dp=4, micro_batch=2)
@@ -277,7 +277,7 @@ def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
 
 @pytest.fixture(scope="module")
 def deeper_gpt2_on_two(two):
-    from redline.testing import numerics
+    import numerics_table as numerics
 
     workload = numerics.tiny("gpt2", "pp2 zbv")
     return workload, spread(two, workload, dp=2, micro_batch=4)
@@ -488,8 +488,8 @@ def test_a_bias_of_zeros_that_is_added_twice_is_seen(small):
 @pytest.mark.parametrize("knobs", [{"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "grad_accum": 4}], ids=str)
 def test_zero_initialised_adapters_are_detected_under_every_strategy(two, knobs):
     pytest.importorskip("peft")
+    import numerics_table as numerics
     from redline.models.lora import Lora, with_lora
-    from redline.testing import numerics
 
     workload = with_lora(numerics.tiny("llama"), Lora(r=4))
     expected = spread(two, workload, dp=2)
@@ -586,8 +586,8 @@ def test_formats_are_recognised_by_their_rounding():
 
 
 def test_rows_that_experts_drop_in_training_are_no_departure_and_are_counted():
+    import numerics_table as numerics
     from redline.schedule.parallel.experts import dropped_rows
-    from redline.testing import numerics
 
     mixture = numerics.tiny("mixtral")
     expected = probed(mixture, step=True, micro_batch=4)

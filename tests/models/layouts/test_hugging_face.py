@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import architecture, differing, filled, lazy, saved, weights_of
+from numerics_table import FAMILIES
 from redline.base._transformers import quiet
 from redline.base.errors import UsageError, WorkloadError
 from redline.models.layouts.find import find_weights
@@ -14,7 +15,6 @@ from redline.models.layouts.hugging_face import hugging_face
 from redline.models.layouts.safetensors_files import stored_tensors
 from redline.models.layouts.save import write_hugging_face
 from redline.models.layouts.weights import Weights
-from redline.testing.numerics import FAMILIES
 from safetensors.torch import load_file, save_file
 
 MADE = {

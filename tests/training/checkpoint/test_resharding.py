@@ -3,8 +3,8 @@
 import functools
 
 import pytest
+import resharding
 from redline.models import flops_of
-from redline.testing import resharding
 from tiers import tiered
 
 QUICK = [

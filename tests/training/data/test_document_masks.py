@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from numerics_table import FAMILIES, tiny
 from redline.base.errors import WorkloadError
-from redline.testing.numerics import FAMILIES, tiny
 from redline.training.data import DataPlan, check_packing, num_predicted
 
 APART = ["deepseek_v3", "gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]

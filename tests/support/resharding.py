@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import numerics
-from .numerics import SAMPLES
+import numerics_table as numerics
+from numerics_table import SAMPLES
 
 if TYPE_CHECKING:
     import torch
-
-    from ..models.workload import Workload
+    from redline.models.workload import Workload
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "one": {"micro_batch": 4},
@@ -97,14 +96,13 @@ def part(
     """
     import torch
     import torch.distributed as dist
-
-    from ..training.checkpoint.folder import CheckpointFolder
-    from ..training.checkpoint.restoring import latest, restore
-    from ..training.checkpoint.state import State
-    from ..training.data import FromWorkload
-    from ..training.hyperparameters import Hyperparameters
-    from ..training.loop import Loop, LoopPlan, averages
-    from ..training.training import Training
+    from redline.training.checkpoint.folder import CheckpointFolder
+    from redline.training.checkpoint.restoring import latest, restore
+    from redline.training.checkpoint.state import State
+    from redline.training.data import FromWorkload
+    from redline.training.hyperparameters import Hyperparameters
+    from redline.training.loop import Loop, LoopPlan, averages
+    from redline.training.training import Training
 
     hyper = Hyperparameters(steps=BEFORE + AFTER, lr=1e-3, warmup=2, average=0.9)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -143,9 +141,8 @@ def part(
 
 def _saver(path: Path, rank: int, group: "torch.distributed.ProcessGroup | None") -> Any:
     import torch.distributed as dist
-
-    from ..training.checkpoint.folder import CheckpointFolder
-    from ..training.checkpoint.saver import Saver
+    from redline.training.checkpoint.folder import CheckpointFolder
+    from redline.training.checkpoint.saver import Saver
 
     folder = CheckpointFolder(path)
     if rank == 0:
@@ -158,9 +155,8 @@ def _saver(path: Path, rank: int, group: "torch.distributed.ProcessGroup | None"
 def unequal(one: Path, other: Path) -> list[str]:
     """Returns the names of the tensors that differ in the latest checkpoints of two folders."""
     import torch
-
-    from ..models.layouts.dcp import dcp_tensors
-    from ..training.checkpoint.folder import CheckpointFolder
+    from redline.models.layouts.dcp import dcp_tensors
+    from redline.training.checkpoint.folder import CheckpointFolder
 
     here, there = (dcp_tensors(CheckpointFolder(each).all()[0].path) for each in (one, other))
     missing = sorted(here.keys() ^ there.keys())
