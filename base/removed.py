@@ -4,7 +4,6 @@ _REPLACEMENTS = {
     ("layout", "megatron"): "convert with --to hf; Megatron-Bridge imports that folder",
     ("layout", "torchtitan"): "convert with --to hf; torchtitan reads that folder with --checkpoint.initial_load_in_hf",
     ("argument", "taken_from"): "pass the knobs as space, or override={'tp': [1, 2], ...} for a model's own",
-    ("launcher", "litgpt"): "write {knob} placeholders into the command, and read its output with --metric",
     ("launcher", "nemo"): "use the launcher megatron-bridge, or {knob} placeholders in the command",
     (
         "runner",

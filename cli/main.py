@@ -11,6 +11,7 @@ from .. import __version__
 from ..base.errors import NothingFound, RedlineError, UsageError, unknown
 from ..base.removed import replacement
 from . import exit_codes
+from .streams import ReaderGone, standard_streams
 
 _COMMANDS = {
     "tune": "Find the fastest configuration of a model on the available devices.",
@@ -79,11 +80,17 @@ def redline() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command line and exits with its code. `--debug` anywhere shows the traceback of an error."""
+    with standard_streams():
+        _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [each for each in given if each != "--debug"]
     try:
         code = redline.main(given, prog_name="redline", standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(exit_codes.FOUND)
@@ -108,8 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         click.echo("redline: interrupted", err=True)
         code = exit_codes.INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
-        sys.stderr.close()
+    except ReaderGone:
         sys.exit(exit_codes.FOUND)
     except OSError as error:
         if debug or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):

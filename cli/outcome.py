@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,16 +13,17 @@ from ..results import summary
 from ..results.columns import fold, speed
 from ..results.measurement import DEFAULT, Status
 from ..tuner.result import Candidate, Result
+from ..views.observed import batch_text, binding, formats_text, parts_text
 from ..views.show import speed_of
 from . import words
 
 
-def print_result(result: Result, *, exports: bool = True) -> None:
+def print_result(result: Result, *, launcher: str | None = "") -> None:
     """Prints the result of a search, as wide as the terminal.
 
     Args:
         result: the result.
-        exports: True if the winner can be exported to other frameworks.
+        launcher: trainer of the command that was tuned, None if that is not a known one; empty without a command.
     """
     console = Console(highlight=False)
     console.print()
@@ -37,7 +39,7 @@ def print_result(result: Result, *, exports: bool = True) -> None:
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
         there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
         console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
-        for line in _next(result, exports):
+        for line in _next(result, launcher):
             console.print(Text(line, style="dim"), soft_wrap=True)
 
 
@@ -47,8 +49,18 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
         " (predicted: nothing was run)" if result.simulated else " (emulated on one device)" if result.emulated else ""
     )
     gain = summary.gain(result.all_trials)
-    hero = "bold green" if gain is None or gain.shown else "bold"
+    unconfirmed = best.measurement.unconfirmed
+    kind += ", unconfirmed" if unconfirmed else ""
+    hero = "bold green" if not unconfirmed and (gain is None or gain.shown) else "bold"
+    if not best.config:  # a command without a knob
+        console.print(Text(f"measured {speed_of(best.trial)}", style=hero))
+        console.print()
+        console.print(_side_by_side({"": best}))
+        console.print()
+        return
     console.print(Text(f"winner   trial {best.trial.number}: {speed_of(best.trial)}{kind}", style=hero))
+    if unconfirmed:
+        console.print(Text(f"         {fold(unconfirmed)}", style="yellow"))
     if default is None:
         console.print(Text(f"default  {_default_failed(result)}"))
     else:
@@ -111,6 +123,13 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
     precisions = [str(each.config.get("precision", "")) for each in sides]
     return [
         ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
+        (
+            "tokens",
+            [
+                f"{each.tokens_per_second:,.4g} a second" if each.tokens_per_second and each.unit != "tokens/s" else ""
+                for each in measured
+            ],
+        ),
         ("peak memory", [words.memory(each.peak_memory_mib) if each.peak_memory_mib else "" for each in measured]),
         # Shares of the peaks of two formats are not comparable: that of the winner may be the smaller one.
         (
@@ -129,9 +148,18 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
                 for each, precision in zip(measured, precisions)
             ],
         ),
+        *_observed([measurement.observed for measurement in measured]),
         ("reported first" if again else "reported", [fold(each.told) for each in measured]),
         ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
     ]
+
+
+def _observed(sides: list[Mapping[str, Any] | None]) -> list[tuple[str, list[str]]]:
+    """Returns rows of what was observed of commands' trainings."""
+    if not all(sides):
+        return []
+    texts = {"samples a step": batch_text, "wall time": parts_text, "formats": formats_text, "limited by": binding}
+    return [(name, [text(observed) for observed in sides if observed is not None]) for name, text in texts.items()]
 
 
 def _default_failed(result: Result) -> str:
@@ -141,7 +169,7 @@ def _default_failed(result: Result) -> str:
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"
 
 
-def _next(result: Result, exports: bool) -> list[str]:
+def _next(result: Result, launcher: str | None) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
         return [f"next     the same command with --out {folder} --resume continues"]
@@ -149,9 +177,10 @@ def _next(result: Result, exports: bool) -> list[str]:
         failed = (each.measured for each in result.all_trials if not each.pending)
         log = next((each.log for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
         return [f"next     read {shlex.quote(f'{result.folder}/{log}')}" if log else f"next     redline show {folder}"]
-    if not exports:
-        return [f"next     redline report {folder}"]
-    from ..frameworks.export import suited_target
+    from ..frameworks.export import export_targets, suited_target
 
-    export = f"         redline export {folder} --to {suited_target(result.best.config)}   (or --list)"
-    return [f"next     redline report {folder}", export]
+    report = f"next     redline report {folder}"
+    if launcher is None or (launcher and launcher not in export_targets()):
+        return [report]
+    target = launcher or suited_target(result.best.config)
+    return [report, f"         redline export {folder} --to {target}   (or --list)"]

@@ -65,6 +65,7 @@ def scale(
     """
     from ..tuner.scaling import scale as scaled
     from .progress import ProgressListener, listener_for
+    from .streams import outlive_reader
 
     if weak and strong:
         raise UsageError("with --weak the global batch grows, with --strong it is constant; give one of them")
@@ -72,6 +73,7 @@ def scale(
     if given["resume"] and given["out"] is None:
         raise UsageError("--resume needs --out, the folder to continue")
     given["out"] = given["out"] or run_folder(f"scale-{Path(given['target']).name}")
+    outlive_reader()
     stream = sys.stderr if as_json else sys.stdout
 
     def listening(count: int) -> ProgressListener:

@@ -47,9 +47,11 @@ def train(as_json: bool, **options: Any) -> int:
     from ..tuner.ranks import RankPlace
     from ..tuner.train.driver import train as start
     from ..tuner.train.launched import train_rank
+    from .streams import outlive_reader
     from .train_progress import listening
 
     end_in_order()
+    outlive_reader()
     if place := RankPlace.of(os.environ):
         with listening(sys.stdout, silent=place.rank > 0) as listener:
             return exit_codes.INTERRUPTED if train_rank(request, place, listener) else exit_codes.FOUND

@@ -106,8 +106,10 @@ def tune(
     from ..tuner.tuning import run_search
     from .outcome import print_result
     from .progress import listener_for
+    from .streams import outlive_reader
 
     given["out"] = given["out"] or run_folder(command.name if command else given["target"])
+    outlive_reader()
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
     with listener:
@@ -115,7 +117,7 @@ def tune(
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        print_result(result, exports=command is None or command.launcher is not None)
+        print_result(result, launcher="" if command is None else command.launcher)
     if result.interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE

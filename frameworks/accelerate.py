@@ -19,7 +19,7 @@ from .common import (
     note_reduction,
     note_tf32,
 )
-from .export_input import PORT, ExportInput
+from .export_input import PORT, ExportInput, Hosts
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import Launcher
 from .target import Target, as_yaml
@@ -92,6 +92,8 @@ KNOBS = KnobTable(
 
 def config(setup: ExportInput) -> dict[str, Any]:
     """The keys of accelerate's ClusterConfig."""
+    if setup.command:
+        return _of_a_command(setup)
     note_pipeline(setup)
     sharded = _shards(setup)
     out: dict[str, Any] = {
@@ -138,6 +140,22 @@ def config(setup: ExportInput) -> dict[str, Any]:
         }
     _note_the_rest(setup)
     return out
+
+
+def _of_a_command(setup: ExportInput) -> dict[str, Any]:
+    """The keys that were tuned, and the processes, without which a file cannot be loaded."""
+    several = "MULTI_CPU" if setup.device_type == "cpu" else "MULTI_GPU"
+    processes = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": several if setup.devices > 1 else "NO",
+        "num_machines": Hosts.of(setup.devices, setup.per_host).count,
+        "num_processes": setup.devices,
+        "use_cpu": setup.device_type == "cpu",
+    }
+    tuned = setup.tuned(KNOBS)
+    if "distributed_type" not in tuned:
+        setup.note("an engine that the command names, such as FSDP or DeepSpeed, is not in this file")
+    return processes | nested(tuned)
 
 
 def _rendezvous(setup: ExportInput) -> dict[str, Any]:

@@ -131,7 +131,13 @@ LAUNCHER = Launcher(
         hyphens=True,
     ),
     accepts={"precision": ("fp32", "bf16")},
-    short="--output-dir {trial_dir} --max-steps 1000 --val-set-size 0",
+    short="--max-steps 1000",
+    bounds="--output-dir {trial_dir} --val-set-size 0",
+    # Its checks refuse the evaluation's options without a validation set.
+    undone=(
+        *("--eval-steps VALUE", "--evals-per-epoch VALUE", "--eval-strategy VALUE", "--hub-model-id VALUE"),
+        *("--wandb-project VALUE", "--resume-from-checkpoint VALUE", "--load-best-model-at-end"),
+    ),
 )
 FRAMEWORK = Framework(
     name="axolotl",

@@ -37,7 +37,7 @@ def _env(setup: ExportInput, comment: str) -> str:
         "devices": setup.devices,
         "seq_len": setup.seq_len,
         "global_batch": setup.global_batch,
-        "dp": setup.dp,
+        "dp": None if setup.command else setup.dp,
         "grad_accum": setup.grad_accum,
         **setup.take_all(),
     }

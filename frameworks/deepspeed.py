@@ -60,6 +60,8 @@ def config(setup: ExportInput) -> dict[str, Any]:
     Raises:
         UsageError: the configuration has both tensor parallelism and pipeline stages.
     """
+    if setup.command:
+        return nested(setup.tuned(KNOBS))
     if setup.tp > 1 and setup.pp > 1:
         raise UsageError(
             f"cannot export trial {setup.trial.number} to deepspeed: tp={setup.tp} with pp={setup.pp} is "
@@ -288,6 +290,4 @@ FRAMEWORK = Framework(
     conventions=conventions,
     read=read,
     write=write,
-    # deepspeed/utils/timer.py
-    step_pattern=r"CurrSamplesPerSec=(?P<samples_per_second>[\d.]+)",
 )

@@ -94,11 +94,15 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
     """
     if name not in LAUNCHES:
         raise UsageError(unknown("launch", name, LAUNCHES))
+    if (setup := target.setup(trial, document)).command:
+        raise UsageError(
+            "--launch starts a training with the target's file, but this run measured a command: start the command of the "
+            "winner, which `redline tune` prints"
+        )
     if target.start is None:
         names = ", ".join(each.name for each in _TARGETS if each.start is not None)
         raise UsageError(f"{target.name} has no launch, because it starts nothing; targets with one are {names}")
     launch = LAUNCHES[name]
-    setup = target.setup(trial, document)
     beside = target.file(next(iter(target.forms)))
     job = LaunchJob(
         setup=setup,
@@ -177,6 +181,9 @@ def _head(target: Target, setup: ExportInput) -> list[str]:
     lines += (line for mark in setup.marks() for line in _wrapped(mark))
     if target.checked is not None:
         lines.append(f"Checked against {' '.join(target.checked)}")
+    if setup.command:
+        lines.append("The settings that were tuned, for the command, which keeps all its others")
+        return lines
     degrees = {name: getattr(setup, name) for name in ("tp", "sp", "cp", "pp", "dp")}
     lacks = {name: name not in target.sequences and degrees[name] > 1 for name in ("sp", "cp")}
     lacks["pp"] = not target.pipelines and setup.pp > 1
@@ -196,6 +203,8 @@ def _head(target: Target, setup: ExportInput) -> list[str]:
 
 def _instructions(target: Target, setup: ExportInput, file: str) -> tuple[str, ...]:
     """Instructions to use a file of that name, and to start a training with it."""
+    if setup.command:
+        return (f"Use: add these settings to the command that was tuned: {fold(setup.command)}",)
     lines = [f"Use: {fold(target.use(file))}"] if target.use is not None else []
     if target.start is not None:
         line = fold(target.start(setup, shlex.quote(file)))

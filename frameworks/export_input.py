@@ -13,6 +13,7 @@ from ..knobs.strategy import MAX_DEVICES, STANDARD, is_even, is_whole
 from ..knobs.text import value_text
 from ..results.columns import fold
 from ..results.measurement import Trial
+from .framework import KnobSettings
 
 SEQUENCES = ("sp", "cp")
 """Degrees that cut sequences over ranks."""
@@ -115,6 +116,10 @@ class ExportInput:
         workload = asked.get("workload") or {}
         self.spec: str = str(workload.get("spec") or "")
         """Identifier of the model: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
+        self.command: str = str(workload.get("command") or "")
+        """Options of the tuned command; empty if the run measured redline's own training. Only what was tuned is known
+        of a command's training.
+        """
         self.lora: str = str(workload.get("lora") or "")
         """Adapters, in the format of `--lora`; empty for all weights."""
         self.seq_len: int | None = asked.get("seq_len")
@@ -277,6 +282,30 @@ class ExportInput:
         if value != STANDARD[name].neutral:
             self.note(f"{name}={value_text(value)} has no counterpart here: {instead}")
 
+    def tuned(self, table: Mapping[str, "KnobSettings"]) -> dict[str, Any]:
+        """Settings of the configuration's knobs, and no others, by their names in a framework.
+
+        For a command's run: the rest of its training is the command's own, and was not measured in another form.
+        """
+        settings: dict[str, Any] = {}
+        self._used.update(name for name in self.config if name in STANDARD)
+        for name, value in self.config.items():
+            try:
+                settings |= table[name].settings(value)
+            except LookupError:
+                if name in STANDARD and value != STANDARD[name].neutral and name not in ("dp", "grad_accum"):
+                    self.note(
+                        f"{name}={value_text(value)} has no setting here: set it where the command of the winner does"
+                    )
+            else:
+                self._used.add(name)
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def take(self, name: str) -> Any:
+        """Value of a knob that only a launcher knows; None if the configuration does not have it."""
+        self._used.add(name)
+        return self.config.get(name)
+
     def take_all(self) -> dict[str, Any]:
         """Returns the whole configuration and marks it as carried over."""
         self._used.update(self.config)
@@ -310,7 +339,7 @@ class ExportInput:
     def _batch(self, total: int | None) -> tuple[int | None, int | None]:
         micro = self._size("micro_batch") if "micro_batch" in self.config else None
         steps = self._size("grad_accum") if "grad_accum" in self.config else None
-        if micro is not None and steps is not None:
+        if self.command or (micro is not None and steps is not None):
             return micro, steps
         share = None if total is None else total // self.dp
         if total is not None and total % (self.dp * (micro or steps or 1)):

@@ -278,10 +278,6 @@ class Framework:
     """Knobs for which `write` supports values that are not in the table."""
     option: str = "--{key} {value}"
     """Format of a setting in a command."""
-    step_pattern: str = ""
-    """Regular expression of a step's line in its log, with metrics as groups."""
-    loss_pattern: str = ""
-    """Regular expression of the loss in its log."""
 
     def recognised(self, settings: Settings) -> int:
         """Number of this framework's signs among settings."""

@@ -2,11 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
 from ..base.errors import UsageError
+from ..knobs.lossy import LOSSY
 from ..knobs.text import value_text
 
 PLACED = re.compile(
@@ -58,7 +59,13 @@ class Launcher:
     paths: Mapping[str, str] = field(default_factory=dict)
     """Place of each knob in its configuration file, `PATH=VALUE`."""
     short: str = ""
-    """Words for a short run, which saves nothing and lasts until it is measured."""
+    """Options for a short run, which lasts until it is measured; those that the command has itself are kept."""
+    bounds: str = ""
+    """Options of a short run that replace the command's own: no evaluation, saving, generation, upload and logging to
+    services, and the folder of the trial.
+    """
+    undone: tuple[str, ...] = ()
+    """Options of the command that are left out of a short run, each with `VALUE` if it takes one that is not a flag."""
     accepts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of standard knobs that it accepts, if they differ from `ACCEPTED`."""
     instead: Mapping[str, str] = field(default_factory=dict)
@@ -76,10 +83,10 @@ class Launcher:
     several: tuple[str, ...] = ()
     """Knobs that only matter on several devices."""
 
-    def values(self, command: CommandLine, devices: int) -> dict[str, Sequence[Any]]:
-        """Default values to try, of knobs that the command does not set itself."""
+    def values(self, command: CommandLine, devices: int, lossy: bool = False) -> dict[str, Sequence[Any]]:
+        """Default values to try, of knobs that the command does not set itself; lossy values only if requested."""
         return {
-            name: values
+            name: [value for value in values if lossy or value not in LOSSY.get(name, ())]
             for name, values in self.knobs.items()
             if (devices > 1 or name not in self.several)
             and (_mentions(command, name) or not self._stated(command, name))
@@ -105,23 +112,22 @@ class Launcher:
         """Returns the command with options for these knobs, and for a short run if requested.
 
         Args:
-            command: the user's command; its own options for a short run are kept.
+            command: the user's command.
             knobs: knobs by name.
-            short: add the options of a short run.
+            short: add the options of a short run, and leave out those that it replaces.
 
         Raises:
             UsageError: the command sets a knob itself, the launcher does not accept a knob, or its settings are in a
                 file and none is rendered.
         """
         text = _text(command)
-        known = [name for name in knobs if name in self.options or name in self.paths]
-        added_knobs = [name for name in known if not _mentions(command, name)]
+        added_knobs = self.added(command, knobs)
         for name in added_knobs:
             self._check(command, name, getattr(knobs[name], "values", ()))
-        given = {_name(word) for word in _words(text)}
-        given |= {left for left, other in self.instead.items() if other in given}
         added = [each for name in added_knobs for each in _options(self.options.get(name, ""))]
-        added += [each for each in _options(self.short) if short and _name(each) not in given]
+        if short:
+            text, options, _ = self._shortened(text)
+            added += options
         render = tuple(command.render)
         if placed := [self.paths[name] for name in added_knobs if name in self.paths]:
             file = next((found["file"] for each in render if (found := PLACED.fullmatch(each))), None)
@@ -129,6 +135,41 @@ class Launcher:
                 raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
             render += tuple(f"{file}:{each}" for each in placed)
         return cast(Given, replace(cast(Any, command), command=self._with(text, added), render=render))
+
+    def short_note(self, command: CommandLine) -> str:
+        """A note on the options of a short run; empty if it has none."""
+        _, added, replaced = self._shortened(_text(command))
+        instead = f", in place of {' '.join(replaced)}" if replaced else ""
+        return (
+            f"trials are run with {' '.join(added)}{instead}; the winner's command has its own options"
+            if added or replaced
+            else ""
+        )
+
+    def _shortened(self, text: str) -> tuple[str, list[str], list[str]]:
+        """Returns a command without the options that a short run replaces, the options to add, and those left out."""
+        added, replaced = [], []
+        for option in (*_options(self.bounds), *self.undone):
+            owned = _matches(text, option)
+            if any("{" in match[0].replace("{trial_dir}", "") for match in owned):
+                continue  # it varies
+            for match in reversed(owned):
+                text = f"{text[: match.start()].rstrip()} {text[match.end() :].lstrip()}".strip()
+            if option in self.undone:
+                replaced += [match[0] for match in owned]
+            else:
+                replaced += [match[0] for match in owned if match[0].split() != option.split()]
+                added.append(option)
+        given = {plain_option(_name(word)) for word in _words(text)}
+        given |= {plain_option(left) for left, other in self.instead.items() if other in given}
+        added += [option for option in _options(self.short) if plain_option(_name(option)) not in given]
+        return text, added, replaced
+
+    def added(self, command: CommandLine, knobs: Iterable[str]) -> tuple[str, ...]:
+        """Knobs without a place in the command, which are passed as options or in its file."""
+        return tuple(
+            name for name in knobs if (name in self.options or name in self.paths) and not _mentions(command, name)
+        )
 
     def emulating(self, command: Given) -> Given:
         """A command that runs its first rank alone, on one device, with communication that does nothing.
@@ -206,6 +247,34 @@ def without_torchrun(command: str) -> str:
             python = []
         start += 1 if "=" in word or word in (*_NO_VALUE, "-m", "--module", "--no-python", "--no_python") else 2
     return " ".join([*before, *python, *words[start:]])
+
+
+_SEVERAL = ("report_to",)
+"""Options with several values."""
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|(?!-)(?:\{[^{}]*\}|[^\s{])+)"
+_FLAG = r"(?i:true|false|yes|no|on|off|[01])(?=\s|$)"
+
+
+def _matches(text: str, option: str) -> list[re.Match[str]]:
+    """Occurrences of an option in a command, with its value, whether that is the same or another.
+
+    An option whose value is a flag may be without one. `a.b` includes `a.b.c` and `a.b+`, as of LightningCLI.
+    """
+    name, value = _name(option), option.split()[1:]
+    stem = name.lstrip("-")
+    pattern = re.escape(stem).replace("_", "[-_]") + r"(?:[.+][\w.+-]*)?"
+    if not name.startswith("-"):
+        return list(re.finditer(rf"(?<!\S)\+*{pattern}={_VALUE}", text))
+    # An option of a section, as of LightningCLI, always has a value.
+    takes_value = bool(value) and ("." in stem or value[0] not in ("true", "false"))
+    follows = rf"\s+{_VALUE if takes_value else _FLAG}"
+    many = "*" if stem in _SEVERAL else "?"
+    return list(re.finditer(rf"(?<!\S)--?{pattern}(?:={_VALUE}|(?:{follows}){many})(?=\s|$)", text))
+
+
+def plain_option(name: str) -> str:
+    """Normal form of an option's name: most parsers take both `--max-steps` and `--max_steps`."""
+    return name.replace("_", "-")
 
 
 def _text(command: CommandLine) -> str:

@@ -72,6 +72,8 @@ KNOBS = KnobTable(
 
 def config(setup: ExportInput) -> dict[str, Any]:
     """Returns the sections `trainer` and `optimizer`."""
+    if setup.command:
+        return nested(setup.tuned(KNOBS))
     note_pipeline(setup)
     trainer: dict[str, Any] = {
         "accelerator": "cpu" if setup.device_type == "cpu" else "gpu",
@@ -185,11 +187,15 @@ LAUNCHER = Launcher(
     },
     options=KNOBS.options("--{} {}", {"precision": ("fp32", "bf16", "fp16"), "zero": None, "grad_accum": None}),
     short=(
-        "--trainer.default_root_dir {trial_dir} --trainer.max_steps 1000 --trainer.logger false "
+        "--trainer.max_steps 1000 "
         # The default bar is rich's if that is installed, which shows nothing outside a terminal.
-        "--trainer.callbacks+=TQDMProgressBar --trainer.enable_checkpointing false "
+        "--trainer.callbacks+=TQDMProgressBar"
+    ),
+    bounds=(
+        "--trainer.default_root_dir {trial_dir} --trainer.logger false --trainer.enable_checkpointing false "
         "--trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0"
     ),
+    undone=("--ckpt_path VALUE",),
     accepts={"zero": (0, 3)},
     several=("zero",),
 )

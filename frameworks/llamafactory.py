@@ -46,8 +46,9 @@ def read(stated: Stated) -> None:
 
 
 # Its values are parsed as YAML, where a bare `no` is false.
-_SHORT = (
-    "output_dir={trial_dir} max_steps=1000 save_strategy='\"no\"' eval_strategy='\"no\"' report_to=none plot_loss=false"
+_BOUNDS = (
+    "output_dir={trial_dir} save_strategy='\"no\"' eval_strategy='\"no\"' eval_on_start=false report_to=none "
+    "push_to_hub=false plot_loss=false load_best_model_at_end=false predict_with_generate=false"
 )
 LAUNCHER = Launcher(
     name="llamafactory",
@@ -64,7 +65,9 @@ LAUNCHER = Launcher(
             "precision": ("fp32", "bf16", "fp16"),
         },
     ),
-    short=_SHORT,
+    short="max_steps=1000",
+    bounds=_BOUNDS,
+    undone=("resume_from_checkpoint=VALUE",),
 )
 FRAMEWORK = Framework(
     name="llamafactory",

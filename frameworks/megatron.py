@@ -104,6 +104,9 @@ _WITH_FSDP: Mapping[str, Any] = {"no-gradient-accumulation-fusion": True, "ckpt-
 
 def flags(setup: ExportInput) -> list[str]:
     """Flags, each an entry of a bash array; a value may be a quoted arithmetic expression."""
+    if setup.command:
+        batch = [f"--global-batch-size {setup.global_batch}"] if setup.config.get("grad_accum") else []
+        return _flags(setup.tuned(KNOBS)) + batch
     out = _arguments("tp", setup.tp) + _arguments("pp", setup.pp)
     if setup.cp > 1:
         out += _arguments("cp", setup.cp)
@@ -288,7 +291,13 @@ LAUNCHER = Launcher(
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
     options=KNOBS.options("--{} {}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep")))
     | {"grad_accum": "--global-batch-size {global_batch}"},
-    short="--train-iters 1000 --eval-iters 0 --log-interval 1",
+    short="--train-iters 1000 --log-interval 1",
+    bounds="--eval-iters 0",
+    # It saves and logs where it gets a folder or a project, and continues from an earlier checkpoint's iteration.
+    undone=tuple(
+        f"--{name} VALUE"
+        for name in ("save", "save-interval", "load", "tensorboard-dir", "wandb-project", "wandb-exp-name")
+    ),
     instead={"--train-iters": "--train-samples"},
     total="--global-batch-size",
     # Its arguments: "all distributed communication operations will be skipped"; WORLD_SIZE and RANK name the emulated rank.
@@ -521,6 +530,4 @@ FRAMEWORK = Framework(
     prepare=prepare,
     read=read,
     write=write,
-    # megatron/training/training.py
-    step_pattern=r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)(?:.*?lm loss: (?P<loss>[\d.Ee+-]+|nan))?",
 )

@@ -74,7 +74,8 @@ LAUNCHER = Launcher(
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
     options=KNOBS.options("{}={}", dict.fromkeys(("micro_batch", "tp", "pp", "cp", "ep", "sequence_parallel")))
     | {"grad_accum": f"{_TOTAL}={{global_batch}}"},
-    short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",
+    short="train.train_iters=1000 logger.log_interval=1",
+    bounds="train.eval_iters=0 checkpoint.save={trial_dir} checkpoint.save_interval=1000000",
     total=_TOTAL,
     own_total=True,
     several=("tp", "pp"),

@@ -537,6 +537,7 @@ _PROGRAMS = (
     "torchrun",
     "srun",
     "mpirun",
+    "litgpt",
     "axolotl",
     "llamafactory-cli",
     "python",
@@ -655,10 +656,12 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
         framework = find_framework("deepspeed")
     if framework is not None:
         program = Path(own[0]).name if own else ""
-        if program == "trl" and len(own) > 1:
+        if program in ("litgpt", "trl") and len(own) > 1:
             settings["subcommand"] = own[1]
         if program in _TRL:
             settings["subcommand"] = program.removesuffix(".py")
+        if program == "litgpt" and len(own) > 2 and not own[2].startswith("-"):
+            settings.setdefault("model_name", own[2])
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
         found, more = _with_files(framework, settings, where, form or assigned, Path() if files else None)
         sources += found[:-1] if only_names else found
@@ -684,7 +687,7 @@ def _script_at(words: Sequence[str]) -> int:
     """Start of the training's own words: its script, its module, or a program that starts ranks itself."""
     for at, word in enumerate(words):
         name = Path(word).name
-        if name in ("axolotl", "llamafactory-cli", "trl"):
+        if name in ("litgpt", "axolotl", "llamafactory-cli", "trl"):
             return at
         if word == "-m" and at + 1 < len(words) and words[at + 1] not in _MODULES:
             return at + 1

@@ -8,11 +8,11 @@ from .framework import Framework
 from .launcher import Launcher
 
 LAUNCHERS = (
-    *("trainer", "accelerate", "deepspeed", "lightning", "llamafactory", "axolotl", "torchtitan", "megatron"),
+    *("trainer", "accelerate", "deepspeed", "lightning", "llamafactory", "axolotl", "litgpt", "torchtitan", "megatron"),
     "megatron-bridge",
 )
 """Names for `--launcher`."""
-FRAMEWORKS = LAUNCHERS
+FRAMEWORKS = (*LAUNCHERS, "nanotron")
 """Frameworks whose files and commands can be read."""
 
 
@@ -23,15 +23,17 @@ def _modules() -> dict[str, ModuleType]:
         axolotl,
         deepspeed,
         lightning,
+        litgpt,
         llamafactory,
         megatron,
         megatron_bridge,
+        nanotron,
         torchtitan,
         trainer,
     )
 
-    modules = (accelerate, axolotl, deepspeed, lightning, llamafactory, megatron, megatron_bridge, torchtitan, trainer)
-    return {module.FRAMEWORK.name: module for module in modules}
+    modules = (accelerate, axolotl, deepspeed, lightning, litgpt, llamafactory, megatron, megatron_bridge, nanotron)
+    return {module.FRAMEWORK.name: module for module in (*modules, torchtitan, trainer)}
 
 
 def find_launcher(name: str) -> Launcher:

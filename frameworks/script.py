@@ -96,6 +96,11 @@ _DATA = '    parser.add_argument("--data", nargs="+", help="files to train on, a
 
 
 def _python(setup: ExportInput, comment: str) -> str:
+    if setup.command:
+        raise UsageError(
+            "the target python trains with redline itself, but this run measured a command; the other targets state what was "
+            "tuned"
+        )
     if not setup.spec:
         raise UsageError(
             "the target python needs a model: this run tuned a callable, or its run.yaml is missing; "

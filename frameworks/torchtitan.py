@@ -110,13 +110,21 @@ def flags(setup: ExportInput) -> list[str]:
         for name, each in KNOBS.write(knob, value).items():
             give(name, each)
 
+    if setup.command:
+        for name, value in setup.tuned(KNOBS).items():
+            if name != _MODE:  # a subcommand, after all flags
+                give(name, value)
     if setup.micro_batch is not None and setup.grad_accum is not None:
         # A pipeline splits the local batch into micro-batches itself.
         local = setup.micro_batch * (setup.grad_accum if setup.pp > 1 else 1)
         give(_LOCAL, local)
         give(_GLOBAL, setup.global_batch)
-    else:
+    elif setup.micro_batch is not None and setup.command:
+        give(_LOCAL, setup.micro_batch)
+    elif not setup.command:
         setup.note("the batch is not known: set --training.local_batch_size")
+    if setup.command:
+        return out
     if setup.seq_len is not None:
         give("training.seq_len", setup.seq_len)
     _precision(setup, say)
@@ -235,7 +243,8 @@ def _shell(setup: ExportInput, comment: str) -> str:
     else:
         choice = f'MODULE="${{MODULE:-{module}}}"\nCONFIG="${{CONFIG:-{name}}}"\n'
     # tyro passes everything after a subcommand to it, so further arguments have to precede it.
-    arguments = [*_lines(flags(setup)), '"$@"', _policy(setup)]
+    policy = [_policy(setup)] if "checkpoint_ratio" in setup.config or not setup.command else []
+    arguments = [*_lines(flags(setup)), '"$@"', *policy]
     return (
         f"#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{choice}"
         'read -ra launcher <<< "${LAUNCH:-}"\n'
@@ -282,7 +291,18 @@ LAUNCHER = Launcher(
     },
     options={"micro_batch": f"--{_LOCAL} {{micro_batch}}", "grad_accum": f"--{_GLOBAL} {{global_batch}}"}
     | KNOBS.options("--{} {}", dict.fromkeys(("tp", "pp", "cp", "ep"))),
-    short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
+    short="--training.steps 1000 --metrics.log_freq 1",
+    bounds=(
+        "--dump_folder {trial_dir} --checkpoint.no_enable --validator.no_enable --metrics.no_enable_tensorboard "
+        "--metrics.no_enable_wandb --profiler.no_enable_profiling"
+    ),
+    undone=tuple(
+        f"--{name}"
+        for name in (
+            *("checkpoint.enable", "validator.enable", "metrics.enable_tensorboard", "metrics.enable_wandb"),
+            "profiler.enable_profiling",
+        )
+    ),
     total=f"--{_GLOBAL}",
     # As its run_train.sh does with COMM_MODE=fake_backend.
     emulated="--comm.mode fake_backend",
@@ -486,6 +506,4 @@ FRAMEWORK = Framework(
     prepare=prepare,
     read=read,
     write=write,
-    # torchtitan/components/metrics.py: tps is per device
-    step_pattern=r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
 )

@@ -23,7 +23,7 @@ from .common import (
     read_lora,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, Stated
+from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import MICRO_BATCHES, Launcher
 from .target import Target, as_json, as_yaml
 
@@ -83,6 +83,9 @@ OPTIMIZERS = {"adafactor": "adafactor", "sgd": "sgd", "lion": "lion"}
 
 def arguments(setup: ExportInput) -> dict[str, Any]:
     """Keyword arguments of transformers.TrainingArguments."""
+    if setup.command:
+        optim = setup.take("optim")
+        return nested(setup.tuned(KNOBS) | ({"optim": optim} if optim is not None else {}))
     out: dict[str, Any] = {"output_dir": "out"}
     if setup.micro_batch is not None:
         out |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
@@ -262,7 +265,19 @@ LAUNCHER = Launcher(
         },
     )
     | {"optim": "--optim {optim}"},
-    short="--output_dir {trial_dir} --max_steps 1000 --save_strategy no --eval_strategy no --report_to none",
+    short="--max_steps 1000",
+    bounds=(
+        "--output_dir {trial_dir} --eval_on_start false --eval_strategy no --save_strategy no --push_to_hub false "
+        "--report_to none"
+    ),
+    # The first needs evaluations, the second would continue behind the last step, the third is Seq2SeqTrainer's, and the
+    # last one has another name now.
+    undone=(
+        "--load_best_model_at_end",
+        "--resume_from_checkpoint VALUE",
+        "--predict_with_generate",
+        "--evaluation_strategy VALUE",
+    ),
 )
 
 
@@ -405,12 +420,4 @@ FRAMEWORK = Framework(
     conventions=conventions,
     read=_read,
     write=write,
-    # tqdm, by which accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress too; a bar with a name is
-    # of steps only if its name says so: others are of files that are loaded, or of data.
-    step_pattern=(
-        r"^\s*(?:[^|%]*\b(?i:epochs?|train\w*|steps?|iter\w*)\b[^|%]*)?\d+%\|[^|]*\| *(?P<step>\d+)/\d+ "
-        r"\[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*(?:it/s|s/it)"
-    ),
-    # It prints its losses as a dict, Megatron and others in their own lines.
-    loss_pattern=r"\{'loss': '?(?P<loss>[\d.eE+-]+|nan)'?,",
 )

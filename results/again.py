@@ -46,7 +46,11 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
         first: the first measurement, an `ok`.
         throughputs: of the re-measurements that completed, in the unit of the first.
         failure: the re-measurement that failed, if any; the result then has its status, and no throughput or step time.
+            If it has a text in `unconfirmed`, the result is the first measurement with that text.
     """
+    if failure is not None and failure.unconfirmed:
+        reason = "; ".join(filter(None, [first.reason, f"unconfirmed: {failure.unconfirmed}"]))
+        return replace(first, reason=reason, unconfirmed=failure.unconfirmed)
     if failure is not None:
         text = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
         return replace(
@@ -133,9 +137,10 @@ def judged(
         first: its first measurement; None for the one it has.
     """
     first = first or trial.measured
+    changed = bool(throughputs) or (failure is not None and not failure.unconfirmed)
     return replace(
         trial,
         measurement=measured_again(first, throughputs, failure),
         remeasured=tuple(throughputs),
-        first=first.throughput if throughputs or failure is not None else None,
+        first=first.throughput if changed else None,
     )

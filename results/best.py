@@ -35,7 +35,8 @@ def document(
     """Returns the contents of best.yaml for these trials.
 
     `best` is the winner, or null with the reason in `why`; `default` is the default configuration, `gain` the winner's
-    throughput over the default's, and `gain_interval` its 95 % interval. If lossy values were tried, `best_exact` is
+    throughput over the default's, and `gain_interval` its 95 % interval. A winner that failed when it was measured again
+    has the failure in `unconfirmed`. If lossy values were tried, `best_exact` is
     the best configuration without any, and `lossy` lists a configuration's. Measurements include re-measurements;
     `remeasured` lists for each such trial the throughput at `first` and those measured `again`. `trains` holds the
     keys of `asked` (run.yaml's) that a training from this file alone needs. `seconds_again` is the time of measuring the
@@ -88,6 +89,8 @@ def _entry(trial: Trial) -> dict[str, Any]:
     if trial.ok:
         out["throughput"] = trial.throughput
         out["unit"] = trial.measured.unit
+    if trial.measured.unconfirmed:
+        out["unconfirmed"] = trial.measured.unconfirmed
     if trial.remeasured:
         out["remeasured"] = list(trial.remeasured)
         out["first_throughput"] = trial.first

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -60,11 +60,11 @@ class RankReport:
 
 
 _STATUSES = frozenset(Status)
-_TEXTS = frozenset({"reason", "unit", "log", "told", "emulated_ranks"})
+_TEXTS = frozenset({"reason", "unconfirmed", "unit", "log", "told", "emulated_ranks"})
 _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON cannot represent."""
-_NESTED = frozenset({"ranks", "probe"})
+_NESTED = frozenset({"ranks", "probe", "observed"})
 _MOST_RANKS = 1 << 16
 _LONGEST_TEXT = 100_000
 """Characters of a text that are kept."""
@@ -148,6 +148,8 @@ class Measurement:
     status: Status
     reason: str = ""
     """Reason of the status, in one line; empty for a plain `ok`."""
+    unconfirmed: str = ""
+    """How the trial failed when it was measured again, if its first measurement counts nevertheless."""
     throughput: float | None = None
     """The value that the search maximises, in `unit`; higher is better."""
     unit: str = ""
@@ -209,6 +211,8 @@ class Measurement:
     """Ranks that ran alone on one device in place of all, as `0,1`; empty for a trial of all ranks."""
     seconds_modelled: float | None = None
     """The part of an emulated step that was not measured: waits for communication and other stages, s."""
+    observed: Mapping[str, Any] | None = field(default=None, hash=False)
+    """What was observed of a command's training (`observed_facts` of `runners/command/comparison.py`); None otherwise."""
     log: str = ""
     """Path of the log of all ranks' output, relative to the run's folder."""
     ranks: tuple[RankReport, ...] = ()
@@ -269,6 +273,8 @@ class Measurement:
                 value = [{each: to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value]
             elif name == "probe":
                 value = None if value is None else value.to_dict()
+            elif name == "observed":
+                value = None if value is None else dict(value)
             else:
                 value = to_json(value)
             if value is not None and value != "" and value != []:
@@ -285,6 +291,8 @@ class Measurement:
         values = _from_json(cls, data)
         if values.get("probe") is not None:
             values["probe"] = Probe.from_dict(values["probe"])
+        if not isinstance(observed := values.get("observed"), Mapping | None):
+            raise UsageError(f"observed must be a mapping, but got {shortened(observed)}")
         ranks = values.get("ranks") or ()
         if not isinstance(ranks, list | tuple) or len(ranks) > _MOST_RANKS:
             raise UsageError(f"ranks must be a list of reports, but got {shortened(ranks)}")

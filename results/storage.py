@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import re
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,6 +144,33 @@ def check_url(url: str) -> None:
         raise StudyError(f"cannot open the storage {words(url)}: {unknown('kind of database', kind, DATABASES)}")
 
 
+CREATIONS, CREATION_S = 50, 0.1
+"""Attempts to open a database whose tables another process creates, and the time between them, s."""
+
+
+class _TablesAppeared(Exception):
+    """Another process created tables of the database at the same time."""
+
+
+def _created(url: str) -> "BaseStorage":
+    """Opens a database and creates its tables, which Optuna does one by one and without a transaction.
+
+    Raises:
+        _TablesAppeared: another process did so meanwhile.
+    """
+    import optuna
+    import sqlalchemy.exc
+
+    try:
+        return optuna.storages.RDBStorage(url)
+    except sqlalchemy.exc.IntegrityError as error:
+        raise _TablesAppeared from error
+    except (sqlalchemy.exc.OperationalError, sqlalchemy.exc.ProgrammingError) as error:
+        if re.search(r"already exists|database (?:table )?is locked", str(error)):
+            raise _TablesAppeared from error
+        raise
+
+
 def _remote(url: str, *, read_only: bool) -> "BaseStorage":
     import optuna
 
@@ -159,7 +187,13 @@ def _remote(url: str, *, read_only: bool) -> "BaseStorage":
                 raise StudyError(f"cannot open the storage {words(url)}: there is no file '{file}'")
             query = {**parsed.query, "mode": "ro", "uri": "true"}
             url = parsed.set(database=path.as_uri().replace("file://", "file:", 1), query=query).render_as_string(False)
-        return optuna.storages.RDBStorage(url, skip_table_creation=read_only)
+        if read_only:
+            return optuna.storages.RDBStorage(url, skip_table_creation=True)
+        for _ in range(CREATIONS):
+            with contextlib.suppress(_TablesAppeared):
+                return _created(url)
+            time.sleep(CREATION_S)
+        return optuna.storages.RDBStorage(url)
     except (
         sqlalchemy.exc.SQLAlchemyError,
         RuntimeError,

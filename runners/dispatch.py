@@ -16,7 +16,7 @@ from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
 from .runner import Runner, TrialRequest
-from .work import CommonFields, TrialTerms, Work
+from .work import LEAST_COMPILE_TIMEOUT_S, CommonFields, TrialTerms, Work
 
 MEMORY_SHARE = 0.7
 """Largest share of the available memory that interleaved candidates may use together, by their peaks alone."""
@@ -30,8 +30,6 @@ SETTLE_S = 20.0
 """Time for a GPU's clocks to settle before a possible winner is measured, s."""
 CORES_A_GPU = 2
 """Cores that a rank on a GPU keeps busy: its own thread, and that of backward or of the data."""
-LEAST_COMPILE_TIMEOUT_S = 300.0
-"""Smallest time limit of a trial's compilations, s."""
 
 
 class DryRunner(Runner):

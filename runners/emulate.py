@@ -21,14 +21,14 @@ from ..results import Measurement, RankReport, Status
 from ..results.again import Z95
 from ..space import Config
 from ..training.world import World
-from .dispatch import LEAST_COMPILE_TIMEOUT_S, DryRuns
+from .dispatch import DryRuns
 from .emulated_rank import EmulatedDryRun, EmulatedReport
 from .host import HostAgent
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .replay import ReplayedStep, play
 from .runner import Runner, TrialRequest
 from .timing import median_interval
-from .work import TrialTerms
+from .work import LEAST_COMPILE_TIMEOUT_S, TrialTerms
 
 if TYPE_CHECKING:
     from ..estimator import Estimator

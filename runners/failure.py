@@ -24,10 +24,18 @@ _OOM_SENTENCES = (
     r"unable to (mmap \d+ bytes from|allocate shared memory\(shm\) for) file <[^>]*>: "
     r"Cannot allocate memory \(12\)",
     # c10/cuda/CUDACachingAllocator.cpp, c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h
-    r"\b(CUDA|HIP|XPU) out of memory\. Tried to allocate [\d.]+ ",
+    # also torch_npu, torch_musa and torch_mlu
+    r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU) out of memory\. Tried to allocate ",
     r"\b(CUDA|HIP)( driver)? error: out of memory(?=$|[\n.])",
     # c10/cuda/CUDAMallocAsyncAllocator.cpp, where a share of the device is the limit
     r"\bAllocation on device \d+ would exceed allowed memory\. \(out of memory\)",
+    # c10/cuda/CUDACachingAllocator.cpp asks NVML only to describe an out-of-memory error, and fails where NVML does
+    # (https://github.com/pytorch/pytorch/issues/112377).
+    r"\bNVML_SUCCESS == [^\n]*INTERNAL ASSERT FAILED at \"[^\"\n]*CUDACachingAllocator\.cpp",
+    # aten/src/ATen/mps/MPSAllocator.mm
+    r"\bMPS backend out of memory \(MPS allocated: ",
+    # paddle/fluid/memory/allocation/cuda_allocator.cc
+    r"\bOut of memory error on [A-Z]+ \d+\. Cannot allocate [\d.]+ ?[KMG]?B memory",
     # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their ROCm counterparts, in the words of ATen and its wrappers
     r"\b(CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse|cuFFT) error: \w+_ALLOC(ATION)?_FAILED\b",
     # torch/csrc/distributed/c10d/NCCLUtils.hpp with NCCL's own message (src/include/checks.h, alloc.h)
@@ -41,12 +49,22 @@ _FATAL_OOM = re.compile(
     rf"what\(\): *(std::bad_alloc|[^\n]*(?:{'|'.join(_OOM_SENTENCES[:4])}))"
     r"|libgomp: Out of memory[^\n]*|OpenBLAS error: Memory allocation still failed[^\n]*"
 )
-# Last lines of tracebacks of Python, NumPy and torch, and a line of the kernel's log.
+# Lines that a program prints, besides the sentences above.
 _PRINTED_OOM = re.compile(
+    # The last line of a traceback of Python, NumPy, torch and Ray: the exception alone, or with its message.
     r"^(?:\[?rank ?\d+\]?:? ?|\[\d+,\d+\]<std\w+>:? ?)?"
-    r"(?:MemoryError|(?:numpy\.[\w.]*)?_ArrayMemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b"
-    r"|\bOut of memory: Killed process \d+|^OSError: \[Errno 12\]|\bRESOURCE_EXHAUSTED: Out of memory\b"
-    r"|dataloader's workers are out of shared memory"
+    r"(?:MemoryError|(?:numpy\.[\w.]*)?_ArrayMemoryError|[\w.]+\.OutOfMemoryError)(?::|\s*$)"
+    r"|^OSError: \[Errno 12\]|dataloader's workers are out of shared memory"
+    # The kernel's log (mm/oom_kill.c), of the machine and of a cgroup.
+    r"|\b(?:Out of memory|Memory cgroup out of memory): Kill(?:ed)? process \d+"
+    # XLA (JAX, TensorFlow), of the host, of GPUs and of TPUs. Quotas and messages of gRPC have the same status.
+    r"|\bRESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate|Attempting to (?:allocate|reserve)\b"
+    r"|[^\n]*\bRan out of memory in memory space)"
+    # tensorflow/core/framework/op_kernel.cc
+    r"|\bOOM when allocating tensor with shape|\bResourceExhaustedError\b[^\n]*\bfailed to allocate memory\b"
+    # Slurm: slurmstepd of versions with and without cgroups, and srun. A limit exceeded "at some point" is no failure.
+    r"|\bDetected \d+ oom[-_]kill event|\berror: Exceeded (?:job|step) memory limit(?! at some point)"
+    r"|\berror: (?:Job|Step) \S+ exceeded memory limit\b|\bsrun: error: \S+: tasks? [\d,-]+: Out Of Memory"
 )
 # A thread cannot start if there is no memory for its stack, or if the process has reached its limit of threads.
 _NO_THREAD = re.compile(
@@ -58,18 +76,25 @@ _NO_PRIMITIVE = re.compile(r"\A\s*could not create a primitive\s*\Z")
 # A library that creates its handle on a full device; the message is the same if the driver is incompatible.
 _NO_HANDLE = re.compile(r"\b(?:CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse) error: \w+_STATUS_NOT_INITIALIZED\b")
 # cuDNN's plans all failed, for lack of memory for their workspaces, among other reasons (aten/src/ATen/native/cudnn).
-_NO_ENGINE = re.compile(
-    r"\A\s*(?:(?:GET|FIND) was unable to find an engine to execute this computation"
+_NO_ENGINE_WORDS = (
+    r"(?:(?:GET|FIND) was unable to find an engine to execute this computation"
     r"|Unable to find a valid cuDNN algorithm to run convolution)"
 )
+_NO_ENGINE = re.compile(rf"\A\s*{_NO_ENGINE_WORDS}")
+_PRINTED_NO_ENGINE = re.compile(rf"(?:^|\bRuntimeError: ){_NO_ENGINE_WORDS}")
 # NCCL's src/misc/shmutils.cc: ranks on the same host share memory through files.
 _NO_SHARED_MEMORY = re.compile(r"shared memory segment /dev/shm/\S+[^\n]*No space left on device")
 # Inductor names a library by a digest, in a folder named by the digest's second and third letter.
 _DAMAGED_LIBRARY = re.compile(
     r"/\w\w/\w{40,}(?:\.\w+)?\.so: (?:file too short|invalid ELF header|cannot read file data|ELF load command)"
 )
-_REQUESTED = re.compile(r"(?:tried|unable) to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
-_UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
+_REQUESTED = re.compile(
+    r"(?:(?:tried|unable|trying|cannot|failed) to allocate(?: request for)?|cannot allocate|out of memory allocating) "
+    r"(?P<amount>[\d.]+) ?(?P<unit>bytes|[KMG]i?B)\b",
+    re.IGNORECASE,
+)
+# torch's MPS, older versions of torch and Paddle write MB for 2**20 bytes.
+_UNITS = {"bytes": 1, "k": 1024, "m": MIB, "g": 1024 * MIB}
 # gloo and NCCL when the other side of a connection has ended.
 PEER_LOST = (
     r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused"
@@ -111,14 +136,22 @@ def says_peer_lost(text: str) -> bool:
 
 
 def line_says_oom(line: str) -> bool:
-    """True if a line printed by a program reports that memory ran out."""
-    return any(each.search(line) for each in (_OOM_TEXT, _FATAL_OOM, _PRINTED_OOM, _NO_SHARED_MEMORY))
+    """True if a line printed by a program reports that memory ran out.
+
+    A convolution without an engine counts: it is most often for lack of a workspace, and no evidence is left when the
+    program has ended.
+    """
+    patterns = (_OOM_TEXT, _FATAL_OOM, _PRINTED_OOM, _NO_SHARED_MEMORY, _PRINTED_NO_ENGINE)
+    return any(pattern.search(line) for pattern in patterns)
 
 
 def requested_in(line: str) -> float | None:
     """Returns the size of the failed allocation that a line names, MiB; None if it names none."""
     match = _REQUESTED.search(line)
-    return float(match["amount"]) * _UNITS[match["unit"].lower()] / MIB if match else None
+    if match is None:
+        return None
+    unit = match["unit"].lower()
+    return float(match["amount"]) * (_UNITS[unit] if unit == "bytes" else _UNITS[unit[0]]) / MIB
 
 
 def may_be_oom(error: BaseException) -> bool:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TIMEOUT_S = 300.0
+LEAST_COMPILE_TIMEOUT_S = 300.0
+"""Smallest time limit of a trial's compilations, s."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,6 +171,11 @@ class Confirmation:
                     break
         finally:
             self._keep()
+        if self.failed and self._none_holds():
+            self.listener.on_message(
+                "no leader is confirmed, because every trial that succeeded failed when it was measured again: the first "
+                "measurements count"
+            )
         self._say_far_off()
 
     def _pair_in_question(self) -> list[Trial]:
@@ -333,7 +338,13 @@ class Confirmation:
 
     def _keep(self) -> None:
         """Saves the re-measurements, each corrected for the disturbance of its round."""
-        failed = {number: each for number, each in self.failed.items() if each.status is not Status.TIMEOUT}
+        failed = dict(self.failed)
+        for number, failure in self.failed.items():
+            timed_out = failure.status is Status.TIMEOUT
+            if timed_out and number in self._saved:
+                del failed[number]
+            elif timed_out or self._none_holds():
+                failed[number] = replace(failure, unconfirmed=_described(failure))
         kept: dict[int, list[float]] = {number: [] for number in failed}
         rounds = self._valid_rounds()
         for number, throughputs in corrected(rounds).items():
@@ -345,6 +356,12 @@ class Confirmation:
         for trial in self.run_folder.trials() if rounds else ():
             if trial.remeasured and trial.number not in self._saved:
                 self.run_folder.remeasure(trial.number, [])
+
+    def _none_holds(self) -> bool:
+        """True if every trial that succeeded failed when it was measured again. The cause is then rather the command or
+        the machine than the candidates.
+        """
+        return all(not trial.ok or trial.number in self.failed for trial in self.run_folder.trials())
 
     def _say_far_off(self) -> None:
         changes = []
@@ -464,6 +481,14 @@ def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[T
     """
     floor = within * _at_first(sorted_trials[0])
     return [trial for at, trial in enumerate(sorted_trials[:many]) if at < 2 or _at_first(trial) >= floor]
+
+
+def _described(failure: Measurement) -> str:
+    """Describes a failed re-measurement of a trial whose first measurement counts."""
+    reason = f": {failure.reason}" if failure.reason else ""
+    return (
+        f"it ended as {failure.status} when it was measured again{reason}{f' ({failure.log})' if failure.log else ''}"
+    )
 
 
 def _turns_s(contenders: Iterable[Trial]) -> float:

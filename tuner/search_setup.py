@@ -367,6 +367,11 @@ def check_honoured(request: Request, task: Task) -> None:
         )
     if task.own is not None:
         return
+    if task.command is not None and task.command.shares_metric_file and at_once > 1:
+        raise UsageError(
+            f"{at_once} trials at once would write to the same --metric-file, and read each other's numbers: put {{trial_dir}} "
+            "into its path, or leave --concurrency out"
+        )
     if "measure_time" in given and task.command is None:
         raise UsageError(
             "--measure-time is for a workload or a command, whose steps are timed; a callable measures itself"
@@ -523,7 +528,8 @@ def _start_runner(
     driver: RayDriver | None = None,
 ) -> DryRunner:
     """Starts the runner of a task's trials, which may take some time until it is ready."""
-    at_once = request.concurrency
+    shares = task.command is not None and task.command.shares_metric_file
+    at_once = 1 if shares else request.concurrency
     ranks = 1 if task.emulated else task.devices
     terms = TrialTerms(
         device=task.device,

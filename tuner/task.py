@@ -177,7 +177,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
             raise UsageError(
                 "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
             )
-    space, allowed = request.space_or(partial(_declared, target, request, count))
+    space, allowed = request.space_or(partial(_declared, target, trained, request, count))
     if "grad_accum" in space.by_name:
         trained = replace(trained, global_batch=None)
     if total is not None:
@@ -186,8 +186,22 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         passed = samples_of_a_pass(space, max(1, count // trained.split))
         space.require(trained.global_batch % passed == 0, f"global batch {trained.global_batch}")
     _check_effects(space, request.fix)
-    command = Commands(target, space, devices=count, global_batch=total, own_batch=trained.global_batch)
-    known["notes"] += (*model_notes, *allowed)
+    command = Commands(
+        target,
+        space,
+        devices=count,
+        global_batch=total,
+        own_batch=trained.global_batch,
+        own_knobs=trained.knobs,
+        ranks=request.devices,
+        workload=workload,
+    )
+    if not space.knobs:
+        known["notes"] += (
+            "the command has no knob, so it is measured once: write {micro_batch} or any other name where a value belongs, and "
+            "give its values, such as --set micro_batch=8,16,32",
+        )
+    known["notes"] += (*model_notes, *allowed, *command.notes)
     return Task(
         name=target.name,
         command=command,
@@ -243,16 +257,21 @@ def _no_default(allow: Sequence[str]) -> Space:
     raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
 
 
-def _declared(command: Command, request: TrainingRequest, devices: int, allow: Sequence[str]) -> Space:
-    """Returns the space of the knobs with given values, and of those that the launcher knows. Each has its first
-    value by default, and those with a standard name declare their standard effect on memory.
+def _declared(
+    command: Command, trained: CommandTraining, request: TrainingRequest, devices: int, allow: Sequence[str]
+) -> Space:
+    """Returns the space of the knobs with given values, and of those that the launcher knows; empty if there are none.
+
+    The default of a launcher's knob is what the command trains with as it is, as far as that can be read, and of any
+    other its first value. Knobs with a standard name declare their standard effect on memory.
     """
     values: dict[str, Sequence[Any]] = {}
     if command.launcher is not None:
-        values |= find_launcher(command.launcher).values(command, devices)
+        values |= find_launcher(command.launcher).values(command, devices, lossy="lossy" in allow)
+        for name, choices in values.items():
+            if (own := trained.knobs.get(name)) in choices:
+                values[name] = [own, *(choice for choice in choices if choice != own)]
     values |= request.override or {}
-    if not values:
-        raise UsageError("tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, or a --launcher")
     space = Space()
     for name, listed in values.items():
         _declare(space, name, listed)

@@ -8,8 +8,11 @@ from typing import Any
 
 from ..base.errors import RunnerError
 from ..base.scratch import Scratch
+from ..base.writing import cannot_write
 from ..knobs.strategy import BLOCK_KNOBS
-from ..results import RunFolder, summary
+from ..results import RunFolder, Trial, summary
+from ..runners.command.comparison import without_effect
+from ..runners.command.work import Commands
 from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Stopwatch
@@ -152,10 +155,11 @@ def _conclude(
     done = folder.trials()
     if (tight := tight_winner(done, request.headroom)) and not interrupted:
         messages.warn(tight)
+    for sentence in without_effect(done):
+        messages.warn(sentence)
     if task.command is not None and (winner := summary.best(done)) is not None:
-        own = folder.path.absolute() / "trials" / str(winner.number)
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
-        messages.warn(f"the winner's command: {task.command.whole(winner.config, winner.number, own, hosts=hosts)}")
+        messages.warn(_winner_s_command(task.command, winner, Path(request.out or ""), hosts))
     command = command_of(request, task, setup.limit_mib, done)
     folder.write_best(command, devices=task.device.to_dict(), again_s=messages.again_s)
     result = make_result(
@@ -178,6 +182,17 @@ def _conclude(
     if result.best is None and request.listener is None:
         warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=5)
     return result
+
+
+def _winner_s_command(command: Commands, winner: Trial, out: Path, hosts: int) -> str:
+    """Returns a message with the command that trains as the winner did, in a folder of its own."""
+    folder = out / "winner"
+    try:
+        command.write_files(winner.config, winner.number, folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    where = ", on each host with its NODE_RANK and the first one's MASTER_ADDR" if hosts > 1 else ""
+    return f"the winner's command{where}: {command.whole(winner.config, winner.number, folder, hosts=hosts)}"
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ def html(trials: Sequence[Trial], *, reason: str = "") -> str:
         head = f"<b>{escape(speed_text)}</b> (trial {winner.number}" + (
             f"; gain over the default configuration: {escape(str(gain))})" if gain else ")"
         )
+        if winner.measured.unconfirmed:
+            head += f"<br/>unconfirmed: {escape(winner.measured.unconfirmed)}"
         if winner.lossy:
             exact = summary.best_exact(trials)
             speed_text = f"{speed(exact.throughput, exact.measured.unit)} (trial {exact.number})" if exact else "none"

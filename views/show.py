@@ -137,6 +137,8 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     if winner.remeasured and winner.first is not None:
         again = ", ".join(number(each, 5) for each in winner.remeasured)
         lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
+    if winner.measured.unconfirmed:
+        lines.append(f"unconfirmed: {fold(winner.measured.unconfirmed)}")
     lines.append("configuration: " + ", ".join(f"{name}={knob_text(winner, name)}" for name in winner.config))
     if winner.lossy:
         lines.append(f"{summary.exactness(trials)}: {_exact(summary.best_exact(trials), winner)}")

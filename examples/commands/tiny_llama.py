@@ -1,12 +1,16 @@
-"""A small Llama with random weights, a tokenizer and some data, for LLaMA-Factory: `python tiny_llama.py FOLDER`.
+"""A small Llama with random weights, a tokenizer and some data, for LLaMA-Factory and LitGPT: `python tiny_llama.py FOLDER`.
 
-FOLDER/model is a Hugging Face folder, FOLDER/data holds `count.json` and LLaMA-Factory's `dataset_info.json`.
+FOLDER/model is a Hugging Face folder, FOLDER/data holds `count.json` and LLaMA-Factory's `dataset_info.json`; where litgpt is
+installed FOLDER/litgpt is the same model as its checkpoint.
 """
 
+import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -39,6 +43,34 @@ def main(folder: Path) -> None:
         max_position_embeddings=LENGTH,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    if importlib.util.find_spec("litgpt") is not None:
+        of_litgpt(folder)
+
+
+def of_litgpt(folder: Path) -> None:
+    from litgpt import GPT, Config
+    from litgpt.utils import save_config
+
+    config = Config(
+        name="tiny",
+        n_layer=LAYERS,
+        n_embd=HIDDEN,
+        n_head=HEADS,
+        block_size=LENGTH,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY,
+        intermediate_size=4 * HIDDEN,
+        mlp_class_name="LLaMAMLP",
+        norm_class_name="RMSNorm",
+        bias=False,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+    )
+    (folder / "litgpt").mkdir(exist_ok=True)
+    torch.save(GPT(config).state_dict(), folder / "litgpt" / "lit_model.pth")
+    save_config(config, folder / "litgpt")
+    for each in (folder / "model").glob("tokenizer*"):
+        shutil.copy(each, folder / "litgpt")
 
 
 if __name__ == "__main__":

@@ -37,14 +37,16 @@ class Command:
             `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in JSON lines, in `metric_file` or reported by
             `redline.report`; `METRIC=NAME` to rename it, such as `tokens_per_second=perf/tps`. By default the output of
             known frameworks, including the steps of a progress bar. The first one is the objective.
-        metric_file: a file of JSON lines or CSV that it appends to, besides its output, or a folder or file of
-            TensorBoard events, whose scalars are named by their tags. May contain `{...}`: `{trial_dir}/runs`.
+        metric_file: a file of JSON lines or CSV that it appends to, besides its output. May contain `{...}`:
+            `{trial_dir}/log.jsonl`.
         direction: `max` or `min`, for a metric that is neither a throughput nor a step time. Such a metric counts with
             its last value when the command ends; the others as soon as they are steady.
         samples: samples per step, such as `{micro_batch * grad_accum}`, if step times are reported; by default the
             product of the knobs `micro_batch`, `grad_accum` and `dp`.
         require: bounds on metrics, such as `p99_ms < 200`; a trial that breaks one is `wrong`.
         shell: start it with `/bin/sh -c`; values in it are quoted.
+        no_observe: do not observe its training from inside, which is done by a `sitecustomize` on its PYTHONPATH; its speed
+            is then read from what it prints.
         emulate: run its first rank alone on one device, by the launcher's own mode for that (`megatron`, `torchtitan`).
     """
 
@@ -75,9 +77,9 @@ class Command:
             many=True,
         ),
     ] = ()
-    metric_file: Annotated[
-        str | None, Option("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="FILE", sent=True)
-    ] = None
+    metric_file: Annotated[str | None, Option("JSON lines or CSV that it appends to.", metavar="FILE", sent=True)] = (
+        None
+    )
     direction: Annotated[
         str | None, Option("max or min, for a metric that is not a throughput.", metavar="NAME", sent=True)
     ] = None
@@ -90,6 +92,9 @@ class Command:
     ] = ()
     shell: Annotated[bool, Option("Start it in a shell.", sent=True)] = False
     emulate: Annotated[bool, Option("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
+    no_observe: Annotated[
+        bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True)
+    ] = False
     reads_files: ClassVar[bool] = True
     """True if files that it names may be read before it is started."""
     hides_env: ClassVar[bool] = False

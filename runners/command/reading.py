@@ -1,112 +1,18 @@
-"""Numbers that a command reports while it runs: in its output, files it writes, TensorBoard events, and
-`redline.report`.
-"""
+"""Numbers that a command reports while it runs: in its output, in files it writes, and by `redline.report`."""
 
 import csv
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from ...base.errors import MissingDependency, UsageError
+from ...base.errors import UsageError
 from ...base.reporting import TIME
-from ...frameworks.registry import FRAMEWORKS, find_framework
 from .objective import BESIDE, PREFERRED
-
-_IN_NAME = "tfevents"
-"""Part of the name of every TensorBoard event file."""
-
-
-class Events:
-    """Scalars in an event file, or in all event files of a folder, by their tags; `step` is their step.
-
-    Events older than this object belong to an earlier run and are skipped, by the host's clock.
-
-    Args:
-        path: need not exist yet. Files may be added later, also in subfolders.
-        names: metrics by their tags; other tags are metrics of the same name.
-    """
-
-    def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
-        self.path = path
-        self._names = names or {}
-        self._since = time.time()
-        self._loaders: dict[Path, Any] = {}
-
-    def read(self, now: float, *, ended: bool = False) -> "list[Reported]":
-        """Returns the scalars written since the last call, by the times of the events.
-
-        Args:
-            now: current time, s of the monotonic clock.
-            ended: whether nothing more is written; has no effect for event files.
-
-        Raises:
-            UsageError: it is a file of another kind.
-        """
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        offset = now - time.time()
-        found = []
-        for path in self._files():
-            if path not in self._loaders:
-                self._loaders[path] = EventFileLoader(str(path))
-            for event in self._loaders[path].Load():
-                values = dict(_scalars(event))
-                if values and event.wall_time >= self._since:
-                    metrics = renamed({"step": float(event.step), **values}, self._names)
-                    found.append(Reported(metrics, event.wall_time + offset))
-        return sorted(found, key=lambda each: each.at)
-
-    def _files(self) -> list[Path]:
-        if self.path.is_dir():
-            return sorted(each for each in self.path.rglob(f"*{_IN_NAME}*") if each.is_file())
-        if not self.path.is_file():
-            return []
-        if _IN_NAME not in self.path.name:
-            raise UsageError(
-                f"--metric-file: {self.path} is a file, not a folder of TensorBoard events; add an ending, .jsonl or .csv, if "
-                "it is JSON lines or CSV"
-            )
-        return [self.path]
-
-
-def of_events(path: Path, *, look: bool = True) -> bool:
-    """True if a path is that of event files: a folder, a path without an ending where nothing exists yet, or a name
-    in TensorBoard's form. Without `look`, only the name counts.
-    """
-    if not look:
-        return _IN_NAME in path.name or not path.suffix
-    return path.is_dir() or _IN_NAME in path.name or not (path.suffix or path.exists())
-
-
-def check_installed() -> None:
-    """Raises:
-    MissingDependency: TensorBoard is not installed.
-    """
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise MissingDependency(
-            "--metric-file is a folder or an event file, which TensorBoard reads: pip install tensorboard. A file of JSON "
-            "lines or CSV must have an ending, .jsonl or .csv"
-        ) from error
-
-
-def _scalars(event: Any) -> Iterator[tuple[str, float]]:
-    """Yields the scalars of an event by tag, in either of TensorBoard's formats."""
-    from tensorboard.util.tensor_util import make_ndarray
-
-    for value in event.summary.value:
-        if not value.HasField("tensor") or any(dim.size != 1 for dim in value.tensor.tensor_shape.dim):
-            continue
-        array = make_ndarray(value.tensor)
-        if array.dtype.kind in "fiu":
-            yield value.tag, float(array.reshape(-1)[0])
-
+from .suggestion import NOT_TRAINING
 
 LONGEST_LINE = 64 * 1024
 """Longest part of a line that is read, bytes."""
@@ -117,19 +23,31 @@ restarted.
 NEAR_S = 0.005
 """Shortest interval between two times by which a step is timed, s. On a busy machine a line may be read that much late."""
 _NUMBER = re.compile(
-    r"(?P<number>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?",
-    re.IGNORECASE,
+    r"(?P<number>[-+]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?", re.IGNORECASE
 )
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_DECIMAL_COMMA = re.compile(r"[-+]?(?:\d+,(?:\d{1,2}|\d{4,})|\d{1,3}(?:\.\d{3})+,\d+)")
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_RANK = re.compile(r"^(?:(?:\[(?:rank ?|default)\d+\]|\[\d+,\d+\]<std(?:out|err)>): ?)+")
+"""What torchrun (`--tee`, `--local-ranks-filter`), torch's own exception hook and mpirun write in front of a rank's lines."""
 _SPLIT = re.compile(rb"[\r\n]")
 _OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
 
-NANOTRON = (
-    r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?"
+_BAR = re.compile(
+    r"^\s*(?P<name>.*?)\b\d+%\|[^|]*\| *(?P<step>\d+)/\d+ \[\d+:\d+(?::\d+)?<(?!\?, \?)[^\]]*"
+    r"(?:(?:it|step|iter|batch)/s|s/(?:it|step|iter|batch))"
 )
-"""Format of a step in src/nanotron/trainer.py; earlier versions wrote 8.66E+05."""
+"""A progress bar of tqdm, as `tqdm.format_meter` writes it."""
+_OF_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
+"""Names of bars that count training steps. A bar without a name may count anything, one over epochs counts epochs."""
+_LOSS = re.compile(
+    r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?"
+    r"(?P<loss>[-+]?\d[\d.]*(?:[eE][-+]?\d+)?|nan)\b",
+    re.IGNORECASE,
+)
+"""A training loss, as programs print it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +67,7 @@ class Lines:
     Args:
         patterns: regular expressions whose groups are named by metrics.
         names: metrics by their names in JSON objects and files.
-        requested: the requested metrics in order; empty to read the output of all known frameworks.
+        requested: the requested metrics in order; empty to read what usually contains them.
     """
 
     patterns: Sequence[re.Pattern[str]]
@@ -178,16 +96,16 @@ class Lines:
 
     def read(self, line: str) -> dict[str, float]:
         """Returns the numbers in a line, by metric. If several patterns match, the first one counts."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for pattern in self.patterns:
             if match := pattern.search(line):
                 for name, text in match.groupdict().items():
-                    if text is not None and name not in found and (value := number(text)) is not None:
-                        found[name] = value
+                    if text is not None and name not in values and (value := number(text)) is not None:
+                        values[name] = value
         if self.names and line.lstrip().startswith("{"):
-            given = _of_object(line)
-            found = {**{self.names[name]: given[name] for name in self.names if name in given}, **found}
-        return found
+            named = _of_object(line)
+            values = {**{self.names[name]: named[name] for name in self.names if name in named}, **values}
+        return values if self.requested else {**_printed(line), **values}
 
 
 class StepNumbers:
@@ -243,6 +161,12 @@ class Appended:
         self._names = names or {}
         self._at, self._rest = 0, b""
         self._header: list[str] | None = None
+        self._start = b""
+        """The first line, once it is complete."""
+        self._rows = 0
+        """Number of rows so far, without the header."""
+        self._again = 0
+        """Number of rows to come that were read before the file was rewritten."""
         self._earlier = _contents(path)
 
     def read(self, now: float, *, ended: bool = False) -> list[Reported]:
@@ -256,6 +180,7 @@ class Appended:
             with self.path.open("rb") as file:
                 if self._earlier is not None and not self._begins(file):
                     return []
+                self._find_rewritten(file)
                 file.seek(self._at)
                 data = file.read()
         except FileNotFoundError:
@@ -282,21 +207,43 @@ class Appended:
         if os.fstat(file.fileno()).st_size > size and file.read(len(start)) == start:
             self._at = size
             self._row(start.partition(b"\n")[0].decode("utf-8", "replace").strip())
+            file.seek(0)
+            self._rows = max(0, file.read(size).count(b"\n") - (self._header is not None))
         self._earlier = None
         return True
+
+    def _find_rewritten(self, file: BinaryIO) -> None:
+        """Starts at the beginning of a file that was rewritten, as Lightning's CSVLogger does for a new column. Its rows so
+        far are the same and do not count again.
+        """
+        file.seek(0)
+        start = file.readline(LONGEST_LINE)
+        if os.fstat(file.fileno()).st_size < self._at or (self._start and start != self._start):
+            self._at, self._rest, self._header, self._again, self._rows = 0, b"", None, self._rows, 0
+        self._start = start if start.endswith(b"\n") else b""
 
     def _row(self, line: str) -> dict[str, float]:
         if line.startswith("{"):
             values = _of_object(line)
         elif self.path.suffix != ".csv" or not line:
             return {}
-        elif self._header is None:
-            self._header = next(csv.reader([line]))
-            return {}
         else:
-            cells = zip(self._header, next(csv.reader([line])))
-            values = {name: value for name, text in cells if (value := number(text)) is not None}
+            cells = next(csv.reader([line]))
+            if self._header is None or _is_header(cells, self._header):
+                self._header = cells
+                return {}
+            named = zip(self._header, cells)
+            values = {name: value for name, text in named if (value := number(text)) is not None}
+        self._rows += 1
+        if self._again:
+            self._again -= 1
+            return {}
         return renamed(values, self._names)
+
+
+def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
+    """True if a row has names only, some of them those of the present header."""
+    return all(cell.strip() and number(cell) is None for cell in cells) and not set(cells).isdisjoint(header)
 
 
 def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
@@ -305,19 +252,23 @@ def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, 
     return {**other, **{names[name]: value for name, value in values.items() if name in names}}
 
 
-def printed() -> list[str]:
-    """Returns regular expressions for the output of known frameworks; progress bars and losses come last."""
-    found = [find_framework(name) for name in FRAMEWORKS]
-    bars = [each for each in found if each.loss_pattern]
-    lines = [each.step_pattern for each in found if each.step_pattern and each not in bars]
-    return [*lines, NANOTRON, *(each.step_pattern for each in bars), *(each.loss_pattern for each in bars)]
+def _printed(line: str) -> dict[str, float]:
+    """Returns what is read without being asked for: the step of a progress bar over training steps, and a training loss."""
+    values = {}
+    bar = _BAR.match(line)
+    if bar is not None and _OF_STEPS.search(bar["name"]) and not NOT_TRAINING.search(bar["name"]):
+        values["step"] = float(bar["step"])
+    loss = _LOSS.search(line)
+    if loss is not None and not NOT_TRAINING.search(line[: loss.start()]):
+        values["loss"] = float(loss["loss"])
+    return values
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:
-    """Returns the reader of the requested metrics, or of the output of known frameworks if there are none.
+    """Returns the reader of the requested metrics; without any, of progress bars over steps and of JSON lines.
 
     Args:
-        metrics: regular expressions with named groups, or names in JSON, CSV and event files: `NAME`, or `METRIC=NAME`
+        metrics: regular expressions with named groups, or names in JSON lines and CSV: `NAME`, or `METRIC=NAME`
             to rename it. Otherwise a name is shortened to the part after the last slash if that is a known metric,
             such as `train/steps_per_second`.
 
@@ -326,7 +277,7 @@ def lines_for(metrics: Sequence[str]) -> Lines:
     """
     if not metrics:
         known = {name: name for name in (*PREFERRED, *BESIDE)}
-        return Lines([re.compile(each) for each in printed()], known)
+        return Lines([], known)
     patterns: list[re.Pattern[str]] = []
     names: dict[str, str] = {}
     requested: list[str] = []
@@ -375,29 +326,25 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def near_misses(lines: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Returns the last three lines that may be meant: those with a number and a word of a metric's name."""
-    words = {
-        word for name in wanted for word in name.lower().split("_") if len(word) > 2 and word not in ("per", "second")
-    }
-    words |= {"tok", "sample", "iter", "step", "it/s", "sec"} if not words else set()
-    found = [
-        line for line in lines if any(char.isdigit() for char in line) and any(word in line.lower() for word in words)
-    ]
-    return found[-3:]
-
-
 def _text(line: bytes) -> str:
-    """Decodes a line and removes colours."""
-    return _COLOURS.sub("", line.decode("utf-8", "replace"))
+    """Decodes a line, without colours and the name of the rank that printed it."""
+    return _RANK.sub("", _COLOURS.sub("", line.decode("utf-8", "replace")))
 
 
 def number(text: str) -> float | None:
-    """Parses a number as programs print it, such as `1,234.5`, `26.5K`, `nan`; None if it is not a number."""
+    """Parses a number as programs print it, such as `1,234.5`, `13,25`, `26.5K`, `nan`; None if it is not a number.
+
+    A comma in front of exactly three digits separates thousands, any other is a decimal comma.
+    """
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
-    return float(match["number"].replace(",", "")) * _SCALES[(match["scale"] or "").lower()]
+    digits = match["number"]
+    if _DECIMAL_COMMA.fullmatch(digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(".") > 1 or ("," in digits and not _THOUSANDS.fullmatch(digits)):
+        return None
+    return float(digits.replace(",", "")) * _SCALES[(match["scale"] or "").lower()]
 
 
 def _of_object(line: str) -> dict[str, float]:

@@ -25,7 +25,9 @@ from ..process import builds_released, family
 from ..timing import Clock, Timing, TimingPlan, measure
 from .files import TrialFile
 from .objective import Objective, Requirement, chosen, usable
-from .reading import Appended, Events, Lines, Reported, StepNumbers, near_misses, of_events
+from .observation import FOLDER, OBSERVER, Observation, ObservedTraining, Speed
+from .reading import Appended, Lines, Reported, StepNumbers
+from .suggestion import Suggestion, suggestion
 from .template import CommandLine, ShellLine
 
 LOOK_S = 0.25
@@ -38,6 +40,13 @@ TERM_S = 2.0
 """Time for a command to end after SIGTERM, s."""
 REPORT_S = 1.0
 """Interval between reports of its state, s."""
+HELD_S = 60.0
+"""Time for which a speed that was only printed is held back while a process of the command has imported torch, s: it may
+belong to work before the training, whose steps will be observed."""
+COMPARED_S = 2.0
+"""The same for a speed that was asked for, with which observed steps are only compared, s."""
+HOPELESS_S = 10.0
+"""Time after the first line with an unread rate after which a command that is not observed is ended, s."""
 SHOWN_LINES = 40
 """Number of last lines shown if no metric was found."""
 MOST_LOSSES = 1000
@@ -67,7 +76,7 @@ class RunTerms:
     lines: Lines
     """Reads the output."""
     grows: str | None
-    """A file that it writes numbers to, or a folder of TensorBoard event files."""
+    """A file that it writes numbers to."""
     wanted: str | None
     """The objective; None for the first known metric that is reported."""
     smaller: bool
@@ -84,6 +93,12 @@ class RunTerms:
     """Memory limit of each of its processes, or of each GPU, MiB."""
     on_gpus: bool
     """True if the limit is that of GPUs."""
+    observe: bool = True
+    """Observe the command's processes from inside."""
+    micro_batch: float | None = None
+    """Samples of a pass of one replica by the knobs; None if they do not give it."""
+    split: int = 1
+    """Ranks that share a replica, by the knobs."""
 
 
 class _Over(Exception):
@@ -99,6 +114,8 @@ class Run(Clock):
     """Values of the knobs and of the trial on this host."""
     on_peak: Callable[[float], None] = lambda mib: None
     """Called with its peak memory, MiB, whenever that rises."""
+    on_compiling: Callable[[bool], None] = lambda compiling: None
+    """Called when one of its processes begins to compile, and when none does any more."""
     on_state: Callable[[str], None] = lambda state: None
     """Called with a text of what has been read so far, when that changes, at most once per `REPORT_S`."""
     costs: list[float] = field(default_factory=list)
@@ -121,6 +138,10 @@ class Run(Clock):
     """Memory of the fullest of its processes, or of the fullest GPU, MiB."""
     error: str = ""
     """The last error in its output that does not follow from another one."""
+    speed: Speed | None = None
+    """Its speed by observation; None if no training was observed."""
+    hopeless: Suggestion | None = None
+    """Set if it was ended because its speed is printed in a form that is not read."""
     _oom_until: float = math.inf
     _printed_at: float = 0.0
     """Time of its last output."""
@@ -130,14 +151,14 @@ class Run(Clock):
     """True if it was stopped, False if it ended on its own."""
 
     def __post_init__(self) -> None:
-        folder = Path(self.terms.folder)
-        self.report = folder / "report.jsonl"
-        self.report.unlink(missing_ok=True)
-        self._appended: list[Appended | Events] = [Appended(self.report)]
+        # Beside the trial's folder, which has to be empty for trainers that refuse any other.
+        folder = Path(f"{self.terms.folder}.observed", f"{self.values.get('node_rank', 0)}-{time.monotonic_ns()}")
+        folder.mkdir(parents=True)
+        self.report = folder / "report.json"
+        self.observation = Observation(folder)
+        self._appended: list[Appended] = [Appended(self.report)]
         if self.terms.grows is not None:
-            path, names = Path(self.terms.cwd, self.terms.grows), self.terms.lines.names
-            kind = Events if of_events(path) else Appended
-            self._appended.append(kind(path, names))
+            self._appended.append(Appended(Path(self.terms.cwd, self.terms.grows), self.terms.lines.names))
         self.tail: deque[str] = deque(maxlen=SHOWN_LINES)
         """Its last lines."""
         self._steps = StepNumbers()
@@ -150,6 +171,9 @@ class Run(Clock):
         self._gpus = GpuMemory() if self.terms.on_gpus else None
         self._load: Watch | None = None
         """Load of the machine since the objective was first reported."""
+        self._unread_since: float | None = None
+        """Time of the first line with a rate that is not read."""
+        self._compiling = False
 
     # -- a clock -------------------------------------------------------------------------------------------------
 
@@ -204,6 +228,9 @@ class Run(Clock):
         else:
             words = terms.command.texts(self.values)
             environment |= {name: template.text(self.values) for name, template in terms.command.environment}
+        if terms.observe:
+            path = [str(OBSERVER), environment.get("PYTHONPATH", "")]
+            environment |= {FOLDER: str(self.observation.folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}
         print("redline:", json.dumps(words), flush=True)
         self.process = subprocess.Popen(
             words,
@@ -226,9 +253,24 @@ class Run(Clock):
             best = None
             if terms.best is not None and self.objective is not None:
                 best = self.objective.cost_of(terms.best)
-            return measure(self._step, self, terms.plan, best_step_ms=best)
+            timing = measure(self._step, self, terms.plan, best_step_ms=best)
+            self._hold()
+            return timing
         except _Over:
             return None
+
+    def _hold(self) -> None:
+        """Waits for observed steps after a printed speed is known: one that was not asked for may be that of work before
+        the training, and one that was is compared with them.
+
+        Raises:
+            _Over: the speed of the training is known by observation, or the command has ended.
+        """
+        end = time.monotonic() + (COMPARED_S if self.asked else HELD_S)
+        while self.observation.processes and not (self.speed is not None and self.speed.complete):
+            if time.monotonic() >= end and self.observation.training is None:
+                return
+            self._read_output()
 
     def _step(self) -> None:
         """Waits until the objective has been reported once more."""
@@ -285,6 +327,8 @@ class Run(Clock):
         values = self.terms.lines.read(line)
         if values:
             self._take(Reported(values, now))
+        elif self._unread_since is None and suggestion([line]) is not None:
+            self._unread_since = now
 
     def _take(self, reported: Reported) -> None:
         """Records reported numbers. Values of the objective become costs."""
@@ -325,22 +369,85 @@ class Run(Clock):
             self.peak_mib = here
             self.on_peak(here)
         limit = self.terms.memory_limit_mib
-        if self._gpus and limit is not None and here > limit and not self.out_of_memory:
-            self.out_of_memory, self._oom_until = (
-                f"{here:,.0f} MiB of a GPU are in use, but the limit is {limit:,.0f} MiB",
-                now,
-            )
-            self.over_limit = True
+        # The limit that a process inherits (RLIMIT_DATA) does not count shared memory and mapped files.
+        if limit is not None and here > limit and not self.out_of_memory:
+            whose = "a GPU are in use" if self._gpus else "memory are resident in one process"
+            self.out_of_memory = f"{here:,.0f} MiB of {whose}, but the limit is {limit:,.0f} MiB"
+            self._oom_until, self.over_limit = now, True
         self.pids.update(held)
         self.shortage.look(list(held))
+        if self.terms.observe:
+            self._observe(now, ended=ended)
+        self._give_up(now, ended=ended)
         if now >= self._state_at:
             self._state_at = now + REPORT_S
             before, self._state = self._state, self._read_so_far()
             if self._state != before:
                 self.on_state(self._state)
 
+    def _observe(self, now: float, *, ended: bool) -> None:
+        """Reads what the observer has written.
+
+        Raises:
+            _Over: the speed is known, and no other metric was asked for.
+        """
+        self.observation.update()
+        if (compiling := self.observation.compiling) != self._compiling:
+            self._compiling = compiling
+            self.on_compiling(compiling)
+        for exception in self.observation.exceptions:
+            if exception.is_oom and not self.out_of_memory:
+                self.out_of_memory, self._oom_until = exception.text, now
+        training = self.observation.training
+        if training is None:
+            return
+        if self._load is None and self.process.poll() is None:
+            self._load = Watch(lambda: family_s(self.process.pid))
+        self.peak_mib = max(self.peak_mib, training.peak_mib() or 0.0)
+        self.speed = training.speed(self.terms.plan, best_s=self._best_step_s(training), ended=ended)
+        if not self.asked and self.speed is not None and self.speed.complete and not ended:
+            raise _Over
+
+    @property
+    def asked(self) -> bool:
+        """True if its speed is a number that `--metric` names or the script reports."""
+        return self.terms.wanted is not None or self._reported_at is not None
+
+    def _best_step_s(self, training: ObservedTraining) -> float | None:
+        """Time of a step of the best candidate so far with the samples of this one's steps, s."""
+        best, speed = self.terms.best, self.speed
+        if best is None or speed is None:
+            return None
+        samples = self.samples_per_step(training, speed)
+        return None if samples is None else samples / best
+
+    def samples_per_step(self, training: ObservedTraining, speed: Speed) -> float | None:
+        """Samples of a step over all ranks: those of the observed batches; without a loader, the micro-batch of the knobs
+        times the observed passes and replicas, or what the request says; None if nothing does.
+        """
+        if speed.samples_per_step is not None:
+            return speed.samples_per_step
+        if self.terms.micro_batch is not None and speed.backwards_per_step:
+            return self.terms.micro_batch * speed.backwards_per_step * max(1, training.world // self.terms.split)
+        return self.terms.work
+
+    def _give_up(self, now: float, *, ended: bool) -> None:
+        """Ends a command whose speed is printed in a form that is not read, and that cannot be observed.
+
+        Raises:
+            _Over: it is one.
+        """
+        waited = self._unread_since is not None and now >= self._unread_since + HOPELESS_S
+        if ended or not waited or self.seen or self.terms.requirements or self.observation.processes:
+            return
+        self.hopeless = suggestion(list(self.tail))
+        if self.hopeless is not None and self.terms.wanted is None:
+            raise _Over
+
     def _read_so_far(self) -> str:
         """Describes what has been read, for the reason of a timeout."""
+        if self.speed is not None:
+            return f"the command, after {self.speed.steps} observed step{'s'[: self.speed.steps > 1]}"
         if self.costs and self.objective is not None:
             return f"the command, after {len(self.costs)} value{'s'[: len(self.costs) > 1]} of '{self.objective.name}'"
         if not self.tail and not self.seen:
@@ -355,9 +462,9 @@ class Run(Clock):
     @property
     def hint(self) -> str:
         """Lists the metrics that it reported and the line that nearly matched, to be appended; may be empty."""
-        near = near_misses(list(self.tail), [self.terms.wanted] if self.terms.wanted else [])
-        meant = f"; did you mean the number in '{failure.shortened(near[-1].strip(), 120)}'?" if near else ""
-        return f"{'; it reported ' if self.seen else ''}{', '.join(self.seen)}{meant}"
+        near = suggestion(list(self.tail))
+        reported = f"; it reported {', '.join(self.seen)}" if self.seen else ""
+        return reported + (f"; {near.text}" if near is not None else "")
 
     def _with_rates(self, reported: Reported) -> Reported:
         """Replaces amounts in a report by rates since the report before."""

@@ -65,9 +65,24 @@ class _Choice:
     def names(self) -> tuple[str, ...]:
         return (*self.condition.names, *self.one.names, *self.other.names)
 
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """The literals among its pieces that are options."""
+        literals: tuple[str, ...] = ()
+        for piece in (self.one, self.other):
+            if isinstance(piece, _Choice):
+                literals += piece.literals
+            elif _is_options(piece, {}):
+                literals += (value_text(piece.evaluate({})),)
+        return literals
+
+    def chosen(self, values: Mapping[str, Any]) -> "_Piece":
+        """Returns the piece that the conditions choose, which is not a choice itself."""
+        piece = self.one if self.condition.evaluate(values) is True else self.other
+        return piece.chosen(values) if isinstance(piece, _Choice) else piece
+
     def evaluate(self, values: Mapping[str, Any]) -> Any:
-        chosen = self.one if self.condition.evaluate(values) is True else self.other
-        return chosen.evaluate(values)
+        return self.chosen(values).evaluate(values)
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,13 @@ class _AsPython:
 
 
 _Piece = Expression | _Given | _Choice | _AsPython
+
+
+def _is_options(piece: _Piece, values: Mapping[str, Any]) -> bool:
+    """True if a chosen piece is a literal that starts with a hyphen. The value of a knob remains one word."""
+    if isinstance(piece, _Choice):
+        return _is_options(piece.chosen(values), values)
+    return not piece.names and value_text(piece.evaluate(values)).startswith("-")
 
 
 @dataclass(frozen=True)
@@ -160,8 +182,11 @@ class CommandLine:
                 environment.append((match[1], Template.read(value, knobs, "the command")))
         if not words:
             raise UsageError("the command is empty")
-        templates = (replace(Template.read(word, knobs, "the command"), optional=bare) for word, bare in words)
-        return cls(tuple(templates), tuple(environment))
+        templates = tuple(replace(Template.read(word, knobs, "the command"), optional=bare) for word, bare in words)
+        for template in templates:
+            if template.optional and isinstance(choice := template.pieces[0], _Choice):
+                _check_options(choice)
+        return cls(templates, tuple(environment))
 
     @property
     def names(self) -> frozenset[str]:
@@ -176,9 +201,17 @@ class CommandLine:
         return " ".join([*words, *map(shlex.quote, self.texts(values))])
 
     def texts(self, values: Mapping[str, Any]) -> list[str]:
-        """Returns the words of the command, without optional ones that are empty."""
-        found = [(each, each.text(values)) for each in self.words]
-        return [text for each, text in found if text or not each.optional]
+        """Returns the words of the command, without optional ones that are empty. A chosen literal with several options
+        is several words.
+        """
+        texts: list[str] = []
+        for word in self.words:
+            text, piece = word.text(values), word.pieces[0]
+            if word.optional and len(word.pieces) == 1 and isinstance(piece, _Choice) and _is_options(piece, values):
+                texts += shlex.split(text)
+            elif text or not word.optional:
+                texts.append(text)
+        return texts
 
 
 @dataclass(frozen=True)
@@ -199,11 +232,17 @@ class ShellLine:
     def text(self, values: Mapping[str, Any]) -> str:
         """Returns the text for the shell."""
 
-        def quoted(piece: _Piece) -> str:
+        pieces = self.template.pieces
+
+        def quoted(at: int, piece: _Piece) -> str:
             value = value_text(piece.evaluate(values))
+            before, after = pieces[at - 1] if at else "", pieces[at + 1] if at + 1 < len(pieces) else ""
+            apart = isinstance(before, str) and isinstance(after, str) and f"{before[-1:]}{after[:1]}".strip() == ""
+            if apart and isinstance(piece, _Choice) and _is_options(piece, values):
+                return shlex.join(shlex.split(value))
             return shlex.quote(value) if value else ""
 
-        return "".join(each if isinstance(each, str) else quoted(each) for each in self.template.pieces)
+        return "".join(piece if isinstance(piece, str) else quoted(at, piece) for at, piece in enumerate(pieces))
 
 
 def read_command(
@@ -229,6 +268,22 @@ def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
         return bool(_expression(text, knobs, "").names)
     except UsageError:
         return False
+
+
+def _check_options(choice: _Choice) -> None:
+    """Refuses literals of a choice that cannot be split into words.
+
+    Raises:
+        UsageError: a quotation mark in one is unbalanced.
+    """
+    for literal in choice.literals:
+        try:
+            shlex.split(literal)
+        except ValueError as error:
+            raise UsageError(
+                f"the command: '{literal}' cannot be split into words ({str(error).lower()}); put quotation marks around "
+                "the braces to keep it one word"
+            ) from None
 
 
 def split_words(command: str) -> list[str]:

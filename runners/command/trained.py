@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class CommandTraining:
     precision: str | None = None
     split: int = 1
     """Devices that share a replica by the degrees that the command gives."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Values of standard knobs by the command, its files and the defaults of its trainer, if that is recognised."""
 
     @classmethod
     def by(cls, command: Command) -> "CommandTraining":
@@ -68,6 +70,7 @@ class CommandTraining:
             global_batch=total or found.global_batch,
             precision=stated.get("precision") or _precision(usual),
             split=prod(stated.get(name, 1) for name in SPLITS),
+            knobs=dict(found.config),
         )
 
 
@@ -116,5 +119,5 @@ def _precision(usual: Stated) -> str | None:
             return name
     value = str(usual.get(*PRECISION) or "").lower()
     if "bf16" in value or "bfloat16" in value:
-        return "bf16_pure" if value == "bf16-true" else "bf16"  # Lightning's name for weights in bf16
+        return "bf16"
     return None if not value else "fp16" if "16" in value else "fp32"

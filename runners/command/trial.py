@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -15,14 +16,21 @@ from urllib.parse import urlsplit
 from ...results import Measurement, Status
 from .. import failure
 from ..timing import Timing, median_interval
-from .objective import BESIDE, STEP_TIMES
+from .comparison import observed_facts, printed_differs
+from .objective import BESIDE, RATES, STEP_TIMES
+from .observation import ObservedTraining, Speed
 from .run import Run, RunTerms
 
 if TYPE_CHECKING:
     from ..rank import RankContext
 
 
+STALLED = 0.1
+"""Share of the time beyond the median step above which a trial says that its steps stall."""
 _KILLED = re.compile(r"SIGKILL|\bKilled\b|exitcode\s*:?\s*-9\b|exit(?:ed)? with (?:code|status) 137\b")
+
+
+_TRACEBACK = "Traceback (most recent call last)"
 
 
 def outcome(run: Run, timing: Timing | None) -> Measurement:
@@ -34,6 +42,7 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
     """
     code = run.process.returncode
     peak = run.peak_mib or None
+    training, speed = run.observation.training, run.speed
     if run.out_of_memory:
         needed = 0.0 if run.over_limit else failure.requested_in(run.out_of_memory)
         return Measurement(
@@ -43,6 +52,8 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
         )
     if timing is None and code != 0 and not run.stopped:
         return _crashed(run, code)
+    if training is not None and speed is not None and not run.asked:
+        return _observed(run, training, speed)
     if timing is None and not run.costs:
         return _silent(run)
     if (loss := run.metrics.get("loss")) is not None and not math.isfinite(loss):
@@ -55,6 +66,15 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
             )
     assert run.objective is not None
     cost, spread, note = _cost(run, timing)
+    if training is not None and speed is not None:
+        samples = run.samples_per_step(training, speed)
+        value = (
+            run.objective.throughput(cost)
+            if run.objective.name in RATES
+            else cost / STEP_TIMES.get(run.objective.name, 1.0)
+        )
+        if differs := printed_differs(run.objective.name, value, speed, samples):
+            return Measurement(status=Status.WRONG, reason=differs, peak_memory_mib=peak)
     throughput, unit = run.objective.throughput(cost), run.objective.unit
     timed = run.objective.name in STEP_TIMES
     beside = _other_metrics(run, (run.objective.name,))
@@ -72,6 +92,50 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
         peak_memory_mib=peak,
         loss=loss,
         foreign_cores=run.foreign,
+    )
+
+
+def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement:
+    """Returns the measurement of an observed training."""
+    peak = run.peak_mib or None
+    losses = training.losses()
+    if losses and not all(map(math.isfinite, losses)):
+        return Measurement(
+            status=Status.WRONG, reason=f"its loss is {losses[-1]}", peak_memory_mib=peak, loss=losses[-1]
+        )
+    for requirement in run.terms.requirements:
+        if broken := requirement.broken(run.metrics):
+            return Measurement(status=Status.WRONG, reason=broken, peak_memory_mib=peak)
+    samples = run.samples_per_step(training, speed)
+    step_s, tokens = speed.seconds_per_step, speed.tokens_per_step
+    throughput = (samples or 1.0) / step_s
+    notes = [speed.stopped_early]
+    if not speed.stopped_early and run.process.returncode == 0 and not run.stopped:
+        notes.append(f"ended after {speed.steps} steps")
+    if speed.stalled > STALLED:
+        notes.append(
+            f"stalls take {speed.stalled:.0%} of the time: the median step takes {speed.median_s * 1e3:,.4g} ms"
+        )
+    if samples is None:
+        notes.append("the samples of a step are not known, as it has no DataLoader: give --samples")
+    return Measurement(
+        status=Status.OK,
+        reason="; ".join(filter(None, notes)),
+        throughput=throughput,
+        unit="steps/s" if samples is None else "samples/s",
+        told=_other_metrics(run, ()),
+        samples_per_second=None if samples is None else throughput,
+        tokens_per_second=None if tokens is None else tokens / step_s,
+        step_ms=step_s * 1e3,
+        step_ms_spread=None if speed.spread is None else speed.spread * step_s * 1e3,
+        peak_memory_mib=peak,
+        loss=losses[-1] if losses else run.metrics.get("loss"),
+        foreign_cores=run.foreign,
+        samples_per_step=None if samples is None else round(samples),
+        seconds_compile=speed.compile_s or None,
+        seconds_warmup=speed.warmup_s,
+        seconds_measure=speed.measure_s,
+        observed=observed_facts(training, speed, samples),
     )
 
 
@@ -101,6 +165,9 @@ def _crashed(run: Run, code: int) -> Measurement:
             if short := run.shortage.evidence(pid):
                 return Measurement(status=Status.OOM, reason=f"{how}: {short}")
     last = next((line.strip() for line in reversed(run.tail) if line.strip()), "")
+    raised = next(iter(run.observation.exceptions), None)
+    if raised is not None and (not run.error or raised.type in run.error):
+        return Measurement(status=Status.CRASH, reason=failure.shortened(f"{how}: {raised.text}"))
     error = f": {run.error}" if run.error else f"; the last line it printed: {last}" if last else ""
     return Measurement(status=Status.CRASH, reason=failure.shortened(f"{how}{error}"))
 
@@ -110,7 +177,20 @@ def _silent(run: Run) -> Measurement:
     print(f"redline: the command's output does not contain {run.missing}; its last lines:", file=sys.stderr)
     for line in run.tail:
         print(f"    {line}", file=sys.stderr)
-    return Measurement(status=Status.CRASH, reason=f"the command ended without reporting {run.missing}{run.hint}")
+    if run.hopeless is not None:
+        return Measurement(
+            status=Status.CRASH,
+            reason=f"no training of it can be observed, and its speed is printed in an unknown form: {run.hopeless.text}",
+        )
+    if raised := next(iter(run.observation.exceptions), None):
+        return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {raised.text}"))
+    if run.error and any(_TRACEBACK in line for line in run.tail):
+        return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {run.error}"))
+    fault = f"; its observer failed: {run.observation.fault}" if run.observation.fault else ""
+    unseen = "" if run.terms.wanted else "an observed training step, and without "
+    return Measurement(
+        status=Status.CRASH, reason=f"the command ended without {unseen}reporting {run.missing}{run.hint}{fault}"
+    )
 
 
 SILENT_S = 10.0
@@ -140,12 +220,20 @@ class CommandTrial:
     takes_port: bool
 
     def __call__(self, context: "RankContext") -> CommandReport:
-        Path(self.terms.folder).mkdir(parents=True, exist_ok=True)
+        folder = Path(self.terms.folder)
         context.phase("the command")
         if context.world_size > 1:
+            folder.mkdir(parents=True, exist_ok=True)
             return self._on_one_of(context)
         for attempt in range(PORTS):
-            run = Run(self.terms, {**self.terms.values, "master_port": _free_port()}, context.peak, context.phase)
+            _make_empty(folder)
+            run = Run(
+                self.terms,
+                {**self.terms.values, "master_port": _free_port()},
+                context.peak,
+                context.compiling,
+                context.phase,
+            )
             report = _report(run)
             if not self._port_taken(run, report) or attempt == PORTS - 1:
                 break
@@ -166,9 +254,10 @@ class CommandTrial:
             "master_addr": where.hostname,
             "master_port": where.port,
         }
-        run = Run(self.terms, {**self.terms.values, **hosts}, context.peak, context.phase)
+        run = Run(self.terms, {**self.terms.values, **hosts}, context.peak, context.compiling, context.phase)
         report = _report(run)
         if self._port_taken(run, report):
+            shutil.rmtree(self.terms.folder, ignore_errors=True)
             raise RuntimeError(f"EADDRINUSE: the port {where.port} is taken")
         if report.silent:
             # In most trainings one host reports; its result ends the others.
@@ -180,6 +269,15 @@ class CommandTrial:
         return report.measured.status is Status.CRASH and run.port_taken and self.takes_port
 
 
+def _make_empty(folder: Path) -> None:
+    """Creates a folder, or replaces the one that an earlier start of the command left."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
 def _report(run: Run) -> CommandReport:
     """Runs the command and returns its report."""
     try:
@@ -188,7 +286,7 @@ def _report(run: Run) -> CommandReport:
         reason = f"the command cannot be started: {error.strerror or error}"
         return CommandReport(measured=Measurement(status=Status.CRASH, reason=reason))
     measured = outcome(run, timing)
-    silent = run.process.returncode == 0 and not run.costs and not run.out_of_memory
+    silent = run.process.returncode == 0 and not run.costs and run.speed is None and not run.out_of_memory
     echo = measured.status is Status.CRASH and not run.error
     return CommandReport(measured=measured, losses=run.losses, silent=silent, echo=echo)
 

@@ -4,28 +4,31 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import UsageError
+from ...frameworks.export_input import PORT
 from ...frameworks.launcher import Launcher
 from ...frameworks.registry import find_launcher
 from ...knobs.strategy import SPLITS
+from ...models.flops import flops_of
+from ...models.workload import Workload
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
 from ..function import own_measurement
 from ..job import Job, Outcome, RankOutcome
-from ..work import Work
+from ..work import LEAST_COMPILE_TIMEOUT_S, Work
 from .command import HIDDEN, Command
+from .comparison import EXACT, Asked, TrainingComparison
 from .files import read_files
 from .objective import PREFERRED, Requirement, smaller_is_better
-from .reading import check_installed, lines_for, of_events
+from .reading import lines_for
 from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
 from .trial import CommandReport, CommandTrial
@@ -35,49 +38,12 @@ if TYPE_CHECKING:
     from ..work import CommonFields, TrialTerms
 
 
-FAR = 0.2
-"""Largest relative difference from the first run's loss at the same steps; beyond it the training is considered
-different.
-"""
-SCATTERS = 4.0
-"""The same as a multiple of the typical change of the first run's loss between steps."""
-LEAST_STEPS = 3
-"""Number of common steps with a loss that are needed for the comparison."""
-
-
-@dataclass
-class FirstRunComparison:
-    """Compares successful runs of a search with the first one."""
-
-    unit: str = ""
-    """Unit of the first run's throughput."""
-    samples: float | None = None
-    """Samples per step of the first run."""
-    losses: Mapping[int, float] = field(default_factory=dict)
-    """Losses of the first run, by step."""
-
-    def why_not(self, measured: Measurement, samples: float | None, losses: Mapping[int, float]) -> str:
-        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded."""
-        if not self.unit:
-            self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
-        if measured.unit != self.unit:
-            return f"it reported {measured.unit}, but {self.unit} before: choose one with --metric"
-        return _deviates(losses, self.losses) if samples == self.samples else ""
-
-
-def _deviates(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
-    steps = sorted(losses.keys() & first.keys())
-    if len(steps) < LEAST_STEPS:
-        return ""
-    expected = [first[step] for step in steps]
-    off = median(losses[step] - first[step] for step in steps)
-    scatter = median(abs(after - before) for before, after in pairwise(expected))
-    if abs(off) <= max(FAR * median(map(abs, expected)), SCATTERS * scatter):
-        return ""
-    at = steps[-1]
-    return f"its loss is {losses[at]:.4g} at step {at}, but that of the first run was {first[at]:.4g}"
-
-
+_OF_HOSTS = {
+    "node_rank": ("\ue000", "$NODE_RANK"),
+    "master_addr": ("\ue001", "$MASTER_ADDR"),
+    "master_port": ("\ue002", f"${{MASTER_PORT:-{PORT}}}"),
+}
+"""Private characters and shell variables in place of values that each host has to set."""
 _INTERPRETER = re.compile(r"python[\d.]*|bash|sh|torchrun")
 _OTHER_CODE = ("-m", "--module", "-c", "--no-python", "--no_python")
 """Options of interpreters and torchrun after which the program is not a script."""
@@ -94,6 +60,10 @@ class Commands(Work):
         devices: of one trial.
         global_batch: samples per step, if given.
         own_batch: samples per step that the command states itself.
+        own_knobs: values of knobs that the command trains with as it is. A configuration with these values is the user's
+            command itself, without options for them.
+        ranks: devices that were asked for explicitly, each of which should have a rank.
+        workload: the model that it trains, if known, whose FLOPs give the MFU.
 
     Raises:
         UsageError: a placeholder is unknown, a knob is not used, or a file to render does not exist.
@@ -110,21 +80,36 @@ class Commands(Work):
         devices: int,
         global_batch: int | None = None,
         own_batch: int | None = None,
+        own_knobs: Mapping[str, Any] | None = None,
+        ranks: int | None = None,
+        workload: Workload | None = None,
     ) -> None:
+        self._ranks, self._workload = ranks, workload
         self.requested = command
         """The command as requested."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
         knobs = space.by_name
         if command.samples is None and global_batch is None and own_batch is not None:
             command = replace(command, samples=str(own_batch))
-        whole = command
+        whole = as_is = command
+        self._added: tuple[str, ...] = ()
+        """Knobs that are passed as options of the launcher."""
+        self._own_knobs = own_knobs or {}
+        self.notes: tuple[str, ...] = ()
+        """Notes for the user on how trials differ from the command."""
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
-            whole = launcher.with_knobs(command, knobs, short=False)
+            whole, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
+            self._added = launcher.added(self.requested, knobs)
+            if own_knobs is not None:
+                self._own_knobs = {**{name: values[0] for name, values in launcher.knobs.items()}, **own_knobs}
+            self.notes = tuple(filter(None, [launcher.short_note(self.requested)]))
         if command.emulate:
             command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
+        self._as_is = read_command(as_is.command, knobs, shell=command.shell)
+        """The command without options for knobs, as the user has it, but for those that shorten its run."""
         self._whole = read_command(whole.command, knobs, shell=command.shell)
         """The command without the options that shorten its run."""
         self._environment = tuple(_variable(each, knobs) for each in command.env)
@@ -135,7 +120,9 @@ class Commands(Work):
         self._wanted = self._lines.first
         self._smaller = smaller_is_better(self._wanted, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
-        self._comparison = FirstRunComparison()
+        self._comparison = TrainingComparison()
+        self._remeasured: Counter[str] = Counter()
+        """Re-measurements so far, by the name of their log."""
         templates = (
             self._line,
             *(value for _, value in self._environment),
@@ -184,6 +171,11 @@ class Commands(Work):
                     f"{{{knob.name}}} where its value belongs, or remove it from the space"
                 )
 
+    @property
+    def shares_metric_file(self) -> bool:
+        """True if trials at the same time would write to the same `--metric-file`."""
+        return self._grows is not None and not self._grows.names & {"trial_dir", "trial"}
+
     def check_program(self) -> None:
         """Checks that the program exists, and the script that it is started with.
 
@@ -215,15 +207,12 @@ class Commands(Work):
         return None
 
     def _check_metric_file(self, grows: Template) -> None:
-        """Checks that event files can be read and that a metric is given for them."""
+        """Refuses a folder, such as that of TensorBoard's events."""
         path = Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
-        if not of_events(path, look=self.requested.reads_files):
-            return
-        check_installed()
-        if self._lines.first is None:
+        if not path.suffix or "tfevents" in path.name:
             raise UsageError(
-                "--metric-file is a folder or file of TensorBoard events; choose a tag with --metric, such as "
-                "--metric train/steps_per_second, or --metric step for the time between its steps"
+                f"--metric-file is a file of JSON lines or CSV, such as {{trial_dir}}/log.jsonl, but got '{path}'; events of "
+                "TensorBoard are not read: a training with PyTorch is observed without them, any other can call redline.report"
             )
 
     def given(self, number: int, folder: Path) -> dict[str, Any]:
@@ -237,7 +226,7 @@ class Commands(Work):
             "hosts": 1,
             "node_rank": 0,
             "master_addr": "127.0.0.1",
-            "master_port": 29500,
+            "master_port": PORT,
         }
 
     def values(self, config: Mapping[str, Any], number: int, folder: Path) -> dict[str, Any]:
@@ -247,16 +236,39 @@ class Commands(Work):
 
     def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
         """Returns the command of a trial, as for a shell."""
-        return self._shown(self._line, self.values(config, number, folder))
+        values = self.values(config, number, folder)
+        return self._shown(self._line_of(values), values)
+
+    def _line_of(self, values: Mapping[str, Any]) -> CommandLine | ShellLine:
+        """The command of a trial: as the user has it, if all knobs that would be options have its own values."""
+        if not self._added or self.requested.emulate or self.requested.render:
+            return self._line
+        own = all(name in self._own_knobs and self._own_knobs[name] == values[name] for name in self._added)
+        return self._as_is if own else self._line
 
     def whole(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
-        """Returns the command for training: without the options that shorten it, and with placeholders for values
-        that differ between hosts.
+        """Returns the command for training: without the options that shorten it, and with the shell variables of
+        `redline export` for values that differ between hosts.
         """
         values = {**self.values(config, number, folder), "hosts": hosts, "devices_per_host": self._devices // hosts}
-        if hosts > 1:
-            values |= {name: f"{{{name}}}" for name in ("node_rank", "master_addr", "master_port")}
-        return self._shown(self._whole, values)
+        if hosts == 1:
+            return self._shown(self._whole, values)
+        shown = self._shown(self._whole, values | {name: mark for name, (mark, _) in _OF_HOSTS.items()})
+        for mark, variable in _OF_HOSTS.values():
+            # A word with a mark is in single quotes, which the variable has to be outside of.
+            shown = shown.replace(mark, f"'\"{variable}\"'")
+        return shown.replace("''\"", '"').replace("\"''", '"')
+
+    def write_files(self, config: Mapping[str, Any], number: int, folder: Path) -> None:
+        """Writes the files that the command reads from `{trial_dir}`, if there are any.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self._files:
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in self._files:
+            file.write(folder, self.values(config, number, folder))
 
     def _shown(self, line: CommandLine | ShellLine, values: Mapping[str, Any]) -> str:
         hides = self.requested.hides_env
@@ -269,10 +281,10 @@ class Commands(Work):
         if request.log is None:
             folder = Path(tempfile.mkdtemp(prefix="redline-trial-"))
         else:
-            folder = request.log.parent.parent.absolute() / "trials" / request.log.stem
+            folder = self._folder_of(request.log)
         values = self.values(request.config, request.number, folder)
         run = RunTerms(
-            command=self._line,
+            command=self._line_of(values),
             environment=self._environment,
             files=self._files,
             values=values,
@@ -289,15 +301,34 @@ class Commands(Work):
             best=request.best_throughput,
             memory_limit_mib=terms.memory_limit_mib,
             on_gpus=terms.device.type == "cuda",
+            observe=not self.requested.no_observe,
+            micro_batch=values.get("micro_batch"),
+            split=prod(values.get(name) or 1 for name in SPLITS),
         )
+        timeout_s = request.timeout_s or terms.timeout_s
         return Job(
             program=cloudpickle.dumps(CommandTrial(terms=run, takes_port="master_port" in self.names)),
             one_a_host=True,
             # The limit of GPUs is checked where the command runs.
             memory_limit_mib=None if terms.device.type == "cuda" else terms.memory_limit_mib,
-            timeout_s=request.timeout_s or terms.timeout_s,
+            timeout_s=timeout_s,
+            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
             log=str(request.log) if request.log else None,
         )
+
+    def _folder_of(self, log: Path) -> Path:
+        """Returns a measurement's folder, without what an interrupted one left there.
+
+        Re-measurements of a trial share a log but not a folder: a second one in turn would find the files of the first.
+        """
+        name = log.stem
+        if name.endswith(".again"):
+            self._remeasured[name] += 1
+            name = f"{name}-{self._remeasured[name]}"
+        folder = log.parent.parent.absolute() / "trials" / name
+        # The hosts of a trial start at different times, so that none of them may remove what is in a shared folder.
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
 
     def measurement(
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
@@ -306,9 +337,34 @@ class Commands(Work):
         measured = own_measurement(whole, terms.memory_limit_mib, known)
         if not measured.ok:
             return measured
-        samples = self._work(self.values(request.config, request.number, Path()))
-        reason = self._comparison.why_not(measured, samples, losses)
-        return replace(measured, status=Status.WRONG, reason=reason) if reason else measured
+        values = self.values(request.config, request.number, Path())
+        reason = self._comparison.why_not(measured, self._work(values), losses, self._asked(values))
+        return replace(measured, status=Status.WRONG, reason=reason) if reason else self._with_flops(measured)
+
+    def _with_flops(self, measured: Measurement) -> Measurement:
+        """Adds the FLOP/s of the known model, if it trains samples of that model's length."""
+        observed, workload = measured.observed, self._workload
+        if observed is None or workload is None or not measured.samples_per_second:
+            return measured
+        tokens = (observed["tokens_per_step"] or 0.0) / observed["samples_per_step"]
+        if workload.seq_len is not None and abs(tokens - workload.seq_len) > EXACT * workload.seq_len:
+            return measured
+        if (flops := flops_of(workload).per_sample) is None:
+            return measured
+        return replace(measured, tflops_per_device=flops * measured.samples_per_second / observed["ranks"] / 1e12)
+
+    def _asked(self, values: Mapping[str, Any]) -> Asked:
+        """Returns what a trial's training was asked to be."""
+        micro_batch = values.get("micro_batch")
+        states_batch = (
+            self._samples is not None or self._global_batch is not None or "grad_accum" in self._space.by_name
+        )
+        return Asked(
+            samples_per_step=self._work(values) if states_batch else None,
+            micro_batch=None if micro_batch is None else float(micro_batch),
+            precision=values.get("precision"),
+            ranks=self._ranks,
+        )
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
         """Returns the samples per step; None if unknown."""

@@ -157,6 +157,19 @@ def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, c
             "simulate was removed: `redline estimate -o plan.yaml` predicts",
         ),
         (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
+        (
+            [
+                "--command",
+                "true {micro_batch} {mode}",
+                "--metric-file",
+                "log.csv",
+                "--metric",
+                "x",
+                "--concurrency",
+                "2",
+            ],
+            "would write to the same --metric-file, and read each other's numbers: put {trial_dir}",
+        ),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),
         (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
         (["--command-file", "odd.yaml", "--metric", "x"], "write the value of --metric into it"),
@@ -170,9 +183,30 @@ def test_options_that_do_not_apply_to_a_command_are_refused_at_once(checkout, ca
     assert not Path("runs").exists()
 
 
-def test_a_command_without_a_space_is_refused(checkout, capsys):
-    code, _, err = run(capsys, "tune", "--command", "true")
-    assert code == 2 and "tuning a command needs knobs: --space FILE, --set" in err
+def test_a_command_without_a_knob_is_measured_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("""
+import time, torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for rows in DataLoader(torch.randn(4000, 8), batch_size=4):
+    time.sleep(0.01)
+    model(rows).sum().backward()
+    optimizer.step()
+""")
+    code, out, err = run(
+        capsys, "tune", "--command", f"{sys.executable} train.py", "--measure-time", "1s", "--out", "r"
+    )
+    assert code == 0, out + err
+    assert "the command has no knob, so it is measured once: write {micro_batch}" in out
+    shown = out.partition("\nmeasured ")[2]
+    assert "samples/s" in shown.splitlines()[0] and "winner" not in shown
+    for line in ("samples a step   4: 1 pass of 4", "formats          9 in float32; matrix products in float32"):
+        assert line in shown
+    assert "wall time        forward 9" in shown and "limited by       the forward and backward passes" in shown
+    (row,) = csv.DictReader(open("r/trials.csv"))
+    assert 100 < float(row["samples_per_second"]) <= 400
 
 
 @pytest.mark.slow
@@ -222,6 +256,69 @@ def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, caps
     assert "redline report r" in out and "redline export" not in out
 
 
+def test_the_winner_s_command_runs_as_it_is_printed(checkout, capsys):
+    Path("train.py").write_text("""
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+print("value", json.loads((folder / "job.json").read_text())["batch"])
+folder.joinpath("weights").touch()
+""")
+    Path("job.json").write_text('{"batch": 0}')
+    command = f"{shlex.quote(sys.executable)} train.py {{trial_dir}} --port {{master_port}} {{clients}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
+        "grid", "--render", "job.json:batch={clients}", "--out", "runs/a",
+    )  # fmt: skip
+    assert code == 0, out + err
+    (shown,) = [line for line in out.splitlines() if "the winner's command:" in line]
+    line = shown.partition("command: ")[2]
+    assert line == f"{sys.executable} train.py runs/a/winner --port 29500 3"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout == "value 3\n" and Path("runs/a/winner/weights").exists()
+
+
+REFUSES = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[2])
+if list(folder.iterdir()):
+    sys.exit(f"{folder} is in use")
+folder.joinpath("config.yaml").touch()
+print("value", sys.argv[1])
+"""
+
+
+def test_every_measurement_has_an_empty_folder(checkout, capsys):
+    Path("train.py").write_text(REFUSES)
+    command = f"{shlex.quote(sys.executable)} train.py {{clients}} {{trial_dir}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
+        "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    best = yaml.safe_load(Path("r/best.yaml").read_text())
+    assert {number: len(trial["again"]) >= 2 for number, trial in best["remeasured"].items()} == {"0": True, "1": True}
+    assert {"0", "0.again-1", "0.again-2", "1"} <= {each.name for each in Path("r/trials").iterdir()}
+
+
+def test_results_are_not_lost_if_the_command_fails_when_it_is_measured_again(checkout, capsys):
+    text = "import pathlib, sys\npathlib.Path(sys.argv[1]).mkdir()\nprint('value', sys.argv[1])\n"
+    Path("train.py").write_text(text)
+    command = f"{shlex.quote(sys.executable)} train.py {{clients}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
+        "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0 and "Nothing feasible" not in out, out + err
+    text = " ".join(out.split())
+    assert (
+        "winner trial 1: 3 value, unconfirmed it ended as crash when it was measured again: the command exited" in text
+    )
+    best = yaml.safe_load(Path("r/best.yaml").read_text())["best"]
+    assert (best["throughput"], best["unconfirmed"].partition(" when ")[0]) == (3.0, "it ended as crash")
+    code, out, _ = run(capsys, "show", "r")
+    assert code == 0 and "unconfirmed: it ended as crash when it was measured again" in " ".join(out.split())
+
+
 @pytest.mark.parametrize("runner", tiered(["local"], ["ray"]))
 def test_a_global_batch_gives_the_accumulation_and_when_it_is_measured_again(checkout, capsys, runner):
     Path("train.py").write_text(TRAIN.replace("fast", "2"))
@@ -257,8 +354,13 @@ def test_a_command_whose_model_is_known_is_estimated_exported_and_learned_from(t
     size = best["best"]["configuration"]["micro_batch"]
     asked = yaml.safe_load(Path("r/run.yaml").read_text())["asked"]
     assert asked["workload"]["spec"] == "gpt2" and asked["shape"]["layers"] == 12 and asked["seq_len"] == 1024
+    (shown,) = [note for note in found.notes if note.startswith("the winner's command")]
+    assert f"--micro-batch-size {size} " in shown and "--global-batch-size 64" in shown and "--train-iters" not in shown
     code, out, err = run(capsys, "export", "r", "--to", "megatron")
-    assert code == 0 and "--num-layers 12" in out and f"--micro-batch-size {size}" in out, out + err
+    assert code == 0 and f"--micro-batch-size {size}" in out and "--global-batch-size 64" in out, out + err
+    tuned = out.partition("MEGATRON_ARGS=(")[2]
+    assert "--num-layers" not in tuned and "--seq-length" not in tuned, "these are the command's"
+    assert "for the command, which keeps all its others" in out and MEGATRON in out
     again = rl.tune(megatron, out="again", warm_start="r", **CLUSTER)
     (learned,) = (note for note in again.notes if note.startswith("warm start from r: "))
     assert "weight" not in learned

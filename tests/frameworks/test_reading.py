@@ -118,7 +118,7 @@ def test_launcher_options_are_read_back_as_the_same_knobs(name, knob):
                   "kernels": (False, True), "zero": (0, 3), "sequence_parallel": (False, True), **launcher.accepts}  # fmt: skip
     program = {
         "trainer": "python run_clm.py", "accelerate": "accelerate launch train.py", "lightning": "python train.py fit",
-        "llamafactory": "llamafactory-cli train", "axolotl": "axolotl train --x 1",
+        "llamafactory": "llamafactory-cli train", "axolotl": "axolotl train --x 1", "litgpt": "litgpt pretrain m",
         "torchtitan": "python -m torchtitan.train", "megatron": "python pretrain_gpt.py",
         "megatron-bridge": "python run_recipe.py",
     }[name]  # fmt: skip
@@ -579,6 +579,26 @@ def test_lightnings_ddp_has_no_master_copy(folder):
     assert found.config["precision"] == "bf16_pure" and "master_weights" not in found.conventions
 
 
+def test_litgpts_subcommand_decides_on_adapters_and_recomputation(folder):
+    lora = read("litgpt finetune_lora meta-llama/Llama-3.2-1B --devices 4")
+    assert lora.model == "meta-llama/Llama-3.2-1B"
+    assert (lora.lora, lora.config["checkpoint_ratio"]) == ("r=8,alpha=16,target=q_proj+v_proj", 1)
+    assert read("litgpt finetune_lora m").config["checkpoint_ratio"] == 0, "FSDP is for several devices"
+    more = read("litgpt finetune_lora m --lora_r 32 --lora_key true --lora_value false --lora_mlp true")
+    assert more.lora == "r=32,alpha=16,target=q_proj+k_proj+gate_proj+up_proj+down_proj"
+    full = read("litgpt finetune_full m --devices 4")
+    assert (full.lora, full.config["checkpoint_ratio"]) == (None, 1)
+    whole = read("litgpt pretrain m --devices 4")
+    assert (whole.lora, whole.config["checkpoint_ratio"]) == (None, 0)
+
+
+def test_litgpts_options_replace_settings_of_its_file(folder):
+    (folder / "lora.yaml").write_text("checkpoint_dir: m\nlora_r: 32\nlora_alpha: 64\ntrain:\n  micro_batch_size: 2\n")
+    found = read("litgpt finetune_lora --config lora.yaml --devices 2 --train.micro_batch_size 3")
+    assert found.lora == "r=32,alpha=64,target=q_proj+v_proj"
+    assert (found.config["micro_batch"], found.config["checkpoint_ratio"], found.devices) == (3, 1, 2)
+
+
 def test_files_of_data_are_not_those_of_a_trainer(folder):
     (folder / "a.json").write_text('{"text": "data"}')
     command = "python run_clm.py --per_device_train_batch_size 2 --train_files a.json b.json"
@@ -606,6 +626,8 @@ def test_files_of_data_are_not_those_of_a_trainer(folder):
         ("trl sft --model_name_or_path m --fp16 true", "precision", "fp16"),
         ("python trl/scripts/sft.py --model_name_or_path m", "checkpoint_ratio", 1),
         ("accelerate launch --use_deepspeed train.py", "zero", 2),
+        ("litgpt finetune_full m --devices 4", "micro_batch", 1),
+        ("litgpt pretrain m --devices 4", "micro_batch", 4),
         ("axolotl train --x 1 --tf32 true --bf16 true --micro_batch_size 1", "precision", "bf16"),
         (
             "accelerate launch --use_deepspeed --zero_stage 3 --offload_optimizer_device nvme train.py",
@@ -699,6 +721,7 @@ def test_an_unknown_value_is_noted(framework, settings, note):
         ("axolotl", {"adapter": "lora", "load_in_8bit": True}, {"frozen_bits": 8.25}),
         ("axolotl", {"adapter": "lora", "load_in_8bit": False}, {"frozen_bits": None}),
         ("llamafactory", {"quantization_bit": 4}, {"frozen_bits": 4.5}),
+        ("litgpt", {"quantize": "bnb.nf4", "lora_r": 8}, {"frozen_bits": 4.5}),
     ],
 )
 def test_quantized_weights_and_states_are_counted_in_their_bits(framework, settings, conventions):
@@ -819,6 +842,8 @@ WRITTEN = {
         ("accelerate.yaml", {"zero": 2}, None),
         ("lightning.yaml", {"devices": 8}, "state them by --fix zero=3 --fix checkpoint_ratio=1"),
         ("ulysses.yaml", {"sp": 4, "dp": 2, "devices": 8}, None),
+        ("litgpt finetune_lora m --quantize bnb.nf4", {"micro_batch": 1, "global_batch": 16}, "quantize = bnb.nf4"),
+        ("litgpt pretrain m --devices 4", {"micro_batch": 4, "global_batch": 512}, None),
     ],
 )
 def test_a_missing_setting_has_the_frameworks_default_and_an_unknown_one_a_note(given, values, note, folder):
@@ -988,6 +1013,33 @@ def test_a_change_is_found_beside_given_knobs_and_a_given_batch(folder, file, te
     changes, again = made.changed({**made.config, **wanted})
     assert [change.text for change in changes] == lines
     assert again.strategy() == Strategy.of({**made.config, **wanted}) and again.global_batch == made.global_batch
+
+
+NANOTRON = """
+model:
+  dtype: bfloat16
+  model_config: {is_llama_config: true, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 16,
+    num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 128256, max_position_embeddings: 4096, tie_word_embeddings: true}
+optimizer: {zero_stage: 1, accumulate_grad_in_fp32: true}
+parallelism: {dp: 8, pp: 1, tp: 2, expert_parallel_size: 1, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER}
+tokens: {micro_batch_size: 2, batch_accumulation_per_replica: 4, sequence_length: 4096}
+"""
+
+
+def test_a_nanotron_file(folder):
+    (folder / "n.yaml").write_text(NANOTRON)
+    found = read("n.yaml")
+    assert (found.framework, found.devices, found.seq_len, found.notes) == ("nanotron", 16, 4096, ())
+    assert found.architecture["num_hidden_layers"] == 16 and found.on().global_batch == 64
+    made = found.on().config
+    assert {name: made[name] for name in ("tp", "zero", "micro_batch", "grad_accum", "sequence_parallel")} == {
+        "tp": 2, "zero": 1, "micro_batch": 2, "grad_accum": 4, "sequence_parallel": True,
+    }  # fmt: skip
+    changes = found.on().changes({**made, "tp": 1, "dp": 16, "micro_batch": 1})
+    assert {each.text for each in changes} == {
+        "tokens: {micro_batch_size: 1}", "parallelism: {tp: 1}", "parallelism: {dp: 16}",
+    }  # fmt: skip
+    assert read("torchrun --nproc_per_node 8 run_train.py --config-file n.yaml").framework == "nanotron"
 
 
 @pytest.mark.parametrize("fsdp", ["fsdp_version: 2\n", "fsdp: [full_shard, auto_wrap]\n"])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import sys
 import threading
 
@@ -335,3 +336,22 @@ def test_optuna_says_nothing_and_its_verbosity_stays(source, open_ledger, point,
     assert capfd.readouterr() == ("", "")
     assert [str(each.message) for each in recwarn] == []
     assert logging.getLogger("optuna").level == logging.INFO
+
+
+def test_searches_that_create_one_database_at_once_all_open_it(tmp_path):
+    """Optuna creates its tables one by one, and fails where another process has created one meanwhile."""
+    context = multiprocessing.get_context("fork")
+    for attempt in range(3):
+        barrier, url = context.Barrier(4), f"sqlite:///{tmp_path}/{attempt}.db"
+        creators = [context.Process(target=created_together, args=(url, f"study {n}", barrier)) for n in range(4)]
+        for creator in creators:
+            creator.start()
+        for creator in creators:
+            creator.join(60)
+        assert [creator.exitcode for creator in creators] == [0] * 4
+        assert Ledger.load(url, name="study 3").trials() == []
+
+
+def created_together(url, name, barrier):
+    barrier.wait(60)
+    Ledger.open(url, name=name, metadata={}, knobs={"micro_batch": [1, 2]}).close()

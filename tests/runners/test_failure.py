@@ -108,6 +108,10 @@ def test_errors_of_the_real_allocators_are_oom(make):
         ("you tried to allocate 1073741824 bytes. Error code 12", 1024),
         ("Tried to allocate 20.00 MiB. GPU 0", 20),
         ("Tried to allocate 1.50 GiB. GPU 0", 1536),
+        ("MPS backend out of memory (MPS allocated: 5.56 GB). Tried to allocate 768.00 MB on private pool.", 768),
+        ("Out of memory error on GPU 0. Cannot allocate 1.5GB memory on GPU 0, available memory is only 15.1MB.", 1536),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6291456 bytes.", 6),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 12582912 bytes.", 12),
     ],
 )
 def test_the_amount_asked_for_is_read_in_mib(text, mib):
@@ -152,6 +156,26 @@ def test_an_exit_without_a_report_is_judged_by_signal_and_last_words(code, words
         "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that dataloader's workers are "
         "out of shared memory. Please try to raise your shared memory limit.",
         "Error while creating shared memory segment /dev/shm/nccl-9VQnXl (size 33030528), error: No space left on device (28)",
+        'RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":830, please report',
+        "RuntimeError: NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+        '"/pytorch/c10/cuda/CUDACachingAllocator.cpp":995, please report a bug to PyTorch.',
+        "RuntimeError: GET was unable to find an engine to execute this computation",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 15.72 GiB, other allocations: 2.41 MiB, max allowed: "
+        "18.13 GiB). Tried to allocate 5.81 GiB on private pool.",
+        "RuntimeError: NPU out of memory. Tried to allocate 5.03 GiB (NPU 3; 60.96 GiB total capacity; 49.47 GiB already",
+        "Out of memory error on GPU 0. Cannot allocate 98.000244MB memory on GPU 0, 6.000000GB memory has been allocated",
+        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6291456 bytes.",
+        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Failed to allocate request for 1.00GiB (1073741824B) on device",
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.91G of 15.48G",
+        "ResourceExhaustedError: OOM when allocating tensor with shape[16,12,512,512] and type float on /job:localhost",
+        "  (0) Resource exhausted: OOM when allocating tensor with shape[16,112,112,147] and type float on /job:localhost",
+        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=14604003.0 cgroup. Some of your processes may have been",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=77.batch. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: Exceeded job memory limit",
+        "slurmstepd: error: Job 1734 exceeded memory limit (1052 > 1024), being killed",
+        "srun: error: o0616: task 0: Out Of Memory",
+        "[123.4] Memory cgroup out of memory: Killed process 4242 (python) total-vm:9437184kB, anon-rss:8388608kB",
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
     ],
 )
 def test_a_printed_line_of_any_program_may_say_that_memory_ran_out(line):
@@ -159,7 +183,24 @@ def test_a_printed_line_of_any_program_may_say_that_memory_ran_out(line):
 
 
 @pytest.mark.parametrize(
-    "line", ["OSError: [Errno 28] No space left on device", "RESOURCE_EXHAUSTED: quota", "raises MemoryError if full"]
+    "line",
+    [
+        "OSError: [Errno 28] No space left on device",
+        "RESOURCE_EXHAUSTED: quota",
+        "RESOURCE_EXHAUSTED: Received message larger than max (5242880 vs. 4194304)",
+        "raises MemoryError if full",
+        "retrying on MemoryError is enabled",
+        "MemoryError is caught and the batch halved",
+        "MemoryError,",
+        "class MemoryErrorHandler:",
+        "    except MemoryError:",
+        "torch.OutOfMemoryError is handled by --auto_find_batch_size",
+        "W tensorflow: Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.20GiB with freed_by_count=0. The caller "
+        "indicates that this is not a failure",
+        "slurmstepd: error: Exceeded step memory limit at some point.",
+        'RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDAMiscFunctions.cpp":12, please report',
+        "docs: if cuDNN was unable to find an engine to execute this computation, upgrade it",
+    ],
 )
 def test_other_lines_say_nothing_about_memory(line):
     assert not failure.line_says_oom(line)

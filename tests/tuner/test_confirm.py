@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from listeners import RecordingListener
 from redline.base.errors import RunnerError
-from redline.results import Measurement, Status, Trial, summary
+from redline.results import Measurement, Status, Trial, best, summary
 from redline.results.again import judged, measured_again
 from redline.runners import Runner
 from redline.space import Config
@@ -193,17 +193,34 @@ def test_leaders_that_do_not_hold_up_are_replaced_by_the_next_best():
     assert "trial 1 failed when measured again: crash (lost its nerve)" in lines
 
 
-def test_no_confirmed_leader_means_no_winner_with_a_reason():
-    trials, order, _ = confirm([60.0, 100.0], crashing={0, 1})
+def test_the_first_measurements_count_if_every_leader_fails_when_measured_again():
+    trials, order, lines = confirm([60.0, 100.0], crashing={0, 1})
     assert order == [1, 0]
-    assert summary.best(trials) is None
-    assert "failed when it was measured again" in summary.why_nothing(trials)
+    winner = summary.best(trials)
+    assert (winner.number, winner.throughput, winner.first, winner.remeasured) == (1, 100.0, None, ())
+    assert winner.measured.unconfirmed == "it ended as crash when it was measured again: lost its nerve"
+    assert winner.measured.reason == f"unconfirmed: {winner.measured.unconfirmed}"
+    assert lines[-1].startswith("no leader is confirmed, because every trial that succeeded failed")
+    entry = best.document(trials, command=["redline"], environment={})["best"]
+    assert (entry["throughput"], entry["unconfirmed"]) == (100.0, winner.measured.unconfirmed)
+
+
+def test_a_leader_that_fails_after_its_first_round_is_unconfirmed_if_no_other_is_confirmed():
+    class Tiring(Machine):
+        def run(self, request):
+            self._crashing = {0, 1} if len(self.order) > 1 else set()
+            return super().run(request)
+
+    trials, _, _ = confirm([60.0, 100.0], kind=Tiring)
+    assert summary.best(trials).throughput == 100.0
+    assert all(trial.measured.unconfirmed and not trial.remeasured for trial in trials)
 
 
 def test_a_leader_that_times_out_when_measured_again_keeps_its_first_measurement():
     trials, order, lines = confirm([60.0, 100.0], late={0, 1})
     assert order == [1, 0]
     assert summary.best(trials).number == 1 and trials[1].throughput == 100.0
+    assert trials[1].measured.unconfirmed.startswith("it ended as timeout when it was measured again: no result within")
     assert lines[0].startswith("trial 1 timed out when measured again (no result within 15 s): its first measurement")
 
     trials, order, _ = confirm([60.0, 100.0, 98.0], late={1})

@@ -65,13 +65,18 @@ RUNS = {
         "--launcher", "llamafactory", "--global-batch", 8, "--devices", 1, "--set", "micro_batch=4,8", "--set", "precision=fp32",
         "--set", "checkpoint_ratio=0", "--set", "kernels=false", "--command", "llamafactory-cli train examples/commands/sft.yaml",
     ),
+    "LitGPT": (
+        "--launcher", "litgpt", "--global-batch", 8, "--devices", 1, "--set", "micro_batch=4,8", "--set", "precision=fp32",
+        "--command", "litgpt finetune_full tiny/litgpt --data JSON --data.json_path tiny/data/count.json "
+        "--data.val_split_fraction 0.1 --train.max_seq_length 128",
+    ),
     "SQLite": (
         "--command-file", "examples/commands/sqlite.yaml", "--set", "page_size=4096", "--set", "cache=-2000",
         "--set", "journal=DELETE,MEMORY",
     ),
 }  # fmt: skip
 
-OWN_ENVIRONMENT = {"LLaMA-Factory": "llamafactory-cli"}
+OWN_ENVIRONMENT = {"LLaMA-Factory": "llamafactory-cli", "LitGPT": "litgpt"}
 """Runs that need other library versions than the tests, by the program that starts each in its own environment."""
 
 

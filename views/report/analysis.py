@@ -55,6 +55,7 @@ def entry(trial: Trial) -> dict[str, Any]:
         "throughput": found.throughput,
         "first": trial.first,
         "remeasured": list(trial.remeasured),
+        "unconfirmed": found.unconfirmed,
         "spread": found.spread,
         "step_ms": found.step_ms,
         "peak_memory_mib": found.peak_memory_mib,

@@ -10,7 +10,7 @@ from redline.runners.command.trial import CommandReport
 from redline.runners.command.work import _together
 from redline.runners.job import Outcome, RankOutcome
 
-SCRIPT = """
+SCRIPT = r"""
 import os, sys, time
 from pathlib import Path
 import psutil
@@ -27,7 +27,7 @@ Path("on_a_host.py").write_text('''TRAIN''')
 command = Command(command=(
     f"{sys.executable} -m torch.distributed.run --nnodes {{hosts}} --node-rank {{node_rank}} "
     "--nproc-per-node {devices_per_host} --master-addr {master_addr} --master-port {master_port} on_a_host.py {mode}"
-), samples="4")
+), samples="4", metric=[r"per iteration \(ms\): (?P<step_ms>[\d.]+)"])
 space = Space()
 space.choice("mode", ["train", "oom", "crash", "silent"])
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -84,7 +84,7 @@ def test_each_host_starts_its_part_and_what_one_tells_or_suffers_is_the_trials(t
     assert train.startswith("TRIAL train ok samples/s"), train + logs
     assert oom.startswith("TRIAL oom oom") and "Tried to allocate 3.00 GiB" in oom and "WITHIN True" in lines
     assert crash.startswith("TRIAL crash crash") and "ValueError: rank one fails" in crash
-    assert silent.startswith("TRIAL silent crash") and "without reporting a throughput" in silent
+    assert silent.startswith("TRIAL silent crash") and "without reporting 'step_ms'" in silent
     assert again.startswith("TRIAL train ok")
     assert [line for line in lines if line.startswith("LEFT")] == ["LEFT []"] * 5
 

@@ -16,6 +16,8 @@ from redline.frameworks.registry import LAUNCHERS, find_launcher
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands
 from redline.space import Space
+from redline.tuner.request import Request
+from redline.tuner.task import resolve_task
 from without_triton import WITHOUT_TRITON
 
 NOTHING = Command(command="")
@@ -51,7 +53,7 @@ def test_knobs_without_a_place_are_added_and_given_arguments_stay():
 
 def test_only_options_of_the_same_name_count_as_given():
     arguments = words("trainer", "sh train.sh --max_steps_of_warmup 3 --output_dir=here --bf16 {precision == 'bf16'}")
-    assert arguments[arguments.index("--max_steps") + 1] == "1000" and "--output_dir" not in arguments
+    assert arguments[arguments.index("--max_steps") + 1] == "1000" and "--output_dir=here" not in arguments
     assert arguments.count("--bf16") == 1 and "--fp16" not in arguments, (
         "a knob that has a place is the command's affair"
     )
@@ -78,6 +80,7 @@ def test_only_options_of_the_same_name_count_as_given():
             {"grad_accum": [1, 2]},
             "so grad_accum cannot vary",
         ),
+        ("litgpt", "sh t.sh", {"precision": ["fp16"]}, "accepts precision as fp32, bf16, bf16_pure, but got fp16"),
         ("lightning", "sh t.sh", {"zero": [1]}, "accepts zero as 0, 3, but got 1"),
         ("axolotl", "sh train t.yml", {"checkpoint_ratio": [0.5]}, "checkpoint_ratio as 0, 1, but got 0.5"),
         ("trainer", "sh t.sh", {"precision": ["bf16_pure"]}, "as fp32, bf16, fp16, but got bf16_pure"),
@@ -101,9 +104,10 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
     assert samples("megatron", "sh t.sh --global-batch-size=512") == [512.0, 512.0]
     assert samples("megatron", "sh t.sh", tp=[2]) == [4.0, 32.0]
     assert samples("megatron", "sh t.sh --context-parallel-size {cp}", cp=[4]) == [2.0, 16.0]
-    assert samples("megatron-bridge", "sh t.sh train.global_batch_size=16") == [16.0, 16.0]
-    with pytest.raises(UsageError, match="set it with --global-batch"):
-        samples("megatron-bridge", "sh t.sh")
+    assert samples("litgpt", "sh t.sh --train.global_batch_size 16") == [16.0, 16.0]
+    for name in ("litgpt", "megatron-bridge"):
+        with pytest.raises(UsageError, match="set it with --global-batch"):
+            samples(name, "sh t.sh")
 
 
 def test_a_run_is_not_made_short_twice():
@@ -252,6 +256,11 @@ print("RESULT", made.micro_batch_size, made.tensor_model_parallel_size, made.tra
     assert "RESULT 4 2 1000 0 1" in out.stdout, out.stderr[-2000:]
 
 
+def test_lossy_values_are_tried_where_they_are_allowed():
+    assert find_launcher("litgpt").values(NOTHING, 1)["precision"] == ["fp32", "bf16"]
+    assert find_launcher("litgpt").values(NOTHING, 1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
+
+
 @pytest.mark.parametrize("name", list(LAUNCHERS))
 def test_a_launcher_has_standard_values_for_standard_knobs(name):
     from redline.estimator.knob_arrays import knob_arrays
@@ -276,6 +285,76 @@ def test_options_that_shorten_a_run_are_not_in_the_training_command():
     assert "--max_steps" not in whole and "/trial" not in whole and "--per_device_train_batch_size 2" in whole
 
 
+@pytest.mark.parametrize(
+    ("name", "command", "short", "replaced"),
+    [
+        (
+            "trainer",
+            "trl sft --eval_on_start true --output-dir out --push_to_hub --lr 1 --report_to wandb tensorboard --seed=1",
+            "trl sft --lr 1 --seed=1 --output_dir /trial --eval_on_start false --eval_strategy no --save_strategy no "
+            "--push_to_hub false --report_to none --max_steps 1000",
+            "--output-dir out --eval_on_start true --push_to_hub --report_to wandb tensorboard",
+        ),
+        (
+            "trainer",
+            "python t.py --load_best_model_at_end --data x --resume_from_checkpoint 'my run' --eval_strategy=steps "
+            "--save_strategy no --max-steps 50 --predict_with_generate true",
+            "python t.py --data x --max-steps 50 --output_dir /trial --eval_on_start false --eval_strategy no "
+            "--save_strategy no --push_to_hub false --report_to none",
+            "--eval_strategy=steps --load_best_model_at_end --resume_from_checkpoint 'my run' --predict_with_generate true",
+        ),
+        (
+            "lightning",
+            "python t.py fit --trainer.logger WandbLogger --trainer.logger.project=x --trainer.limit_val_batches 0.5",
+            "python t.py fit --trainer.default_root_dir /trial --trainer.logger false --trainer.enable_checkpointing "
+            "false --trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0 --trainer.max_steps 1000 "
+            "--trainer.callbacks+=TQDMProgressBar",
+            "--trainer.logger WandbLogger --trainer.logger.project=x --trainer.limit_val_batches 0.5",
+        ),
+        (
+            "llamafactory",
+            "llamafactory-cli train a.yaml push_to_hub=true output_dir=out",
+            None,
+            "output_dir=out push_to_hub=true",
+        ),
+        (
+            "torchtitan",
+            "torchrun -m torchtitan.train --checkpoint.enable activation_checkpoint:full",
+            None,
+            "--checkpoint.enable",
+        ),
+        (
+            "megatron",
+            "torchrun pretrain_gpt.py --save ckpt --save-interval 10 --eval-iters 32 --load ckpt --bf16",
+            "torchrun pretrain_gpt.py --bf16 --eval-iters 0 --train-iters 1000 --log-interval 1",
+            "--eval-iters 32 --save ckpt --save-interval 10 --load ckpt",
+        ),
+        ("axolotl", "axolotl train a.yml --eval-steps 10 --wandb-project p", None, "--eval-steps 10 --wandb-project p"),
+        ("litgpt", "litgpt finetune m --eval.interval=5 --resume true", None, "--eval.interval=5 --resume true"),
+        ("megatron-bridge", "python r.py train.eval_iters=32", None, "train.eval_iters=32"),
+    ],
+)
+def test_options_that_lengthen_or_disturb_a_trial_are_replaced_and_noted(name, command, short, replaced):
+    space = Space()
+    space.choice("kept", [1, 2])
+    command += " --kept {kept}"
+    work = Commands(Command(command=command, launcher=name, samples="8"), space, devices=2)
+    shown = shlex.split(work.rendered({"kept": 2}, 0, Path("/trial")))
+    if short is not None:
+        assert sorted(shown) == sorted([*shlex.split(short), "--kept", "2"])
+    assert work.whole({"kept": 2}, 0, Path("/o"), hosts=1) == shlex.join(shlex.split(command.replace("{kept}", "2")))
+    (note,) = work.notes
+    assert f", in place of {replaced}; the winner's command has its own options" in note
+
+
+def test_an_option_of_a_short_run_that_varies_is_kept():
+    space = Space()
+    space.choice("evaluates", ["no", "steps"])
+    work = Commands(Command(command="sh t.sh --eval_strategy {evaluates}", launcher="trainer"), space, devices=1)
+    line = work.rendered({"evaluates": "steps"}, 0, Path("/trial"))
+    assert "--eval_strategy steps" in line and "--eval_strategy no" not in line
+
+
 def test_launchers_that_derive_the_accumulation_get_the_global_batch():
     space = space_of("megatron", devices=4)
     space.derive("grad_accum", 16 // space["micro_batch"])
@@ -290,3 +369,24 @@ def test_launchers_that_derive_the_accumulation_get_the_global_batch():
 def test_arguments_of_missing_launchers_are_complete(name):
     arguments = words(name, "sh train train.sh", config={"micro_batch": 4})
     assert not any("{" in word or not word for word in arguments) and "4" in " ".join(arguments)
+
+
+def test_the_first_trial_is_the_user_s_command_with_what_bounds_its_run_alone():
+    command = Command(command="trl sft --model_name_or_path m --dataset_name d", launcher="trainer")
+    task = resolve_task(Request(target=command, devices=1))
+    default = task.space.default()
+    # The defaults of TRL's SFTConfig, not the launcher's first values.
+    assert default["precision"] == "bf16" and default["checkpoint_ratio"] == 1 and default["micro_batch"] == 8
+    first = task.command.rendered(default, 0, Path("T"))
+    assert first.startswith("trl sft --model_name_or_path m --dataset_name d --output_dir T --eval_on_start false")
+    assert "--bf16" not in first and "--per_device" not in first and "--gradient_checkpointing" not in first
+    larger = task.command.rendered(task.space.config({**default, "micro_batch": 16}), 1, Path("T"))
+    assert "--per_device_train_batch_size 16 --bf16 true" in larger and "--gradient_checkpointing true" in larger
+
+
+def test_values_that_are_given_come_before_the_command_s_own():
+    command = Command(command="trl sft --model_name_or_path m --dataset_name d", launcher="trainer")
+    task = resolve_task(Request(target=command, devices=1, override={"precision": ["fp32", "bf16"]}))
+    default = task.space.default()
+    assert default["precision"] == "fp32"
+    assert "--bf16 false" in task.command.rendered(default, 0, Path("T"))

@@ -3,69 +3,83 @@
 import json
 import math
 import os
+import shlex
 
 import pytest
 from redline.base.errors import UsageError
 from redline.runners.command.objective import Objective, Requirement, smaller_is_better
-from redline.runners.command.reading import Appended, StepNumbers, lines_for, near_misses, number
+from redline.runners.command.reading import Appended, StepNumbers, lines_for, number
+from redline.runners.command.suggestion import suggestion
+from tqdm import tqdm
 
 MEGATRON = (
     " [2025-03-04 10:11:12] iteration       12/     100 | consumed samples:          768 | "
     "elapsed time per iteration (ms): 1243.7 | throughput per GPU (TFLOP/s/GPU): 312.4 | learning rate: 1.200000E-05 | "
-    "global batch size:    64 | lm loss: 1.064E+01 | "
-    "loss scale: 1.0 | grad norm: 12.345 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    "global batch size:    64 | lm loss: 1.064E+01 | loss scale: 1.0 | grad norm: 12.345 |"
 )
 NANOTRON = (
-    "10/02/2024 12:00:00 [INFO|DP=0|PP=1|TP=0]: iteration: 5 / 20 | consumed_tokens: 5.24M | elapsed_time_per_iteration_ms: "
-    "1.21K | tokens_per_sec: 866K | tokens_per_sec_per_gpu: 13.5K | global_batch_size: 1.05M | lm_loss: 10.9 | lr: 0.0003"
-)
-OLD_NANOTRON = NANOTRON.replace("866K", "8.66E+05")
-TORCHTITAN = (
-    "[rank0]:[titan] 2025-02-01 12:00:00,123 - root - INFO - step: 10  loss:  7.1234  grad_norm:  2.1  memory: 46.22GiB(48.55%)  "
-    "tps: 7,230  tflops: 418.70  mfu: 42.34%"
-)
-DEEPSPEED = (
-    "[2024-05-01 10:00:00,000] [INFO] [timer.py:258:stop] epoch=0/micro_step=10/global_step=10, RunningAvgSamplesPerSec=31.2, "
-    "CurrSamplesPerSec=33.5, MemAllocated=1.2GB, MaxMemAllocated=2.3GB"
+    "10/02/2024 12:00:00 [INFO|DP=0|PP=1|TP=0]: iteration: 5 / 20 | elapsed_time_per_iteration_ms: 1.21K | "
+    "tokens_per_sec: 866K | tokens_per_sec_per_gpu: 13.5K | global_batch_size: 1.05M | lm_loss: 10.9 | lr: 0.0003"
 )
 COLOURED = (
     "[titan] 2025-02-01 12:00:00,123 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.1234  \x1b[33mmemory: 46.22GiB(48.55%)  "
     "\x1b[34mtps: 7,230  \x1b[36mtflops: 418.70  \x1b[35mmfu: 42.34%\x1b[39m"
 )
-TQDM = " 30%|███       | 3/10 [00:01<00:03,  2.10it/s]"
-SLOW_TQDM = " 30%|███       | 3/10 [00:14<00:33,  4.81s/it]"
-LIGHTNING = "Epoch 0:  30%|███       | 3/10 [00:01<00:02, 2.91it/s, v_num=0, loss=5.1]"
-TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}"
+
+
+def bar(name, unit="it", step=3, total=10):
+    return tqdm.format_meter(step, total, 1.4, prefix=name, unit=unit)
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (MEGATRON, {"step_ms": 1243.7, "loss": 10.64}),
-        (NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
-        (TORCHTITAN, {"step": 10.0, "loss": 7.1234}),
-        (DEEPSPEED, {"samples_per_second": 33.5}),
-        (OLD_NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
-        (TQDM, {"step": 3.0}),
-        (SLOW_TQDM, {"step": 3.0}),
-        (LIGHTNING, {"step": 3.0}),
-        (TRAINER, {"loss": 5.1234}),
-        ("100%|██████████| 1000/1000 [00:00<?, ?it/s]", {}),
-        ("Loading weights:  30%|███       | 3/10 [00:00<00:00, 900.10it/s]", {}),
-        ("Map:  30%|███       | 300/1000 [00:00<00:00, 900.10 examples/s]", {}),
-        ("Training:  30%|███       | 3/10 [00:01<00:03,  2.10it/s]", {"step": 3.0}),
+        (MEGATRON, {"loss": 10.64}),
+        (NANOTRON, {"loss": 10.9}),
+        (bar("Epoch 0"), {"step": 3.0}),
+        (bar("Epoch 1/5"), {"step": 3.0}),
+        (bar("Training"), {"step": 3.0}),
+        (bar("Training", "step"), {"step": 3.0}),
+        (bar("1|12|Loss: 2.301"), {"step": 3.0, "loss": 2.301}),
+        ("{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}", {"loss": 5.1234}),
+        ("{'eval_loss': 5.1234, 'epoch': 0.01}", {}),
+        ("iter 10: val loss: 3.2", {}),
         ('{"step": 4, "tokens_per_second": 1234.5, "lr": 0.1}', {"step": 4.0, "tokens_per_second": 1234.5}),
         ("step 4 of the installation: 3 of 7 done", {}),
     ],
 )
-def test_output_of_known_frameworks_is_read(line, expected):
+def test_what_usually_contains_steps_and_losses_is_read(line, expected):
     assert lines_for(()).read(line) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        bar(""),
+        bar("train: Scanning /data/labels... 64 images, 0 backgrounds"),
+        bar("train: Caching images (0.1GB ram)"),
+        bar("Tokenizing train set"),
+        bar("Running tokenizer on train dataset", " examples"),
+        bar("Loading training data"),
+        bar("Loading pipeline steps"),
+        bar("Extracting features (train)"),
+        bar("Evaluating"),
+        bar("Validation epoch 1"),
+        bar("Eval step"),
+        bar("Sanity Checking DataLoader 0"),
+        bar("Epochs"),
+        bar("Epoch 1/5", "img"),
+        bar("Epoch 1", step=10, total=10).replace("00:01<00:00, ", "00:00<?, ?"),
+    ],
+)
+def test_a_bar_that_may_count_anything_else_than_steps_is_not_read(line):
+    assert "step" not in lines_for(()).read(line), line
 
 
 def test_colours_are_no_part_of_a_line():
     lines = lines_for(())
     (line,) = lines.feed(f"{COLOURED}\n".encode())
-    assert lines.read(line) == pytest.approx({"step": 10.0, "loss": 7.1234})
+    assert "tps: 7,230" in line and lines.read(line) == pytest.approx({"loss": 7.1234})
 
 
 def test_the_first_metric_that_is_asked_for_is_the_objective():
@@ -128,6 +142,10 @@ def test_two_metrics_of_one_name_are_refused():
         ("26.5K", 26500.0),
         ("1.2e-3", 1.2e-3),
         ("-inf", -math.inf),
+        ("13,25", 13.25),
+        ("1.234,5", 1234.5),
+        ("1,325", 1325.0),
+        ("12,34,56", None),
         ("x", None),
         ("1.2.3", None),
     ],
@@ -183,6 +201,48 @@ def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
     assert [each.values.get("speed") for each in rows.read(3.0)] == [11.0, 12.0]
     (tmp_path / "log.jsonl").write_text('{"a": 1, "b": true, "c": "x"}\nnot json\n[1]\n{"time_s": 7.5, "a": 2}\n')
     assert [(each.values, each.at) for each in objects.read(4.0)] == [({"a": 1.0}, 4.0), ({"a": 2.0}, 7.5)]
+
+
+def test_a_csv_that_is_rewritten_with_another_header_is_read_by_that(tmp_path):
+    """Lightning's CSVLogger writes the whole file again when a metric is logged for the first time."""
+    path = tmp_path / "metrics.csv"
+    rows = Appended(path)
+    path.write_text("loss,step\n2.5,0\n2.4,1\n")
+    assert [each.values for each in rows.read(1.0)] == [{"loss": 2.5, "step": 0.0}, {"loss": 2.4, "step": 1.0}]
+    path.write_text("loss,speed,step\n2.5,,0\n2.4,,1\n2.3,40,2\n")
+    assert [each.values for each in rows.read(2.0)] == [{"loss": 2.3, "speed": 40.0, "step": 2.0}]
+    with path.open("a") as file:
+        file.write("2.2,41,3\n")
+    assert [each.values["speed"] for each in rows.read(3.0)] == [41.0]
+    # It is caught while it is written again.
+    path.write_text("")
+    assert rows.read(4.0) == []
+    path.write_text("step,loss\n0,2.5\n1,2.4\n")
+    assert rows.read(5.0) == []
+    path.write_text("step,loss\n0,2.5\n1,2.4\n2,2.3\n3,2.2\n4,2.1\n")
+    assert [each.values for each in rows.read(6.0)] == [{"step": 4.0, "loss": 2.1}]
+
+
+def test_a_header_in_the_middle_of_a_csv_replaces_the_first(tmp_path):
+    path = tmp_path / "log.csv"
+    rows = Appended(path)
+    path.write_text("step,speed\n1,10\nstep,loss,speed\n2,0.5,11\n")
+    assert [each.values["speed"] for each in rows.read(1.0)] == [10.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        ("[rank0]: MemoryError", "MemoryError"),
+        ("[default3]:  50%|#    | 5/10", " 50%|#    | 5/10"),
+        ("[default1]:[rank1]: ValueError: x", "ValueError: x"),
+        ('[1,0]<stdout>:{"step_ms": 5}', '{"step_ms": 5}'),
+        ("[iter12]: 5 ms", "[iter12]: 5 ms"),
+        ("[rank0]", "[rank0]"),
+    ],
+)
+def test_the_name_of_a_rank_is_not_part_of_its_lines(printed, line):
+    assert list(lines_for([]).feed(f"{printed}\n".encode())) == [line]
 
 
 def test_a_last_line_without_an_end_counts_once_nothing_is_appended_any_more(tmp_path):
@@ -253,10 +313,32 @@ def test_a_requirement_says_what_breaks_it():
             Requirement.read(text)
 
 
-def test_lines_that_nearly_matched_are_found():
-    lines = ["loading 3 files", "Throughput: 12.3 tok/s", "done"]
-    assert near_misses(lines, []) == ["Throughput: 12.3 tok/s"]
-    assert near_misses(lines, ["loading_time"]) == ["loading 3 files"]
+@pytest.mark.parametrize(
+    ("line", "metric", "value"),
+    [
+        ("Throughput: 12.3 tok/s", "tokens_per_second", 12.3),
+        ("iter 472: loss 1.6078, time 466.83ms, mfu 0.01%", "step_ms", 466.83),
+        ("[iter 00010] loss=2.30 | 654.4 samples/sec", "samples_per_second", 654.4),
+        (MEGATRON, "step_ms", 1243.7),
+        (NANOTRON, "tokens_per_second", 866e3),
+        ("step: 10 loss: 2.1 tps: 1,234 mfu 1%", "tokens_per_second", 1234.0),
+        ("12/100 5s 60ms/step - loss: 2.3", "step_ms", 60.0),
+    ],
+)
+def test_a_metric_is_built_from_a_line_that_is_not_read_and_reads_it(line, metric, value):
+    built = suggestion(["a line without a number", line])
+    assert lines_for([built.metric]).read(line) == {metric: value}
+    assert f"--metric {shlex.quote(built.metric)}" in built.text
+
+
+def test_no_metric_is_built_from_lines_about_other_work():
+    lines = ["loading 3 files at 12 it/s", "Scanning: 64 images/s", "Evaluation took 12 ms", "done in 3 s"]
+    assert suggestion(lines) is None
+
+
+def test_the_metric_that_reads_most_lines_is_built():
+    lines = ["warm-up 3.5 it/s", *(f"step {step}: {10 + step}.5 samples/s" for step in range(5))]
+    assert suggestion(lines).matches == 5
 
 
 def test_a_report_is_written_where_the_search_listens_and_by_the_first_rank_alone(tmp_path, monkeypatch):

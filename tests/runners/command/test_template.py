@@ -2,14 +2,17 @@
 
 import configparser
 import json
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from redline.base.errors import UsageError
+from redline.runners.command.command import Command
 from redline.runners.command.files import read_files
 from redline.runners.command.template import Template, read_command
+from redline.runners.command.work import Commands
 from redline.space import Space
 
 
@@ -60,11 +63,49 @@ def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expec
     assert words(text, space) == expected
 
 
+def test_a_command_of_several_hosts_takes_what_differs_from_variables(space):
+    text = "torchrun --node-rank {node_rank} --at={master_addr}:{master_port} {name} {micro_batch} -n {hosts}"
+    work = Commands(Command(command=text), _only(space, "name", "micro_batch"), devices=4)
+    shown = work.whole({"name": "two words", "micro_batch": 8}, 0, Path("/o"), hosts=2)
+    done = subprocess.run(
+        ["sh", "-c", f"MASTER_ADDR='a b'; NODE_RANK=1; set -- {shown}; printf '%s\\n' \"$@\""],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        *("torchrun", "--node-rank", "1", "--at=a b:29500", "two words", "8", "-n", "2"),
+    ]
+
+
+def _only(space, *names):
+    """A space of some knobs of another one."""
+    made = Space()
+    for name in names:
+        made.choice(name, space[name].values)
+    return made
+
+
 @pytest.mark.parametrize(
     "word", ["'&&'", "\\;", '">"', ">=1", "a|b", "<pad>", "x>y", "{precision if fusion else name}"]
 )
 def test_a_word_that_only_resembles_shell_syntax_is_an_argument(space, word):
     assert len(words(f"train {word} {{micro_batch}}", space)) == 3
+
+
+def test_a_chosen_literal_with_several_options_is_several_words(space):
+    choice = "{'--amp --amp-dtype bfloat16' if fusion else ''}"
+    text = f'train {choice} "{choice}" --x={choice} {{name}}'
+    options = "--amp --amp-dtype bfloat16"
+    assert words(text, space) == ["train", *options.split(), options, f"--x={options}", "two words"]
+    assert words(text, space, fusion=False) == ["train", "", "--x=", "two words"]
+    assert words(["train", choice], space) == ["train", options], "a word of a list is one word"
+    nested = "train {'-a \"x y\"' if micro_batch > 8 else '-b -c' if fusion else name}"
+    assert words(nested, space) == ["train", "-b", "-c"]
+    assert words(nested, space, micro_batch=16) == ["train", "-a", "x y"]
+    assert words(nested, space, fusion=False, name="-d e") == ["train", "-d e"], "a knob's value is one word"
+    line = read_command(f"train {choice} -n{choice} {{name}}", space.by_name, shell=True)
+    assert line.text({**VALUES, **GIVEN}) == f"train {options} -n'{options}' 'two words'"
+    with pytest.raises(UsageError, match="'-a \"x' cannot be split into words .no closing quotation"):
+        words("train {'-a \"x' if fusion else ''}", space)
 
 
 def test_an_unquoted_word_that_is_empty_is_left_out(space):

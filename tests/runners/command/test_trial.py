@@ -1,5 +1,7 @@
 """Trials of commands with real processes: measured while they run, ended in time, and no process is left."""
 
+import os
+import re
 import socket
 import sys
 import textwrap
@@ -67,7 +69,7 @@ def run(space, tmp_path):
 STEPS = """
 for step in range(1000):
     time.sleep(0.02 / int(sys.argv[1]))
-    print(f" 1%|#   | {step}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
+    print(f"Epoch 0:  1%|#   | {step}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
 """
 
 
@@ -104,7 +106,7 @@ def test_progress_bars_of_several_ranks_count_once_and_a_restarted_bar_is_anothe
             steps = [*range(12), *range(200)]
             for at, step in enumerate(steps):
                 for shown in (step, max(0, step - 1), max(0, step - 1)):
-                    print(f" 1%|#   | {shown}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
+                    print(f"Training:  1%|#   | {shown}/1000 [00:00<00:10, 50.0it/s]", file=sys.stderr)
                     time.sleep(0.01)
             """
         )
@@ -268,7 +270,7 @@ def test_one_rank_out_of_memory_ends_the_others_that_wait_for_it_at_once(run, sc
         )
     )
     ended = time.monotonic()
-    assert measured.status is Status.OOM and message[:60] in measured.reason
+    assert measured.status is Status.OOM and message.removeprefix("[rank1]: ")[:50] in measured.reason
     if needed is None:  # memory of the process that reads the output is not the command's
         assert measured.peak_memory_mib is None
     else:
@@ -280,6 +282,20 @@ def test_one_rank_out_of_memory_ends_the_others_that_wait_for_it_at_once(run, sc
 def test_a_process_that_the_memory_limit_stops_is_out_of_memory(run, script):
     measured, _ = run(script("held = bytearray(512 << 20)\nprint(len(held))"), limit_mib=128)
     assert measured.status is Status.OOM and measured.reason == "MemoryError" and measured.memory_limit_mib == 128
+
+
+def test_memory_that_the_system_s_limit_does_not_count_is_limited_too(run, script):
+    text = """
+    import mmap
+    shared = mmap.mmap(-1, 400 << 20)
+    for page in range(0, len(shared), 4096):
+        shared[page] = 1
+    """
+    measured, _ = run(script(textwrap.dedent(text) + textwrap.dedent(STEPS)), limit_mib=300)
+    assert measured.status is Status.OOM and 300 < measured.peak_memory_mib < 500, measured
+    assert re.fullmatch(
+        r"\d{3} MiB of memory are resident in one process, but the limit is 300 MiB", measured.reason
+    ), measured.reason
 
 
 @pytest.mark.parametrize(("limit_mib", "status"), [(1000.0, Status.OOM), (8000.0, Status.OK)])
@@ -307,12 +323,26 @@ def test_on_gpus_memory_and_its_limit_are_the_gpus(space, tmp_path, script, monk
         assert measured.reason == "5,000 MiB of a GPU are in use, but the limit is 1,000 MiB"
 
 
+def test_a_trial_s_folder_is_empty_whatever_an_interrupted_run_left(run, script, tmp_path):
+    left = tmp_path / "run" / "trials" / "0"
+    left.mkdir(parents=True)
+    (left / "config.yaml").write_text("of an earlier start")
+    text = """
+    print("value", 1 + len(os.listdir(sys.argv[1])))
+    open(os.path.join(sys.argv[1], "config.yaml"), "x")
+    """
+    measured, _ = run(script(text, "{trial_dir} {micro_batch}"), metric=["value (?P<value>.)"])
+    assert (measured.status, measured.throughput) == (Status.OK, 1.0), measured.reason
+    assert (left / "config.yaml").read_text() == ""
+
+
 def test_a_port_that_is_taken_is_not_the_end(run, script):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         text = f"""
         import socket, pathlib
-        tried = pathlib.Path(sys.argv[2], "tried")
+        pathlib.Path(sys.argv[2], "output").mkdir()
+        tried = pathlib.Path("tried")
         first = not tried.exists()
         tried.touch()
         port = {taken.getsockname()[1]} if first else int(sys.argv[1])
@@ -367,6 +397,21 @@ def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
     assert second.reason == "it reported samples/s, but tokens/s before: choose one with --metric"
 
 
+def test_a_traceback_before_exit_code_0_is_the_reason_of_a_crash(run, script):
+    """Of a program that catches its own exception, in a process that the observer does not see."""
+    text = """
+    import traceback
+    try:
+        [][3]
+    except IndexError:
+        traceback.print_exc()
+    """
+    command = script(text).replace("train.py", "-I train.py")
+    measured, _ = run(command)
+    assert measured.status is Status.CRASH
+    assert measured.reason == "it exited with code 0 after IndexError: list index out of range"
+
+
 @pytest.mark.parametrize(
     ("text", "status", "reason"),
     [
@@ -390,7 +435,7 @@ def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
         (
             "print('Throughput: 12 tok/s')",
             Status.CRASH,
-            "without reporting a throughput, a step's time or its number; did you mean the number",
+            "without reporting a throughput, a step's time or its number; --metric 'Throughput: (?P<tokens_per_second>",
         ),
         ('print(\'{"step_ms": 5, "loss": "x"}\')', Status.OK, ""),
         ('for i in range(50): print(\'{"step_ms": 5, "loss": NaN}\')', Status.WRONG, "the reported loss is nan"),
@@ -433,8 +478,7 @@ def test_bad_manners_leave_nothing_behind(run, script, manners):
         ("", "(during the command, without a usable metric: it has printed nothing)"),
         (
             "while True: print('[iter 00010] loss=2.30 | 654.4 samples/sec', flush=True); time.sleep(0.1)",
-            "without a usable metric: its output does not contain a throughput, a step's time or its number; "
-            "did you mean the number in '[iter 00010] loss=2.30 | 654.4 samples/sec'?)",
+            "samples/sec' reads '654.4' in '[iter 00010] loss=2.30 | 654.4 samples/sec'",
         ),
         (
             "print('{\"samples_per_second\": 5}', flush=True)",
@@ -443,9 +487,47 @@ def test_bad_manners_leave_nothing_behind(run, script, manners):
     ],
 )
 def test_a_timeout_names_what_was_read(run, script, text, says):
-    measured, _ = run(script(f"{text}\ntime.sleep(600)"), timeout_s=8)
-    assert measured.status is Status.TIMEOUT and "no result within 8 s" in measured.reason
+    measured, _ = run(script(f"{text}\ntime.sleep(600)"), timeout_s=6)
+    assert measured.status is Status.TIMEOUT and "no result within 6 s" in measured.reason
     assert says in measured.reason
+
+
+def test_a_speed_in_an_unknown_form_ends_the_trial_with_the_metric_that_reads_it(run, script):
+    begin = time.monotonic()
+    measured, _ = run(
+        script(
+            """
+            for step in range(10_000):
+                print(f"step {step} at 12.5 samples/s", flush=True)
+                time.sleep(0.1)
+            """
+        ),
+        timeout_s=120,
+    )
+    assert measured.status is Status.CRASH and time.monotonic() - begin < 60
+    assert measured.reason.startswith(
+        "no training of it can be observed, and its speed is printed in an unknown form: --metric "
+    )
+    assert "(?P<samples_per_second>" in measured.reason and "reads '12.5' in 'step " in measured.reason
+
+
+def test_a_bar_over_data_before_the_training_is_not_taken_for_it(run, script):
+    measured, _ = run(
+        script(
+            """
+            from tqdm import tqdm
+            for _ in tqdm(range(400), desc="train: Scanning labels"): time.sleep(0.004)
+            for _ in tqdm(range(200), desc="Epoch 0"): time.sleep(0.04)
+            """
+        )
+    )
+    assert measured.status is Status.OK and 30 < measured.throughput <= 50
+
+
+def test_nothing_is_observed_if_that_is_switched_off(run, script):
+    text = "print(os.environ.get('PYTHONPATH'), os.environ.get('REDLINE_OBSERVE'))\nprint('speed 1')"
+    _, log = run(script(text), metric=["speed (?P<speed>.)"], no_observe=True)
+    assert f"{os.environ.get('PYTHONPATH')} None" in log
 
 
 def test_gigabytes_of_output_are_read_and_not_kept(run, script):
@@ -454,7 +536,7 @@ def test_gigabytes_of_output_are_read_and_not_kept(run, script):
             """
             for step in range(300):
                 sys.stdout.write("x" * (1 << 20))
-                print(f"\\n 1%|#  | {step}/1000 [00:00<00:10, 50.0it/s]")
+                print(f"\\nEpoch 0:  1%|#  | {step}/1000 [00:00<00:10, 50.0it/s]")
             """
         )
     )

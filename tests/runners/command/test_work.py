@@ -4,7 +4,7 @@ import math
 
 import pytest
 from redline.results import Measurement, Status
-from redline.runners.command.work import FirstRunComparison
+from redline.runners.command.comparison import TrainingComparison
 
 
 def reported(unit="samples/s"):
@@ -31,7 +31,7 @@ def curve(start=10.0, rate=0.02, noise=0.0, steps=40):
     ],
 )
 def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(losses, compares):
-    comparison = FirstRunComparison()
+    comparison = TrainingComparison()
     assert comparison.why_not(reported(), 32.0, curve()) == ""
     reason = comparison.why_not(reported(), 32.0, losses)
     assert (reason == "") is compares
@@ -40,13 +40,13 @@ def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(lo
 
 
 def test_noisy_losses_may_differ_by_their_noise():
-    comparison = FirstRunComparison()
+    comparison = TrainingComparison()
     comparison.why_not(reported(), None, curve(start=1.0, noise=0.5))
     assert comparison.why_not(reported(), None, curve(start=1.6, noise=0.5)) == ""
 
 
 def test_steps_of_other_sizes_are_not_held_against_each_other():
-    comparison = FirstRunComparison()
+    comparison = TrainingComparison()
     comparison.why_not(reported(), 32.0, curve())
     assert comparison.why_not(reported(), 64.0, curve(start=30.0)) == ""
     assert comparison.why_not(reported("tokens/s"), 32.0, curve()).startswith(

@@ -83,6 +83,7 @@ function headline(run) {
     el("p", { class: "big" }, figureOf(big)),
     el("p", { class: "verdict" }, simulated ? [tag("simulated"), " Nothing was run. "] : run.emulated ? [tag("emulated"), " Some ranks ran alone on one device. "] : null, sentence),
     winner && winner.lossy ? caution(run) : null,
+    winner && winner.unconfirmed ? el("p", { class: "caution" }, tag("unconfirmed"), ` ${winner.unconfirmed}.`) : null,
     el("div", { class: "tiles" }, tiles),
     failures ? el("p", { class: "lead", id: "ended" }, `${failures}.`) : null,
     winner ? winning(run, base) : null);

@@ -1,0 +1,126 @@
+"""What a command was asked to train is compared with what was observed of it, and knobs without an effect are named."""
+
+import pytest
+from redline.results import Measurement, Status
+from redline.results.measurement import Trial
+from redline.runners.command.comparison import Asked, TrainingComparison, printed_differs, without_effect
+from redline.runners.command.observation import Speed
+from redline.space import Config
+
+OBSERVED = {
+    "samples_per_step": 64.0, "samples_seen": True, "tokens_per_step": None, "micro_batch": 16.0, "backwards": 4.0, "steps": 20,
+    "median_step_ms": 100.0, "stalled": 0.0, "shares": {"forward": 1.0}, "ranks": 1, "replicas": 1.0, "same_data": False,
+    "products": "float32", "autocast": [], "trained": {"float32": 10}, "optimizers": ["AdamW"], "compiled": False, "retries": 0,
+    "torch": "2.13",
+}  # fmt: skip
+
+
+def measured(throughput=640.0, peak=100.0, **changes):
+    return Measurement(
+        status=Status.OK,
+        throughput=throughput,
+        unit="samples/s",
+        step_ms=100.0,
+        step_ms_spread=1.0,
+        peak_memory_mib=peak,
+        observed={**OBSERVED, **changes},
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "reason"),
+    [
+        (Asked(samples_per_step=64, micro_batch=16, precision="fp32", ranks=1), {}, ""),
+        (Asked(), {"samples_per_step": 3.0, "products": "float16", "ranks": 5}, ""),
+        (Asked(samples_per_step=64), {"samples_per_step": 63.5}, ""),
+        (
+            Asked(samples_per_step=64, micro_batch=64),
+            {"samples_per_step": 16.0, "micro_batch": 16.0, "backwards": 1.0},
+            "it trains with 16 samples a step, not 64: the trainer reduced its batch",
+        ),
+        (Asked(samples_per_step=16), {}, "it trains with 64 samples a step, not 16"),
+        (Asked(samples_per_step=16), {"samples_seen": False}, ""),
+        # Ranks that all read the same synthetic batches, as replicas of a data-parallel training may.
+        (Asked(samples_per_step=128), {"same_data": True, "ranks": 2}, ""),
+        (Asked(samples_per_step=256), {"same_data": True, "ranks": 2}, "it trains with 64 samples a step, not 256"),
+        (Asked(precision="bf16"), {"products": "bfloat16"}, ""),
+        (Asked(precision="bf16"), {"products": None}, ""),
+        (Asked(precision="bf16"), {}, "its matrix products ran in float32, not in bfloat16 as precision=bf16 asks"),
+        (Asked(precision="fp32"), {"products": "float16"}, "its matrix products ran in float16, not in float32 as"),
+        (Asked(ranks=2), {}, "it trained on 1 rank, but --devices asks for 2"),
+    ],
+)
+def test_another_training_than_the_one_asked_for_is_named_with_both_numbers(asked, changes, reason):
+    found = TrainingComparison().why_not(measured(**changes), None, {}, asked)
+    assert found == reason if reason == "" else found.startswith(reason)
+
+
+def test_a_command_may_have_its_own_unit_of_the_micro_batch_but_the_same_in_every_trial():
+    comparison = TrainingComparison()
+    assert comparison.why_not(measured(micro_batch=8.0), None, {}, Asked(micro_batch=4)) == ""
+    assert comparison.why_not(measured(micro_batch=16.0), None, {}, Asked(micro_batch=8)) == ""
+    assert comparison.why_not(measured(micro_batch=8.0), None, {}, Asked(micro_batch=8)) == ""
+    assert comparison.why_not(measured(micro_batch=6.0), None, {}, Asked(micro_batch=16)) == (
+        "it trains with 6 samples a pass, not 16: the trainer reduced its batch"
+    )
+
+
+def speed(**changes):
+    values = {
+        "seconds_per_step": 0.1, "spread": 0.01, "median_s": 0.1, "steps": 30, "samples_per_step": 64.0,
+        "backwards_per_step": 1.0, "tokens_per_step": None, "shares": {}, "compile_s": 0.0, "warmup_s": 1.0,
+        "measure_s": 3.0, "complete": True,
+    }  # fmt: skip
+    return Speed(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "differs"),
+    [
+        ("samples_per_second", 640.0, False),
+        ("samples_per_second", 700.0, False),
+        ("samples_per_second", 2560.0, True),
+        ("step_ms", 25.0, True),
+        ("step_s", 0.11, False),
+        ("steps_per_second", 10.0, False),
+        ("tokens_per_second", 1e9, False),  # not known
+        ("p99_ms", 5.0, False),
+    ],
+)
+def test_a_printed_speed_far_from_the_observed_one_is_named(metric, value, differs):
+    text = printed_differs(metric, value, speed(), 64.0)
+    assert bool(text) is differs
+    if differs:
+        assert f"it prints {metric} = {value:,.6g}, but " in text
+
+
+def trials(*rows):
+    return [
+        Trial(number=number, config=Config(config), measurement=measurement)
+        for number, (config, measurement) in enumerate(rows)
+    ]
+
+
+def test_a_precision_that_never_ran_is_named():
+    rows = trials(
+        ({"amp": False, "batch": 4}, measured()),
+        ({"amp": True, "batch": 8}, measured(throughput=900.0, samples_per_step=128.0)),
+    )
+    assert without_effect(rows) == ["amp had no effect: all trials ran in float32"]
+
+
+def test_a_knob_that_changes_nothing_between_trials_that_differ_in_it_alone_is_named():
+    rows = trials(
+        ({"compile": False, "batch": 4}, measured()),
+        ({"compile": True, "batch": 4}, measured(throughput=645.0)),
+        ({"compile": False, "batch": 8}, measured(throughput=900.0, samples_per_step=128.0)),
+    )
+    assert without_effect(rows) == ["compile had no effect: nothing observed differs between false, true"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [measured(throughput=900.0), measured(peak=110.0), measured(compiled=True), measured(products="bfloat16")],
+)
+def test_a_knob_that_changes_anything_is_not_named(other):
+    assert without_effect(trials(({"fast": False}, measured()), ({"fast": True}, other))) == []
