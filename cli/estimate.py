@@ -145,7 +145,8 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         if single is None and document.ranked:
             from ..frameworks.export import suited_target
 
-            target = suited_target(document.ranked[0].config, asked.framework)
+            class_name = str((request.trains.get("workload") or {}).get("class") or "")
+            target = suited_target(document.ranked[0].config, asked.framework, class_name)
             then = _next_commands(again, output, target, tunable=shape is None)
         click.echo("\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then)))
     return 0 if document.ranked else NOTHING_FITS

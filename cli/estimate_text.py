@@ -23,6 +23,8 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     if request.global_batch:
         sizes.append(f"global batch {request.global_batch:,}")
     by = "" if request.framework.name == "redline" else f" by {request.framework.name}"
+    class_name = (request.trains.get("workload") or {}).get("class")
+    by = f" ({class_name})" + by if class_name else by
     what = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
     lines = _wrapped(what, "", width)
     if document.learned_from:

@@ -116,6 +116,8 @@ class ExportInput:
         workload = asked.get("workload") or {}
         self.spec: str = str(workload.get("spec") or "")
         """Identifier of the model: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
+        self.model_class: str = str(workload.get("class") or "")
+        """Class of the model in transformers; empty if unknown, or for other models."""
         self.command: str = str(workload.get("command") or "")
         """Options of the tuned command; empty if the run measured redline's own training. Only what was tuned is known
         of a command's training.
