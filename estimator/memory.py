@@ -349,8 +349,9 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _build(rank: Rank) -> np.ndarray:
-    """Maximum memory of building the model: weights are initialised in float32 and cast one at a time (frozen ones
-    are quantized likewise, as they are loaded); if replicas shard them (ZeRO 2 and 3), one block is whole at a time, and the parameters outside blocks are whole until the end."""
+    """Maximum memory of building the model: weights are initialised in float32 and cast one at a time (frozen ones are quantized
+    likewise); if replicas shard them (ZeRO 2 and 3), one block is whole at a time, and the parameters outside blocks are whole
+    until the end."""
     if not rank.setup.own:
         return rank.none
     form, block = rank.form, rank.none

@@ -110,8 +110,7 @@ class _Graphs:
 
 
 def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str | None) -> "_Graphs | str":
-    """The graphs of forward and backward, or the reason for their absence; `frozen` is the format of frozen weights, None for that
-    of the others."""
+    """The graphs of forward and backward, or the reason for their absence. `frozen`: format of frozen weights, if it differs."""
     import contextlib
 
     import torch

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from small_models import small  # noqa: F401
 from redline.base.errors import WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.request import estimate_request
 from redline.models import workload
 from redline.models.lora import Lora, with_lora
 from redline.training import Training
+from small_models import small  # noqa: F401
 
 pytest.importorskip("peft")
 GIB = 1024.0
