@@ -180,6 +180,8 @@ def _head(target: Target, setup: ExportInput) -> list[str]:
     if measured is not None and measured.peak_memory_mib is not None:
         what += f", peak memory {number(measured.peak_memory_mib, 5)} MiB"
     lines = [f"Written by redline {__version__} for {target.name}: {fold(what)}"]
+    if setup.missing:
+        lines.insert(0, f"This file does not carry {fold(', '.join(setup.missing))}")
     lines += (line for mark in setup.marks() for line in _wrapped(mark))
     if target.checked is not None:
         lines.append(f"Checked against {' '.join(target.checked)}")

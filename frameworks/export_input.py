@@ -122,6 +122,11 @@ class ExportInput:
         """Options of the tuned command; empty if the run measured redline's own training. Only what was tuned is known
         of a command's training.
         """
+        optimizer = workload.get("optimizer")
+        self.optimizer: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
+        """Class of the workload's own optimizer, and its settings; empty for the AdamW of others, or if unknown."""
+        self.missing: list[str] = []
+        """Parts of the training that the export does not carry, which its first line names."""
         self.lora: str = str(workload.get("lora") or "")
         """Adapters, in the format of `--lora`; empty for all weights."""
         self.seq_len: int | None = asked.get("seq_len")
@@ -238,6 +243,8 @@ class ExportInput:
     def marks(self) -> tuple[str, ...]:
         """Warnings about the configuration, one sentence each."""
         out: list[str] = []
+        if self.missing:
+            out.append(f"does not carry {', '.join(self.missing)}")
         if not self.trial.ok:
             out.append(ending(self.trial))
         if self.simulated:

@@ -173,8 +173,8 @@ def _listed(names: set[str]) -> str:
 def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
     """Refuses a constraint that never holds with all its knobs present, apart from other constraints.
 
-    Accepts it if its knobs are never present together, or if that is unknown: there are too many combinations, or a callable raises, which other constraints may
-    prevent.
+    Accepts it if its knobs are never present together, or if that is unknown: there are too many combinations, or a
+    callable raises, which other constraints may prevent.
 
     Raises:
         SpaceError: the constraint can never hold.

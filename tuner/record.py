@@ -10,6 +10,7 @@ from ..base.reading import absolute
 from ..knobs.strategy import BLOCK_KNOBS
 from ..knobs.text import exact_text
 from ..models.architecture import class_of, shape_of
+from ..models.optimizers import optimizer_settings
 from ..models.server_model import ServerModel
 from ..results import RunFolder, summary
 from ..runners import Runner
@@ -35,6 +36,8 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         what["spec"] = str(workload.spec)
     if workload is not None and (class_name := class_of(workload.model)):
         what["class"] = class_name
+    if workload is not None and (optimizer := optimizer_settings(workload)):
+        what["optimizer"] = optimizer
     if (lora := getattr(workload and workload.model, "lora", None)) is not None:
         what["lora"] = str(lora)
     shape = shape_of(workload.model) if workload else None
