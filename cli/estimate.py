@@ -81,6 +81,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     memory and time. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
     from ..base.collection import without_collection
+    from ..estimator.advice import Change, helpful
     from ..estimator.document import estimate_document, plan_file
     from ..estimator.request import estimate_request
     from ..tuner.first_trial import first_trial
@@ -136,18 +137,32 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             say=status.update,
             show=show,
         )
+        advice: list[Change] = []
+        if not document.ranked and single is None:
+            status.update("looking for changes that help")
+            advice = helpful(
+                lambda changes: estimate_request(**terms, **{**more, **changes}),
+                given,
+                devices=request.devices,
+                seq_len=request.estimator.training.seq_len,
+                model=shape is None,
+            )
+            status.clear()
     if output is not None and document.ranked:
         _write(output, plan_file(document, again))
     if as_json:
-        click.echo(json.dumps(document.to_dict(), allow_nan=False))
+        helps = {"advice": [change.options for change in advice]} if advice else {}
+        click.echo(json.dumps({**document.to_dict(), **helps}, allow_nan=False))
     else:
         then: list[str] = []
         if single is None and document.ranked:
             from ..frameworks.export import suited_target
 
-            target = suited_target(document.ranked[0].config, asked.framework)
+            class_name = str((request.trains.get("workload") or {}).get("class") or "")
+            target = suited_target(document.ranked[0].config, asked.framework, class_name)
             then = _next_commands(again, output, target, tunable=shape is None)
-        click.echo("\n".join(estimate_text.body(document, explain=asked.explain, width=width, then=then)))
+        text = estimate_text.body(document, explain=asked.explain, width=width, then=then, advice=advice)
+        click.echo("\n".join(text))
     return 0 if document.ranked else NOTHING_FITS
 
 

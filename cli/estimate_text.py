@@ -9,6 +9,7 @@ from ..knobs.strategy import STANDARD
 from ..knobs.text import config_text
 
 if TYPE_CHECKING:
+    from ..estimator.advice import Change
     from ..estimator.document import EstimateDocument
     from ..estimator.estimate import Estimate
     from ..estimator.survey import Ranked, Survey
@@ -23,6 +24,8 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     if request.global_batch:
         sizes.append(f"global batch {request.global_batch:,}")
     by = "" if request.framework.name == "redline" else f" by {request.framework.name}"
+    class_name = (request.trains.get("workload") or {}).get("class")
+    by = f" ({class_name})" + by if class_name else by
     what = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
     lines = _wrapped(what, "", width)
     if document.learned_from:
@@ -54,6 +57,7 @@ def body(
     explain: bool = False,
     width: int = 100,
     then: Sequence[str] = (),
+    advice: "Sequence[Change]" = (),
 ) -> list[str]:
     """Returns the plans, the assumptions and the next commands, wrapped to `width`.
 
@@ -62,6 +66,7 @@ def body(
         explain: True adds the terms of memory and time of every configuration, and why the others were excluded.
         width: columns.
         then: commands to run next.
+        advice: changes that make something fit, if nothing does.
     """
     lines: list[str] = []
     ranked = document.ranked
@@ -73,8 +78,7 @@ def body(
             lines.append(f"the configuration with the least memory, {need:.1f} GiB of {limit:.1f} GiB, is")
             lines += _wrapped(_config(document.reference.config, document.reference.lossy), "  ", width)
             ranked = (document.reference,)
-        less = "More --devices, a shorter --seq-len, --lora r=16 or --allow lossy need less memory of each device."
-        lines += ["", *_wrapped(less, "", width), "", *_wrapped(_assumed(document), "", width)]
+        lines += ["", *_wrapped(_advice(advice), "", width), "", *_wrapped(_assumed(document), "", width)]
     else:
         lines += ["", *_table(document, width)]
         if ranked[0].lossy and document.survey is not None:
@@ -95,6 +99,13 @@ def body(
     if then and document.ranked:
         lines += ["", *(f"{'next' if not at else '':<9}{each}" for at, each in enumerate(then))]
     return lines
+
+
+def _advice(changes: "Sequence[Change]") -> str:
+    """The changes that help, of those that were tried."""
+    if not changes:
+        return "Predicted as well, and too large: shorter sequences, adapters, lossy values and more devices."
+    return f"This fits, each by itself: {', '.join(map(str, changes))}."
 
 
 def _assumed(document: "EstimateDocument") -> str:

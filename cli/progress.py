@@ -238,7 +238,7 @@ def headline(plan: SearchPlan) -> list[str]:
     trials = f", {plan.trials} trials" if plan.trials else ""
     resumed = f", resumed after {plan.done} trials" if plan.done else ""
     lines = [
-        f"{plan.name} on {plan.where}: {valid}{trials}",
+        f"{plan.name}{f' ({plan.model_class})' if plan.model_class else ''} on {plan.where}: {valid}{trials}",
         f"sampler {plan.sampler}, runner {plan.runner}{resumed}",
     ]
     if plan.folder is not None:

@@ -28,17 +28,22 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def space(output: str | None, as_json: bool, **options: Any) -> None:
     """Show the knobs of MODEL on the available devices, their constraints, and the number of valid configurations."""
+    from ..models.architecture import class_of
     from ..tuner.task import resolve_task
 
     task = resolve_task(TrainingRequest(**request_of(options)))
     if output:
         task.space.to_yaml(output)
+    class_name = class_of(task.workload.model) if task.workload is not None else None
+    named = {"class": class_name} if class_name else {}
     if as_json:
         described = task.space.to_dict(describe_callables=True)
         valid = len(task.space) if task.space.enumerable else None
         default = task.space.default().to_dict()
-        click.echo(json.dumps({**described, "valid": valid, "default": default, "notes": list(task.notes)}))
+        click.echo(json.dumps({**described, **named, "valid": valid, "default": default, "notes": list(task.notes)}))
         return
+    if class_name:
+        click.echo(f"{task.name}: {class_name}\n")
     click.echo(task.space.describe())
     click.echo(f"\ndefault: {config_text(task.space.default())}")
     if task.workload is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from .. import __version__
 from ..base.device import Device
 from ..base.errors import SpaceError
-from ..models.architecture import shape_of
+from ..models.architecture import class_of, shape_of
 from ..models.fingerprint import digest
 from ..models.presets import PRESETS
 from ..models.request import ModelRequest, Resolved, TrainingRequest
@@ -76,6 +76,8 @@ def kept_model(workload: Workload) -> KeptModel:
     """The cacheable part of a workload."""
     lora, shape = getattr(workload.model, "lora", None), shape_of(workload.model)
     what = {"id": workload.id, "spec": str(workload.spec), **({"lora": str(lora)} if lora is not None else {})}
+    if class_name := class_of(workload.model):
+        what["class"] = class_name
     return KeptModel(
         name=workload.name,
         model_id=workload.model_id,

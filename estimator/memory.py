@@ -145,7 +145,7 @@ def _states(rank: Rank) -> dict[str, np.ndarray]:
     gradients = np.where(_whole_gradients(rank), rank.weights, gradients)
     optimizer = np.where(on_host, 0.0, _stored_parameters(rank, "optimizer") * trained)
     return {
-        "parameters": weights * (trained * form.parameter + (1 - trained) * form.frozen),
+        "parameters": weights * rank.stored_bytes,
         "gradients": gradients * trained * form.gradient,
         "optimizer": optimizer * form.optimizer,
         "master": optimizer * form.master,
@@ -166,6 +166,8 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
     """Copies of weights in the dtype of products, unless they are gathered in it, and of gradients in the weights' dtype."""
     form = rank.form
     weights = _matrices(rank) * form.compute if form.compute < form.parameter else rank.none
+    if form.frozen <= form.compute:  # those are used as they are, or expanded one product at a time
+        weights = weights * rank.trained_share
     if form.gathered == form.compute:
         weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), 0.0, weights)
     elif rank.setup.gather_dtype:
@@ -347,19 +349,21 @@ def _update(rank: Rank, terms: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _build(rank: Rank) -> np.ndarray:
-    """Maximum memory of building the model: weights are initialised in float32 and cast one at a time; if replicas shard them
-    (ZeRO 2 and 3), one block is whole at a time, and the parameters outside blocks are whole until the end."""
+    """Maximum memory of building the model: weights are initialised in float32 and cast one at a time (frozen ones are quantized
+    likewise); if replicas shard them (ZeRO 2 and 3), one block is whole at a time, and the parameters outside blocks are whole
+    until the end."""
     if not rank.setup.own:
         return rank.none
     form, block = rank.form, rank.none
     for each, _ in rank.stage.blocks:
         block = np.maximum(block, rank.whole(each))
     ends = [rank.whole(each) for each in rank.stage.ends]
-    drawn = np.maximum.reduce([block, *ends]) * (DRAWN if form.parameter < DRAWN else 0.0)
+    cast = (form.parameter < DRAWN) | ((form.frozen < DRAWN) & (rank.trained_share < 1))
+    drawn = np.maximum.reduce([block, *ends]) * np.where(cast, DRAWN, 0.0)
     cut = shared("gradients", rank.cols.zero) & (rank.replicas > 1)
-    pieces = rank.held(cut) * form.parameter
-    by_block = pieces + rank.ends * form.parameter + np.maximum(block * DRAWN, drawn)
-    return np.where(cut, by_block, rank.weights * form.parameter + drawn)
+    pieces = rank.held(cut) * rank.stored_bytes
+    by_block = pieces + rank.ends * rank.stored_bytes + np.maximum(block * DRAWN, drawn)
+    return np.where(cut, by_block, rank.weights * rank.stored_bytes + drawn)
 
 
 def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:

@@ -35,8 +35,8 @@ class Formats:
     """Weights that are not trained."""
 
 
-def formats(setup: TrainingSetup, precision: str) -> Formats:
-    """Bytes of each element at `precision` under the setup's conventions."""
+def formats(setup: TrainingSetup, precision: str, frozen_bits: float | None = None) -> Formats:
+    """Bytes of each element at `precision` under the setup's conventions; `frozen_bits` as in `ModelFacts`."""
     own = FORMATS[precision]
     parameter = BYTES[setup.parameter_dtype or own.weights]
     master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
@@ -44,6 +44,9 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
     compute = min(own.compute_bytes, parameter)
     # torch's optimizers keep their states in the dtype of the updated parameters.
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
+    bits = setup.frozen_bits if setup.frozen_bits is not None else frozen_bits
+    # Frozen weights of 16 bits are those of products; a training in float32 keeps them in float32.
+    frozen = parameter if bits is None else bits / 8 if bits < 16 else compute
     return Formats(
         parameter=parameter,
         gradient=BYTES[kept],
@@ -51,7 +54,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
         optimizer=OPTIMIZERS[setup.optimizer] * state,
         compute=compute,
         gathered=BYTES[setup.gather_dtype] if setup.gather_dtype else BYTES[own.gathered] if setup.own else compute,
-        frozen=parameter if setup.frozen_bits is None else setup.frozen_bits / 8,
+        frozen=frozen,
     )
 
 
@@ -209,7 +212,12 @@ class Rank:
     @cached_property
     def form(self) -> Formats:
         """Bytes of an element of each state."""
-        return formats(self.setup, self.facts.precision)
+        return formats(self.setup, self.facts.precision, self.facts.frozen_bits)
+
+    @cached_property
+    def stored_bytes(self) -> np.ndarray:
+        """Mean bytes of a stored weight: trained ones and frozen ones."""
+        return self.trained_share * self.form.parameter + (1 - self.trained_share) * self.form.frozen
 
     @cached_property
     def flying(self) -> np.ndarray:

@@ -16,7 +16,9 @@ FSDP_ZERO_1 = "zero=1 became FSDP2 without resharding, which shards the gradient
 
 
 def adamw(setup: ExportInput) -> Mapping[str, Any]:
-    """Returns the optimizer's settings as measured; empty if they are the workload's or unknown."""
+    """Returns the settings of AdamW as measured; empty if the workload has its own optimizer, or they are unknown."""
+    if setup.optimizer:
+        return {}
     if setup.own_workload or not setup.spec:
         setup.note("the learning rate, weight decay and betas of the optimizer are yours to set")
         return {}
@@ -27,12 +29,23 @@ def adamw(setup: ExportInput) -> Mapping[str, Any]:
     return ADAMW
 
 
+def optimizer_text(setup: ExportInput, parameters: str = "") -> str:
+    """The workload's own optimizer as a call, such as `SGD(lr=0.1, momentum=0.9)`."""
+    settings = [f"{name}={value}" for name, value in setup.optimizer.items() if name != "class"]
+    name = setup.optimizer["class"] if parameters else setup.optimizer["class"].rpartition(".")[2]
+    return f"{name}({', '.join([*([parameters] if parameters else []), *settings])})"
+
+
 def note_adamw(setup: ExportInput) -> None:
     """Adds a note that the optimizer is made in the user's code, with its measured settings.
 
     Without fused, torch chooses: `fused=False` would be a loop over the parameters on a GPU too.
     """
     settings: dict[str, Any] = {"fused": True} if setup.knob("fused_optimizer") else {}
+    if setup.optimizer:
+        call = optimizer_text(setup, "model.parameters()")
+        setup.note(f"the optimizer is made in your code; {setup.found} was {call}")
+        return
     if setup.spec and not setup.own_workload:
         settings = {"lr": ADAMW["lr"], "weight_decay": ADAMW["weight_decay"], **settings}
     if settings:

@@ -7,7 +7,7 @@ from typing import Any
 from ..base.errors import UsageError
 from ..knobs.strategy import Strategy
 from ..knobs.text import value_text
-from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32
+from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32, optimizer_text
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import MICRO_BATCHES, Launcher
@@ -153,6 +153,8 @@ def _precision(setup: ExportInput, stage: int) -> dict[str, Any]:
 
 def _optimizer(setup: ExportInput, zero: Mapping[str, Any]) -> dict[str, Any]:
     fused, given = setup.knob("fused_optimizer"), adamw(setup)
+    if setup.optimizer:
+        return _own_optimizer(setup)
     if not given:
         if fused:
             setup.note(
@@ -168,6 +170,18 @@ def _optimizer(setup: ExportInput, zero: Mapping[str, Any]) -> dict[str, Any]:
         given = nested(KNOBS.write("fused_optimizer", True))["optimizer"]["params"]
         params |= given if fused else {name: value for name, value in given.items() if name != "fused"}
     return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def _own_optimizer(setup: ExportInput) -> dict[str, Any]:
+    """The optimizer of the user's workload: DeepSpeed makes any of torch.optim by its name."""
+    module, _, name = str(setup.optimizer["class"]).rpartition(".")
+    if module != "torch.optim":
+        call = optimizer_text(setup, "model.parameters()")
+        setup.missing.append(f"the optimizer: give deepspeed.initialize(optimizer={call})")
+        return {}
+    return {
+        "optimizer": {"type": name, "params": {key: value for key, value in setup.optimizer.items() if key != "class"}}
+    }
 
 
 def _note_the_rest(setup: ExportInput) -> None:

@@ -127,11 +127,13 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
     )
 
 
-def suited_target(config: Mapping[str, Any], framework: str = "") -> str:
-    """A target that runs a configuration on all its devices: that of a framework if it has one, or else a common one."""
-    known = export_targets()
-    names = (framework, "accelerate", "torchtitan", "megatron", "python")
-    return next(name for name in names if name in known and known[name].runs_whole(config))
+def suited_target(config: Mapping[str, Any], framework: str = "", model_class: str = "") -> str:
+    """A target that runs a configuration of a class of transformers on all its devices: that of a framework if it has one, or
+    else a common one."""
+    targets = export_targets()
+    names = [name for name in (framework, "accelerate", "torchtitan", "megatron", "python") if name in targets]
+    able = [name for name in names if not model_class or model_class.endswith(targets[name].trains)]
+    return next(name for name in able if targets[name].runs_whole(config))
 
 
 def form_of(target: str, file: str) -> str | None:
@@ -178,6 +180,8 @@ def _head(target: Target, setup: ExportInput) -> list[str]:
     if measured is not None and measured.peak_memory_mib is not None:
         what += f", peak memory {number(measured.peak_memory_mib, 5)} MiB"
     lines = [f"Written by redline {__version__} for {target.name}: {fold(what)}"]
+    if setup.missing:
+        lines.insert(0, f"This file does not carry {fold(', '.join(setup.missing))}")
     lines += (line for mark in setup.marks() for line in _wrapped(mark))
     if target.checked is not None:
         lines.append(f"Checked against {' '.join(target.checked)}")

@@ -116,10 +116,17 @@ class ExportInput:
         workload = asked.get("workload") or {}
         self.spec: str = str(workload.get("spec") or "")
         """Identifier of the model: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
+        self.model_class: str = str(workload.get("class") or "")
+        """Class of the model in transformers; empty if unknown, or for other models."""
         self.command: str = str(workload.get("command") or "")
         """Options of the tuned command; empty if the run measured redline's own training. Only what was tuned is known
         of a command's training.
         """
+        optimizer = workload.get("optimizer")
+        self.optimizer: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
+        """Class of the workload's own optimizer, and its settings; empty for the AdamW of others, or if unknown."""
+        self.missing: list[str] = []
+        """Parts of the training that the export does not carry, which its first line names."""
         self.lora: str = str(workload.get("lora") or "")
         """Adapters, in the format of `--lora`; empty for all weights."""
         self.seq_len: int | None = asked.get("seq_len")
@@ -236,6 +243,8 @@ class ExportInput:
     def marks(self) -> tuple[str, ...]:
         """Warnings about the configuration, one sentence each."""
         out: list[str] = []
+        if self.missing:
+            out.append(f"does not carry {', '.join(self.missing)}")
         if not self.trial.ok:
             out.append(ending(self.trial))
         if self.simulated:

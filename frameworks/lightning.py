@@ -143,12 +143,16 @@ def _strategy(setup: ExportInput) -> Any:
 
 def _optimizer(setup: ExportInput) -> dict[str, Any]:
     fused, settings = setup.knob("fused_optimizer"), dict(adamw(setup))
-    if fused:
+    class_path = "torch.optim.AdamW"
+    if setup.optimizer:
+        class_path = str(setup.optimizer["class"])
+        settings = {name: value for name, value in setup.optimizer.items() if name != "class"}
+    elif fused:
         settings["fused"] = True
     if not settings:
         return {}
     setup.note("this file has the optimizer: leave configure_optimizers() out of your module")
-    return {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": settings}}
+    return {"optimizer": {"class_path": class_path, "init_args": settings}}
 
 
 def _note_the_rest(setup: ExportInput) -> None:

@@ -281,6 +281,7 @@ TARGET = Target(
     forms={"shell": _shell},
     checked=CHECKED,
     sequences=("cp",),
+    trains=("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "T5ForConditionalGeneration"),
     uneven=True,
     start=_start,
 )

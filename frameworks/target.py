@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..base.errors import UsageError
 from ..results.measurement import Trial
 from .export_input import SEQUENCES, ExportInput
 
@@ -37,6 +38,8 @@ class Target:
     """True if it can treat runs of blocks unlike each other (`strategy`)."""
     uneven: bool = False
     """True if it supports stages with given numbers of blocks (`stage_blocks`)."""
+    trains: tuple[str, ...] = ("",)
+    """Endings of the classes of transformers that it can train; by default those of all."""
     use: Callable[[str], str] | None = None
     """How a file of that name is used, if `start` does not show it."""
     start: Callable[[ExportInput, str], str] | None = None
@@ -48,7 +51,13 @@ class Target:
     def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> ExportInput:
         """Input of an export to this target."""
         able = {name: getattr(self, name) for name in ("pipelines", "sequences", "runs", "uneven")}
-        return ExportInput(trial, document, self.name, **able)
+        setup = ExportInput(trial, document, self.name, **able)
+        if setup.model_class and not setup.model_class.endswith(self.trains):
+            raise UsageError(
+                f"{self.name} trains language models (*{', *'.join(self.trains)}), but this run measured "
+                f"{setup.model_class}: its settings would start another training; --to accelerate and --to python keep the model"
+            )
+        return setup
 
     def runs_whole(self, config: Mapping[str, Any]) -> bool:
         """True if its file runs a configuration on all its devices."""

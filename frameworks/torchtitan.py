@@ -278,6 +278,7 @@ TARGET = Target(
     forms={"shell": _shell},
     checked=CHECKED,
     sequences=("cp",),
+    trains=("ForCausalLM", "LMHeadModel"),
     start=lambda setup, file: f"bash {file}",
 )
 

@@ -20,6 +20,7 @@ from .common import (
     note_quantized,
     note_reduction,
     note_stage,
+    optimizer_text,
     read_lora,
 )
 from .export_input import ExportInput
@@ -99,9 +100,12 @@ def arguments(setup: ExportInput) -> dict[str, Any]:
         out["torch_compile_backend"] = "inductor"
         setup.note("fusion=true compiled each repeated block; the Trainer compiles the model as a whole")
     fused = setup.knob("fused_optimizer")
-    if fused is not None:
-        out |= KNOBS.write("fused_optimizer", fused)
-    out |= _optimizer(setup)
+    if setup.optimizer:
+        out |= _own_optimizer(setup, fused)
+    else:
+        if fused is not None:
+            out |= KNOBS.write("fused_optimizer", fused)
+        out |= _optimizer(setup)
     if sharded:
         out["fsdp"] = True
         out["fsdp_config"] = _fsdp(setup)
@@ -135,6 +139,33 @@ def _precision(setup: ExportInput) -> dict[str, Any]:
         return {"tf32": True}
     half = setup.formats.autocast
     return {half: True} if half else {}  # off is the default, and not written
+
+
+_OWN = {"AdamW": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad", "RMSprop": "rmsprop"}
+"""Values of `optim`, by the class of torch.optim that the Trainer makes."""
+_SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+_ADAM_SETTINGS = {**_SETTINGS, "eps": "adam_epsilon"}
+
+
+def _own_optimizer(setup: ExportInput, fused: Any) -> dict[str, Any]:
+    """The optimizer of the user's workload, as far as arguments can state it; the first line names one that they cannot."""
+    out: dict[str, Any] = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    settings = {name: value for name, value in setup.optimizer.items() if name != "class"}
+    module, _, name = str(setup.optimizer["class"]).rpartition(".")
+    optim = _OWN.get(name) if module == "torch.optim" else None
+    if optim == "adamw_torch":
+        betas = settings.pop("betas", None)
+        out |= dict(zip(("adam_beta1", "adam_beta2"), betas)) if betas else {}
+        out |= {"weight_decay": settings.pop("weight_decay", 0.01)}
+        optim = "adamw_torch_fused" if fused else optim
+    names = _ADAM_SETTINGS if name == "AdamW" else _SETTINGS
+    if optim is None or not settings.keys() <= names.keys():
+        setup.missing.append(
+            f"the optimizer, {optimizer_text(setup)}, which arguments cannot state: give "
+            f"Trainer(optimizers=({optimizer_text(setup, 'model.parameters()')}, None))"
+        )
+        return out
+    return out | {"optim": optim} | {names[setting]: value for setting, value in settings.items()}
 
 
 def _optimizer(setup: ExportInput) -> dict[str, Any]:

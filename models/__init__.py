@@ -1,4 +1,4 @@
-"""Workloads: any Hugging Face language model or image classifier, presets, schedules of families."""
+"""Workloads: any Hugging Face model of a supported task, presets, schedules of families."""
 
 import lazy_loader
 

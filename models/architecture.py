@@ -43,23 +43,37 @@ class _Names(NamedTuple):
     """Class that makes a model of a configuration."""
     mapping: str
     """Table of the models' classes by those of their configurations."""
-    loss: str
-    endings: tuple[str, ...]
-    """Endings of the models' classes."""
+    loss: str = ""
 
 
+# A class in several tables has the first of their tasks.
 _TASKS: Mapping[Task, _Names] = {
-    "causal": _Names("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "ForCausalLM", ("ForCausalLM", "LMHeadModel")),
-    "masked": _Names("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "ForMaskedLM", ("ForMaskedLM", "ForPreTraining")),
     # Its labels are shifted already, so its loss is that of masked tokens.
-    "seq2seq": _Names(
-        "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "ForMaskedLM", ("ForConditionalGeneration",)
+    "seq2seq": _Names("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "ForMaskedLM"),
+    "causal": _Names("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "ForCausalLM"),
+    "masked": _Names("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "ForMaskedLM"),
+    "contrastive": _Names(
+        "AutoModelForZeroShotImageClassification", "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING"
     ),
     "image": _Names(
-        "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "ForImageClassification",
-        ("ForImageClassification",),
+        "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "ForImageClassification"
     ),
-}  # fmt: skip
+    "speech_seq2seq": _Names("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "ForMaskedLM"),
+    "ctc": _Names("AutoModelForCTC", "MODEL_FOR_CTC_MAPPING"),
+    "segmentation": _Names("AutoModelForSemanticSegmentation", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING"),
+    "audio_classification": _Names("AutoModelForAudioClassification", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING"),
+    "sequence_classification": _Names(
+        "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
+    ),
+    "token_classification": _Names("AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING"),
+    "question_answering": _Names("AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING"),
+    "multiple_choice": _Names("AutoModelForMultipleChoice", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING"),
+    "pretraining": _Names("AutoModelForPreTraining", "MODEL_FOR_PRETRAINING_MAPPING"),
+}
+_UNNAMED: tuple[Task, ...] = (
+    "speech_seq2seq", "contrastive", "image", "ctc", "segmentation", "sequence_classification", "audio_classification",
+)  # fmt: skip
+"""Preference among the tasks of a family without language models, if its configuration names no class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +85,7 @@ class Architecture:
     arguments: Mapping[str, Any] = field(repr=False)
     """Keyword arguments of its configuration class."""
     task: Task
-    """`causal`, `masked`, `seq2seq` or `image`."""
+    """It selects the class of the family."""
 
     def configuration(self) -> Any:
         """Returns a new `transformers.PretrainedConfig`.
@@ -85,9 +99,15 @@ class Architecture:
                 # Training needs no key-value cache; transformers.Trainer switches it off too.
                 config = kind.from_dict({**_without_implementations(self.arguments), "model_type": self.model_type})
                 config.use_cache = False
-                if self.task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+                if (
+                    getattr(config, "is_encoder_decoder", False)
+                    and getattr(config, "decoder_start_token_id", None) is None
+                ):
                     # Published configurations contain it; T5's convention.
                     config.decoder_start_token_id = config.pad_token_id
+                if self.task == "sequence_classification" and config.get_text_config().pad_token_id is None:
+                    # A decoder classifies by the last token that is not padding, and refuses several samples without one.
+                    config.pad_token_id = config.get_text_config().pad_token_id = 0
             except refusals() as error:
                 raise WorkloadError(f"the configuration is not a valid {self.model_type}: {one_line(error)}") from error
         return config
@@ -119,7 +139,7 @@ class Architecture:
                 raise WorkloadError(
                     f"transformers cannot build this {self.model_type} with attention '{attention}': {one_line(error)}"
                 ) from error
-        if getattr(model, "loss_type", "") is None:
+        if getattr(model, "loss_type", "") is None and _TASKS[self.task].loss:
             # transformers guesses the loss from the name of the class, and warns if it cannot.
             model.loss_type = _TASKS[self.task].loss
         return model
@@ -130,6 +150,11 @@ class Architecture:
         with quiet() as transformers, gpus_described():
             mapping = getattr(transformers, _TASKS[self.task].mapping)
             return mapping[_config_class(transformers, self.model_type)]
+
+    @property
+    def class_name(self) -> str:
+        """Name of that class, which need not be imported."""
+        return class_names(_TASKS[self.task].mapping, self.model_type)[0]
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -165,38 +190,75 @@ def _without_implementations(found: Any) -> Any:
     return [_without_implementations(each) for each in found] if isinstance(found, list) else found
 
 
-def from_configuration(configuration: Any, name: str) -> Architecture:
-    """Returns the architecture of a `transformers.PretrainedConfig`.
+def from_configuration(configuration: Any, name: str, named: str | None = None) -> Architecture:
+    """Returns the architecture of a `transformers.PretrainedConfig`: the class that it names, or that of its usual task.
+
+    Args:
+        configuration: the configuration.
+        name: name for errors.
+        named: the class, in place of the one in the configuration's `architectures`.
 
     Raises:
-        WorkloadError: transformers has no language model and no image classifier for it.
+        WorkloadError: the class is not one of the family, or its task is not supported.
     """
-    with quiet() as transformers:
-        kinds = [task for task, each in _TASKS.items() if type(configuration) in getattr(transformers, each.mapping)]
-    if not kinds:
-        raise WorkloadError(
-            f"{name}: transformers has no language model and no image classifier of type "
-            f"'{configuration.model_type}'; describe it by a redline.Workload of your own (--workload "
-            "FILE:NAME)"
-        )
     return Architecture(
         model_type=configuration.model_type,
         arguments={k: v for k, v in configuration.to_dict().items() if k not in _NOT_ARCHITECTURE},
-        task=_task(configuration, kinds),
+        task=_task(configuration, name, named),
     )
 
 
-def _task(configuration: Any, kinds: list[Task]) -> Task:
-    if len(kinds) == 1:
-        return kinds[0]
-    for each in configuration.architectures or ():
-        for task in kinds:
-            if each.endswith(_TASKS[task].endings):
-                return task
-    if getattr(configuration, "is_encoder_decoder", False) and "seq2seq" in kinds:
+def class_names(mapping: str, model_type: str) -> tuple[str, ...]:
+    """Names of a family's classes in a table of transformers; empty for none."""
+    from transformers.models.auto import modeling_auto
+
+    entry = getattr(modeling_auto, f"{mapping}_NAMES").get(model_type, ())
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _task(configuration: Any, name: str, named: str | None) -> Task:
+    from .tasks import refused
+
+    model_type = configuration.model_type
+    kinds: dict[Task, str] = {
+        task: names[0] for task, each in _TASKS.items() if (names := class_names(each.mapping, model_type))
+    }
+    stated = named or next(iter(configuration.architectures or ()), None)
+    generation = class_names("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", model_type)
+    if generation and (stated or generation[0]) in generation:
+        raise refused(
+            generation[0],
+            name,
+            "it takes images with its text, and no batch of both is made here (its text_config alone, as a config.json of its "
+            "own, is a language model)",
+        )
+    if stated is None:
+        return _usual_task(configuration, name, kinds)
+    if stated in kinds.values():
+        return next(task for task, class_name in kinds.items() if class_name == stated)
+    known = ", ".join(dict.fromkeys(kinds.values()))
+    raise refused(
+        stated,
+        name,
+        "architectures names a class without one of the supported tasks"
+        + (f" (those of {model_type}: {known}; name one of them in architectures)" if known else ""),
+    )
+
+
+def _usual_task(configuration: Any, name: str, kinds: Mapping[Task, str]) -> Task:
+    """Task of a configuration that names no class."""
+    if not kinds:
+        raise WorkloadError(
+            f"{name}: transformers has no class of type '{configuration.model_type}' with a supported task; describe it by a "
+            "redline.Workload of your own (--workload FILE:NAME)"
+        )
+    is_encoder_decoder = getattr(configuration, "is_encoder_decoder", False)
+    if is_encoder_decoder and "seq2seq" in kinds:
         return "seq2seq"
+    if is_encoder_decoder and "speech_seq2seq" in kinds:
+        return "speech_seq2seq"
     preferred: Task = "causal" if getattr(configuration, "is_decoder", False) else "masked"
-    return preferred if preferred in kinds else kinds[0]
+    return next(task for task in (preferred, "masked", "causal", "seq2seq", *_UNNAMED, *kinds) if task in kinds)
 
 
 def _config_class(transformers: ModuleType, model_type: str) -> Any:
@@ -211,6 +273,11 @@ def described(configuration: Any) -> dict[str, Any]:
         **{key: value for key, value in values.items() if key not in (*_NOT_ARCHITECTURE, "use_cache")},
         "model_type": configuration.model_type,
     }
+
+
+def class_of(model: Any) -> str | None:
+    """Name of the class of transformers that a workload's model is; None for a user's model."""
+    return model.class_name if isinstance(model, Architecture) else None
 
 
 def without_memory(architecture: Architecture) -> "nn.Module":

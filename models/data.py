@@ -11,8 +11,14 @@ if TYPE_CHECKING:
     import torch
 
 
-Task = Literal["causal", "masked", "seq2seq", "image"]
-"""Training task of a model: the next token, masked tokens, another sequence, the class of an image."""
+Task = Literal[
+    "causal", "masked", "seq2seq", "image", "pretraining", "sequence_classification", "token_classification",
+    "question_answering", "multiple_choice", "speech_seq2seq", "ctc", "audio_classification", "segmentation",
+    "contrastive",
+]  # fmt: skip
+"""Training task of a model: that of a language model, the class of an image, or another one (`models.tasks`)."""
+GENERAL: tuple[Task, ...] = ("causal", "masked", "seq2seq", "image")
+"""Tasks whose batches are `TokenBatches` or `ImageBatches`."""
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """Number of bytes of a text that are read: much more than a dry run needs, and they are sent to every trial."""

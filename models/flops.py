@@ -27,6 +27,11 @@ def flops_of(workload: Workload) -> Flops:
     return workload.once(count_flops)
 
 
+def follows_values(reason: str) -> bool:
+    """True if a reason of `Flops` is that the model depends on values, such as layers dropped at random, which a run has."""
+    return any(name in reason for name in ("DataDependentOutputException", "DynamicOutputShapeException"))
+
+
 def count_flops(workload: Workload) -> Flops:
     """Traces one sample forward and backward with fake tensors, without memory or arithmetic, in a few seconds.
 

@@ -1,4 +1,4 @@
-"""Any Hugging Face language model or image classifier as a workload, built from its configuration alone."""
+"""Any Hugging Face model of a supported task as a workload, built from its configuration alone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import WorkloadError
 from .architecture import Architecture, described, from_configuration, without_memory
-from .data import ImageBatches, TokenBatches, read_text, window
+from .data import GENERAL, ImageBatches, TokenBatches, read_text, window
 from .families import schedule_of
+from .flops import flops_of, follows_values
+from .tasks import TaskData, refused, task_data
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
 
+IMAGE_CONFIGS = ("vision_config", "backbone_config", "image_config")
+"""Nested configurations of image models."""
 DEFAULT_IMAGE_SIZE = 224
 """Pixels per side, as in ImageNet training."""
 MAX_DEFAULT_SEQ_LEN = 4096
@@ -30,7 +34,7 @@ def hugging_face_workload(
     data: str | Path | None = None,
     folder: Path | None = None,
 ) -> Workload:
-    """Returns the workload that trains an architecture from scratch, on tokens or images.
+    """Returns the workload that trains an architecture from scratch, on inputs of its task.
 
     Args:
         spec: identifier that is valid from any folder.
@@ -43,20 +47,16 @@ def hugging_face_workload(
         WorkloadError: the architecture cannot be built, or has fewer positions or classes; the data does not fit it; or
             a sequence length or a text is given for images.
     """
-    if architecture.task == "image":
-        refuse_text(name, seq_len, data)
-        batch: ImageBatches | TokenBatches = _image_batches(architecture, name)
-    else:
-        batch = _token_batches(architecture, name, seq_len, data, folder)
-    text = batch.text if isinstance(batch, TokenBatches) else None
-    return Workload(
+    made = _made(architecture, name, seq_len, data, folder)
+    text = made.batch.text if isinstance(made.batch, TokenBatches) else None
+    workload = Workload(
         name=name,
         spec=spec,
         model=architecture,
-        batch=batch,
-        loss=None,
+        batch=made.batch,
+        loss=made.loss,
         schedule=schedule_of(architecture.model_type),
-        seq_len=batch.seq_len if isinstance(batch, TokenBatches) else None,
+        seq_len=made.seq_len,
         global_batch=global_batch if global_batch is not None else DEFAULT_GLOBAL_BATCH,
         identity={
             "architecture": described(architecture.configuration()),
@@ -64,6 +64,38 @@ def hugging_face_workload(
             "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"] if text else None,
         },
     )
+    if architecture.task not in GENERAL and (reason := flops_of(workload).reason) and not follows_values(reason):
+        # Inputs are derived from the configuration by general rules, so a class that takes others shows here.
+        raise refused(architecture.class_name, name, f"a step of it {reason}")
+    return workload
+
+
+def _made(
+    architecture: Architecture, name: str, seq_len: int | None, data: str | Path | None, folder: Path | None
+) -> TaskData:
+    """Inputs, targets and loss of the architecture's task."""
+    if architecture.task == "image":
+        refuse_text(name, seq_len, data)
+        return TaskData(batch=_image_batches(architecture, name))
+    if architecture.task in GENERAL:
+        batch = _token_batches(architecture, name, seq_len, data, folder)
+        return TaskData(batch=batch, seq_len=batch.seq_len)
+    if data is not None:
+        raise WorkloadError(
+            f"{name}: a text has no targets for {architecture.class_name}, so data must not be given, but is {str(data)!r}"
+        )
+
+    def usual() -> int:
+        return _length(architecture, name, None, architecture.configuration().get_text_config())
+
+    if seq_len is not None and architecture.task not in (
+        "speech_seq2seq",
+        "ctc",
+        "audio_classification",
+        "segmentation",
+    ):
+        _length(architecture, name, seq_len, architecture.configuration().get_text_config())
+    return task_data(architecture, name, seq_len, usual)
 
 
 def hugging_face(
@@ -84,7 +116,7 @@ def hugging_face(
         seq_len, global_batch, data: as for `redline.workload`.
 
     Raises:
-        WorkloadError: transformers cannot build a language model or an image classifier of it.
+        WorkloadError: the class that it names has no supported task, or transformers cannot build it.
     """
     name = name if name is not None else configuration.model_type
     workload = hugging_face_workload(
@@ -116,19 +148,31 @@ def _image_batches(architecture: Architecture, name: str) -> ImageBatches:
         WorkloadError: the architecture cannot be built, or has fewer than two classes.
     """
     configuration = architecture.configuration()
-    size = getattr(configuration, "image_size", None) or DEFAULT_IMAGE_SIZE
-    height, width = (size, size) if isinstance(size, int) else size
+    channels, height, width = image_shape(configuration)
     if configuration.num_labels < 2:
         raise WorkloadError(
             f"{name}: a classifier must have at least 2 classes, but num_labels is {configuration.num_labels}"
         )
     without_memory(architecture)
     return ImageBatches(
-        channels=getattr(configuration, "num_channels", 3),
+        channels=channels,
         height=height,
         width=width,
         classes=configuration.num_labels,
     )
+
+
+def image_shape(configuration: Any) -> tuple[int, int, int]:
+    """Channels, height and width of a configuration's images: its own sizes, or those of its nested image model."""
+    nested = [getattr(configuration, name, None) for name in IMAGE_CONFIGS]
+    holders = [configuration, *(each for each in nested if each is not None)]
+
+    def stated(name: str, default: Any) -> Any:
+        return next((value for each in holders if (value := getattr(each, name, None)) is not None), default)
+
+    size = stated("image_size", DEFAULT_IMAGE_SIZE)
+    height, width = (size, size) if isinstance(size, int) else size
+    return stated("num_channels", 3), height, width
 
 
 def _token_batches(
@@ -143,15 +187,7 @@ def _token_batches(
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise WorkloadError(f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}")
-    positions = _positions(architecture, text_config)
-    stated = getattr(text_config, "max_position_embeddings", None)
-    usual = positions or (stated if isinstance(stated, int) and stated > 0 else MAX_DEFAULT_SEQ_LEN)
-    length = seq_len if seq_len is not None else min(usual, MAX_DEFAULT_SEQ_LEN)
-    least = 2 if architecture.task == "causal" else 1
-    if isinstance(length, bool) or not isinstance(length, int) or length < least:
-        raise WorkloadError(f"{name}: seq_len must be an integer of at least {least}, but got {length!r}")
-    if positions is not None and length > positions:
-        raise WorkloadError(f"{name}: seq_len must be at most {positions}, the model's positions, but got {length}")
+    length = _length(architecture, name, seq_len, text_config)
     text = None
     if data is not None:
         text = read_text(data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder)
@@ -164,6 +200,24 @@ def _token_batches(
     )
 
 
+def _length(architecture: Architecture, name: str, seq_len: int | None, text_config: Any) -> int:
+    """Tokens of a sample: `seq_len`, or the default.
+
+    Raises:
+        WorkloadError: it is not an integer, too small, or above the model's positions.
+    """
+    positions = _positions(architecture, text_config)
+    stated = getattr(text_config, "max_position_embeddings", None)
+    usual = positions or (stated if isinstance(stated, int) and stated > 0 else MAX_DEFAULT_SEQ_LEN)
+    length = seq_len if seq_len is not None else min(usual, MAX_DEFAULT_SEQ_LEN)
+    least = 2 if architecture.task == "causal" else 1
+    if isinstance(length, bool) or not isinstance(length, int) or length < least:
+        raise WorkloadError(f"{name}: seq_len must be an integer of at least {least}, but got {length!r}")
+    if positions is not None and length > positions:
+        raise WorkloadError(f"{name}: seq_len must be at most {positions}, the model's positions, but got {length}")
+    return length
+
+
 def _positions(architecture: Architecture, text_config: Any) -> int | None:
     """Longest sequence with a learned position for each token; None if positions are computed, like rotary ones."""
     from torch import nn
@@ -171,6 +225,8 @@ def _positions(architecture: Architecture, text_config: Any) -> int | None:
     model = without_memory(architecture)
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
+        if any(name in path.split(".") for name in ("vision_model", "visual", "vision_tower")):  # positions of patches
+            continue
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
             # RoBERTa counts from padding_idx + 1; OPT's table has `offset` more rows than positions.
             skipped = module.padding_idx + 1 if module.padding_idx is not None else getattr(module, "offset", 0)

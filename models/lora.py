@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..base._transformers import quiet
 from ..base.errors import MissingDependency, WorkloadError, unknown
+from ..frameworks.common import QUANTIZED_BITS
+from ..knobs.meaning import FORMATS
 from .architecture import Architecture, one_line
 from .workload import Workload
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 EXAMPLE = "r=16, or r=16,alpha=32,target=q_proj+v_proj"
+QUANTIZE = {"4bit": 4, "8bit": 8}
+"""Bits of a frozen weight, by value of `quantize`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +32,17 @@ class Lora:
     """Names of the adapted linear layers, or `all-linear`; empty for peft's choice for the family."""
     dropout: float = 0.0
     """Dropout before an adapter."""
+    quantize: str = ""
+    """`4bit` or `8bit`: frozen weights are quantized by bitsandbytes (QLoRA, arXiv:2305.14314); empty for 16 bits."""
+
+    @property
+    def frozen_bits(self) -> float:
+        """Bits of a frozen weight, with its scales, while products are in 16 bits."""
+        return QUANTIZED_BITS[QUANTIZE[self.quantize]] if self.quantize else 16.0
 
     @staticmethod
     def parse(text: str) -> "Lora":
-        """Parses `r=16[,alpha=32][,target=q_proj+v_proj][,dropout=0.05]`.
+        """Parses `r=16[,alpha=32][,target=q_proj+v_proj][,dropout=0.05][,quantize=4bit]`.
 
         Raises:
             WorkloadError: the text is malformed, or a number is out of range.
@@ -53,6 +64,7 @@ class Lora:
                 alpha=float(given["alpha"]) if "alpha" in given else None,
                 target=tuple(given["target"].split("+")) if "target" in given else (),
                 dropout=float(given.get("dropout", 0)),
+                quantize=given.get("quantize", ""),
             )
         except ValueError:
             raise WorkloadError(f"lora must look like {EXAMPLE}, but got '{text}'") from None
@@ -60,6 +72,8 @@ class Lora:
             raise WorkloadError(
                 f"lora needs r of at least 1, alpha above 0 and dropout from 0 to below 1, but got '{text}'"
             )
+        if lora.quantize not in ("", *QUANTIZE):
+            raise WorkloadError(unknown("quantize", lora.quantize, QUANTIZE))
         return lora
 
     def __str__(self) -> str:
@@ -67,6 +81,7 @@ class Lora:
         parts += [f"alpha={self.alpha:g}"] if self.alpha is not None else []
         parts += [f"target={'+'.join(self.target)}"] if self.target else []
         parts += [f"dropout={self.dropout:g}"] if self.dropout else []
+        parts += [f"quantize={self.quantize}"] if self.quantize else []
         return ",".join(parts)
 
 
@@ -122,6 +137,17 @@ class AdaptedArchitecture(Architecture):
     @property
     def imports(self) -> tuple[str, ...]:
         return (*super().imports, "peft")
+
+
+def lora_of(workload: Workload) -> Lora | None:
+    """Adapters of a workload's model; None for a model that is trained as a whole, or by a user's code."""
+    return workload.model.lora if isinstance(workload.model, AdaptedArchitecture) else None
+
+
+def frozen_format(workload: Workload, precision: str) -> str | None:
+    """Format of the frozen weights beside adapters, `bf16` or `fp16`: that of products under autocast. They are not updated, so
+    they need no float32 copy. None for the format of other weights."""
+    return FORMATS[precision].autocast if lora_of(workload) is not None else None
 
 
 def with_lora(workload: Workload, lora: Lora) -> Workload:

@@ -173,8 +173,8 @@ def _listed(names: set[str]) -> str:
 def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
     """Refuses a constraint that never holds with all its knobs present, apart from other constraints.
 
-    Accepts it if that is unknown: there are too many combinations, or a callable raises, which other constraints may
-    prevent.
+    Accepts it if its knobs are never present together, or if that is unknown: there are too many combinations, or a
+    callable raises, which other constraints may prevent.
 
     Raises:
         SpaceError: the constraint can never hold.
@@ -185,7 +185,8 @@ def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
         if knob.when is not None:
             present.append(Constraint(knob.when))
             knob.when = None
-    if not _possible(concerned, [*present, constraint]):
+    # A constraint whose knobs are never present together excludes nothing.
+    if not _possible(concerned, [*present, constraint]) and _possible(concerned, present):
         chosen = [knob for knob in concerned.values() if not knob.derived]
         ranges = "; ".join(f"{knob.name} is one of {listing(knob.values)}" for knob in chosen)
         raise SpaceError(f"constraint {constraint} can never hold: {ranges}")

@@ -15,13 +15,14 @@ from ..knobs.strategy import Strategy
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, step_seed, to_device
 from ..models.families import StandardSchedule, generic_schedule
 from ..models.flops import flops_of
+from ..models.lora import frozen_format, lora_of
 from ..models.skeleton import experts_of
 from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
 from .applying import has_replicas, share_out
 from .hyperparameters import group_numbers
 from .passes import Accumulation, Pipelined, check_pipeline
-from .precision import Precision
+from .precision import Precision, dtype_of
 from .world import World
 
 if TYPE_CHECKING:
@@ -143,6 +144,11 @@ class Training:
         self.config = config
         self.device = torch.device(device)
         self._seed = seed
+        if (lora := lora_of(workload)) is not None and lora.quantize:
+            raise WorkloadError(
+                f"lora quantize={lora.quantize} is estimated, but not trained here: `redline estimate` predicts it, and "
+                "LLaMA-Factory, Axolotl and LitGPT train it; without quantize the frozen weights have 16 bits"
+            )
         self.strategy = checked_strategy(workload, config, world_size)
         self.world = World.of(config, rank, world_size)
         self.micro_batch, self.grad_accum = self.strategy.micro_batch, self.strategy.grad_accum
@@ -297,6 +303,7 @@ class Training:
         from ..schedule import build, create_schedule
         from ..schedule.deferred import unmaterialised
         from ..schedule.liger import replace_modules
+        from ..schedule.primitives.formats import store_frozen
 
         with making:
             module = self.workload.build_model(self.config)
@@ -313,6 +320,8 @@ class Training:
         self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)
         if self.precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
             sch.cast(torch.bfloat16)
+        if frozen := frozen_format(self.workload, self.strategy.precision):
+            store_frozen(sch, dtype_of(frozen))
         if not any(step.primitive == "float8" for step in sch.tree.steps):
             self.precision.convert([sch[path] for path in self.outline.blocks])
         fused = self.strategy.fused_optimizer is not False

@@ -49,6 +49,8 @@ class SearchPlan:
 
     name: str
     """Name of the target."""
+    model_class: str | None = None
+    """Class of the model in transformers; None for other targets."""
     where: str
     """Description of the hardware."""
     valid: int | None

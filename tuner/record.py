@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..base.reading import absolute
 from ..knobs.strategy import BLOCK_KNOBS
 from ..knobs.text import exact_text
-from ..models.architecture import shape_of
+from ..models.architecture import class_of, shape_of
+from ..models.optimizers import optimizer_settings
 from ..models.server_model import ServerModel
 from ..results import RunFolder, summary
 from ..runners import Runner
@@ -33,6 +34,10 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         what["callable"] = task.name
     if workload is not None:
         what["spec"] = str(workload.spec)
+    if workload is not None and (class_name := class_of(workload.model)):
+        what["class"] = class_name
+    if workload is not None and (optimizer := optimizer_settings(workload)):
+        what["optimizer"] = optimizer
     if (lora := getattr(workload and workload.model, "lora", None)) is not None:
         what["lora"] = str(lora)
     shape = shape_of(workload.model) if workload else None
@@ -71,6 +76,7 @@ def plan_of(
     before = summary.default(folder.trials())
     return SearchPlan(
         name=task.name,
+        model_class=class_of(task.workload.model) if task.workload is not None else None,
         where=f"{count}{task.shown.name}" + (f", emulated on {task.device.name}" if task.stands_for else ""),
         valid=len(task.space) if task.space.enumerable else None,
         trials=request.budget.trials,

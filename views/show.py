@@ -98,6 +98,8 @@ def _head(run: RunFolder | View) -> list[str]:
     document = run.document or {}
     asked = document.get("asked", {})
     parts = [str(asked[key]) for key in ("model",) if asked.get(key)]
+    if parts and isinstance(workload := asked.get("workload"), Mapping) and workload.get("class"):
+        parts[0] += f" ({workload['class']})"
     parts += [
         f"{key} {asked[key]}" for key in ("seq_len", "global_batch", "sampler", "seed") if asked.get(key) is not None
     ]

@@ -15,11 +15,12 @@ from ...base._transformers import quiet
 from ...base.forked import beside
 from ...models import Workload
 from ...models.architecture import Architecture
+from ...models.lora import frozen_format
 from ...models.skeleton import skeleton
 from .device_operators import as_autocast
 from .model_facts import ModelFacts, Part, PerToken
 from .step_trace import Product, Segment, Spec, StepTrace
-from .tracing import HALVES, cast, fake_model, give_tensors
+from .tracing import HALVES, cast, cast_frozen, fake_model, give_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
         with torch.random.fork_rng(devices=[]), quiet(), fake:
             if bare:
                 give_tensors(block)
-            graphs = _compile(block, segments[path].inputs, precision)
+            graphs = _compile(block, segments[path].inputs, precision, frozen_format(workload, precision))
         if isinstance(graphs, str):
             return part, f"fusion: {path} cannot be compiled without values ({graphs}); as without it"
         return _counted(part, graphs, segments[path].products, seen.samples, workload.seq_len or 1), ""
@@ -108,8 +109,8 @@ class _Graphs:
     backward: "torch.fx.GraphModule"
 
 
-def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs | str":
-    """The graphs of forward and backward, or the reason for their absence."""
+def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str | None) -> "_Graphs | str":
+    """The graphs of forward and backward, or the reason for their absence. `frozen`: format of frozen weights, if it differs."""
     import contextlib
 
     import torch
@@ -134,6 +135,8 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
 
     if precision == "bf16_pure":
         cast(block, torch.bfloat16)
+    if frozen:
+        cast_frozen(block, getattr(torch, HALVES[frozen]))
     args, kwargs = tree_map(_empty, inputs, is_leaf=lambda each: isinstance(each, Spec))
     half = HALVES.get(precision)
     autocast = torch.autocast("cpu", getattr(torch, half)) if half else contextlib.nullcontext()

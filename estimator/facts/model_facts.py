@@ -162,6 +162,9 @@ class ModelFacts:
     """The shape numbers that these facts are computed from, if any: other variants follow from them."""
     notes: tuple[str, ...] = ()
     """Assumptions about missing information, in words."""
+    frozen_bits: float | None = None
+    """Bits of a frozen weight, with its scales, while products are in 16 bits, of a model with adapters; None: those of the
+    weights' dtype."""
 
     @property
     def traced(self) -> bool:

@@ -13,6 +13,7 @@ from ...base.errors import WorkloadError
 from ...base.forked import ForkedCall, started
 from ...models import Workload
 from ...models.architecture import Architecture
+from ...models.lora import lora_of
 from . import disk_cache
 from .fused_loss import unformed
 from .layout import Layout
@@ -254,6 +255,7 @@ def _trace(
         vocabulary=vocabulary,
         tied=tied,
         notes=tuple(layout.notes),
+        frozen_bits=None if (lora := lora_of(workload)) is None else lora.frozen_bits,
     )
     if seen.error and "in backward" not in seen.operator:
         raise TracingError(_tracing_message(workload, seen, facts, layout), facts)

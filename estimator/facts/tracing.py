@@ -18,6 +18,7 @@ from ...models.architecture import Architecture
 from ...models.batches import ForwardPass, each_tensor, make_batch
 from ...models.families import generic_schedule
 from ...models.families.standard import StandardSchedule
+from ...models.lora import frozen_format
 from ...models.skeleton import skeleton
 from .device_operators import function_mode
 from .recorder import Recorder, Split
@@ -82,6 +83,8 @@ def trace_step(
         if precision == "bf16_pure":
             cast(model, torch.bfloat16)
             inputs = each_tensor(inputs, lambda each: each.bfloat16() if each.is_floating_point() else each)
+        if frozen := frozen_format(workload, precision):
+            cast_frozen(model, getattr(torch, HALVES[frozen]))
         recorder = Recorder(model, set(blocks), split, samples, workload.seq_len)
         stand_ins = StandIns(model, () if every_block else tuple(blocks), recorder)
         step = ForwardPass(workload, model)
@@ -144,6 +147,18 @@ def give_tensors(model: "nn.Module") -> None:
 def cast(model: "nn.Module", dtype: "torch.dtype") -> None:
     """Equivalent of `model.to(dtype)` for a model of fake tensors, whose parameters cannot be swapped in place."""
     _replace(model, lambda each: each.detach().to(dtype) if each.is_floating_point() else each.detach())
+
+
+def cast_frozen(model: "nn.Module", dtype: "torch.dtype") -> None:
+    """The same for the parameters that are not trained."""
+
+    def change(tensor: "torch.Tensor") -> "torch.Tensor":
+        frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and tensor.is_floating_point()
+        return tensor.detach().to(dtype) if frozen else tensor.detach()
+
+    import torch
+
+    _replace(model, change)
 
 
 def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]") -> None:

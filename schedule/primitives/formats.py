@@ -36,6 +36,21 @@ def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
     sch.defer("cast", _apply_cast, dtype=dtype)
 
 
+def store_frozen(sch: ScheduledModule, dtype: torch.dtype) -> None:
+    """Stores the parameters that are not trained in `dtype`; they are cast one at a time, as they are made."""
+    sch.defer("cast", _apply_store_frozen, dtype=dtype)
+
+
+def _apply_store_frozen(sch: ScheduledModule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
+    for param in _frozen_below(module):
+        if param.dtype != dtype:
+            param.data = param.data.to(dtype)
+
+
+def _frozen_below(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if not param.requires_grad and param.is_floating_point()]
+
+
 class Cast(Layer):
     """Converts floating inputs to a format and, if requested, the outputs back."""
 
@@ -168,4 +183,7 @@ def final_formats(sch: ScheduledModule) -> dict[nn.Parameter, torch.dtype]:
             for param in find_module(sch.tree.module, each.path).parameters():
                 if param.is_floating_point():
                     found.setdefault(param, set()).add(each.arguments["dtype"])
+        elif each.apply is _apply_store_frozen:
+            for param in _frozen_below(find_module(sch.tree.module, each.path)):
+                found.setdefault(param, set()).add(each.arguments["dtype"])
     return {param: next(iter(formats)) for param, formats in found.items() if len(formats) == 1}

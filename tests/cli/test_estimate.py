@@ -358,7 +358,20 @@ def test_the_smallest_configuration_is_named_if_none_fits(capsys):
     code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "t4", "--memory-limit", "200MiB")
     assert code == 3
     assert "no configuration is predicted to fit" in out
-    assert "with the least memory," in out and "More --devices, a shorter --seq-len," in out
+    assert "with the least memory," in out and "Predicted as well, and too large: shorter sequences" in out
+
+
+def test_the_advice_of_a_refusal_is_computed(capsys):
+    limited = [*SMALL, "--hardware", "t4", "--memory-limit", "1.4GiB"]
+    code, out, _ = run(capsys, "estimate", *limited)
+    assert code == 3
+    advised = re.findall(r"(--[a-z-]+ \w+) \(([\d.]+) GiB\)", " ".join(out.split()))
+    assert advised
+    for options, memory in advised:
+        # The last of equal options counts.
+        code, out, err = run(capsys, "estimate", *limited, *options.split())
+        assert code == 0, options + out + err
+        assert float(memory) <= 1.4
 
 
 UNTRACEABLE = """

@@ -454,3 +454,15 @@ def test_the_empty_space_holds_the_empty_configuration():
 def test_the_example_in_the_docstring_of_space_is_true():
     assert doctest.testmod(redline.space.space).failed == 0
     assert doctest.testmod(redline.space.space).attempted >= 5
+
+
+def test_a_constraint_whose_knobs_are_never_present_together_excludes_nothing():
+    """`--fix tp=1` removes the knobs that exist with tp > 1; rules that name two of them stay and say nothing."""
+    space = Space()
+    tp = space.choice("tp", [1])
+    space.choice("split", ["rows", "columns"], when=tp > 1)
+    space.choice("chunks", [1, 2], when=tp > 1)
+    space.require((space["split"] == "rows") & (space["chunks"] > 4), "many chunks")
+    assert len(space) == 1 and space.default() == {"tp": 1}
+    with pytest.raises(SpaceError, match="can never hold"):
+        space.require(tp > 1, "two ranks")

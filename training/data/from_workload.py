@@ -9,6 +9,7 @@ import numpy as np
 from ...base.errors import WorkloadError
 from ...models.batches import batch_slice, each_tensor, entries, make_batch, step_seed
 from ...models.data import ImageBatches, Task, TokenBatches
+from ...models.tasks import TaskBatches
 from ...models.workload import Batch, Workload
 from .order import DataPlan, shuffled
 from .preparing import OnRead, prepare
@@ -43,7 +44,7 @@ class FromWorkload:
         self.samples_per_step = samples_per_step if samples_per_step is not None else workload.global_batch
         self.num_evaluation = num_evaluation
         self.in_main_thread = not isinstance(
-            workload.batch, (TokenBatches, ImageBatches)
+            workload.batch, (TokenBatches, ImageBatches, TaskBatches)
         )  # these have generators of their own
         self._last: tuple[int, Batch] | None = None
 

@@ -10,9 +10,8 @@ from ...base.errors import UsageError, WorkloadError
 from ...models import Workload
 from ...models.architecture import Architecture, from_configuration
 from ...models.batches import batch_slice, entries
-from ...models.data import Task
-from ...models.families import schedule_of
-from ...models.huggingface import hugging_face
+from ...models.data import GENERAL, Task
+from ...models.huggingface import hugging_face_workload
 from ...models.resolve import workload as resolve_workload
 from ...models.skeleton import skeleton
 from ...models.workload import DEFAULT_GLOBAL_BATCH, Batch
@@ -202,10 +201,11 @@ def _own(
 
 
 def _hugging_face(arguments: ModelArguments, module: Any) -> Workload:
-    return hugging_face(
-        module.config,
-        name=type(module).__name__,
-        schedule=schedule_of(module.config.model_type),
+    name = type(module).__name__
+    return hugging_face_workload(
+        from_configuration(module.config, name, named=name),
+        name=name,
+        spec=name,
         seq_len=_length(arguments),
         global_batch=arguments.global_batch,
     )
@@ -216,10 +216,10 @@ def _architecture(module: Any) -> Architecture | None:
     if not hasattr(type(module), "config_class") or not hasattr(module, "config"):
         return None
     try:
-        found = from_configuration(module.config, type(module).__name__)
+        found = from_configuration(module.config, type(module).__name__, named=type(module).__name__)
     except WorkloadError:  # of another task, which its own forward may support
         return None
-    return found if type(module) is found.model_class else None
+    return found if found.task in GENERAL and type(module) is found.model_class else None
 
 
 def _with_choices(arguments: ModelArguments, workload: Workload) -> Workload:

@@ -21,6 +21,8 @@ def request_rows(request: Mapping[str, Any] | None) -> list[list[str]]:
     """Returns the request in run.yaml as pairs of a name and a text."""
     given = (request or {}).get("asked", {})
     out = []
+    if isinstance(workload := given.get("workload"), Mapping) and workload.get("class"):
+        out.append(["Class", _text(workload["class"])])
     if given.get("simulated"):
         out.append(["Simulated", "nothing was run: these are predictions"])
     if given.get("emulated"):

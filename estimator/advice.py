@@ -1,0 +1,75 @@
+"""Changes of an estimate request of which no configuration fits, tried one at a time: those that help."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..base.errors import RedlineError
+from .plans import fastest
+from .request import EstimateRequest
+
+SHORTEST = 256
+"""Tokens below which a shorter sequence is not proposed."""
+HALVINGS = 3
+DOUBLINGS = 6
+"""Numbers of shorter sequences and of larger numbers of devices that are tried."""
+ADAPTERS = "r=16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A change with which a configuration is predicted to fit."""
+
+    options: str
+    """As options of the command line."""
+    memory_mib: float
+    """Predicted memory of the fastest configuration."""
+
+    def __str__(self) -> str:
+        return f"{self.options} ({self.memory_mib / 1024:.1f} GiB)"
+
+
+def helpful(
+    ask: Callable[[Mapping[str, Any]], EstimateRequest], given: Mapping[str, Any], *, devices: int, seq_len: int | None,
+    model: bool,
+) -> list[Change]:  # fmt: skip
+    """Returns the changes that make something fit, the least intrusive first; of shorter sequences and more devices the first
+    that does.
+
+    Args:
+        ask: returns the request with some of its arguments replaced.
+        given: the arguments of the request.
+        devices, seq_len: those of the request.
+        model: True if a model is given, not its shape.
+    """
+    found = []
+    for family in _families(given, devices, seq_len, model):
+        for options, arguments in family:
+            try:
+                request = ask(arguments)
+                best = fastest(request.estimator, request.space)
+            except RedlineError:  # this change is not possible for the model
+                continue
+            if best is not None:
+                found.append(Change(options=options, memory_mib=best.estimate.peak_memory_mib))
+                break
+    return found
+
+
+def _families(
+    given: Mapping[str, Any], devices: int, seq_len: int | None, model: bool
+) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Yields lists of changes of one kind, by their options and their arguments."""
+    if "lossy" not in (given.get("allow") or ()):
+        yield [("--allow lossy", {"allow": (*(given.get("allow") or ()), "lossy")})]
+    if seq_len is not None:
+        lengths = [seq_len >> halving for halving in range(1, HALVINGS + 1)]
+        yield [(f"--seq-len {length}", {"seq_len": length}) for length in lengths if length >= SHORTEST]
+    adapters = given.get("lora")
+    if model and not adapters:
+        texts = (ADAPTERS, f"{ADAPTERS},quantize=4bit")
+        yield [(f"--lora {text}", {"lora": text}) for text in texts]
+    elif model and "quantize" not in str(adapters):
+        yield [(f"--lora {adapters},quantize=4bit", {"lora": f"{adapters},quantize=4bit"})]
+    counts = [devices << doubling for doubling in range(1, DOUBLINGS + 1)]
+    yield [(f"--devices {count}", {"devices": count}) for count in counts]
