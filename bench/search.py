@@ -1,7 +1,7 @@
-"""Dry runs that each search method needs: `python bench/search.py --surfaces DIR --samplers bayes,tpe,...`.
+"""Dry runs that each search method needs: `python bench/search.py --tables DIR --samplers bayes,tpe,...`.
 
 Replays recorded tables (see `bench/tables/recorded.py`): a dry run looks up a row. For each sampler and table it
-reports the fraction of the table's best after 3, 5, 10, 20 and 30 dry runs, the share of failures among the first 10 and
+reports the fraction of the table's best after 3, 5, 10, 20, 30 and 50 dry runs, the share of failures among the first 10 and
 all dry runs, dry runs to 99 %, and seconds of a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior (`estimate`,
 or `reversed`, `random`; `default`, which knows the names of knobs but no model, or `default-reversed`,
@@ -49,7 +49,7 @@ from redline.tuner.samplers.prior import ShapePrior
 from surrogates import SURROGATES
 from tables import Surface, read_folder
 
-CHECKPOINTS = (3, 5, 10, 20, 30)
+CHECKPOINTS = (3, 5, 10, 20, 30, 50)
 EMULATED_STD = 0.01
 """Standard deviation of the logarithm of an emulated rank's memory, by docs/emulation.md."""
 COLUMNS = (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed")
@@ -386,7 +386,9 @@ def write(folder: Path, records: Sequence[Mapping[str, Any]], rows: Sequence[Map
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--surfaces", required=True, type=Path, help="folder of tables")
+    parser.add_argument(
+        "--tables", "--surfaces", required=True, type=Path, action="append", help="folder of tables; repeatable"
+    )
     parser.add_argument("--only", default="", help="tables whose name contains this, or one of these, by comma")
     parser.add_argument(
         "--samplers",
@@ -406,7 +408,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for search.csv, search-summary.csv and search.svg")
     arguments = parser.parse_args()
     wanted = [part for part in arguments.only.split(",") if part]
-    surfaces = [s for s in read_folder(arguments.surfaces) if not wanted or any(w in s.name for w in wanted)]
+    surfaces = [surface for folder in arguments.tables for surface in read_folder(folder)]
+    surfaces = [s for s in surfaces if not wanted or any(w in s.name for w in wanted)]
     records: list[dict[str, Any]] = []
     tables: dict[str, Tables] = {}
     curves, seeds = {}, {}

@@ -21,7 +21,7 @@ from ..base.errors import SpaceError
 from .expression import Expression
 from .knob import DerivedKnob
 from .operators import UNDEFINED, Column
-from .rules import Predicate, Rule, settled, truth_value
+from .rules import Listed, Predicate, Rule, settled, truth_value
 from .structure import Check, Join, Lookup, Ranges, Structure, join_order
 from .values import Value
 
@@ -127,6 +127,8 @@ class Component:
         members = frozenset(names)
         self.checks = [check for check in structure.checks if check.bases & members]
         self.interned = {check.computes: Interned() for check in self.checks if check.computes}
+        self._listed = {check: self._codes_of(check.rule) for check in self.checks if isinstance(check.rule, Listed)}
+        """Codes of the rows of each list, by knob, without rows whose values the knobs do not have."""
         self._alive = {name: self._unary(name) for name in names}
         self._joins = join_order(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
         self._hulls = {name: structure.knobs[name].hull(alive) for name, alive in self._alive.items() if len(alive)}
@@ -263,8 +265,12 @@ class Component:
         if join.complete or join.partial:
             lookup = Lookup(self.structure, self._grid(table, join.name, alive))
             ranges = Ranges(lookup, {name: self._hulls[name] for name in join.open if name in self._hulls})
+            for check in (*join.complete, *join.partial):
+                if check in self._listed:
+                    ok = self._narrow(ok, table, join, check, self._begun(table, join.name, alive, check))
             for check in join.complete:
-                ok = self._narrow(ok, table, join, check, self._evaluated(check, lookup))
+                if check not in self._listed:
+                    ok = self._narrow(ok, table, join, check, self._evaluated(check, lookup))
             for check in join.partial:
                 ok = self._narrow(ok, table, join, check, _possible(check, ranges))
                 if check.total is not None:
@@ -320,6 +326,31 @@ class Component:
             return None if undefined is None else ~undefined
         assert isinstance(check.rule, Expression)  # not opaque
         return _holding(check.rule.columns(lookup))
+
+    def _codes_of(self, rule: Listed) -> dict[str, np.ndarray]:
+        knobs, fixed = [self.structure.knobs[name] for name in rule.names], self.structure.fixed
+        rows = [row for row in rule.rows if all(knob.has(value) for knob, value in zip(knobs, row))]
+        return {
+            knob.name: np.array([knob.code(value) for value in column], np.int64)
+            for knob, column in zip(knobs, zip(*rows) if rows else [()] * len(knobs))
+            if knob.name not in fixed
+        }
+
+    def _begun(self, table: Choices, name: str, alive: np.ndarray, check: Check) -> np.ndarray:
+        """Mask of the pairs with which one of the listed rows begins, by the knobs chosen so far."""
+        rows = self._listed[check]
+        count, width = len(rows[name]), len(self.structure.knobs[name].values)
+        before = [each for each in rows if each in table.codes]
+        group = np.zeros(count + table.rows, np.int64)
+        if before:
+            columns = [np.concatenate([rows[each], table.codes[each]]) for each in before]
+            _, group = _distinct(columns, [len(self.structure.knobs[each].values) for each in before])
+        present, places = np.unique(group[count:], return_inverse=True)
+        place = np.minimum(np.searchsorted(present, group[:count]), len(present) - 1)
+        begun = np.flatnonzero(present[place] == group[:count])
+        ok = np.zeros((len(present), width), bool)
+        ok[place[begun], rows[name][begun]] = True
+        return ok[places][:, alive]
 
     def _divides(
         self, factors: Sequence[Expression], total: Expression, join: Join, lookup: Lookup
@@ -424,7 +455,9 @@ class Component:
         lookup = Lookup(self.structure, lambda each: knob.column(codes) if each == name else None)
         with np.errstate(all="ignore"):
             for check in self.checks:
-                if check.bases == {name} and not check.opaque:
+                if check in self._listed and name in check.bases and check.conditionals <= {name}:
+                    ok &= np.isin(codes, self._listed[check][name])
+                elif check.bases == {name} and not check.opaque:
                     mask = self._evaluated(check, lookup)
                     ok = ok if mask is None else ok & mask
         return codes[ok]

@@ -89,6 +89,10 @@ class Knob(Expression):
             raise self._unknown(value, self.values)
         return value
 
+    def has(self, value: Value) -> bool:
+        """True if it is one of the knob's own values."""
+        return value in self._codes
+
     def code(self, value: Value) -> int:
         """Index of one of the knob's own values."""
         return self._codes[value]

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -97,6 +97,19 @@ class Predicate:
 
     def __repr__(self) -> str:
         return f"Predicate({self.text!r})"
+
+
+class Listed(Predicate):
+    """A condition that holds if the knobs have the values of one of the listed rows."""
+
+    def __init__(self, names: Sequence[str], rows: Iterable[tuple[Value, ...]]) -> None:
+        self.names = tuple(names)
+        self.rows = frozenset(rows)
+        self.body = None
+        self.text = f"({', '.join(self.names)}) is one of {len(self.rows):,} rows"
+
+    def call_all(self, columns: Sequence[Sequence[Value]]) -> list[Any]:
+        return [point in self.rows for point in zip(*columns)]
 
 
 def _named(function: Callable[..., Any]) -> str:

@@ -17,7 +17,7 @@ from .document import read_dict, read_yaml, write_dict, write_yaml
 from .enumeration import Choices
 from .explanation import Point, check_alone, describe, emptied_by, resolve
 from .knob import DerivedKnob, Knob, integer_values
-from .rules import Constraint, Rule, RuleError, holds, read_condition, read_rule
+from .rules import Constraint, Listed, Rule, RuleError, holds, read_condition, read_rule
 from .structure import Structure
 from .valid_set import ValidSet
 from .values import listing
@@ -144,6 +144,32 @@ class Space:
             SpaceError: the rule names an unknown knob, can never hold, or leaves no configuration.
         """
         self._require(Constraint(read_condition(rule, "a constraint", self._knobs), str(reason)))
+
+    def require_one_of(self, rows: Sequence[Mapping[str, Any]], reason: str = "") -> None:
+        """Declares that the knobs must have the values of one of these rows, as for a table of measurements.
+
+        Unlike a callable, this is checked knob by knob, so that a few thousand rows among billions of combinations
+        are listed at once. `to_yaml` cannot write it.
+
+        Args:
+            rows: values by knob, the same knobs in each. A knob to choose, not a derived one.
+            reason: explanation, which `explain` quotes.
+
+        Raises:
+            SpaceError: no rows, rows of different knobs, an unknown or derived knob, or a value that a knob does not have.
+        """
+        if not rows:
+            raise SpaceError("require_one_of needs at least one row")
+        names = tuple(_mapping(rows[0]))
+        for name in names:
+            if self[name].derived:
+                raise SpaceError(f"knob '{name}' follows from others; leave it out of the rows")
+        listed = []
+        for number, row in enumerate(rows, 1):
+            if _mapping(row).keys() != set(names):
+                raise SpaceError(f"row {number} has the knobs {', '.join(row)}, but the first row {', '.join(names)}")
+            listed.append(tuple(self[name].check(row[name]) for name in names))
+        self._require(Constraint(Listed(names, listed), str(reason)))
 
     def fix(self, name: str, value: Any) -> None:
         """Restricts a knob to one value, which must be of the same kind but need not be a declared one. For a derived

@@ -13,7 +13,7 @@ import numpy as np
 from .expression import Constant, Expression, Operation
 from .knob import DerivedKnob, Knob
 from .operators import UNDEFINED, UNKNOWN, Column, Interval, outward
-from .rules import Constraint, Predicate, compute, holds
+from .rules import Constraint, Listed, Predicate, Rule, compute, holds
 from .values import INTEGER, Value
 
 _SAFE = 2.0**62
@@ -84,7 +84,7 @@ class Structure:
         if isinstance(knob, DerivedKnob):
             self.bases[name] = self.bases_of(knob.rule.names)
             self._conditionals[name] = self.conditionals_of(knob.rule.names)
-            if isinstance(knob.rule, Predicate) or self._opaque.intersection(knob.rule.names):
+            if _calls(knob.rule) or self._opaque.intersection(knob.rule.names):
                 self._opaque.add(name)
         elif len(knob.values) == 1 and knob.when is None:
             self.fixed[name] = knob.values[0]
@@ -154,7 +154,7 @@ class Structure:
             rule=rule,
             bases=self.bases_of(rule.names) | self.conditionals_of(names),
             conditionals=self.conditionals_of(names),
-            opaque=isinstance(rule, Predicate) or not self._opaque.isdisjoint(rule.names),
+            opaque=_calls(rule) or not self._opaque.isdisjoint(rule.names),
             factors=factors,
             total=total,
         )
@@ -359,6 +359,11 @@ def _with_conditions(structure: Structure, names: frozenset[str], joined: set[st
 
 
 # -- parts of rules ------------------------------------------------------------------------------------------
+
+
+def _calls(rule: Rule) -> bool:
+    """True if the rule calls a Python function, so that it can be checked only when all its knobs are chosen."""
+    return isinstance(rule, Predicate) and not isinstance(rule, Listed)
 
 
 def _conjuncts(rule: Any) -> list[Any]:

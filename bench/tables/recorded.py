@@ -7,7 +7,6 @@ and `step_ms` (lower is better).
 """
 
 import csv
-import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -27,6 +26,9 @@ RESULTS = {
     *OBJECTIVES, "status", "reason", "unit", "peak_memory_gib", "peak_memory_mib", "memory_limit_mib", "mfu_percent", "mfu",
     "step_ms_spread", "seconds_total", "measured", "loss", "trial",
 }  # fmt: skip
+
+
+INDEX = "tables.csv"
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,12 @@ class Surface:
 
 
 def read_folder(folder: str | Path) -> list[Surface]:
-    """Returns every table in a folder by name.
+    """Returns every table in a folder by name. A file `tables.csv` is an index of the others.
 
     Raises:
         UsageError: there is none, or one cannot be read.
     """
-    paths = sorted(Path(folder).glob("*.csv"))
+    paths = [path for path in sorted(Path(folder).glob("*.csv")) if path.name != INDEX]
     if not paths:
         raise UsageError(f"there is no table (*.csv) in '{folder}'")
     return [read_surface(path) for path in paths]
@@ -136,15 +138,7 @@ def _space(points: list[dict[str, Any]]) -> Space:
             space.choice(name, values, monotone_memory=STANDARD[name].memory if name in STANDARD else 0)
     for name, text in derived.items():
         space.derive(name, text)
-    known = {tuple(p[name] for name in free) for p in points}
-
-    def recorded(*values: Any, **named: Any) -> bool:
-        return (values or tuple(named[name] for name in free)) in known
-
-    recorded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # inspect reads it of any callable
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in free]
-    )
-    space.require(recorded, "recorded in the table")
+    space.require_one_of([{name: point[name] for name in free} for point in points], "recorded in the table")
     return space
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redline
 
@@ -91,3 +92,24 @@ def test_a_table_of_failures_ends_in_nothing_feasible_within_eight_dry_runs(ran)
 def test_an_estimate_that_the_table_does_not_allow_is_reported(ran):
     done, _ = ran
     assert "bayes+reversed on fast: no estimate, as no YAML beside the table has model" in done.stderr
+
+
+def test_sparse_tables_are_read_by_their_rows(tmp_path):
+    """A table of 40 rows among 40 ** 8 combinations, beside an index of the tables."""
+    rng = np.random.default_rng(0)
+    rows = np.stack([rng.permutation(40) for _ in range(8)], axis=1)
+    lines = [",".join(f"knob{i}" for i in range(8)) + ",throughput,status"]
+    lines += [",".join(map(str, row)) + f",{1 + sum(row)},ok" for row in rows.tolist()]
+    (tmp_path / "sparse.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "tables.csv").write_text("table,kind\nsparse,made up\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "bench/search.py", "--tables", str(tmp_path), "--seeds", "1", "--trials", "40"]
+    done = subprocess.run(
+        [*command, "--samplers", "bayes,optuna-tpe"], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines() if "failed 0%/0%" in line] == [
+        ["bayes", "sparse"],
+        ["optuna-tpe", "sparse"],
+    ]
+    assert done.stdout.count("100.0%") >= 2  # every row was tried after 40 dry runs

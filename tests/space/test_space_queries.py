@@ -1,9 +1,11 @@
 """Size, order, membership, explanation, samples and defaults of a space."""
 
+import time
 from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from redline.base.errors import SpaceError
 from redline.space import Config, Space, enumeration
 
@@ -446,3 +448,71 @@ def test_pruning_reaches_what_filtering_could_not():
         if d * c * e == 2048
     )
     assert len(space) == expected
+
+
+def listed_space(rows):
+    space = Space()
+    for name in ("a", "b", "c"):
+        space.choice(name, sorted({row[name] for row in rows}))
+    space.require_one_of(rows, "measured")
+    return space
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, unique=True), st.integers(1, 30))
+def test_the_configurations_of_listed_rows_are_those_rows(points, most):
+    rows = [dict(zip("abc", point)) for point in points]
+    space = listed_space(rows)
+    assert {tuple(config.values()) for config in space} == set(points) and len(space) == len(points)
+    space.derive("total", space["a"] + space["b"] + space["c"])
+    left = {point for point in points if sum(point) <= most}
+    if left:
+        space.require(space["total"] <= most)
+        assert {(c["a"], c["b"], c["c"]) for c in space} == left
+        assert {(c["a"], c["b"], c["c"]) for c in space.sample(len(left), 1)} == left
+
+
+def test_thousands_of_rows_among_quintillions_of_combinations_are_listed_at_once():
+    rng = np.random.default_rng(0)
+    points = np.stack([rng.permutation(3000) for _ in range(9)], axis=1).tolist()
+    rows = [dict(zip("abcdefghi", point)) for point in points]
+    space = Space()
+    for name in "abcdefghi":
+        space.choice(name, range(3000))
+    started = time.perf_counter()
+    space.require_one_of(rows)
+    assert len(space) == 3000 and rows[7] in space and space.index(rows[7]) == points[7][0]
+    assert time.perf_counter() - started < 3
+    space.fix("c", points[5][2])
+    assert [dict(config) for config in space] == [rows[5]]
+
+
+def test_listed_rows_do_not_apply_where_one_of_their_knobs_is_absent():
+    space = Space()
+    tp = space.choice("tp", [1, 2, 4])
+    space.flag("async_tp", when=tp > 1)
+    space.require_one_of([{"tp": 2, "async_tp": True}, {"tp": 4, "async_tp": False}])
+    assert [dict(config) for config in space] == [
+        {"tp": 1},
+        {"tp": 2, "async_tp": True},
+        {"tp": 4, "async_tp": False},
+    ]
+
+
+def test_wrong_rows_are_refused_with_what_is_wrong():
+    space = Space()
+    space.choice("a", [1, 2])
+    space.choice("b", [1, 2])
+    space.derive("c", space["a"] * 2)
+    for rows, message in [
+        ([], "at least one row"),
+        ([{"a": 1, "b": 1}, {"a": 2}], "row 2 has the knobs a, but the first row a, b"),
+        ([{"a": 1, "c": 2}], "'c' follows from others"),
+        ([{"a": 3}], "no value 3"),
+        ([{"z": 3}], "'z'"),
+    ]:
+        with pytest.raises(SpaceError, match=message):
+            space.require_one_of(rows)
+    space.require_one_of([{"a": 1, "b": 2}], "measured")
+    assert space.explain({"a": 1, "b": 1, "c": 2}) == ("violates `(a, b) is one of 1 rows` (measured) with a=1, b=1")
+    with pytest.raises(SpaceError, match="cannot be written"):
+        space.to_dict()

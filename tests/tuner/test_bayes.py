@@ -9,6 +9,7 @@ from redline.results import Measurement, Status, Trial
 from redline.space import Space
 from redline.testing.samplers import boundless_space, failed, finished, ok, search
 from redline.tuner.samplers import make_sampler
+from redline.tuner.samplers.posterior import SearchPosterior, SurrogatePrior
 
 LIMIT = 1000.0
 
@@ -200,6 +201,48 @@ def test_one_trial_settles_a_shared_uncertainty_of_the_estimate(seed):
         spent[unsure] = next(n for n, trial in enumerate(done) if trial.config["tp"] <= 8)
     assert spent[True] <= 3
     assert spent[True] < spent[False]
+
+
+class Stated:
+    """An estimate of the speeds of `make_space`, which is unsure of eager attention."""
+
+    unit = "samples/s"
+
+    def table(self, configs):
+        eager = np.array([config["attention"] == "eager" for config in configs], dtype=float)
+        return type(
+            "Table",
+            (),
+            {
+                "throughput": np.array([speed(config) for config in configs]),
+                "log_throughput_std": np.hypot(0.1, 0.2 * eager),
+                "log_throughput_effects": 0.2 * eager[:, None],
+            },
+        )
+
+
+def weight_after_one_success(factor, place=-1, unit="samples/s", **options):
+    """Weight of an estimate after the configuration at this place, by speed, ran `factor` times as fast as predicted."""
+    space = make_space()
+    config = sorted((config for config in space if config["attention"] != "eager"), key=speed)[place]
+    trials = [Trial(number=0, config=config, measurement=ok(factor * speed(config), unit=unit))]
+    return SearchPosterior(SurrogatePrior(space, prior=Stated(), **options), trials).speed.weights[0]
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.2])
+def test_an_estimate_keeps_its_weight_after_a_success_as_predicted(factor):
+    assert weight_after_one_success(factor) > 0.9
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_an_estimate_loses_weight_after_a_success_three_times_off(factor):
+    assert weight_after_one_success(factor, place=60) < 0.9
+
+
+@pytest.mark.parametrize("options", [{"relative": True}, {"unit": "tokens/s"}, {"unit": ""}])
+def test_the_level_of_an_estimate_in_another_unit_is_not_held_against_it(options):
+    assert weight_after_one_success(1 / 4096, **options) > 0.9
+    assert weight_after_one_success(1 / 4096) < 0.01
 
 
 def test_a_table_that_fails_later_on_loses_its_effects_and_nothing_else():

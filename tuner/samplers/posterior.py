@@ -31,7 +31,9 @@ LEADERS = 5
 LEVEL = 2.0
 """Prior deviation of the common factor of all throughputs: so large that no model is judged by it."""
 STATED_LEVEL = 0.3
-"""The same for an estimate that states its uncertain factors: the part that they do not explain."""
+"""The same for an estimate in the unit of the trials that states its uncertain factors: the part that they do not
+explain.
+"""
 SLOPE = 0.1
 """Prior deviation of the power to which the estimate's throughput is taken."""
 TRUST = 0.95
@@ -94,6 +96,9 @@ class SurrogatePrior:
         """Rival estimates with their shares of the trust in estimates; the prior itself comes first."""
         self.relative = relative or (isinstance(prior, Correction) and prior.base is None)
         """True if only ratios of the prior's values are meaningful."""
+        source = prior.base if isinstance(prior, Correction) else prior
+        self.unit: str | None = None if self.relative else getattr(source, "unit", None)
+        """Unit of the prior's throughput; None if unknown."""
         if prior is not None:
             weight = prior.weight if isinstance(prior, Correction) else 1.0
             self.estimates.append((Answers(Prior(prior, warn=warn), self.encoding), weight))
@@ -231,11 +236,18 @@ class SearchPosterior:
         centre = float(values.mean()) if len(values) else 0.0
         values = (values - centre) / scale
         self.scale = scale
+        units = {trial.measured.unit for trial in self.known if trial.ok}
         n, count = len(rows), len(candidate_points)
         ones = np.ones((n + count, 1))
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
         models = [
-            _estimated(each.rows(order), share, WITH_SHAPE if self.surrogate_prior.shape_prior else WITH_ESTIMATE)
+            _estimated(
+                each.rows(order),
+                share,
+                WITH_SHAPE if self.surrogate_prior.shape_prior else WITH_ESTIMATE,
+                measured=n,
+                level=centre if units == {self.surrogate_prior.unit} else None,
+            )
             for each, share in estimates
             if logs and np.isfinite(each.log_throughput[order]).any()
         ]
@@ -361,31 +373,40 @@ class SearchPosterior:
         return np.exp(posterior.mean)
 
 
-def _estimated(predictions: Predictions, share: float, scales: Scales) -> PriorModel:
+def _estimated(
+    predictions: Predictions, share: float, scales: Scales, *, measured: int, level: float | None
+) -> PriorModel:
     """Model of log throughput based on an estimate.
 
     Args:
         predictions: at every point.
         share: this estimate's share of the trust in estimates.
         scales: scales of the Gaussian process for the rest.
+        measured: number of points that were measured, which come first.
+        level: log throughput that is 0 in the values to explain; None if the estimate may be in another unit. The mean is
+            then 0 over the measured points, like the values, and the level is not evidence against the estimate.
     """
     estimate = predictions.log_throughput
     middle = np.nanmean(estimate)
     # Configurations without an estimate get a low one, so that they are not tried first.
-    low = np.nanquantile(estimate, 0.25) - middle
-    estimate = np.where(np.isfinite(estimate), estimate - middle, low)
+    estimate = np.where(np.isfinite(estimate), estimate, np.nanquantile(estimate, 0.25))
     effects = predictions.effects
     stated = effects.shape[1] > 0
-    # Weights: a common factor, a power of the estimate, and its uncertain factors.
-    level = np.full(len(estimate), STATED_LEVEL if stated else LEVEL)
+    if level is None or not stated:
+        level = float(estimate[:measured].mean()) if measured else middle
+        level_std = LEVEL
+    else:
+        level_std = STATED_LEVEL
     own = None
     if np.isfinite(predictions.log_std).all():
         # The smallest remaining variance is common to all candidates: the error of the whole estimate.
         rest = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
         own = rest - rest.min()
+    # Weights: a common factor, a power of the estimate, and its uncertain factors.
+    basis = [np.full(len(estimate), level_std), SLOPE * (estimate - middle), effects]
     return PriorModel(
-        mean=estimate,
-        basis=np.column_stack([level, SLOPE * estimate, effects]),
+        mean=estimate - level,
+        basis=np.column_stack(basis),
         scales=scales,
         own=own,
         weight=share * (STATED_TRUST if stated else TRUST),
