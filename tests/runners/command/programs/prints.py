@@ -58,10 +58,10 @@ def main() -> None:
                 continue
             optimizer.step()
             optimizer.zero_grad()
+            clock.step(global_batch)
             if step < 5:
                 time.sleep(WARMUP_SECONDS)
             step += 1
-            clock.step(global_batch)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             message = {
                 "scanning": f"step {step} loss {loss.item():.4f}",
