@@ -217,7 +217,7 @@ def class_names(mapping: str, model_type: str) -> tuple[str, ...]:
 
 
 def _task(configuration: Any, name: str, named: str | None) -> Task:
-    from .tasks import refused
+    from .refusal import refused
 
     model_type = configuration.model_type
     kinds: dict[Task, str] = {

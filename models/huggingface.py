@@ -10,16 +10,13 @@ from .architecture import Architecture, described, from_configuration, without_m
 from .data import GENERAL, ImageBatches, TokenBatches, read_text, window
 from .families import schedule_of
 from .flops import flops_of, follows_values
-from .tasks import TaskData, refused, task_data
+from .refusal import refused
+from .tasks import TaskData, image_shape, task_data
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
 
-IMAGE_CONFIGS = ("vision_config", "backbone_config", "image_config")
-"""Nested configurations of image models."""
-DEFAULT_IMAGE_SIZE = 224
-"""Pixels per side, as in ImageNet training."""
 MAX_DEFAULT_SEQ_LEN = 4096
 """Longest default sequence length: many models allow 128 Ki positions."""
 
@@ -160,19 +157,6 @@ def _image_batches(architecture: Architecture, name: str) -> ImageBatches:
         width=width,
         classes=configuration.num_labels,
     )
-
-
-def image_shape(configuration: Any) -> tuple[int, int, int]:
-    """Channels, height and width of a configuration's images: its own sizes, or those of its nested image model."""
-    nested = [getattr(configuration, name, None) for name in IMAGE_CONFIGS]
-    holders = [configuration, *(each for each in nested if each is not None)]
-
-    def stated(name: str, default: Any) -> Any:
-        return next((value for each in holders if (value := getattr(each, name, None)) is not None), default)
-
-    size = stated("image_size", DEFAULT_IMAGE_SIZE)
-    height, width = (size, size) if isinstance(size, int) else size
-    return stated("num_channels", 3), height, width
 
 
 def _token_batches(

@@ -2,12 +2,13 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import WorkloadError
 from .data import GeneratorDraw, Task, inputs_and_labels, random_tokens
+from .refusal import refused
 from .workload import Batch
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
     from .architecture import Architecture
 
+IMAGE_CONFIGS = ("vision_config", "backbone_config", "image_config")
+"""Nested configurations of image models."""
+DEFAULT_IMAGE_SIZE = 224
+"""Pixels per side, as in ImageNet training."""
 CHOICES = 4
 """Answers of a question, as in SWAG (arXiv:1808.05326)."""
 AUDIO_SECONDS = 10
@@ -216,8 +221,6 @@ class _Sizes:
 
     def image(self) -> Entry:
         """Pixels."""
-        from .huggingface import image_shape
-
         return Entry(shape=image_shape(self.config), kind="normal")
 
     @property
@@ -346,21 +349,14 @@ _DATA: Mapping[Task, Callable[[_Sizes], TaskData]] = {
 }
 
 
-def refused(class_name: str, name: str, why: str) -> WorkloadError:
-    """Error for a class that is not built, with the workload to write."""
-    return WorkloadError(f"{name}: {class_name} is not trained here: {why}.\n" + "\n".join(sketch(class_name)))
+def image_shape(configuration: Any) -> tuple[int, int, int]:
+    """Channels, height and width of a configuration's images: its own sizes, or those of its nested image model."""
+    nested = [getattr(configuration, name, None) for name in IMAGE_CONFIGS]
+    holders = [configuration, *(each for each in nested if each is not None)]
 
+    def stated(name: str, default: Any) -> Any:
+        return next((value for each in holders if (value := getattr(each, name, None)) is not None), default)
 
-def sketch(class_name: str) -> Iterator[str]:
-    """Yields the lines of a `rl.Workload` for a class of transformers."""
-    yield "Describe its training in a file, train.py, and give --workload train.py:workload:"
-    yield ""
-    yield "    import redline as rl"
-    yield f"    from transformers import AutoConfig, {class_name}"
-    yield ""
-    yield "    config = AutoConfig.from_pretrained('FOLDER')"
-    yield "    workload = rl.Workload("
-    yield f"        model=lambda: {class_name}(config),"
-    yield "        batch=...,  # batch(size, seed): a dict of CPU tensors by the arguments of forward, targets included"
-    yield "        loss=lambda output, batch: ...,  # the mean over the batch; None for output.loss"
-    yield "    )"
+    size = stated("image_size", DEFAULT_IMAGE_SIZE)
+    height, width = (size, size) if isinstance(size, int) else size
+    return stated("num_channels", 3), height, width

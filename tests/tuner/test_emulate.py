@@ -213,6 +213,7 @@ OLD = "import sys; sys.exit('pretrain_gpt.py: error: unrecognized arguments: --f
 COMMAND = [
     *("tune", "--launcher", "megatron", "--emulate", "--devices", "16", "--global-batch", "32", "--trials", "2"),
     *("--set", "micro_batch=1,2", "--measure-time", "100ms", "--sampler", "grid"),
+    *("--metric", r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)"),
 ]
 
 
