@@ -79,12 +79,12 @@ def test_what_is_printed_does_not_count_where_steps_are_observed(run):
 
 
 def test_a_printed_speed_that_was_asked_for_must_be_the_observed_one(run):
-    text = "for step in train(int(sys.argv[1])): print('speed', {} * 2 / 0.021, flush=True)"
+    text = "for step in train(int(sys.argv[1]), cost=0.1): print('speed', {} * 2 / 0.1, flush=True)"
     metric = [r"speed (?P<samples_per_second>[\d.]+)"]
     (right,) = run(text.format(1), metric=metric)
-    assert right.status is Status.OK and right.throughput == pytest.approx(2 / 0.021)
+    assert right.status is Status.OK and right.throughput == pytest.approx(20)
     (wrong,) = run(text.format(4), metric=metric)
-    assert wrong.status is Status.WRONG and "it prints samples_per_second = 380" in wrong.reason
+    assert wrong.status is Status.WRONG and "it prints samples_per_second = 80" in wrong.reason
 
 
 def test_a_batch_that_the_trainer_reduces_is_wrong_with_both_numbers(run):
@@ -117,8 +117,8 @@ def test_a_slow_candidate_is_ended_early(run, space, tmp_path):
     with LocalRunner(work, TrialTerms(device=detect(), timeout_s=60, plan=TimingPlan(seconds=20.0))) as runner:
         config = space.config(micro_batch=2)
         measured = runner.run(TrialRequest(config=config, number=0, log=tmp_path / "r/l/0.log", best_throughput=100.0))
-    assert measured.status is Status.OK and measured.reason.startswith("stopped early: 5."), measured
-    assert measured.seconds_total < 15
+    assert measured.status is Status.OK and measured.reason.startswith("stopped early: "), measured
+    assert measured.seconds_measure < 20
 
 
 @pytest.mark.parametrize(
