@@ -10,6 +10,8 @@ _REPLACEMENTS = {
         "simulate",
     ): "`redline estimate -o plan.yaml` predicts, and `redline tune plan.yaml` measures its plans first",
     ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
+    ("option", "--stop-on-error"): "a number of devices without a result says why, and the next one follows",
+    ("option", "--strong"): "leave it out: the global batch is constant without --weak",
     ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
     (
         "option",

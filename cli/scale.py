@@ -24,51 +24,33 @@ EXAMPLES = """\b
 Examples:
   redline scale gpt2-tiny --devices 1,2
   redline scale llama-tiny --devices 1,2,4 --weak --global-batch 8
-  redline scale llama2-7b --devices pow2 --global-batch "8*n"
-  redline scale runs/llama-tiny --devices 1,2          the winner of a run, planned again for each count
-  redline scale llama-tiny --devices 1,2 --global-batch 16 --baseline trainer
 """
 
 HELP = {"out": "Folder for the results.  [default: runs/scale-MODEL, or scale-MODEL-2, ...]"}
 
 
 @click.command(epilog=EXAMPLES)
-@options_of(*SECTIONS, without=("devices", "global_batch", "baseline"), help=HELP)
+@options_of(*SECTIONS, without=("devices",), help=HELP)
 @click.option("--devices", metavar="N,...", default="pow2", show_default=True, help="Counts: 1,2,4 or pow2:64.")
-@click.option("--global-batch", metavar="N", help="Samples of a step, also as an expression such as 8*n.")
 @click.option("--weak", is_flag=True, help="The global batch grows with the devices.  [default: it is constant]")
-@click.option("--strong", is_flag=True, help="The global batch is constant, which is the default.")
 @click.option("--predict-to", type=click.IntRange(min=1), metavar="N", help="Predict up to N devices.  [default: 1024]")
-@click.option(
-    "--baseline",
-    metavar="NAME",
-    help="trainer: compare with transformers.Trainer; or the number format of the default configuration.",
-)
-@click.option("--stop-on-error", is_flag=True, help="End at the first count without a result.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def scale(
     devices: str,
-    global_batch: str | None,
     weak: bool,
-    strong: bool,
     predict_to: int | None,
-    baseline: str | None,
-    stop_on_error: bool,
     as_json: bool,
     **options: Any,
 ) -> int:
     """Tune MODEL for one number of devices after the other, and show speed-up, efficiency and memory.
 
     The table has the winner and the default configuration of each count, and predictions for up to 1,024 devices,
-    corrected by the measurements. In place of MODEL, the folder of a run: its winner is planned again for each count
-    and measured beside the default configuration. Exit codes: see `redline tune`.
+    corrected by the measurements. Exit codes: see `redline tune`.
     """
     from ..tuner.scaling import scale as scaled
     from .progress import ProgressListener, listener_for
     from .streams import outlive_reader
 
-    if weak and strong:
-        raise UsageError("with --weak the global batch grows, with --strong it is constant; give one of them")
     given = request_of(options)
     if given["resume"] and given["out"] is None:
         raise UsageError("--resume needs --out, the folder to continue")
@@ -82,23 +64,14 @@ def scale(
         return listener_for(stream, silent=as_json)
 
     end_in_order()
-    found = scaled(
-        **given,
-        devices=devices,
-        global_batch=global_batch,
-        weak=weak,
-        predict_to=predict_to,
-        baseline=baseline,
-        stop_on_error=stop_on_error,
-        listening=listening,
-    )
+    scaling = scaled(**given, devices=devices, weak=weak, predict_to=predict_to, listening=listening)
     if as_json:
-        click.echo(json.dumps(found.to_dict(), allow_nan=False))
+        click.echo(json.dumps(scaling.to_dict(), allow_nan=False))
     else:
-        show(found, Path(given["out"]))
-    if found.interrupted:
+        show(scaling, Path(given["out"]))
+    if scaling.interrupted:
         return exit_codes.INTERRUPTED
-    return exit_codes.FOUND if found.measured else exit_codes.NOTHING_FEASIBLE
+    return exit_codes.FOUND if scaling.measured else exit_codes.NOTHING_FEASIBLE
 
 
 def show(scaling: Scaling, folder: Path) -> None:
@@ -106,16 +79,12 @@ def show(scaling: Scaling, folder: Path) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:  # a pipe or a file has no width
         console.width = max(console.width, 160)
-    unit = next((each.unit for each in scaling.points if each.unit), "throughput")
+    unit = next((point.unit for point in scaling.points if point.unit), "throughput")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    trainer = any(each.trainer_throughput for each in scaling.points)
-    base = "trainer" if trainer else "default"
-    for name in ("devices", "batch", unit, "speed-up", "efficiency", "memory", base, "predicted (80 %)"):
+    for name in ("devices", "batch", unit, "speed-up", "efficiency", "memory", "default", "predicted (80 %)"):
         table.add_column(name, justify="right", overflow="fold")
     for point in scaling.points:
-        table.add_row(
-            *map(fold, _cells(scaling, point, point.trainer_throughput if trainer else point.default_throughput))
-        )
+        table.add_row(*map(fold, _cells(scaling, point)))
     console.print()
     console.print(table)
     for point in scaling.points:
@@ -128,14 +97,14 @@ def show(scaling: Scaling, folder: Path) -> None:
     console.print(Text(f"wrote    {folder}: scale.csv, scale.svg, and a run for each count"), soft_wrap=True)
 
 
-def _cells(scaling: Scaling, point: ScalePoint, base: float | None) -> Iterator[str]:
+def _cells(scaling: Scaling, point: ScalePoint) -> Iterator[str]:
     yield f"{point.devices:,}"
     yield "" if point.global_batch is None else f"{point.global_batch:,}"
     yield "" if point.throughput is None else speed(point.throughput, "")
     yield "" if (gain := scaling.speed_up(point)) is None else f"{gain:.2f}x"
     yield "" if (share := scaling.efficiency(point)) is None else f"{100 * share:.0f} %"
     yield "" if point.peak_memory_mib is None else words.memory(point.peak_memory_mib)
-    yield "" if base is None else speed(base, "")
+    yield "" if point.default_throughput is None else speed(point.default_throughput, "")
     low, high = point.predicted_low, point.predicted_high
     if point.predicted_throughput is None or low is None or high is None:
         yield ""

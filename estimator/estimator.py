@@ -231,13 +231,6 @@ class Estimator:
         made._memory = carried([each._memory for each in found], self._memory_prior())
         return made
 
-    def with_corrections_of(self, other: "Estimator") -> "Estimator":
-        """An estimator with the corrections of another one, such as of the same model under another trainer's conventions."""
-        made = self._copy()
-        made._time, made._memory, made._measured_nodes = other._time, other._memory, other._measured_nodes
-        made._context_mib = other._context_mib
-        return made
-
     def sampled(self, random: np.random.Generator) -> "Estimator":
         """An estimator with factors drawn from their uncertainty.
 

@@ -1,9 +1,9 @@
-"""Throughput over the number of devices: measurements, predictions, and their tables and plots."""
+"""Throughput over the number of devices: measurements, predictions, their table and their plot."""
 
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ COLUMNS = (
     "efficiency",
     "peak_memory_mib",
     "default_throughput",
-    "trainer_throughput",
     "predicted_throughput",
     "predicted_low",
     "predicted_high",
@@ -45,8 +44,6 @@ class ScalePoint:
     """Peak memory of the winner's fullest rank, MiB."""
     default_throughput: float | None = None
     """Throughput of the default configuration, which a trainer runs without tuning."""
-    trainer_throughput: float | None = None
-    """Throughput of `transformers.Trainer`, if it is the baseline: predicted where the winner is not measured."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Configuration of the winner, or the predicted one if none was measured."""
     predicted_throughput: float | None = None
@@ -75,7 +72,7 @@ class Scaling:
     @property
     def measured(self) -> tuple[ScalePoint, ...]:
         """The points with a measured winner."""
-        return tuple(each for each in self.points if each.throughput is not None)
+        return tuple(point for point in self.points if point.throughput is not None)
 
     def speed_up(self, point: ScalePoint) -> float | None:
         """Returns the throughput over that of the fewest devices; None if either was not measured."""
@@ -91,8 +88,8 @@ class Scaling:
 
     def predicted_efficiency(self, point: ScalePoint) -> float | None:
         """Returns the efficiency of the predictions, relative to the fewest measured devices if there are any."""
-        known = [each for each in self.points if each.predicted_throughput]
-        base = next((each for each in known if each in self.measured[:1]), next(iter(known), None))
+        predicted = [other for other in self.points if other.predicted_throughput]
+        base = next((other for other in predicted if other in self.measured[:1]), next(iter(predicted), None))
         if base is None or point.predicted_throughput is None:
             return None
         assert base.predicted_throughput is not None
@@ -106,8 +103,8 @@ class Scaling:
             "predicted_efficiency": self.predicted_efficiency,
         }
         return [
-            {name: computed[name](each) if name in computed else getattr(each, name) for name in COLUMNS}
-            for each in self.points
+            {name: computed[name](point) if name in computed else getattr(point, name) for name in COLUMNS}
+            for point in self.points
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,126 +123,67 @@ class Scaling:
         return file.getvalue()
 
     def svg(self) -> str:
-        """Returns the text of scale.svg: throughput, efficiency and memory over devices."""
-        return drawing(self)
+        """Returns the text of scale.svg: throughput over devices, both logarithmic."""
+        return _drawing(self)
 
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW, _ABOVE = 320, 240, 58, 34, 26
-_OWN, _OTHER, _FAINT = "#2a9d5c", "#8a8f98", "#2a9d5c33"
-Line = Sequence[tuple[float, float]]
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _ABOVE, _BELOW = 520, 320, 64, 16, 30, 50
+_OWN, _DEFAULT, _BAND = "#2a9d5c", "#8a8f98", "#2a9d5c33"
 
 
-def drawing(scaling: Scaling) -> str:
-    """Draws three plots side by side, with devices on a logarithmic scale."""
+def _drawing(scaling: Scaling) -> str:
     points = scaling.points
-    speeds = [(each.devices, each.throughput) for each in points if each.throughput]
-    plain = [(each.devices, each.default_throughput) for each in points if each.default_throughput]
-    predictions = [(each.devices, each.predicted_throughput) for each in points if each.predicted_throughput]
-    low = [(each.devices, each.predicted_low) for each in points if each.predicted_low]
-    high = [(each.devices, each.predicted_high) for each in points if each.predicted_high]
-    base = (speeds or predictions)[:1]
-    ideal = [(each.devices, base[0][1] * each.devices / base[0][0]) for each in points] if base else []
-    efficiency = [(p.devices, 100 * share) for p in points if (share := scaling.efficiency(p)) is not None]
-    expected = [(p.devices, 100 * share) for p in points if (share := scaling.predicted_efficiency(p)) is not None]
-    memory = [(each.devices, each.peak_memory_mib / 1024) for each in points if each.peak_memory_mib]
-    unit = next((each.unit for each in points if each.unit), "")
-    counts = [each.devices for each in points]
-    band = [*low, *reversed(high)]
-    panels = (
-        _panel(
-            0,
-            f"throughput, {unit}",
-            counts,
-            ideal=ideal,
-            band=band,
-            dashed=predictions,
-            faint=plain,
-            line=speeds,
-            log=True,
-        ),
-        _panel(1, "efficiency, %", counts, dashed=expected, line=efficiency),
-        _panel(2, "peak memory of a device, GiB", counts, line=memory),
-    )
-    legend = (
-        "green: the winner; grey: the default configuration; dashed: predicted, with its 80 % interval; dotted: ideal"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * _WIDTH} {_HEIGHT + 18}" font-family="sans-serif" '
-        f'font-size="10" fill="#555"><rect width="100%" height="100%" fill="#fff"/>{"".join(panels)}'
-        f'<text x="{_LEFT}" y="{_HEIGHT + 10}">{legend}</text></svg>\n'
-    )
 
+    def line(name: str) -> list[tuple[int, float]]:
+        values = ((point.devices, getattr(point, name)) for point in points)
+        return [(devices, value) for devices, value in values if value]
 
-def _panel(
-    place: int,
-    title: str,
-    counts: Sequence[int],
-    *,
-    line: Line,
-    dashed: Line = (),
-    faint: Line = (),
-    ideal: Line = (),
-    band: Line = (),
-    log: bool = False,
-) -> str:
-    """Draws one plot: lines of (devices, value) with common axes."""
-    values = [value for each in (line, dashed, faint, band) for _, value in each]
-    head = f'<text x="{place * _WIDTH + _LEFT}" y="16" font-size="11" fill="#222">{title}</text>'
-    if not values:
-        return head
-    least, most = (min(values) / 1.5, max(values) * 1.2) if log else (0.0, max(values) * 1.1)
+    winners, predicted, default = line("throughput"), line("predicted_throughput"), line("default_throughput")
+    band = [*line("predicted_low"), *reversed(line("predicted_high"))]
+    drawn = [value for _, value in (*winners, *predicted, *default, *band)]
+    unit = next((point.unit for point in points if point.unit), "")
+    texts = [f'<text x="{_LEFT}" y="18" font-size="12" fill="#222">throughput, {unit}</text>']
+    if not drawn:
+        return _svg(texts)
+    first, last = points[0].devices, points[-1].devices
+    least, most = min(drawn) / 1.5, max(drawn) * 1.5
 
     def x(devices: float) -> float:
-        first, last = math.log2(counts[0]), math.log2(counts[-1])
-        share = (math.log2(devices) - first) / (last - first) if last > first else 0.5
-        return place * _WIDTH + _LEFT + share * (_WIDTH - _LEFT - 16)
+        share = math.log(devices / first) / math.log(last / first) if last > first else 0.5
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
-        if log:
-            share = math.log(value / least) / math.log(most / least)
-        else:
-            share = (value - least) / (most - least)
-        return _HEIGHT - _BELOW - share * (_HEIGHT - _BELOW - _ABOVE)
+        return _HEIGHT - _BELOW - math.log(value / least) / math.log(most / least) * (_HEIGHT - _ABOVE - _BELOW)
 
-    def path(each: Line) -> str:
-        return " ".join(f"{x(devices):.1f},{y(value):.1f}" for devices, value in each)
+    def path(values: Iterable[tuple[float, float]]) -> str:
+        return " ".join(f"{x(devices):.1f},{y(value):.1f}" for devices, value in values)
 
-    out = [head]
-    marks = sorted({counts[round(i * (len(counts) - 1) / 5)] for i in range(6)})
-    foot = _HEIGHT - _BELOW
-    out += [f'<text x="{x(each):.1f}" y="{foot + 14}" text-anchor="middle">{each:,}</text>' for each in marks]
-    for value in _ticks(least, most, log):
-        left, right, at = place * _WIDTH + _LEFT, (place + 1) * _WIDTH - 16, y(value)
-        out.append(f'<path d="M{left} {at:.1f}H{right}" stroke="#eee"/>')
-        out.append(f'<text x="{left - 6}" y="{at + 3:.1f}" text-anchor="end">{_short(value)}</text>')
-    if band:
-        out.append(f'<polygon points="{path(band)}" fill="{_FAINT}"/>')
-    inside = [(devices, value) for devices, value in ideal if least <= value <= most]
-    for each, style in (
-        (inside, f'stroke="{_OTHER}" stroke-dasharray="1 4"'),
-        (dashed, f'stroke="{_OWN}" stroke-dasharray="5 4"'),
-        (faint, f'stroke="{_OTHER}"'),
-        (line, f'stroke="{_OWN}" stroke-width="2"'),
+    foot = _HEIGHT - _BELOW + 14
+    texts += [f'<text x="{x(p.devices):.1f}" y="{foot}" text-anchor="middle">{p.devices:,}</text>' for p in points]
+    for power in range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1):
+        at = y(10.0**power)
+        texts.append(f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
+        texts.append(f'<text x="{_LEFT - 6}" y="{at + 3:.1f}" text-anchor="end">{10**power:,.6g}</text>')
+    start, speed = (winners or predicted or default)[0]
+    end = min(last, start * most / speed)
+    shapes = [f'<polygon points="{path(band)}" fill="{_BAND}"/>'] if band else []
+    for values, style in (
+        ([(start, speed), (end, speed * end / start)], f'stroke="{_DEFAULT}" stroke-dasharray="1 4"'),
+        (predicted, f'stroke="{_OWN}" stroke-dasharray="5 4"'),
+        (default, f'stroke="{_DEFAULT}"'),
+        (winners, f'stroke="{_OWN}" stroke-width="2"'),
     ):
-        out.append(f'<polyline points="{path(each)}" fill="none" {style}/>' if len(each) > 1 else "")
-    out += [f'<circle cx="{x(d):.1f}" cy="{y(v):.1f}" r="3" fill="{_OTHER}"/>' for d, v in faint]
-    out += [f'<circle cx="{x(d):.1f}" cy="{y(v):.1f}" r="3.5" fill="{_OWN}"/>' for d, v in line]
-    return "".join(out)
+        shapes.append(f'<polyline points="{path(values)}" fill="none" {style}/>')
+    for values, colour in ((default, _DEFAULT), (winners, _OWN)):
+        shapes += [f'<circle cx="{x(devices):.1f}" cy="{y(v):.1f}" r="3" fill="{colour}"/>' for devices, v in values]
+    return _svg([*texts, *shapes])
 
 
-def _ticks(least: float, most: float, log: bool) -> list[float]:
-    """Returns about five round numbers within a range."""
-    if not log:
-        step = 10 ** math.floor(math.log10(most / 2))
-        step = next(step * many for many in (1, 2, 5, 10, 20) if most / (step * many) <= 6)
-        return [step * i for i in range(int(most / step) + 1)]
-    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
-    many = (1, 2, 5) if len(powers) <= 3 else (1,)
-    return [value for power in powers for each in many if least <= (value := each * 10.0**power) <= most]
-
-
-def _short(value: float) -> str:
-    for size, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1e3 if sign == 'k' else size):.3g}{sign}"
-    return f"{value:.3g}"
+def _svg(elements: Iterable[str]) -> str:
+    legend = "green: the winner; grey: the default; dashed: predicted, with its 80 % interval; dotted: proportional"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="10" fill="#555"><rect width="100%" height="100%" fill="#fff"/>{"".join(elements)}'
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 20}" text-anchor="middle">devices</text>'
+        f'<text x="8" y="{_HEIGHT - 6}" font-size="9">{legend}</text></svg>\n'
+    )

@@ -1,6 +1,7 @@
 """`redline tune --command`: an unmodified program, tuned from the command line and from Python."""
 
 import csv
+import re
 import shlex
 import subprocess
 import sys
@@ -204,7 +205,9 @@ for rows in DataLoader(torch.randn(4000, 8), batch_size=4):
     assert "samples/s" in shown.splitlines()[0] and "winner" not in shown
     for line in ("samples a step   4: 1 pass of 4", "formats          9 in float32; matrix products in float32"):
         assert line in shown
-    assert "wall time        forward 9" in shown and "limited by       the forward and backward passes" in shown
+    # The sleep alone is 10 ms of a step that never took 14 here, whatever else the machine did.
+    assert int(re.search(r"wall time +forward (\d+) %", shown)[1]) > 70
+    assert "limited by       the forward and backward passes" in shown
     (row,) = csv.DictReader(open("r/trials.csv"))
     assert 100 < float(row["samples_per_second"]) <= 400
 
