@@ -3,13 +3,13 @@
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..base.errors import NothingFound, StorageUnavailable, UsageError
 from ..results import Measurement, Trial, table_frame
 from ..results.table import parse, trials_of
-from ..space import Config, Space
+from ..space import Config
 from ..tuner.result import Candidate
 from .records import ENDED, priority_of
 from .request import travelling
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from .api.models import (
-        AskAnswer,
         EventAnswer,
         MeAnswer,
         QueueAnswer,
         SearchAnswer,
-        StudyAnswer,
         WorkerAnswer,
     )
 
@@ -38,8 +36,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """A connection to a server. Requests are retried while the server is unreachable, for example during a restart,
-    except those that it may have received and that are not idempotent: `study` and `ask`.
+    """A connection to a server. Requests are retried while the server is unreachable, for example during a restart.
 
     Args:
         server: its address, such as `http://127.0.0.1:8700`.
@@ -152,49 +149,6 @@ class Client:
         found: dict[str, Any] = self._json("POST", "/v1/estimate", json=body, timeout=150.0)
         return found
 
-    def study(self, space: Space | Mapping[str, Any], *, sampler: str = "bayes", seed: int = 0, name: str = "") -> str:
-        """Creates a study over a space, for trials that the caller runs, and returns its id."""
-        document = space.to_dict() if isinstance(space, Space) else dict(space)
-        body = {"space": document, "sampler": sampler, "seed": seed, "name": name}
-        return str(self._json("POST", "/v1/studies", json=body, timeout=150.0, repeatable=False)["id"])
-
-    def look(self, study: str) -> "StudyAnswer":
-        """Returns a study with its trials."""
-        from .api.models import StudyAnswer
-
-        return StudyAnswer.model_validate(self._json("GET", f"/v1/studies/{study}", timeout=150.0))
-
-    def ask(self, study: str) -> "AskAnswer":
-        """Returns a study's next trial; without a configuration if none is left. The request is not repeated once the
-        server may have received it, since it would take another trial.
-        """
-        from .api.models import AskAnswer
-
-        return AskAnswer.model_validate(self._json("POST", f"/v1/studies/{study}/ask", timeout=150.0, repeatable=False))
-
-    def tell(
-        self,
-        study: str,
-        trial: int,
-        *,
-        throughput: float | None = None,
-        memory: float | None = None,
-        status: str | None = None,
-        reason: str = "",
-    ) -> None:
-        """Reports how a trial of a study ended.
-
-        Args:
-            study: id of the study.
-            trial: its number.
-            throughput: None if it did not run to its end.
-            memory: peak memory of a device, MiB.
-            status: `ok`, `oom`, `timeout`, `crash` or `wrong`; by default `ok` with a throughput, else `crash`.
-            reason: why it is not `ok`.
-        """
-        body = {"trial": trial, "throughput": throughput, "memory": memory, "status": status, "reason": reason}
-        self._json("POST", f"/v1/studies/{study}/tell", json=body, timeout=150.0)
-
     def events(self, search: str | None = None, after: int | None = None) -> "Iterator[EventAnswer]":
         """Yields events as they happen. A broken stream is resumed where it broke.
 
@@ -246,17 +200,14 @@ class Client:
     def _json(self, method: str, path: str, **more: Any) -> Any:
         return self._send(method, path, **more).json()
 
-    def _send(self, method: str, path: str, *, repeatable: bool = True, **more: Any) -> Any:
-        """Sends a request, retried until the server answers or `patience_s` is over. One that is not `repeatable` is
-        retried only while no connection is established.
-        """
+    def _send(self, method: str, path: str, **more: Any) -> Any:
+        """Sends a request, retried until the server answers or `patience_s` is over."""
         until, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
                 return self._transport.send(method, path, **more)
-            except (ServerUnreachable, StorageUnavailable) as error:
-                may_repeat = repeatable or (isinstance(error, ServerUnreachable) and not error.sent)
-                if not may_repeat or time.monotonic() + pause > until:
+            except (ServerUnreachable, StorageUnavailable):
+                if time.monotonic() + pause > until:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)

@@ -16,14 +16,16 @@ from .store.part import DAY_S
 from .store.searches import check_ended
 
 
-def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], object]) -> None:
+def deleted(store: Store, runs: Runs, search: str, url: str) -> None:
     """Deletes a search that has ended, with its folder and its ledger. The search itself is deleted last, so that a
     failed deletion can be repeated.
+
+    Args:
+        url: of the database that has the ledger.
 
     Raises:
         NotFound: the search does not exist.
         UsageError: it has not ended, or its searcher is still ending.
-        RunnerError: the process that deletes the ledger failed.
         OSError: the folder cannot be deleted.
     """
     check_ended(search, store.search(search).state)
@@ -36,14 +38,33 @@ def deleted(store: Store, runs: Runs, search: str, forget: Callable[[str], objec
             raise UsageError(f"the searcher of {search} has not ended yet; delete the search in a moment") from None
     try:
         if (folder / RUN).is_file():
+            study = None
             with suppress(StudyError):  # without a readable run.yaml the ledger's name is unknown
-                forget(request.read(folder)[0]["study"])
+                study = request.read(folder)[0]["study"]
+            if study is not None:
+                _forget_ledger(url, study)
         if lock is not None:
             shutil.rmtree(folder)
         store.delete_search(search)
     finally:
         if lock is not None:
             lock.release()
+
+
+def _forget_ledger(url: str, name: str) -> None:
+    """Deletes the ledger of that name; does nothing if there is none."""
+    import optuna
+
+    from ..results.storage import contained, open_storage, quiet, words
+
+    with quiet(), contained(words(url)):
+        storage, _ = open_storage(url, writable=True)
+        try:
+            optuna.delete_study(study_name=name, storage=storage)
+        except KeyError:
+            return
+        finally:
+            storage.remove_session()
 
 
 ROUND_S = 3600.0

@@ -19,7 +19,7 @@ from ..base.lock import FolderLock
 from ..runners.host import HostAgent
 from ..runners.unix_user import unix_user
 from ..views.dashboard.serve import is_local, listen
-from .child_processes import EmbeddedWorker, Helper
+from .child_processes import EmbeddedWorker
 from .dispatcher import Dispatcher
 from .estimates import Estimates
 from .limits import SearcherLimits
@@ -31,16 +31,11 @@ from .searchers import Searchers, SearcherSlots
 from .serve_options import ServeOptions
 from .store import Store
 from .store.connection import INSTEAD, DatabaseLock
-from .studies import forget_ledger
 
 ADMIN, EMBEDDED = "admin", "embedded"
 """Users made by the first start: the administrator, and the owner of the server's own worker."""
 STANDBY_S = 0.5
 """How often a standby server checks whether the other has ended, s."""
-STUDIES_WAITING = 50
-"""Number of calls on studies that may wait: fewer than threads wait for them (`api.studies`), so that more are refused."""
-STUDY_SECONDS = 120.0
-"""Time limit of a call on a study, s."""
 
 
 def serve(
@@ -205,11 +200,10 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         )
         searchers.start()
         stack.callback(searchers.close)
-        estimates, studies = Estimates(), Helper(STUDY_SECONDS, STUDIES_WAITING)
+        estimates = Estimates()
         stack.callback(estimates.close)
-        stack.callback(studies.close)
-        runs, forget = Runs(options.folder), partial(studies.call, forget_ledger, url)
-        delete = partial(deleted, store, runs, forget=forget)
+        runs = Runs(options.folder)
+        delete = partial(deleted, store, runs, url=url)
         forgetting = Retention(store, options.keep_events, options.keep_searches, delete)
         forgetting.start()
         stack.callback(forgetting.close)
@@ -221,7 +215,6 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
             runs=runs,
             feed=Feed(store),
             estimates=estimates,
-            studies=studies,
             metrics=Metrics(),
             rates=Rates(options.rate, 4 * options.rate),
             allow_code=options.allow_code,

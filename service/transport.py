@@ -33,9 +33,6 @@ _KINDS: dict[str, type[Exception]] = {
 class ServerUnreachable(ServiceError, ConnectionError):
     """The server cannot be reached or does not answer."""
 
-    sent = True
-    """False if no connection was established, so that the server did not get the request."""
-
 
 class Transport:
     """Sends requests to one server. Thread-safe.
@@ -122,11 +119,7 @@ class Transport:
                 f"the certificate of {self.server} is not trusted: {reason}; give --trust (in Python trust=) the file of that "
                 "certificate, or of the authority that signed it"
             )
-        import httpx
-
-        away = ServerUnreachable(f"the server {self.server} does not answer: {str(error) or type(error).__name__}")
-        away.sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-        return away
+        return ServerUnreachable(f"the server {self.server} does not answer: {str(error) or type(error).__name__}")
 
 
 def _trusting(file: str) -> ssl.SSLContext:

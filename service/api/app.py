@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
 
 from ... import __version__
-from . import operations, pages, searches, studies, workers
+from . import operations, pages, searches, workers
 from .models import ErrorAnswer
 from .parts import Parts
 from .problems import TooLarge, answer_problems
@@ -59,7 +59,7 @@ def make_app(parts: Parts) -> Any:
     )  # fmt: skip
     app.state.parts = parts
     answer_problems(app)
-    for each in (operations, searches, studies, workers):
+    for each in (operations, searches, workers):
         app.include_router(each.router)
     pages.add(app, parts)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)

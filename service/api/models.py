@@ -15,7 +15,7 @@ from ...base.option import Option, options_of
 from ...knobs.strategy import MAX_DEVICES
 from ...models.request import ModelRequest, SpaceRequest
 from ...runners.command.command import Command
-from ...tuner.request import RunRequest, SearchRequest, known_sampler
+from ...tuner.request import RunRequest, SearchRequest
 from ..records import MOST_PRIORITY, Role, SearchState, Visibility
 from ..request import LARGEST_FILE, TARGETS, digest
 
@@ -413,44 +413,6 @@ class EstimateForm(_EstimateOptions, TrainingForm):
         if (self.target is None) == (self.model is None):
             raise ValueError("give either target or model")
         return self
-
-
-class StudyForm(Body):
-    """A study whose trials the client runs."""
-
-    space: SpaceDocument
-    sampler: Annotated[Word, checked(known_sampler)] = "bayes"
-    seed: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)] = 0
-    name: Annotated[str, Field(max_length=100)] = ""
-
-
-class StudyAnswer(Answer):
-    """A study and its trials."""
-
-    id: str
-    name: str
-    trials: list[dict[str, JsonValue]]
-    best: dict[str, JsonValue] | None
-
-
-class AskAnswer(Answer):
-    """The next trial. `config` is None if the space is exhausted."""
-
-    trial: int | None
-    config: dict[str, JsonValue] | None
-
-
-class TellForm(Body):
-    """The result of a trial."""
-
-    trial: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
-    throughput: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    """None if it did not run to its end."""
-    memory: Annotated[float, Field(ge=0, le=1e12)] | None = None
-    """Peak memory of a device, MiB."""
-    status: Literal["ok", "oom", "timeout", "crash", "wrong"] | None = None
-    """By default `ok` with a throughput, else `crash`."""
-    reason: Annotated[str, Field(max_length=2000)] = ""
 
 
 class LeaseForm(Body):

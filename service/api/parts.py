@@ -10,7 +10,6 @@ from ..store import Store
 from .connections import Rates
 
 if TYPE_CHECKING:
-    from ..child_processes import Helper
     from ..dispatcher import Dispatcher
     from ..estimates import Estimates
     from ..runs import Runs
@@ -72,8 +71,6 @@ class Parts:
     runs: "Runs"
     feed: "Feed"
     estimates: "Estimates"
-    studies: "Helper"
-    """Calls the functions of `studies.py`."""
     url: str
     """URL of the database."""
     metrics: "Metrics"

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
@@ -14,7 +13,6 @@ from ..logs import read_log
 from ..records import Role, Search, SearchState, User
 from ..request import NO_CODE, NO_WORKLOADS, brief, is_code, without_secrets
 from ..retention import deleted
-from ..studies import forget_ledger
 from .access import Guarded, Reader, Submitter
 from .models import ChangeForm, SearchAnswer, SearchesAnswer, Submission
 from .parts import Parts, parts_of
@@ -272,7 +270,7 @@ def change(search: SearchId, form: ChangeForm, user: Submitter, parts: PartsOf) 
 def delete(search: SearchId, user: Submitter, parts: PartsOf) -> None:
     """Deletes a search that has ended, with its folder."""
     may_change(user, seen(parts, user, search))
-    deleted(parts.store, parts.runs, search, partial(parts.studies.call, forget_ledger, parts.url))
+    deleted(parts.store, parts.runs, search, parts.url)
     parts.store.audit(user.name, "delete", search)
 
 

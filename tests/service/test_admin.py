@@ -5,14 +5,13 @@ import json
 import pytest
 import redline as rl
 from click.testing import CliRunner
-from redline.base.errors import NotFound, Refused, RunnerError, UsageError
+from redline.base.errors import NotFound, Refused, StudyError, UsageError
 from redline.base.lock import FolderLock
 from redline.cli.main import redline as command_line
 from redline.results.ledger import Ledger
 from redline.results.names import RUN
 from redline.results.request import read
 from redline.service.retention import Retention, deleted
-from redline.service.studies import forget_ledger
 from served import SPACE, served
 
 
@@ -105,7 +104,7 @@ def test_searches_that_ended_long_ago_are_deleted(service, client):
     service.store.retry(new.id)
 
     def delete(search):
-        deleted(service.store, service.parts.runs, search, lambda name: forget_ledger(service.parts.url, name))
+        deleted(service.store, service.parts.runs, search, service.parts.url)
 
     retention, lock = Retention(service.store, 30, 0.0, delete), FolderLock(service.parts.runs.folder(in_use.id))
     retention._delete_searches(before + 1e-6)
@@ -125,11 +124,8 @@ def test_a_deletion_that_fails_can_be_repeated(service, client):
     more = {"isolate": False, "sampler": "grid", "trials": 1, "out": folder, "storage": service.parts.url}
     rl.tune(lambda config: 1.0, rl.Space.from_dict(SPACE), **more)
 
-    def forget(name):
-        raise RunnerError("the process that computes this died")
-
-    with pytest.raises(RunnerError):
-        deleted(service.store, service.parts.runs, run.id, forget)
+    with pytest.raises(StudyError):
+        deleted(service.store, service.parts.runs, run.id, f"sqlite:///{folder}/nowhere/redline.db")
     assert folder.exists() and run.state == "cancelled"
     run.delete()
     assert not folder.exists()

@@ -9,7 +9,7 @@ from redline.base.errors import ServiceError
 from redline.estimator.hardware import find_hardware
 from redline.service.request import digest
 from redline.service.searchers import Searchers
-from served import SEARCH, SPACE, served
+from served import SEARCH, served
 
 HARDWARE = json.loads(json.dumps(asdict(find_hardware("h100-80gb"))))
 DEVICE = {"type": "cpu", "name": "c", "count": 1, "memory_mib": 100}
@@ -67,7 +67,6 @@ def test_a_reader_looks_and_changes_nothing(service):
         detail = error(client.post("/v1/searches", json=SEARCH), 403, "role")
         assert "submitter" in detail["message"] and detail["given"] == "reader"
         error(client.post(f"/v1/searches/{search}/cancel"), 403, "role")
-        error(client.post("/v1/studies", json={"space": SPACE}), 403, "role")
         error(client.post("/v1/workers", json={"host": "h", "device": {}, "devices": 1, "memory_mib": 1}), 403, "role")
     assert service.store.search(search).state == "queued"
 

@@ -1,8 +1,6 @@
 """`rl.Client` and the commands: Python and the terminal show the state that the server has."""
 
-import contextlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -124,61 +122,6 @@ def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     assert found == ["queued"] and ended == ["cancelled"]
     assert [each.data.get("message") or each.data["state"] for each in seen] == ["queued", "after", "cancelled"]
     assert len({each.id for each in seen}) == 3
-
-
-def test_an_ask_is_repeated_only_while_no_connection_is_established():
-    """Regression: the repetition of a request whose answer was lost took another trial."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        received = []
-
-        def hang_up():
-            with contextlib.suppress(OSError):  # the socket is closed at the end
-                while True:
-                    connection, _ = listening.accept()
-                    with connection:
-                        received.append(connection.recv(65536).split(b" ")[1])
-
-        threading.Thread(target=hang_up, daemon=True).start()
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        with rl.Client(address, token="x", patience_s=1.0) as client:
-            for call in (client.me, lambda: client.ask("s"), lambda: client.study(SPACE)):
-                with pytest.raises(ServerUnreachable):
-                    call()
-        listening.shutdown(socket.SHUT_RDWR)
-    assert received.count(b"/v1/me") > 1
-    assert (received.count(b"/v1/studies/s/ask"), received.count(b"/v1/studies")) == (1, 1)
-    start = time.monotonic()
-    with rl.Client(address, token="x", patience_s=0.5) as client, pytest.raises(ServerUnreachable) as refused:
-        client.ask("s")
-    assert not refused.value.sent and time.monotonic() - start > 0.25
-
-
-@pytest.mark.parametrize("sampler", ["random", pytest.param("bayes", marks=pytest.mark.slow)])
-def test_a_study_supports_ask_and_tell(service, client, sampler):
-    study = client.study(SPACE, sampler=sampler, seed=1)
-    tried = {}
-    while (asked := client.ask(study)).config is not None:
-        batch = asked.config["micro_batch"]
-        tried[asked.trial] = batch
-        if batch == 8:
-            client.tell(study, asked.trial, status="oom", reason="too much")
-        else:
-            client.tell(study, asked.trial, throughput=100.0 * batch, memory=10.0 * batch)
-    assert sorted(tried.values()) == [1, 2, 4, 8] and sorted(tried) == [0, 1, 2, 3]
-    found = client.look(study)
-    assert found.best["config"] == {"micro_batch": 4} and found.best["throughput"] == 400.0
-    assert {each["status"] for each in found.trials} == {"ok", "oom"}
-    good = next(number for number, batch in tried.items() if batch == 1)
-    client.tell(study, good, throughput=100.0, memory=10.0)
-    with pytest.raises(KeyTaken, match="another result"):
-        client.tell(study, good, throughput=101.0)
-    with pytest.raises(NotFound, match="no trial 99"):
-        client.tell(study, 99, throughput=1.0)
-    with pytest.raises(Refused, match="another user"):
-        service.rl("other").ask(study)
-    service.parts.studies._process.kill()  # the ledger is in the database
-    assert client.look(study).best["throughput"] == 400.0
-    assert client.ask(study).config is None
 
 
 @pytest.mark.slow  # models are traced, twice
@@ -330,30 +273,6 @@ def test_a_space_too_large_to_be_listed_is_told_of_too():
     plan = {"valid": None, "sampler": "bayes", "done": 0}
     assert event_text("plan", plan) == "very many valid configurations, bayes, 0 trials done"
     assert event_text("plan", {**plan, "valid": 1200}) == "1,200 valid configurations, bayes, 0 trials done"
-
-
-@pytest.mark.slow
-def test_fifty_loops_ask_and_tell_at_once(service):
-    """A queue of eight once refused five of 14 loops."""
-    counts, trouble = [], []
-
-    def loop(number):
-        try:
-            with service.rl(patience_s=0) as client:
-                study = client.study(SPACE, sampler="random", seed=number)
-                trial = client.ask(study)
-                client.tell(study, trial.trial, throughput=100.0 + trial.config["micro_batch"])
-                counts.append(len(client.look(study).trials))
-        except Exception as error:
-            trouble.append(error)
-            raise
-
-    loops = [threading.Thread(target=loop, args=(number,)) for number in range(50)]
-    for each in loops:
-        each.start()
-    for each in loops:
-        each.join()
-    assert (counts, trouble) == ([1] * 50, [])
 
 
 def test_options_with_the_value_zero_are_sent(monkeypatch):

@@ -9,10 +9,10 @@ from served import served
 
 STREAMS = ("/v1/events", "/v1/searches/{search}/events")
 """Streams of events. A request of one does not end by itself."""
-HELPED = ("/v1/estimate", "/v1/studies", "/v1/studies/{study}", "/v1/studies/{study}/ask", "/v1/studies/{study}/tell")
+HELPED = ("/v1/estimate",)
 """Paths that a helper process computes, in seconds."""
 QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None, "derandomize": True}
-OPERATIONS = 26
+OPERATIONS = 22
 """Least number of operations of the API without streams."""
 
 

@@ -11,12 +11,10 @@ from redline.service.api.app import make_app
 from redline.service.api.connections import GuardedServer, Rates, guarded
 from redline.service.api.feed import Feed
 from redline.service.api.parts import Metrics, Parts
-from redline.service.child_processes import Helper
 from redline.service.dispatcher import Dispatcher
 from redline.service.estimates import Estimates
 from redline.service.runs import Runs
 from redline.service.searchers import SearcherSlots
-from redline.service.server import STUDIES_WAITING
 from redline.service.store import Store
 
 SEARCH = {"request": {"target": "gpt2-tiny", "trials": 3}}
@@ -66,13 +64,12 @@ def served(
         dispatcher = Dispatcher(store)
         dispatcher.start()
         stack.callback(dispatcher.close)
-        estimates, studies = Estimates(), Helper(120, STUDIES_WAITING)
+        estimates = Estimates()
         stack.callback(estimates.close)
-        stack.callback(studies.close)
         slots = SearcherSlots(store)
         parts = Parts(
             store=store, dispatcher=dispatcher, slots=slots, runs=Runs(folder), feed=Feed(store, every=0.02),
-            estimates=estimates, studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code,
+            estimates=estimates, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code,
             workloads=workloads, most_queued=queued, url=url, searchers=searchers(store, url, slots),
         )  # fmt: skip
         config = guarded(make_app(parts), port=port, timeout_graceful_shutdown=1, **uvicorn_)
