@@ -19,8 +19,8 @@ from ..runners.command.command import Command
 from ..runners.registry import RUNNERS
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
-from .loggers import logger_names
 from .samplers import sampler_names
+from .trackers import TRACKERS
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
@@ -242,7 +242,7 @@ class OutputRequest:
         out: folder for the run's files; None saves nothing.
         resume: continue the run in `out`.
         storage: URL of an Optuna storage for the ledger, in place of `study.log`.
-        log_to: trackers that each trial is logged to, see `redline.tuner.loggers.logger_names()`; needs `out`.
+        log_to: trackers that each trial is logged to, see `redline.tuner.trackers.TRACKERS`; needs `out`.
         listener: receives the events of the search.
     """
 
@@ -257,7 +257,7 @@ class OutputRequest:
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Option(f"Log each trial to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
+        Option(f"Log each trial to {either(TRACKERS)}; repeatable.", metavar="NAME", many=True),
     ] = ()
     listener: SearchListener | None = None
 

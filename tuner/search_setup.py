@@ -41,7 +41,6 @@ from .emulating import (
     memory_of_emulated,
 )
 from .first_trial import FirstTrial, first_trial
-from .loggers import check_trackers
 from .predicting import described, estimate_to_begin_with, simulator, usable
 from .record import asked_of
 from .refinement import check_refinable
@@ -51,6 +50,7 @@ from .samplers.bayes import BayesSampler
 from .samplers.judge import Judge
 from .samplers.posterior import SurrogatePrior
 from .task import Task, resolve_task
+from .trackers import check_trackers
 from .transfer import Transferred, calibrations, read_runs, take
 from .warm_start import WarmStart
 

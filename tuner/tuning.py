@@ -18,7 +18,6 @@ from ..space import Config
 from .budget import Stopwatch
 from .feasibility import tight_winner
 from .listener import SearchListener
-from .loggers import logging_to
 from .predicting import peak_rate
 from .record import command_of, plan_of
 from .refinement import refiner
@@ -26,6 +25,7 @@ from .request import Request, taking
 from .result import Result, make_result
 from .search import Search
 from .search_setup import SearchSetup, set_up
+from .trackers import logging_to
 
 
 @taking(Request)

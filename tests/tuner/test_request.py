@@ -13,9 +13,9 @@ from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
 from redline.training.hyperparameters import LR_SCHEDULES
-from redline.tuner.loggers import logger_names
 from redline.tuner.request import SEARCH_RUNNERS, SECTIONS, Request, in_python
 from redline.tuner.samplers import sampler_names
+from redline.tuner.trackers import TRACKERS
 
 PYTHON_ONLY = {"begin_with", "prior", "isolate", "listener"}
 
@@ -56,9 +56,9 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
         ("tune", "sampler", sampler_names()),
         ("tune", "runner", SEARCH_RUNNERS),
         ("tune", "launcher", LAUNCHERS),
-        ("tune", "log_to", logger_names()),
+        ("tune", "log_to", TRACKERS),
         ("train", "runner", RUNNERS),
-        ("train", "log_to", logger_names()),
+        ("train", "log_to", TRACKERS),
         ("train", "lr_schedule", LR_SCHEDULES),
         ("convert", "to", LAYOUTS),
         ("export", "launch", LAUNCHES),

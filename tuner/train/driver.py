@@ -48,7 +48,7 @@ from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan, LoopResult
-from ..loggers import logging_training_to
+from ..trackers import logging_training_to
 from .chosen import TrainingStrategy, devices_text
 from .listener import TrainingStart, TrainListener
 from .request import TrainRequest, taken_up, with_schedule, with_tokenizer

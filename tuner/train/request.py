@@ -17,7 +17,7 @@ from ...training.data.order import BYTES
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ..budget import parse_memory
-from ..loggers import logger_names
+from ..trackers import TRACKERS
 
 
 def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "TrainRequest":
@@ -70,7 +70,7 @@ class LaunchRequest:
         seq_len: tokens of a sample, in place of the run's.
         global_batch: samples of an optimizer step, in place of the run's.
         fix: knobs of the configuration, in place of the winner's.
-        log_to: trackers that the training is logged to, see `redline.tuner.loggers.logger_names()`.
+        log_to: trackers that the training is logged to, see `redline.tuner.trackers.TRACKERS`.
     """
 
     source: str | Path = field(kw_only=False)
@@ -111,7 +111,7 @@ class LaunchRequest:
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Option(f"Log the training to {either(logger_names())}; repeatable.", metavar="NAME", many=True),
+        Option(f"Log the training to {either(TRACKERS)}; repeatable.", metavar="NAME", many=True),
     ] = ()
 
     @cached_property

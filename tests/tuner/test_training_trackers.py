@@ -12,8 +12,9 @@ import pytest
 from redline.base.errors import MissingDependency, UsageError
 from redline.results.trained import LOG
 from redline.space import Config
-from redline.tuner.loggers import logger_names, logging_training_to
-from redline.tuner.loggers.training import RUNS, TrainLogger, metrics_of
+from redline.tuner.trackers import TRACKERS, logging_training_to
+from redline.tuner.trackers.listeners import RUNS, TrainTracking, numbers_of_line
+from redline.tuner.trackers.tracker import Tracker
 from redline.tuner.train.chosen import TrainingStrategy
 from redline.tuner.train.driver import train
 from redline.tuner.train.listener import TrainingStart, TrainListener
@@ -95,7 +96,7 @@ def test_tensorboard_continues_in_its_folder_without_repeated_steps(tmp_path):
     assert "zero=0" in words[0] and "zero=3" in words[20] and "devices=2" in words[20]
 
 
-def test_tensorboard_takes_back_what_lost_ranks_do_again(tmp_path):
+def test_tensorboard_does_not_repeat_what_lost_ranks_do_again(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -120,7 +121,7 @@ def test_mlflow_continues_in_its_run_without_repeated_steps(tmp_path, monkeypatc
     assert sorted((each.step, each.value) for each in history) == list(LOSSES.items())
     history = client.get_metric_history(run.info.run_id, "held_out/loss")
     assert sorted((each.step, each.value) for each in history) == list(HELD_OUT.items())
-    assert run.data.params == {"lr": "0.001"}
+    assert run.data.params == {"lr": "0.001", "where": "2 x CPU"}
     assert run.info.status == "FINISHED"
     assert run.data.tags["redline.event.30"] == "the checkpoint of step 30 was not saved: No space left on device"
     if not lost:
@@ -192,82 +193,82 @@ def rows_of(path):
     return out
 
 
-class Recorder(TrainLogger):
-    """A tracker that keeps its records and fails in the named calls."""
+class Recorder(Tracker):
+    """A tracker that keeps its calls, one of which can be made to fail."""
 
-    name = "recorder"
+    name = package = "json"  # a module that is there
 
-    def __init__(self, folder, say=None, failing="", purges=False):
-        super().__init__(folder, say)
-        self.failing, self.purges, self.calls = failing, purges, []
+    def __init__(self, folder, failing=""):
+        super().__init__(folder)
+        self.failing, self.calls = failing, []
 
     def _call(self, *call):
         self.calls.append(call)
         if call[0] == self.failing:
             raise OSError("no space left")
 
-    def open(self, training, before):
-        self._call("open", before)
+    def start(self, title, settings, run):
+        self._call("start", run)
+        return "a run"
 
-    def configured(self, training):
-        self._call("configured", training.strategy.config["zero"])
+    def configure(self, step, config, reason):
+        self._call("configure", config["zero"])
 
     def log(self, step, metrics):
-        self._call("log", step, metrics)
+        self._call("log", step)
 
-    def log_event(self, step, text):
-        self._call("log_event", step, text)
+    def event(self, step, text):
+        self._call("event", step, text)
 
-    def back(self, step):
-        self._call("back", step)
-
-    def close(self):
-        self._call("close")
+    def end(self, ended, results):
+        self._call("end", ended)
 
 
-@pytest.mark.parametrize("failing", ["open", "configured", "log", "log_event", "back", "close"])
-def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
+def tracked(tmp_path, failing=""):
+    """A recorder, its listener, and the messages to the user."""
     problems = []
-    tracker = Recorder(tmp_path, problems.append, failing)
-    tracker.on_start(training_start(tmp_path))
+    user = TrainListener()
+    user.on_message = problems.append
+    tracker = Recorder(tmp_path, failing)
+    return tracker, TrainTracking([tracker], user), problems
+
+
+@pytest.mark.parametrize("failing", ["start", "configure", "log", "event", "end"])
+def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
+    tracker, tracking, problems = tracked(tmp_path, failing)
+    tracking.on_start(training_start(tmp_path))
     for line in FIRST + SECOND:
-        tracker.on_line(line)
-    tracker.finish()
-    tracker.finish()
-    assert problems == ["logging to recorder has stopped, because it failed: no space left"]
+        tracking.on_line(line)
+    tracking.close()
+    tracking.close()
+    assert problems == ["logging to json has stopped, because it failed: no space left"]
     assert tracker.calls[-1][0] == failing
 
 
-def test_ranks_that_begin_again_without_a_checkpoint_take_back_everything(tmp_path):
-    tracker = Recorder(tmp_path, purges=True)
-    tracker.on_start(training_start(tmp_path))
-    for line in (step_line(10, 5.0), step_line(20, 4.0), step_line(10, 5.0), step_line(20, 4.0), step_line(30, 3.0)):
-        tracker.on_line(line)
-    assert [each[:2] for each in tracker.calls[2:]] == [
-        ("log", 10), ("log", 20), ("back", 9), ("log", 10), ("log", 20), ("log", 30)
-    ]  # fmt: skip
-
-
-def test_a_checkpoint_that_ends_late_takes_nothing_back(tmp_path):
-    tracker = Recorder(tmp_path, purges=True)
-    tracker.on_start(training_start(tmp_path))
+def test_ranks_that_begin_again_repeat_nothing(tmp_path):
+    tracker, tracking, _ = tracked(tmp_path)
+    tracking.on_start(training_start(tmp_path))
     saved = {"kind": "checkpoint", "step": 10, "seconds": 1.0, "stalled": 0.0, "failure": ""}
-    for line in (step_line(10, 5.0), step_line(20, 4.0), saved, step_line(30, 3.0)):
-        tracker.on_line(line)
-    assert "back" not in [each[0] for each in tracker.calls]
+    lines = [step_line(10, 5.0), step_line(20, 4.0), saved, step_line(10, 5.0), step_line(20, 4.0), step_line(30, 3.0)]
+    for line in lines:
+        tracking.on_line(line)
+    # A checkpoint may end after later steps.
+    assert tracker.calls[2:] == [("log", 10), ("log", 20), ("log", 10), ("log", 30)]
 
 
 def test_a_change_of_configuration_is_logged_in_the_same_run(tmp_path):
-    tracker = Recorder(tmp_path)
-    tracker.on_start(training_start(tmp_path))
-    tracker.on_message("out of memory")
-    tracker.on_start(training_start(tmp_path, step=0, zero=3))
-    assert tracker.calls == [("open", None), ("configured", 0), ("log_event", 0, "out of memory"), ("configured", 3)]
+    tracker, tracking, problems = tracked(tmp_path)
+    tracking.on_message("before it starts")
+    tracking.on_start(training_start(tmp_path))
+    tracking.on_message("out of memory")
+    tracking.on_start(training_start(tmp_path, step=0, zero=3))
+    assert tracker.calls == [("start", None), ("configure", 0), ("event", 0, "out of memory"), ("configure", 3)]
+    assert problems == ["before it starts", "out of memory"]
 
 
 def test_numbers_without_a_value_are_left_out():
-    assert metrics_of(step_line(3, 2.0)) == {"train/loss": 2.0, "train/lr": 0.1}
-    assert metrics_of({"kind": "end", "step": 3}) == {}
+    assert numbers_of_line(step_line(3, 2.0)) == {"train/loss": 2.0, "train/lr": 0.1}
+    assert numbers_of_line({"kind": "end", "step": 3}) == {}
 
 
 def test_an_unknown_tracker_is_named_before_anything_is_written(tmp_path):
@@ -276,7 +277,7 @@ def test_an_unknown_tracker_is_named_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", logger_names())
+@pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_package_is_named_before_anything_is_written(name, monkeypatch, tmp_path):
     for module in [each for each in sys.modules if each.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)

@@ -10,8 +10,10 @@ import redline as rl
 from redline.base.errors import MissingDependency, UsageError
 from redline.results import Measurement, Status, Trial
 from redline.tuner.listener import SearchListener, SearchPlan
-from redline.tuner.loggers import forwarding, logger_names, logging_to
-from redline.tuner.loggers.tracker import TrialLogger, metrics_of, plain
+from redline.tuner.result import make_result
+from redline.tuner.trackers import TRACKERS, logging_to
+from redline.tuner.trackers.listeners import SearchTracking, numbers_of_trial, plain
+from redline.tuner.trackers.tracker import Tracker
 
 
 def train(config):
@@ -68,11 +70,11 @@ def test_mlflow_holds_a_child_run_for_every_trial(tmp_path, monkeypatch):
     assert best.data.params == {"micro_batch": "4", "fusion": "True"}
     assert best.data.metrics["throughput"] == 800.0
     assert best.info.status == "FINISHED"
-    (failed, _) = [each for each in children.values() if each.data.tags["redline.status"] == "oom"]
+    (failed, _) = [each for each in children.values() if each.data.tags["redline.outcome"].startswith("oom: ")]
     assert failed.info.status == "FAILED" and "throughput" not in failed.data.metrics
     assert parent.data.metrics["best_throughput"] == 800.0
     assert parent.info.status == "FINISHED"
-    history = client.get_metric_history(parent.info.run_id, "throughput")
+    history = client.get_metric_history(parent.info.run_id, "trial/throughput")
     assert len(history) == 6 and {each.step for each in history} == {
         each.number for each in result.all_trials if each.ok
     }
@@ -104,31 +106,41 @@ def test_wandb_keeps_the_run_for_later(tmp_path, monkeypatch):
 PLAN = SearchPlan(name="m", where="cpu", valid=9, trials=8, seconds=None, sampler="random", runner="local")
 
 
-class Recorder(TrialLogger):
-    """A tracker whose steps can be made to fail."""
+class Recorder(Tracker):
+    """A tracker that keeps its calls, one of which can be made to fail."""
 
-    name = "recorder"
+    name = package = "json"  # a module that is there
 
-    def __init__(self, folder, say=None, failing=""):
-        super().__init__(folder, say)
+    def __init__(self, folder, failing=""):
+        super().__init__(folder)
         self.failing, self.calls = failing, []
 
-    def _call(self, name):
-        self.calls.append(name)
+    def _call(self, name, *arguments):
+        self.calls.append((name, *arguments))
         if name == self.failing:
             raise OSError("no space left")
 
-    def open(self, plan):
-        self._call("open")
+    def start(self, title, settings, run):
+        self._call("start", title)
+        return "a run"
 
-    def log(self, trial, metrics, best):
-        self._call("log")
+    def log(self, step, metrics):
+        self._call("log", step, metrics)
 
-    def summarise(self, result):
-        self._call("summarise")
+    def trial(self, number, config, metrics, outcome):
+        self._call("trial", number, config, outcome)
 
-    def close(self):
-        self._call("close")
+    def end(self, ended, results):
+        self._call("end", ended)
+
+
+def tracked(tmp_path, failing=""):
+    """A recorder, its listener, and the messages to the user."""
+    problems = []
+    user = SearchListener()
+    user.on_message = problems.append
+    tracker = Recorder(tmp_path, failing)
+    return tracker, SearchTracking([tracker], user), problems
 
 
 def a_trial():
@@ -136,71 +148,68 @@ def a_trial():
     return Trial(number=0, config={"micro_batch": 1}, measurement=measured, predicted_throughput=4.0)
 
 
-@pytest.mark.parametrize("failing", ["open", "log", "summarise", "close"])
+@pytest.mark.parametrize("failing", ["start", "trial", "log", "end"])
 def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
-    problems = []
-    tracker = Recorder(tmp_path, problems.append, failing)
-    tracker.on_start(PLAN)
-    tracker.on_trial_end(a_trial())
-    tracker.on_trial_end(a_trial())
-    tracker.on_end(None)
-    tracker.finish()
-    tracker.finish()
-    assert problems == ["logging to recorder has stopped, because it failed: no space left"]
-    assert tracker.calls[-1] == failing
+    tracker, tracking, problems = tracked(tmp_path, failing)
+    tracking.on_start(PLAN)
+    tracking.on_trial_end(a_trial())
+    tracking.on_trial_end(a_trial())
+    tracking.on_end(make_result((a_trial(),), (), folder=None, ended="trials", interrupted=False))
+    tracking.close()
+    assert problems == ["logging to json has stopped, because it failed: no space left"]
+    assert tracker.calls[-1][0] == failing
 
 
-def test_a_tracker_is_closed_once_and_only_if_it_was_opened(tmp_path):
-    tracker = Recorder(tmp_path)
-    tracker.finish()
+def test_a_tracker_ends_once_and_only_if_it_was_started(tmp_path):
+    tracker, tracking, _ = tracked(tmp_path)
+    tracking.close()
     assert tracker.calls == []
-    tracker = Recorder(tmp_path)
-    tracker.on_start(PLAN)
-    tracker.finish()
-    tracker.finish()
-    assert tracker.calls == ["open", "close"]
+    tracker, tracking, _ = tracked(tmp_path)
+    tracking.on_start(PLAN)
+    tracking.close()
+    tracking.close()
+    assert tracker.calls == [("start", "m"), ("end", "failed")]
 
 
 def test_a_bug_in_a_tracker_is_not_swallowed(tmp_path):
-    tracker = Recorder(tmp_path)
+    tracker, tracking, _ = tracked(tmp_path, "log")
     tracker.failures = ()
-    tracker.failing = "log"
-    tracker.on_start(PLAN)
+    tracking.on_start(PLAN)
     with pytest.raises(OSError, match="no space left"):
-        tracker.on_trial_end(a_trial())
+        tracking.on_trial_end(a_trial())
 
 
 def test_the_best_so_far_of_a_resumed_run_begins_with_its_earlier_trials(tmp_path):
-    class Best(Recorder):
-        def log(self, trial, metrics, best):
-            self.calls.append(best)
-
-    tracker = Best(tmp_path)
+    tracker, tracking, _ = tracked(tmp_path)
     measured = Measurement(status=Status.OK, throughput=9.0)
-    tracker.on_start(replace(PLAN, earlier=(replace(a_trial(), measurement=measured),)))
-    tracker.on_trial_end(a_trial())
-    assert tracker.calls == ["open", 9.0]
+    tracking.on_start(replace(PLAN, earlier=(replace(a_trial(), measurement=measured),)))
+    tracking.on_trial_end(a_trial())
+    assert tracker.calls[1] == ("trial", 0, {"micro_batch": 1}, "ok")
+    assert tracker.calls[2][2]["trial/throughput"] == 2.0 and tracker.calls[2][2]["best_so_far"] == 9.0
 
 
 def test_numbers_without_a_value_are_left_out():
-    assert metrics_of(a_trial()) == {"throughput": 2.0, "step_ms": 3.0, "predicted_throughput": 4.0}
+    assert numbers_of_trial(a_trial()) == {"throughput": 2.0, "step_ms": 3.0, "predicted_throughput": 4.0}
 
 
-def test_every_listener_hears_everything():
-    received = []
+def test_the_user_s_listener_hears_everything(tmp_path):
+    heard = []
+    events = [name for name in vars(SearchListener) if name.startswith("on_")]
 
-    class Receiver(SearchListener):
-        def on_message(self, message):
-            received.append(message)
+    class User(SearchListener):
+        """Keeps the names of all events."""
 
-        def on_remeasure(self, leaders, done, total, seconds=0.0):
-            received.append((leaders, done, total))
-
-    both = forwarding(SearchListener, [Receiver(), Receiver()])
-    both.on_message("a")
-    both.on_remeasure([], 1, 2)
-    both.on_wait("for nothing")
-    assert received == ["a", "a", ([], 1, 2), ([], 1, 2)]
+    for name in events:
+        setattr(User, name, lambda self, *arguments, name=name: heard.append(name))
+    tracking = SearchTracking([], User())
+    result = make_result((a_trial(),), (), folder=None, ended="trials", interrupted=False)
+    arguments = {
+        "on_start": [PLAN], "on_trial_end": [a_trial()], "on_end": [result], "on_remeasure": [[], 1, 2],
+        "on_alternate": [[], 1.0],
+    }  # fmt: skip
+    for name in events:
+        getattr(tracking, name)(*arguments.get(name, ["something"]))
+    assert heard == events and len(events) == 8
 
 
 def test_bad_input_is_named(tmp_path):
@@ -211,7 +220,7 @@ def test_bad_input_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", logger_names())
+@pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_package_is_named_before_anything_starts(name, monkeypatch, tmp_path):
     for module in [each for each in sys.modules if each.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)

@@ -1,0 +1,64 @@
+"""Experiment trackers that searches and trainings are logged to: one file each, and the listeners that feed them."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ...base.errors import UsageError, unknown
+from ..listener import SearchListener
+from ..train.listener import TrainListener
+from .listeners import SearchTracking, TrainTracking
+from .tracker import Tracker
+
+TRACKERS = ("mlflow", "tensorboard", "wandb")
+"""Names that `--log-to` accepts, each that of a module here with a class `TRACKER`."""
+
+
+def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None) -> tuple[str, ...]:
+    """Returns the named trackers, each once.
+
+    Raises:
+        UsageError: a tracker is unknown, or the folder is missing.
+    """
+    chosen = tuple(dict.fromkeys([names] if isinstance(names, str) else names or ()))
+    for name in chosen:
+        if name not in TRACKERS:
+            raise UsageError(unknown("tracker", name, TRACKERS))
+    if chosen and folder is None:
+        raise UsageError(f"logging to {chosen[0]} needs a folder for the run; give out=...")
+    return chosen
+
+
+def _opened(names: str | Sequence[str] | None, folder: str | Path | None) -> list[Tracker]:
+    chosen = check_trackers(names, folder)
+    return [import_module(f".{name}", __package__).TRACKER(Path(folder)) for name in chosen if folder is not None]
+
+
+@contextlib.contextmanager
+def logging_to(
+    names: str | Sequence[str] | None, folder: str | Path | None, listener: SearchListener
+) -> Iterator[SearchListener]:
+    """Yields a listener of a search that forwards to `listener` and to the named trackers, which are closed at the end.
+
+    Raises:
+        UsageError: a tracker is unknown, or the folder is missing.
+        MissingDependency: a tracker's package is not installed.
+    """
+    tracking = SearchTracking(_opened(names, folder), listener)
+    try:
+        yield tracking
+    finally:
+        tracking.close()
+
+
+@contextlib.contextmanager
+def logging_training_to(
+    names: str | Sequence[str] | None, folder: str | Path, listener: TrainListener
+) -> Iterator[TrainListener]:
+    """As `logging_to`, for a training."""
+    tracking = TrainTracking(_opened(names, folder), listener)
+    try:
+        yield tracking
+    finally:
+        tracking.close()
