@@ -1,4 +1,4 @@
-"""Devices and the links between them, in the numbers that the estimator needs."""
+"""Devices and the links between them, in the numbers that the estimator needs. The table is `hardware.yaml`."""
 
 import math
 import re
@@ -405,151 +405,38 @@ def recognise(name: str, memory_mib: float) -> Hardware | None:
     ]
     nearest = min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
     if nearest is not None and seen.board and nearest.intra_node.name.startswith("NVLink"):
-        return nearest.replace(intra_node=_PCIE4)  # a bridge joins two cards only
+        return nearest.replace(intra_node=LINKS["PCIe 4 x16"])  # a bridge joins two cards only
     return nearest
 
 
-# Latencies are those of nccl-tests for the smallest messages on such machines.
-_NVLINK2 = Link(name="NVLink 2, 6 links", gb_per_s=150.0, latency_us=6.0)
-_NVLINK3 = Link(name="NVLink 3, 12 links", gb_per_s=300.0, latency_us=6.0)
-_NVLINK4 = Link(name="NVLink 4, 18 links", gb_per_s=450.0, latency_us=6.0)
-_NVLINK5 = Link(name="NVLink 5, 18 links", gb_per_s=900.0, latency_us=6.0)
-_FABRIC = Link(name="Infinity Fabric, 7 links", gb_per_s=448.0, latency_us=10.0)
-_PCIE3 = Link(name="PCIe 3 x16", gb_per_s=16.0, latency_us=15.0)
-_PCIE4 = Link(name="PCIe 4 x16", gb_per_s=32.0, latency_us=15.0)
-_PCIE5 = Link(name="PCIe 5 x16", gb_per_s=64.0, latency_us=15.0)
-
-
-def _network(name: str, gbit_per_s: float, latency_us: float = 25.0) -> Link:
-    return Link(name=name, gb_per_s=gbit_per_s / 8, latency_us=latency_us)
-
-
-_V100 = "NVIDIA V100 Tensor Core GPU datasheet (SXM2)"
-_A100 = "NVIDIA A100 Tensor Core GPU datasheet (SXM)"
-_H100 = "NVIDIA H100 Tensor Core GPU datasheet (SXM); rates without sparsity"
-_H200 = "NVIDIA H200 Tensor Core GPU datasheet (SXM); rates without sparsity"
-_B200 = "NVIDIA DGX B200 datasheet, an eighth; rates without sparsity"
-_4090 = "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090; fp32 accumulation, without sparsity"
-_L4 = "NVIDIA L4 Tensor Core GPU datasheet; rates without sparsity"
-_A10G = "NVIDIA A10G datasheet (AWS G5); rates without sparsity"
-_T4 = "NVIDIA T4 datasheet; AWS G4dn"
-_MI300X = "AMD Instinct MI300X datasheet; rates without sparsity"
-_B300 = "NVIDIA DGX B300 datasheet, an eighth; rates without sparsity"
-_GB200 = "NVIDIA GB200 NVL72 datasheet, a 72nd; rates without sparsity"
-_GB300 = "NVIDIA GB300 NVL72 datasheet, a 72nd; rates without sparsity"
-_H20 = "NVIDIA H20, as vendors of HGX H20 state it; rates without sparsity"
-_5090 = "NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090; fp32 accumulation, without sparsity"
-_A6000 = "NVIDIA RTX A6000 datasheet; rates without sparsity"
-_L40 = "NVIDIA L40 datasheet; rates without sparsity"
-_L40S = "NVIDIA L40S datasheet; rates without sparsity"
-_MI325X = "AMD Instinct MI325X datasheet; rates without sparsity"
-_NETWORKS = {
-    "v100": "NVIDIA DGX-1 datasheet: 4x 100 Gbit/s InfiniBand EDR for 8 devices",
-    "a100": "NVIDIA DGX A100 datasheet: 8x 200 Gbit/s HDR for 8 devices",
-    "h100": "NVIDIA DGX H100 datasheet: 8x 400 Gbit/s NDR for 8 devices",
-    "b200": "NVIDIA DGX B200 datasheet: 8x 400 Gbit/s NDR for 8 devices",
-    "rtx": "assumed: 100 Gbit/s Ethernet for 8 devices",
-    "l4": "Google Cloud G2 machine types: 100 Gbit/s for 8 devices",
-    "a10g": "AWS g5.48xlarge: 100 Gbit/s for 8 devices",
-    "t4": "AWS g4dn.metal: 100 Gbit/s for 8 devices",
-    "b300": "NVIDIA DGX B300 datasheet: 8x 800 Gbit/s for 8 devices",
-    "gb200": "NVIDIA GB200 NVL72: 400 Gbit/s for each device",
-    "gb300": "NVIDIA GB300 NVL72: 800 Gbit/s for each device",
-    "mi300x": "AMD Instinct MI300X platform: 8x 400 Gbit/s for 8 devices",
-}
-
-
-def _device(
-    name: str,
-    memory: float,
-    tflops: dict[str, float],
-    bandwidth: float,
-    intra: Link,
-    inter: Link,
-    host: float,
-    sheet: str,
-    network: str,
-    watts: float,
-    kind: str = "cuda",
-    per_node: int = 8,
-) -> Hardware:
-    return Hardware(
-        name=name,
-        memory_gib=memory,
-        tflops=tflops,
-        memory_gb_per_s=bandwidth,
-        intra_node=intra,
-        inter_node=inter,
-        devices_per_node=per_node,
-        host_gb_per_s=host,
-        achievable=_ACHIEVABLE.get(network, 0.8),
-        watts=watts,
-        kind=kind,
-        sources={
-            "memory_gib": f"{sheet}; GiB that the driver reports",
-            "tflops": sheet,
-            "memory_gb_per_s": sheet,
-            "watts": sheet,
-            "intra_node": sheet,
-            "inter_node": _NETWORKS[network],
-            "achievable": _MAMF if network in _ACHIEVABLE else "assumed",
-            "host_gb_per_s": "four fifths of the PCIe generation's rate, as bandwidthTest reports",
-        },
-    )
-
-
-# Maximum achievable matmul FLOPS, bf16.
 _MAMF = "Bekman, Machine Learning Engineering (2024), accelerators, MAMF table"
-_ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "b300": 0.78, "gb200": 0.78, "gb300": 0.78, "mi300x": 0.60}
 
-_V100_RATES = {"fp32": 15.7, "fp16": 125.0}
-_MI300X_RATES = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
-_A100_RATES = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
-_H100_RATES = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
-_HDR = _network("8x HDR InfiniBand", 200)
-_NDR = _network("8x NDR InfiniBand", 400)
-_SHARED = _network("100 Gbit/s for 8", 12.5, 40.0)
 
-DEVICES: Mapping[str, Hardware] = {
-    each.name: each
-    for each in (
-        _device("v100-16gb", 15.8, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100", 300),
-        _device("v100-32gb", 31.7, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100", 300),
-        _device("a100-40gb", 39.4, _A100_RATES, 1555, _NVLINK3, _HDR, 25, _A100, "a100", 400),
-        _device("a100-80gb", 79.2, _A100_RATES, 2039, _NVLINK3, _HDR, 25, _A100, "a100", 400),
-        _device("h100-80gb", 79.1, _H100_RATES, 3350, _NVLINK4, _NDR, 50, _H100, "h100", 700),
-        _device("h200-141gb", 139.8, _H100_RATES, 4800, _NVLINK4, _NDR, 50, _H200, "h100", 700),
-        _device("b200", 178.4, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0,
-                "fp4": 9000.0}, 8000, _NVLINK5, _NDR, 50, _B200, "b200", 1000),
-        _device("b300", 268.6, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0,
-                "fp4": 13500.0}, 8000, _NVLINK5, _network("8x 800 Gbit/s", 800), 100, _B300, "b300", 1100),
-        _device("gb200", 184.8, {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0,
-                "fp4": 10000.0}, 8000, _NVLINK5, _NDR, 200, _GB200, "gb200", 1200, per_node=72),
-        _device("gb300", 277.4, {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0,
-                "fp4": 15000.0}, 8000, _NVLINK5, _network("800 Gbit/s", 800), 200, _GB300, "gb300", 1400, per_node=72),
-        _device("h20-96gb", 95.1, {"fp32": 44.0, "tf32": 74.0, "bf16": 148.0, "fp16": 148.0, "fp8": 296.0},
-                4000, _NVLINK4, _NDR, 50, _H20, "h100", 400),
-        _device("rtx-5090", 31.8, {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419.0,
-                "fp4": 1676.0}, 1792, _PCIE5, _SHARED, 50, _5090, "rtx", 575),
-        _device("rtx-a6000", 47.5, {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8},
-                768, _PCIE4, _SHARED, 25, _A6000, "rtx", 300),
-        _device("l40", 44.6, {"fp32": 90.5, "tf32": 90.5, "bf16": 181.0, "fp16": 181.0, "fp8": 362.0},
-                864, _PCIE4, _SHARED, 25, _L40, "rtx", 300),
-        _device("l40s", 44.6, {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0, "fp8": 733.0},
-                864, _PCIE4, _SHARED, 25, _L40S, "rtx", 350),
-        _device("rtx-4090", 23.6, {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
-                1008, _PCIE4, _SHARED, 25, _4090, "rtx", 450),
-        _device("l4", 22.0, {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5},
-                300, _PCIE4, _SHARED, 25, _L4, "l4", 72),
-        _device("a10g", 22.0, {"fp32": 31.2, "tf32": 35.0, "bf16": 70.0, "fp16": 70.0},
-                600, _PCIE4, _SHARED, 25, _A10G, "a10g", 300),
-        _device("t4", 14.6, {"fp32": 8.1, "fp16": 65.0}, 320, _PCIE3, _SHARED, 12, _T4, "t4", 70),
-        _device("mi300x", 191.7, _MI300X_RATES, 5300, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
-                _MI300X, "mi300x", 750, kind="rocm"),
-        _device("mi325x", 255.7, _MI300X_RATES, 6000, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
-                _MI325X, "mi300x", 1000, kind="rocm"),
-    )
-}  # fmt: skip
+def _read() -> tuple[dict[str, Link], dict[str, Hardware]]:
+    """Links and devices of `hardware.yaml`, by name."""
+    document = parse_yaml(Path(__file__).with_name("hardware.yaml").read_bytes())
+    links = {name: Link(name=name, **rates) for name, rates in document["links"].items()}
+    devices = {}
+    for name, row in document["devices"].items():
+        sheet, network = row.pop("sheet"), row.pop("network")
+        devices[name] = Hardware(
+            name=name,
+            intra_node=links[row.pop("intra_node")],
+            inter_node=links[row.pop("inter_node")],
+            devices_per_node=row.pop("devices_per_node", 8),
+            sources={
+                **dict.fromkeys(("tflops", "memory_gb_per_s", "watts", "intra_node"), sheet),
+                "memory_gib": f"{sheet}; GiB that the driver reports",
+                "inter_node": network,
+                "achievable": _MAMF if "achievable" in row else "assumed",
+                "host_gb_per_s": "four fifths of the PCIe generation's rate, as bandwidthTest reports",
+            },
+            **row,
+        )
+    return links, devices
 
+
+LINKS, DEVICES = _read()
+"""Links and devices of the table, by name."""
 MOST_COMMON = ("v100-32gb", "a100-80gb")
 """Meaning of the bare name of a chip that several devices share."""

@@ -170,7 +170,7 @@ def _code() -> str:
     for room in ROOMS:
         for folder, _, files in os.walk(root / room):
             for name in sorted(files):
-                if name.endswith(".py"):
+                if name.endswith((".py", ".yaml")):
                     stat = os.stat(os.path.join(folder, name))
                     found.append(f"{folder}/{name} {stat.st_size} {stat.st_mtime_ns}")
     return digest({"files": sorted(found)})
