@@ -12,6 +12,7 @@ _REPLACEMENTS = {
     ("runner", "slurm"): "start Ray on the hosts of the allocation, as deploy/ray.sbatch does, and use the runner ray",
     ("option", "--stop-on-error"): "a number of devices without a result says why, and the next one follows",
     ("option", "--strong"): "leave it out: the global batch is constant without --weak",
+    ("option", "--skip-bad-rows"): "leave bad rows out of the data, for example by the filter of datasets",
     ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",
     (
         "option",

@@ -38,7 +38,7 @@ _EXTRAS = {
     "dashboard": (("fastapi", "uvicorn", "plotly"), "`redline dashboard` and plots in notebooks"),
     "service": (("fastapi", "uvicorn", "httpx", "sqlalchemy", "alembic"), "`redline serve` and its clients"),
     "lora": (("peft",), "`--lora`"),
-    "data": (("datasets", "pyarrow"), "Parquet and datasets folders in `redline train`"),
+    "data": (("datasets", "pyarrow"), "`redline train --data`"),
     "loggers": (("tensorboard", "mlflow", "wandb"), "`--log-to` for these"),
 }
 """Modules of an extra of setup.cfg, and the features that need them."""

@@ -18,7 +18,7 @@ Examples:
   redline train runs/llama --data corpus.jsonl --from path/to/hf-checkpoint --lora r=16
   redline train llama-tiny --devices 2 --data corpus.txt --out train/llama
   redline train train/llama --resume --devices 4
-  redline train runs/gpt2 --data tokens.bin --held-out 0.01 --eval-every 100 --lr 3e-4 --warmup 100
+  redline train runs/gpt2 --data tokens.parquet --held-out 0.01 --eval-every 100 --lr 3e-4 --warmup 100
   redline train runs/gpt2 --data corpus.txt --log-to tensorboard
   torchrun --nproc-per-node 8 -m redline.train runs/llama/best.yaml --data corpus.jsonl
 """

@@ -1,32 +1,38 @@
-"""Converts documents to tokens."""
+"""Converts rows of a corpus to tokens."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...base._transformers import refusals
 from ...base.errors import WorkloadError
+from ...models.architecture import one_line
 from ...models.data import BYTE_OFFSET, load_tokenizer
-from .documents import BadRows, Chat, Piece, encode_conversations
+from .corpus import LABELS, TOKENS
 from .order import BYTES, TrainOn
 
-BATCH_CHARACTERS = 1 << 21
-"""Number of characters that are tokenised at once: enough for all threads of a fast tokenizer."""
-BATCH_PIECES = 1000
 _END_OF_BYTES = 1
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 """Files of a tokenizer's folder that determine its tokens."""
+_QUIET: Mapping[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+Rows = Mapping[str, Sequence[Any]]
+"""Rows of a data set, by column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """A tokenizer, or bytes."""
+    """A tokenizer, or bytes. Its methods return the columns `tokens`, `trained` (1 for predicted tokens, uint8) and
+    `last` (True if a document ends there), a row for each document or piece that is not empty.
+    """
 
     name: str
     """`bytes`, or the folder."""
@@ -43,19 +49,98 @@ class Encoder:
     pad_id: int | None
     mask_id: int | None
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The smaller of uint16 and uint32 that can represent the ids."""
-        return np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
+    def texts(self, rows: Rows) -> dict[str, list[Any]]:
+        """Encodes rows of `text`, with `first` and `last` for pieces of documents."""
+        texts = rows["text"]
+        if None in texts:
+            raise WorkloadError("a row has no text: its value is null; leave such rows out")
+        kept = [number for number, text in enumerate(texts) if text]
+        whole = [True] * len(texts)
+        first, last = rows.get("first", whole), rows.get("last", whole)
+        encoded: dict[str, list[Any]] = {"tokens": [], "trained": [], "last": []}
+        for number, ids in zip(kept, self._ids([texts[number] for number in kept])):
+            tokens = np.concatenate(
+                [np.asarray(part, dtype=np.uint32) for part in
+                 (self.prefix if first[number] else (), ids, self.suffix if last[number] else ())]
+            )  # fmt: skip
+            encoded["tokens"].append(tokens)
+            encoded["trained"].append(np.ones(len(tokens), dtype=np.uint8))
+            encoded["last"].append(last[number])
+        return encoded
 
-    def encode(self, texts: list[str]) -> Iterator[Sequence[int] | np.ndarray]:
-        """Yields the tokens of texts, without prefix and suffix."""
+    def _ids(self, texts: list[str]) -> list[Any]:
         if self.tokenizer is None:
-            for text in texts:
-                yield np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + BYTE_OFFSET
-            return
-        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-        yield from self.tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else ()
+            return [
+                np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) + BYTE_OFFSET for text in texts
+            ]
+        return list(self.tokenizer(texts, add_special_tokens=False, **_QUIET)["input_ids"]) if texts else []
+
+    def conversations(self, rows: Rows, train_on: TrainOn) -> dict[str, list[Any]]:
+        """Encodes rows of `messages` by the chat template, which writes all special tokens.
+
+        Raises:
+            WorkloadError: there is no template, it refuses a conversation, or it does not mark the assistant's tokens.
+        """
+        from jinja2 import TemplateError
+
+        if not self.tokenizer.chat_template:
+            raise WorkloadError(
+                f"the tokenizer in {self.name} has no chat template; give a tokenizer with one, or a field that contains text"
+            )
+        if train_on == "assistant" and not _GENERATION.search(self.tokenizer.get_chat_template()):
+            raise WorkloadError(
+                f"the chat template of {self.name} does not mark the assistant's tokens by "
+                "{% generation %}: give train_on=all, a tokenizer with such a template, or a data set with the columns "
+                f"'{TOKENS}' and '{LABELS}'"
+            )
+        encoded: dict[str, list[Any]] = {"tokens": [], "trained": [], "last": []}
+        for messages in rows["messages"]:
+            try:
+                written = self.tokenizer.apply_chat_template(
+                    # A table has all keys in all messages.
+                    [{key: value for key, value in message.items() if value is not None} for message in messages],
+                    tokenize=True,
+                    return_dict=True,
+                    return_assistant_tokens_mask=train_on == "assistant",
+                    tokenizer_kwargs={"verbose": False},
+                )
+            except refusals(TemplateError) as error:
+                raise WorkloadError(
+                    f"the chat template of {self.name} refuses a conversation: {one_line(error)}; it begins with "
+                    f"{str(messages)[:200]}"
+                ) from error
+            tokens = np.asarray(written["input_ids"], dtype=np.uint32)
+            trained = written["assistant_masks"] if train_on == "assistant" else np.ones(len(tokens))
+            encoded["tokens"].append(tokens)
+            encoded["trained"].append(np.asarray(trained, dtype=np.uint8))
+            encoded["last"].append(True)
+        return encoded
+
+
+def encoded_tokens(rows: Rows) -> dict[str, list[Any]]:
+    """Returns rows of `input_ids`, and of `labels` if there are any, with the columns of `Encoder`.
+
+    Raises:
+        WorkloadError: a label is neither its token nor -100.
+    """
+    tokens = [np.asarray(ids, dtype=np.int64) for ids in rows[TOKENS]]
+    trained = [np.ones(len(ids), dtype=np.uint8) for ids in tokens]
+    if LABELS in rows:
+        trained = []
+        for ids, stated in zip(tokens, rows[LABELS]):
+            labels = np.asarray(stated, dtype=np.int64)
+            if labels.shape != ids.shape or ((labels != ids) & (labels != -100)).any():
+                raise WorkloadError(
+                    f"'{LABELS}' must be those of '{TOKENS}', or -100 for tokens that are not predicted"
+                )
+            trained.append((labels != -100).astype(np.uint8))
+    if any(len(ids) and ids.min() < 0 for ids in tokens):
+        raise WorkloadError(f"'{TOKENS}' has a negative number")
+    return {
+        "tokens": [ids.astype(np.uint32) for ids in tokens],
+        "trained": trained,
+        "last": [True] * len(tokens),
+    }
 
 
 def encoder_of(folder: str | None) -> Encoder:
@@ -78,8 +163,8 @@ def encoder_of(folder: str | None) -> Encoder:
     if end is not None and end not in suffix[-1:]:
         suffix = (*suffix, end)
     return Encoder(
-        name=folder, tokenizer=tokenizer, size=max(tokenizer.get_vocab().values()) + 1, prefix=prefix, suffix=suffix, end_id=end,
-        pad_id=tokenizer.pad_token_id, mask_id=tokenizer.mask_token_id,
+        name=folder, tokenizer=tokenizer, size=max(tokenizer.get_vocab().values()) + 1, prefix=prefix, suffix=suffix,
+        end_id=end, pad_id=tokenizer.pad_token_id, mask_id=tokenizer.mask_token_id,
     )  # fmt: skip
 
 
@@ -104,75 +189,3 @@ def tokenizer_digest(folder: str | None) -> str:
         if (file := Path(folder) / name).is_file():
             total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Encoded:
-    """Tokens of a piece."""
-
-    tokens: np.ndarray
-    """One dimension, including special tokens."""
-    trained: np.ndarray | None
-    """Mask of the tokens that are predicted in training, bool; None for all."""
-    last: bool
-    """True if a document ends with it."""
-    where: str
-    """Location of the piece, for messages."""
-
-
-def encoded(pieces: Iterable[Piece], encoder: Encoder, train_on: TrainOn, bad: BadRows) -> Iterator[Encoded]:
-    """Reads and tokenises pieces in batches. Conversations that cannot be written as text are bad rows.
-
-    Raises:
-        WorkloadError: texts and conversations are mixed, or a conversation cannot be written as text.
-    """
-    conversations: bool | None = None
-    for batch in _batches(pieces):
-        kinds = [isinstance(each.content, list) for each in batch]
-        conversations = kinds[0] if conversations is None else conversations
-        if conversations is not all(kinds) or conversations is not any(kinds):
-            other = batch[kinds.index(not conversations)]
-            first = "conversations" if conversations else "texts"
-            raise WorkloadError(
-                f"{other.where}: the data has {first} before this, and {type(other.content).__name__} here"
-            )
-        if conversations:
-            for piece, (tokens, trained) in _chats(encoder, batch, train_on, bad):
-                yield Encoded(tokens=tokens, trained=trained, last=True, where=piece.where)
-            continue
-        for piece, ids in zip(batch, encoder.encode([str(each.content) for each in batch])):
-            parts = (encoder.prefix if piece.first else (), ids, encoder.suffix if piece.last else ())
-            tokens = np.concatenate([np.asarray(part, dtype=encoder.dtype) for part in parts])
-            yield Encoded(tokens=tokens, trained=None, last=piece.last, where=piece.where)
-
-
-def _chats(encoder: Encoder, batch: list[Piece], train_on: TrainOn, bad: BadRows) -> Iterator[tuple[Piece, Chat]]:
-    try:
-        yield from zip(batch, encode_conversations(encoder.tokenizer, batch, train_on))
-        return
-    except WorkloadError as error:
-        if not bad.skip:
-            raise error
-    for piece in batch:  # one of them is bad
-        try:
-            (chat,) = encode_conversations(encoder.tokenizer, [piece], train_on)
-        except WorkloadError as error:
-            bad.met(error)
-        else:
-            yield piece, chat
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    held = 0
-    for piece in pieces:
-        batch.append(piece)
-        if isinstance(piece.content, str):
-            held += len(piece.content)
-        else:
-            held += sum(len(str(message["content"])) for message in piece.content)
-        if held >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch

@@ -179,26 +179,24 @@ class DataPlan:
     paths: Annotated[
         tuple[str, ...],
         Option(
-            "Text, JSON lines, Parquet, datasets folders or token files; repeatable.",
+            "Text, JSON lines, Parquet or datasets folders; repeatable.",
             flag="data",
             metavar="FILE",
             many=True,
         ),
     ] = ()
-    """Files or folders: text (`.txt`, `.md`) and JSON lines (`.jsonl`, `.ndjson`, `.json`), optionally with `.gz`;
-    Parquet; a folder of these or of Hugging Face `datasets`; or tokens: nanoGPT's `.bin`, or Megatron's `.bin` and
-    `.idx`, given by either or by their prefix.
+    """Files or folders: text (`.txt`, `.md`), JSON lines (`.jsonl`, `.ndjson`, `.json`, also with `.gz`) and Parquet; a
+    folder of these or of Hugging Face `datasets`. A data set with a column `input_ids` is tokenised already; tokens whose
+    `labels` are -100 are not predicted.
     """
     tokenizer: Annotated[
         str | None,
         Option("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
     ] = None
-    """Folder of a Hugging Face tokenizer; None or `bytes` reads text as bytes. For a `.bin` it determines the token
-    that ends a document.
-    """
+    """Folder of a Hugging Face tokenizer; None or `bytes` reads text as bytes."""
     field: Annotated[str, Option("Column with the text, or the messages.", check=_column, metavar="NAME")] = "text"
-    """Column with the text of JSON lines, Parquet and datasets. A list of messages with `role` and `content`, or
-    ShareGPT's `from` and `value`, is a conversation, written as text by the tokenizer's chat template.
+    """Column with the text of JSON lines, Parquet and datasets. A list of messages with `role` and `content`
+    is a conversation, written as text by the tokenizer's chat template.
     """
     packing: Annotated[
         Packing | None,
@@ -220,18 +218,14 @@ class DataPlan:
             metavar="NAME",
         ),
     ] = None
-    """`assistant`: only the assistant's messages of conversations are predicted. None: `assistant` for conversations,
-    otherwise `all`.
+    """`assistant`: only the assistant's messages of conversations are predicted, which the chat template has to mark by
+    `{% generation %}`. None: `assistant` for conversations, otherwise `all`.
     """
     held_out: Annotated[
         float, Option("Share of samples held out for evaluation.", type=float, least=0, most=LARGEST_SHARE)
     ] = 0.0
     shuffle: Annotated[bool, Option("Reorder samples in each epoch.")] = True
     """True if each epoch has its own order; otherwise all have that of the data."""
-    skip_bad_rows: Annotated[bool, Option("Skip and count rows that cannot be read.")] = False
-    """True if rows of JSON lines, Parquet and datasets that cannot be read, or contain no text or conversation, are
-    skipped and counted; otherwise the first of them is refused.
-    """
     seed: Annotated[int, Option("Seed of weights, order and dropout.", type=int, least=0)] = 0
     """Seed of the order, and of the masks of masked language models."""
 

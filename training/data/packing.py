@@ -6,23 +6,20 @@ row   number of the window of L tokens, or of the document, that a sample is cut
 """
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...base.errors import WorkloadError
 from ...models.data import Task
 from .order import DataPlan, Packing
-from .store import TokenStore, made_once, read_about
+from .store import TokenStore
 
 if TYPE_CHECKING:
     from torch import nn
 
-ROWS = "rows.bin"
-_ROWS_AT_ONCE = 1 << 20
 _TOKENS_AT_ONCE = 1 << 22
 
 
@@ -54,16 +51,19 @@ class SampleLayout:
     def num_rows(self) -> int:
         """Number of rows, including those without tokens to train on."""
         if self.packing == "padded":
-            assert self.store.boundaries is not None
             return len(self.store.boundaries) - 1
         return self.store.about.tokens // self.length
+
+    @property
+    def shortened(self) -> int:
+        """Number of documents that are longer than a sample, whose ends are cut off."""
+        return int((np.diff(self.store.boundaries) > self.length).sum()) if self.packing == "padded" else 0
 
     def cut(self, rows: np.ndarray) -> Cut:
         return self._padded(rows) if self.packing == "padded" else self._windows(rows)
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         """Tokens of padded samples of these rows without padding, int64, shape [n]."""
-        assert self.store.boundaries is not None
         return np.minimum(self.store.boundaries[rows + 1] - self.store.boundaries[rows], self.length)
 
     def _windows(self, rows: np.ndarray) -> Cut:
@@ -86,7 +86,6 @@ class SampleLayout:
 
     def _begins(self, starts: np.ndarray) -> np.ndarray:
         """Mask of the starts of documents in windows, bool, shape [n, L]."""
-        assert self.store.boundaries is not None
         first = np.searchsorted(self.store.boundaries, starts, side="left")
         counts = np.searchsorted(self.store.boundaries, starts + self.length, side="left") - first
         windows = np.repeat(np.arange(len(starts)), counts)
@@ -96,7 +95,6 @@ class SampleLayout:
         return out
 
     def _padded(self, rows: np.ndarray) -> Cut:
-        assert self.store.boundaries is not None
         starts = self.store.boundaries[rows]
         lengths = self.lengths(rows)
         tokens = np.full((len(rows), self.length), self.pad_id, dtype=np.int64)
@@ -109,73 +107,22 @@ class SampleLayout:
         return Cut(tokens=tokens, trained=trained, real=real, positions=None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UsableRows:
-    """Rows with tokens to train on. A row without any would have no mean loss."""
-
-    rows: np.ndarray | None
-    """Row numbers, int64; None for all."""
-    samples: int
-    shortened: int
-    """Number of documents longer than a sample, whose ends are cut off."""
-    folder: Path | None = None
-    """Folder of the result; None if no search was needed."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (UsableRows._all, (self.samples,)) if self.folder is None else (UsableRows.read, (self.folder,))
-
-    @staticmethod
-    def _all(samples: int) -> "UsableRows":
-        return UsableRows(rows=None, samples=samples, shortened=0)
-
-    @staticmethod
-    def read(folder: Path) -> "UsableRows":
-        """Reads a folder of the cache, mapped into memory."""
-        about = read_about(folder)
-        rows = np.asarray(np.memmap(folder / ROWS, dtype=np.int64, mode="r")) if ROWS in about["files"] else None
-        return UsableRows(rows=rows, samples=about["found"], shortened=about["shortened"], folder=folder)
-
-
-def usable_rows(layout: SampleLayout, task: Task, cache: Path) -> UsableRows:
-    """Finds the rows with tokens to train on. If that needs a look at all rows, the result is cached."""
-    if layout.packing != "padded" and not layout.store.about.masked:
-        return UsableRows._all(layout.num_rows)
-    wanted = {
-        "rows of": layout.store.folder.name,
-        "packing": layout.packing,
-        "length": layout.length,
-        "task": task,
-    }
-
-    def make(folder: Path) -> dict[str, Any]:
-        found = shortened = 0
-        with (folder / ROWS).open("wb") as file:
-            for rows, more in _looked_through(layout, task):
-                file.write(rows.tobytes())
-                found, shortened = found + len(rows), shortened + more
-        if found in (0, layout.num_rows):
-            (folder / ROWS).unlink()
-        return {"found": found, "shortened": shortened}
-
-    return UsableRows.read(made_once(cache, wanted, make))
-
-
-def _looked_through(layout: SampleLayout, task: Task) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields, batch by batch, the rows with tokens to train on, and the number of documents that are too long."""
-    boundaries = layout.store.boundaries if layout.packing == "padded" else None
-    step = max(1, _TOKENS_AT_ONCE // layout.length) if layout.store.about.masked else _ROWS_AT_ONCE
+def usable_rows(layout: SampleLayout, task: Task) -> np.ndarray | None:
+    """Rows with tokens to train on, int64; None for all. A row without any would have no mean loss."""
     least = 2 if task == "causal" else 1
-    for begin in range(0, layout.num_rows, step):
-        rows = np.arange(begin, min(begin + step, layout.num_rows), dtype=np.int64)
-        lengths = None if boundaries is None else np.diff(boundaries[begin : begin + len(rows) + 1])
-        if layout.store.about.masked:
-            trained = layout.cut(rows).trained
+    if layout.store.about.masked:
+        step = max(1, _TOKENS_AT_ONCE // layout.length)
+        good = np.zeros(layout.num_rows, dtype=bool)
+        for begin in range(0, layout.num_rows, step):
+            trained = layout.cut(np.arange(begin, min(begin + step, layout.num_rows), dtype=np.int64)).trained
             assert trained is not None
-            good = trained[:, least - 1 :].any(axis=1)  # the first token of a causal sample is not predicted
-        else:
-            assert lengths is not None
-            good = lengths >= least
-        yield rows[good], 0 if lengths is None else int((lengths > layout.length).sum())
+            # The first token of a causal sample is not predicted.
+            good[begin : begin + step] = trained[:, least - 1 :].any(axis=1)
+    elif layout.packing == "padded":
+        good = np.diff(layout.store.boundaries) >= least
+    else:
+        return None
+    return None if good.all() else np.flatnonzero(good)
 
 
 def check_packing(

@@ -1,27 +1,28 @@
 """Prepares samples from a request: reads, tokenises and checks the data once, then maps it into memory."""
 
-import time
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
 from ...models.data import Task, window
-from .documents import OF_TOKENS, BadRows, DataFile, Piece, find_sources, pieces_of
-from .encoder import encoded, encoder_of, tokenizer_digest
+from .corpus import RowKind, Source, find_sources, read_rows
+from .encoder import Encoder, encoded_tokens, encoder_of, tokenizer_digest
 from .order import BYTES, DataPlan, Split
-from .packing import SampleLayout, UsableRows, usable_rows
+from .packing import SampleLayout, usable_rows
 from .samples import Samples
-from .store import TokenFile, TokenStore, indexed_tokens, made_once, plain_tokens, write_about_tokens, write_texts
+from .store import ROWS, StoreInfo, TokenStore, made_once, write_tokens
 
-FORMAT = 1
+if TYPE_CHECKING:
+    import datasets
+
+FORMAT = 2
 """Version of the cache, which changes if the same files give other tokens."""
-REPORT_S = 0.5
-"""Interval between progress reports, s."""
+BATCH = 64
+"""Rows that are tokenised at once: enough for all threads of a fast tokenizer."""
 OnRead = Callable[[float], None]
 """Receives the share of the data that is read, from 0 to 1."""
 
@@ -38,8 +39,8 @@ def prepare(
 ) -> Samples:
     """Returns the samples of a plan.
 
-    Texts are tokenised a few MiB at a time into a folder of the cache, once: other processes with the same request
-    wait for the first, and later ones find the result. Files of tokens stay in place and are checked once.
+    The data is tokenised into a folder of the cache, once: other processes with the same request wait for the first,
+    and later ones find the result.
 
     Args:
         seq_len: tokens of a sample; for sequence to sequence, of its input and of its output each.
@@ -56,29 +57,21 @@ def prepare(
     _check_task(plan, task)
     if task != "causal":
         plan = replace(plan, train_on="all")
-    sources = find_sources(plan.paths)
-    if plan.tokenizer in (None, BYTES) and vocab_size < encoder_of(None).size and sources[0].kind not in OF_TOKENS:
-        raise WorkloadError(
-            f"{sources[0].path}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
-            f"has {vocab_size}; give a tokenizer"
-        )
-    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _rate_limited(on_read)))
+    store = TokenStore(_tokens(plan, find_sources(plan.paths), vocab_size, cache, on_read))
     about = store.about
     if about.largest >= vocab_size:
-        source = (
-            f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data has"
-        )
         raise WorkloadError(
-            f"{plan.paths[0]}: {source} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
-            "fit together"
+            f"{plan.paths[0]}: the data has token {about.largest} (tokenizer: {plan.tokenizer or BYTES}), but the model's "
+            f"vocabulary has {vocab_size}; they do not match"
         )
     plan = _resolved(plan, store, task)
-    fills = [each for each in (pad_id, about.pad_id, about.end_id, 0) if each is not None and 0 <= each < vocab_size]
+    fills = [fill for fill in (pad_id, about.pad_id, about.end_id, 0) if fill is not None and 0 <= fill < vocab_size]
     assert plan.packing is not None
     layout = SampleLayout(store=store, packing=plan.packing, length=window(task, seq_len), pad_id=fills[0])
-    usable = usable_rows(layout, task, cache)
-    _check_size(plan, layout, usable)
-    split = Split.of(usable.samples, plan.held_out)
+    usable = usable_rows(layout, task)
+    count = layout.num_rows if usable is None else len(usable)
+    _check_size(plan, layout, count)
+    split = Split.of(count, plan.held_out)
     if plan.held_out and not split.evaluation:
         raise WorkloadError(
             f"{plan.paths[0]} has one sample of {layout.length} tokens, so none can be held out; give more data or "
@@ -114,15 +107,10 @@ def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
             f"{plan.paths[0]} contains conversations, which only causal language models can be trained on"
         )
     packing = plan.packing or ("padded" if conversations else "packed")
-    if packing != "packed" and store.boundaries is None:
-        raise WorkloadError(
-            f"{plan.paths[0]} contains tokens without the starts of documents, which packing={packing} needs; give the "
-            "tokenizer, whose end-of-text token marks them, or packing=packed"
-        )
     return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
 
 
-def _check_size(plan: DataPlan, layout: SampleLayout, usable: UsableRows) -> None:
+def _check_size(plan: DataPlan, layout: SampleLayout, count: int) -> None:
     tokens, length = layout.store.about.tokens, layout.length
     where = plan.paths[0] if len(plan.paths) == 1 else f"the data in {', '.join(plan.paths)}"
     if layout.packing != "padded" and tokens < length:
@@ -130,98 +118,110 @@ def _check_size(plan: DataPlan, layout: SampleLayout, usable: UsableRows) -> Non
             f"{where} is too short: a sample has {length} tokens, but the data has {tokens}; give more data or a smaller "
             "sequence length"
         )
-    if not usable.samples:
+    if not count:
         raise WorkloadError(
             f"{where} has nothing to train on: in none of {layout.num_rows} samples of {length} tokens is there a token to "
             "predict; give a larger sequence length or train_on=all"
         )
 
 
-def _tokens(plan: DataPlan, sources: list[DataFile], vocab_size: int, cache: Path, on_read: OnRead) -> Path:
+def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path, on_read: OnRead) -> Path:
     """Returns the folder of the tokens, and creates it if necessary."""
-    stamps = [each.stamps() for each in sources]
+    stamps = [[source.reader, *map(list, source.stamps())] for source in sources]
     wanted = {
         "format": FORMAT,
-        "sources": [[each.kind, *map(list, stamp)] for each, stamp in zip(sources, stamps)],
+        "sources": stamps,
         "tokenizer": tokenizer_digest(plan.tokenizer),
+        "field": plan.field,
+        "train_on": plan.train_on,
     }
-    if sources[0].kind in OF_TOKENS:
-        if plan.train_on == "assistant":
-            raise WorkloadError(f"{plan.paths[0]} contains tokens; train_on=assistant needs conversations")
-        wanted["wide"] = vocab_size > 1 << 16
-    else:
-        wanted |= {"field": plan.field, "train_on": plan.train_on}
-        wanted |= {"skip_bad_rows": True} if plan.skip_bad_rows else {}
 
-    def make(folder: Path) -> dict[str, Any]:
-        filled = _of_files if sources[0].kind in OF_TOKENS else _of_texts
-        made = filled(folder, plan, sources, vocab_size, on_read)
-        if [each.stamps() for each in sources] != stamps:
+    def make(folder: Path) -> StoreInfo:
+        (folder / ROWS).mkdir()
+        encoder = encoder_of(plan.tokenizer)
+        with _Quiet():
+            read = [(source, *read_rows(source, plan.field, folder / "raw")) for source in sources]
+            kinds = {kind for _, _, kind in read}
+            _check_kinds(plan, kinds, vocab_size)
+            total = max(1, sum(len(rows) for _, rows, _ in read))
+            done = 0
+            parts = []
+            for number, (source, rows, kind) in enumerate(read):
+                encode = partial(_encoded, encoder, kind, plan.train_on or "assistant", source, done, total, on_read)
+                parts.append(_mapped(rows, encode, folder / ROWS / f"{number:05}.arrow"))
+                done += len(rows)
+            about = write_tokens(
+                folder, parts, conversations=kinds == {"conversation"}, end_id=encoder.end_id, pad_id=encoder.pad_id,
+                mask_id=encoder.mask_id,
+            )  # fmt: skip
+        if not about.tokens:
+            raise WorkloadError(f"the data in {', '.join(plan.paths)} has no token: its texts are empty")
+        shutil.rmtree(folder / "raw", ignore_errors=True)
+        if [[source.reader, *map(list, source.stamps())] for source in sources] != stamps:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} changed while it was read; start again")
-        return made
+        return about
 
     return made_once(cache, wanted, make)
 
 
-def _rate_limited(on_read: OnRead) -> OnRead:
-    """Limits calls of `on_read` to one per `REPORT_S`."""
-    last = time.monotonic()
-
-    def limited(share: float) -> None:
-        nonlocal last
-        if time.monotonic() - last >= REPORT_S:
-            on_read(share)
-            last = time.monotonic()
-
-    return limited
-
-
-def _pieces(sources: list[DataFile], field: str, bad: BadRows, on_read: OnRead) -> Iterator[Piece]:
-    """Yields the documents of all sources, and reports the progress."""
-    sizes = [sum(size for _, size, _ in each.stamps()) for each in sources]
-    total = max(1, sum(sizes))
-    for number, source in enumerate(sources):
-        for piece in pieces_of(source, field, bad):
-            on_read((sum(sizes[:number]) + piece.read * sizes[number]) / total)
-            yield piece
+def _check_kinds(plan: DataPlan, kinds: set[RowKind], vocab_size: int) -> None:
+    if len(kinds) > 1:
+        raise WorkloadError(
+            f"the data in {', '.join(plan.paths)} mixes {' and '.join(sorted(kinds))} rows; give data of one kind"
+        )
+    if plan.train_on == "assistant" and kinds != {"conversation"}:
+        raise WorkloadError(f"{plan.paths[0]} contains no conversations, which train_on=assistant needs")
+    by_bytes = plan.tokenizer in (None, BYTES)
+    if by_bytes and kinds == {"conversation"}:
+        raise WorkloadError(
+            f"{plan.paths[0]} contains conversations, and text by bytes has no chat template; give a tokenizer with one"
+        )
+    if by_bytes and kinds == {"text"} and vocab_size < encoder_of(None).size:
+        raise WorkloadError(
+            f"{plan.paths[0]}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
+            f"has {vocab_size}; give a tokenizer"
+        )
 
 
-def _of_texts(
-    folder: Path, plan: DataPlan, sources: list[DataFile], vocab_size: int, on_read: OnRead
-) -> dict[str, Any]:
-    bad = BadRows(plan.skip_bad_rows)
-    pieces = _pieces(sources, plan.field, bad, on_read)
-    first = next(pieces, None)
-    if first is None:
-        if bad.count:
-            raise _no_good_row(bad)
-        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files with data to train on")
-    conversations = isinstance(first.content, list)
-    if plan.train_on == "assistant" and not conversations:
-        raise WorkloadError(f"{first.where} contains text; train_on=assistant needs conversations")
-    encoder = encoder_of(plan.tokenizer)
-    train_on = plan.train_on or ("assistant" if conversations else "all")
-    written = write_texts(
-        folder, encoded(chain([first], pieces), encoder, train_on, bad), encoder, vocab_size=vocab_size,
-        conversations=conversations, masked=train_on == "assistant",
+def _encoded(
+    encoder: Encoder, kind: RowKind, train_on: Any, source: Source, done: int, total: int, on_read: OnRead, rows: Any,
+    numbers: list[int],
+) -> dict[str, list[Any]]:  # fmt: skip
+    """Encodes a batch of rows with these numbers, and reports the progress."""
+    try:
+        if kind == "conversation":
+            encoded = encoder.conversations(rows, train_on)
+        else:
+            encoded = encoder.texts(rows) if kind == "text" else encoded_tokens(rows)
+    except WorkloadError as error:
+        raise WorkloadError(f"{source.path}, rows {numbers[0]} to {numbers[-1]}: {error}") from None
+    on_read((done + numbers[-1] + 1) / total)
+    return encoded
+
+
+def _mapped(rows: "datasets.Dataset", encode: Callable[..., Any], path: Path) -> "datasets.Dataset":
+    from datasets import Features, List, Value
+
+    features = Features({"tokens": List(Value("uint32")), "trained": List(Value("uint8")), "last": Value("bool")})
+    return rows.map(
+        encode, batched=True, with_indices=True, batch_size=BATCH, remove_columns=rows.column_names, features=features,
+        cache_file_name=str(path),
+        # Otherwise the function is pickled for its hash, with the listener that it reports to.
+        new_fingerprint=path.stem,
     )  # fmt: skip
-    if bad.count and not written["documents"]:
-        raise _no_good_row(bad)
-    return {**written, "skipped": bad.count, "first_skipped": bad.first}
 
 
-def _no_good_row(bad: BadRows) -> WorkloadError:
-    return WorkloadError(f"all {bad.count} rows are bad, so nothing is left to train on; the first: {bad.first}")
+class _Quiet:
+    """Turns the progress bars of `datasets` off for a block, if they are on."""
 
+    def __enter__(self) -> None:
+        from datasets.utils import are_progress_bars_disabled, disable_progress_bars
 
-def _of_files(
-    folder: Path, plan: DataPlan, sources: list[DataFile], vocab_size: int, on_read: OnRead
-) -> dict[str, Any]:
-    encoder = encoder_of(plan.tokenizer) if plan.tokenizer not in (None, BYTES) else None
-    files: list[tuple[TokenFile, np.ndarray | None]] = [
-        indexed_tokens(each) if each.kind == "indexed" else (plain_tokens(each, vocab_size), None) for each in sources
-    ]
-    return write_about_tokens(
-        folder, files, vocab_size=vocab_size, end_id=encoder.end_id if encoder else None,
-        pad_id=encoder.pad_id if encoder else None, mask_id=encoder.mask_id if encoder else None, on_read=on_read,
-    )  # fmt: skip
+        self._off = are_progress_bars_disabled()
+        disable_progress_bars()
+
+    def __exit__(self, *exception: object) -> None:
+        from datasets.utils import enable_progress_bars
+
+        if not self._off:
+            enable_progress_bars()

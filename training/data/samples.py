@@ -11,7 +11,7 @@ import numpy as np
 from ...models.data import Task, inputs_and_labels
 from ...models.workload import Batch
 from .order import DataPlan, HashedDraw, Split, shuffled
-from .packing import SampleLayout, UsableRows
+from .packing import SampleLayout
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +83,8 @@ class Samples:
     """An id that does not replace a masked token."""
     layout: SampleLayout
     """How samples are cut from tokens."""
-    usable: UsableRows
-    """Rows that samples are cut from."""
+    usable: np.ndarray | None
+    """Rows that samples are cut from, int64; None for all."""
     split: Split
     """Samples that are held out."""
 
@@ -152,16 +152,14 @@ class Samples:
             "tokens": about.tokens,
             "samples": self.num_training,
             "evaluation_samples": self.num_evaluation,
-            "unused_samples": self.layout.num_rows - self.usable.samples,
-            "shortened_documents": self.usable.shortened,
-            "skipped_rows": about.skipped,
-            "first_skipped_row": about.first_skipped,
+            "unused_samples": self.layout.num_rows - self.split.samples,
+            "shortened_documents": self.layout.shortened,
             **follows,
             "digest": hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest(),
         }
 
     def _rows(self, ids: np.ndarray) -> np.ndarray:
-        return ids if self.usable.rows is None else self.usable.rows[ids]
+        return ids if self.usable is None else self.usable[ids]
 
     def _batch(self, ids: np.ndarray, draw: HashedDraw) -> "dict[str, torch.Tensor]":
         import torch

@@ -202,8 +202,6 @@ class Driver:
             raise UsageError(
                 f"the data differs from that of the training in '{self.path}'; start another training, or restore the data"
             )
-        if skipped := self.data.get("skipped_rows"):
-            self.listener.on_message(f"{skipped:,} bad rows were left out; the first: {self.data['first_skipped_row']}")
         if self.data.get("made_up"):
             self.listener.on_message(
                 f"no data is given, so {self.source.name or self.workload.name} trains on made-up tokens: that shows its speed, "

@@ -12,7 +12,6 @@ from ...base.reading import absolute
 from ...models.layouts.hugging_face import difference, own_tokenizer
 from ...runners.registry import RUNNERS
 from ...training.data import DataPlan
-from ...training.data.documents import OF_TOKENS, find_sources
 from ...training.data.order import BYTES
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
@@ -31,7 +30,7 @@ def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "Trai
     Raises:
         WorkloadError: the data does not exist, or a tokenizer cannot be loaded.
     """
-    if request.weights is None or not request.paths or find_sources(request.paths)[0].kind in OF_TOKENS:
+    if request.weights is None or not request.paths:
         return request
     own = own_tokenizer(request.weights)
     if request.tokenizer is None:

@@ -40,11 +40,9 @@ def trained_text(row, tokenizer):
     return [tokenizer.decode(each) for each in stretches]
 
 
-@pytest.mark.parametrize(
-    ("template", "end"), [(MARKED, "<|im_end|>"), (CHATML, "<|im_end|>\n")], ids=["marked", "plain"]
-)
-def test_only_what_the_assistant_says_is_trained_on(conversation, template, end):
-    made, tokenizer = conversation(template, TALK, SHORT)
+def test_only_what_the_assistant_says_is_trained_on(conversation):
+    end = "<|im_end|>"
+    made, tokenizer = conversation(MARKED, TALK, SHORT)
     assert made.plan.packing == "padded" and made.plan.train_on == "assistant"
     row = made(0, 1)
     text = tokenizer.apply_chat_template(TALK, tokenize=False)
@@ -61,7 +59,7 @@ def test_everything_can_be_trained_on(conversation):
 
 
 def test_conversations_can_be_packed(conversation):
-    made, tokenizer = conversation(CHATML, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
+    made, tokenizer = conversation(MARKED, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
     whole = made(0, 1)
     one = len(tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"])
     assert whole["position_ids"][0].tolist() == (list(range(one)) * 3)[:48]
@@ -74,83 +72,57 @@ def test_a_column_of_another_name_with_messages_is_a_conversation(samples, write
 
     arrow.parquet.write_table(arrow.Table.from_pylist([{"talk": SHORT}, {"talk": TALK}]), tmp_path / "a.parquet")
     lines = write("a.jsonl", [{"talk": SHORT}, {"talk": TALK}])
-    folder = tokenizer_folder(CHATML)
+    folder = tokenizer_folder(MARKED)
     one, two = (samples(each, field="talk", tokenizer=folder, seq_len=100) for each in (tmp_path / "a.parquet", lines))
     assert one(0, 2)["labels"].equal(two(0, 2)["labels"])
     assert one.describe()["documents"] == 2
 
 
-def test_sharegpt_s_form_is_read_as_the_same_conversations(samples, write, tokenizer_folder):
-    names = {"system": "system", "user": "human", "assistant": "gpt"}
-    shared = [[{"from": names[each["role"]], "value": each["content"]} for each in talk] for talk in (TALK, SHORT)]
-    folder, plan = tokenizer_folder(CHATML), {"seq_len": 100, "shuffle": False}
-    path = write("shared.jsonl", [{"conversations": each} for each in shared])
-    found = samples(path, field="conversations", tokenizer=folder, **plan)
-    path = write("talks.jsonl", [{"messages": each} for each in (TALK, SHORT)])
-    expected = samples(path, field="messages", tokenizer=folder, **plan)
-    assert found(0, 2)["input_ids"].equal(expected(0, 2)["input_ids"])
-    assert found(0, 2)["labels"].equal(expected(0, 2)["labels"])
-    assert (found(0, 2)["labels"] != -100).any(1).all()
-
-
 def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
     question = {"role": "user", "content": "So long a question that no answer is left of it. " * 10}
-    made, tokenizer = conversation(CHATML, [question, SHORT[1]], SHORT, seq_len=40)
+    made, tokenizer = conversation(MARKED, [question, SHORT[1]], SHORT, seq_len=40)
     assert len(made) == 1 and made.describe()["unused_samples"] == 1
-    assert trained_text(made(0, 1), tokenizer) == ["Ho<|im_end|>\n"]
+    assert trained_text(made(0, 1), tokenizer) == ["Ho<|im_end|>"]
     with pytest.raises(WorkloadError, match=r"nothing to train on: in none of 1 samples of 40 tokens .* train_on=all"):
-        conversation(CHATML, [question, SHORT[1]], seq_len=40)
+        conversation(MARKED, [question, SHORT[1]], seq_len=40)
 
 
-def test_a_template_that_rewrites_messages_is_refused_unless_all_is_trained_on(conversation):
-    forgetful = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else 'x' }}\n{% endfor %}"
+def test_a_template_without_marks_is_refused_unless_all_is_trained_on(conversation):
     with pytest.raises(
-        WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 differently"
+        WorkloadError, match=r"talks.jsonl, rows 0 to 0: the chat template .* does not mark .* train_on"
     ):
-        conversation(forgetful, TALK)
-    made, _ = conversation(forgetful, TALK, train_on="all")
-    assert len(made) == 1
+        conversation(CHATML, TALK)
+    with pytest.raises(WorkloadError, match=r"talks.jsonl, rows 0 to 0: the tokenizer in .* has no chat template"):
+        conversation(None, TALK)
 
 
 def test_a_conversation_that_the_template_refuses_is_named(conversation):
-    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"  # fmt: skip  # noqa: E501
-    for template in (strict, strict.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")):
-        with pytest.raises(WorkloadError, match=r"talks.jsonl, line 2: the chat template of .* refuses it: no tools"):
-            conversation(template, SHORT, [*SHORT, {"role": "tool", "content": "x"}])
-
-
-def test_without_a_template_a_conversation_is_refused(conversation, samples, write):
-    with pytest.raises(WorkloadError, match=r"line 1 is a conversation, but the tokenizer in .* has no chat template"):
-        conversation(None, SHORT)
+    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"  # fmt: skip  # noqa: E501
     with pytest.raises(
-        WorkloadError, match=r"is a conversation, but text by bytes has no chat template; give a tokenizer"
+        WorkloadError, match=r"talks.jsonl, rows 0 to 1: the chat template of .* refuses .*: no tools; it"
     ):
+        conversation(strict, SHORT, [*SHORT, {"role": "tool", "content": "x"}])
+
+
+def test_bytes_have_no_template(samples, write):
+    with pytest.raises(WorkloadError, match=r"contains conversations, and text by bytes has no chat template; give a"):
         samples(write("a.jsonl", [{"messages": SHORT}]), field="messages")
 
 
 @pytest.mark.parametrize(
     ("record", "wrong"),
     [
-        (
-            {"messages": ["Hi"]},
-            r"line 2: each message of a conversation must have a role and a content, or a from and a value, but one is 'Hi'",
-        ),
-        ({"messages": [{"who": "human", "value": "Hi"}]}, r"but one has the keys who, value"),
-        (
-            {"messages": [{"from": "humam", "value": "Hi"}]},
-            r"line 2: unknown speaker of a conversation 'humam'; did you mean 'human'\? Known: assistant, chatgpt, gpt, human",
-        ),
-        ({"messages": 7}, r"line 2: 'messages' must contain a text or a conversation .*, but contains int"),
-        ({"messages": None}, r"but contains NoneType"),
-        ({"messages": "Hi"}, r"line 2: the data has conversations before this, and str here"),
+        ({"messages": ["Hi"]}, r"a list of messages with role and content, but contains List"),
+        ({"messages": [{"from": "human", "value": "Hi"}]}, r"but contains List\(\{'from'"),
+        ({"messages": 7}, r"but contains Value\('int64'\)"),
     ],
 )
 def test_invalid_conversations_are_named(samples, write, tokenizer_folder, record, wrong):
-    path = write("a.jsonl", [{"messages": SHORT}, record])
+    path = write("a.jsonl", [record])
     with pytest.raises(WorkloadError, match=wrong):
-        samples(path, field="messages", tokenizer=tokenizer_folder(CHATML))
+        samples(path, field="messages", tokenizer=tokenizer_folder(MARKED))
 
 
 def test_train_on_assistant_refuses_texts(samples, write):
-    with pytest.raises(WorkloadError, match=r"contains text; train_on=assistant needs conversations"):
+    with pytest.raises(WorkloadError, match=r"contains no conversations, which train_on=assistant needs"):
         samples(write("a.txt", "text" * 10), train_on="assistant")

@@ -174,17 +174,6 @@ def test_samples_pickle_small_and_equal(samples, topics):
     assert equal(pickle.loads(data)(3, 7), made(3, 7))
 
 
-def test_samples_with_omitted_documents_pickle_small(samples, tmp_path, bpe):
-    end = bpe[1].eos_token_id
-    np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(
-        tmp_path / "a.bin"
-    )  # the last document has only its end token
-    made = samples(tmp_path / "a.bin", packing="padded", tokenizer=bpe[0])
-    assert len(made) == 3000 and made.describe()["unused_samples"] == 1
-    assert len(data := pickle.dumps(made)) < 4096
-    assert equal(pickle.loads(data)(3, 7), made(3, 7))
-
-
 def test_another_process_has_the_same_batches(samples, topics, tmp_path):
     made = samples(topics, task="masked", packing="packed")
     code = (

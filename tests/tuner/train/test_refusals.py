@@ -30,7 +30,7 @@ def refused(run, messages, *arguments, expected=2):
 @pytest.mark.parametrize(
     ("content", "more", "message"),
     [
-        (b"", (), ["is empty"]),
+        (b"", (), ["has no token: its texts are empty"]),
         (b"caf\xe9 au lait " * 50, (), ["UTF-8"]),
         (b"short", (), ["is too short: a sample has 16 tokens, but the data has", "a smaller sequence length"]),
         (b"one sample alone " * 1, ("--held-out", "0.5"), ["so none can be held out"]),

@@ -1,0 +1,236 @@
+"""Rows of a corpus: text files, and tables that `datasets` reads."""
+
+import codecs
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...base.errors import MissingDependency, WorkloadError, unknown
+from ...base.reading import path_of
+from ...models.architecture import one_line
+
+if TYPE_CHECKING:
+    import datasets
+
+ENDINGS = {
+    ".txt": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".jsonl.gz": "json",
+    ".ndjson.gz": "json",
+    ".json.gz": "json", ".parquet": "parquet",
+}  # fmt: skip
+"""Reader by file ending."""
+TOKENS, LABELS = "input_ids", "labels"
+"""Columns of a tokenised data set, as transformers names them."""
+PIECE = 1 << 20
+"""Number of characters after which a text is cut at the next start of a line."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OTHER_SPLITS = {"valid", "validation", "val", "test", "eval", "dev"}
+"""First words of the names of files that are not for training."""
+_ABOUT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "state")
+"""Names, without ending, of files beside data that are not data."""
+
+RowKind = Literal["text", "conversation", "tokens"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A data file, or the folder of a saved data set."""
+
+    path: Path
+    reader: str
+    """A value of `ENDINGS`, or `folder`."""
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Path, size in bytes and time of the last change in ns of each of its files, to detect changed data without
+        reading it.
+        """
+        files = sorted(self.path.iterdir()) if self.reader == "folder" else [self.path]
+        stats = [(os.path.abspath(file), file.stat()) for file in files if file.is_file()]
+        return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def find_sources(paths: Iterable[str]) -> list[Source]:
+    """Sources in files and folders, those of a folder by name.
+
+    Raises:
+        WorkloadError: a path does not exist or is of an unknown kind.
+    """
+    return [source for path in paths for source in _sources_at(path_of(path))]
+
+
+def _sources_at(path: Path) -> list[Source]:
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.is_file():
+        raise WorkloadError(f"the data file or folder {path} does not exist")
+    if path.suffix in (".bin", ".idx"):
+        raise WorkloadError(
+            f"{path}: token files of nanoGPT and Megatron are not read; give the texts, or a data set with a column "
+            f"'{TOKENS}'"
+        )
+    reader = ENDINGS.get(_ending(path))
+    if reader is None:
+        raise WorkloadError(f"{path}: {unknown('ending of a data file', _ending(path) or 'none', ENDINGS)}")
+    return [Source(path=path, reader=reader)]
+
+
+def _in_folder(folder: Path) -> list[Source]:
+    """A saved data set, or files of one kind; if their names begin with those of splits, only those of training."""
+    if (folder / "dataset_dict.json").is_file():
+        if not (folder / "train").is_dir():
+            names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+            raise WorkloadError(f"{folder} has no split 'train'; give the folder of one of {', '.join(names)}")
+        folder = folder / "train"
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return [Source(path=folder, reader="folder")]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and _is_data(path.relative_to(folder))]
+    if not files:
+        raise WorkloadError(f"the folder {folder} contains no data: no file ends in {', '.join(ENDINGS)}")
+    readers = sorted({ENDINGS[_ending(path)] for path in files})
+    if len(readers) > 1:
+        raise WorkloadError(
+            f"the folder {folder} contains data of several kinds ({', '.join(readers)}); name the files"
+        )
+    splits = {path: re.split(r"[-_.]", path.name.lower())[0] for path in files}
+    training = [path for path in files if splits[path] in ("train", "training")]
+    if training and _OTHER_SPLITS & set(splits.values()):
+        files = training
+    return [Source(path=path, reader=readers[0]) for path in files]
+
+
+def _is_data(path: Path) -> bool:
+    ending = _ending(path)
+    hidden = any(part.startswith(".") for part in path.parts)
+    return not hidden and ending in ENDINGS and path.name.lower().removesuffix(ending) not in _ABOUT_DATA
+
+
+def _ending(path: Path) -> str:
+    """Ending of a file's name, including what precedes `.gz`."""
+    return "".join(path.suffixes[-2:] if path.suffix.lower() == ".gz" else path.suffixes[-1:]).lower()
+
+
+def read_rows(source: Source, field: str, cache: Path) -> "tuple[datasets.Dataset, RowKind]":
+    """Returns the rows of a source, and what they hold.
+
+    A row of texts has `text`, and `first` and `last` if it is a piece of a document: True for the piece that begins or
+    ends it. A row of conversations has `messages`. A row of tokens has `input_ids`, and `labels` if the source has them.
+
+    Args:
+        field: column with the text or the messages.
+        cache: folder for the rows, which are mapped into memory.
+
+    Raises:
+        WorkloadError: the source cannot be read, or has no such column.
+        MissingDependency: `datasets` is not installed.
+    """
+    library = _library()
+    try:
+        if source.reader == "text":
+            read: datasets.Dataset = library.Dataset.from_generator(
+                text_pieces, gen_kwargs={"path": str(source.path)}, cache_dir=str(cache)
+            )
+            return read, "text"
+        if source.reader == "folder":
+            read = library.load_from_disk(str(source.path))
+        else:
+            read = library.load_dataset(
+                source.reader, data_files=[str(source.path)], split="train", cache_dir=str(cache)
+            )
+    except Exception as error:  # datasets raises what its readers raise, in classes of many packages
+        raise _first_cause(error, source) from error
+    return _selected(read, source, field)
+
+
+def _first_cause(error: BaseException, source: Source) -> Exception:
+    """What a reader stumbled over, which `datasets` wraps: our own error, a full disk, or its text."""
+    while not isinstance(error, WorkloadError) and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    if isinstance(error, WorkloadError) or (isinstance(error, OSError) and error.errno in _FULL):
+        return error
+    return WorkloadError(f"{source.path} cannot be read: {one_line(error)}")
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependency("training data is read by datasets: pip install 'redline[data]'") from error
+    return datasets
+
+
+def _selected(read: "datasets.Dataset", source: Source, field: str) -> "tuple[datasets.Dataset, RowKind]":
+    """The columns that are trained on."""
+    names = read.column_names
+    if field not in names and TOKENS in names:
+        return read.select_columns([name for name in (TOKENS, LABELS) if name in names]), "tokens"
+    if field not in names:
+        raise WorkloadError(
+            f"{source.path}: {unknown('field', field, names)} Name the one with the text by --field NAME."
+        )
+    kind = str(read.features[field])
+    messages = getattr(read.features[field], "feature", None)
+    if isinstance(messages, dict) and {"role", "content"} <= set(messages):
+        return _named(read, field, "messages"), "conversation"
+    if getattr(read.features[field], "dtype", None) in ("string", "large_string"):
+        return _named(read, field, "text"), "text"
+    raise WorkloadError(
+        f"{source.path}: '{field}' must contain a text, or a list of messages with role and content, but contains {kind[:200]}"
+    )
+
+
+def _named(read: "datasets.Dataset", field: str, name: str) -> "datasets.Dataset":
+    rows = read.select_columns([field])
+    return rows if field == name else rows.rename_column(field, name)
+
+
+def text_pieces(path: str) -> Iterator[dict[str, Any]]:
+    """Yields a text file as pieces of one document, cut at starts of lines without leading space, where tokenizers cut
+    too. None if it is empty.
+
+    Raises:
+        WorkloadError: it is not UTF-8.
+    """
+    rest, first = "", True
+    for text in _decoded(Path(path)):
+        rest += text
+        while len(rest) > 2 * PIECE:
+            cut = _cut(rest)
+            yield {"text": rest[:cut], "first": first, "last": False}
+            rest, first = rest[cut:], False
+    # An empty row gives an empty file its columns.
+    yield {"text": rest, "first": first, "last": True}
+
+
+def _cut(text: str) -> int:
+    """Position at which to cut a text of more than twice `PIECE`: close to that, and never at its end."""
+    for sign, offset in (("\n", 1), (" ", 0)):  # a word keeps its leading space
+        at = text.find(sign, PIECE, 2 * PIECE)
+        while at >= 0:
+            if not text[at + 1].isspace():
+                return at + offset
+            at = text.find(sign, at + 1, 2 * PIECE)
+    return PIECE
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = 0
+    with path.open("rb") as file:
+        while True:
+            data = file.read(PIECE)
+            begin = read - len(decoder.getstate()[0])
+            read += len(data)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                raise WorkloadError(
+                    f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at position "
+                    f"{begin + error.start}; convert it"
+                ) from None
+            if text:
+                yield text.removeprefix("\ufeff") if not begin else text
+            if not data:
+                return
