@@ -112,6 +112,11 @@ class Program:
     message: str | None = None
     """Text that the output has."""
 
+    @property
+    def fails(self) -> bool:
+        """True if it does not end by its own steps, so that no setting of it can win."""
+        return bool(self.returncode) or "OutOfMemoryError" in (self.message or "")
+
     def samples(self, **settings: int) -> int:
         """Returns the true samples of a step, over all ranks."""
         batch, accumulate = settings.get("batch", self.batch), settings.get("accumulate", self.accumulate)

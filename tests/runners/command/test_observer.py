@@ -10,7 +10,7 @@ from redline.runners.command.observation import FOLDER, OBSERVER, Observation
 from redline.runners.timing import TimingPlan
 from trainers import ENVIRONMENT, rows, seconds
 
-ORDERED = [row for row in rows() if row.values[0].order and row.values[0].optimizers and not row.values[0].returncode]
+ORDERED = [row for row in rows() if row.values[0].order and row.values[0].optimizers and not row.values[0].fails]
 
 
 @pytest.mark.parametrize("program", rows())
