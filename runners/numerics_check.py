@@ -14,7 +14,6 @@ from ..training.first_step import StepPart
 from ..training.probe import ProbePart
 from .runner import Reference
 
-
 EXACT = 2.0**-24
 """Unit roundoff of the widest format whose gradients are compared by parameter: float32."""
 

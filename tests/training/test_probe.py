@@ -582,7 +582,7 @@ def test_what_is_read_survives_the_ledger(small):
     found = probed(
         faulty(
             small(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
-            lambda model: steeper(model.transformer.h[1].mlp.c_fc, 'weight'),
+            lambda model: steeper(model.transformer.h[1].mlp.c_fc, "weight"),
         ),
         micro_batch=4,
     )
