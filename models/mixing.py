@@ -3,6 +3,7 @@ training of these.
 """
 
 from itertools import product
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..base._transformers import quiet
@@ -85,7 +86,7 @@ def _inseparable(workload: Workload) -> bool:
             # The same seed draws the same dropout masks at each place.
             for pair in product((0, 2), (1, 3)):
                 torch.manual_seed(0)
-                losses[pair] = float(step(each_tensor(batch, lambda tensor, pair=pair: tensor[list(pair)])))
+                losses[pair] = float(step(each_tensor(batch, itemgetter(list(pair)))))
     except UNABLE:
         return False
     differs = losses[0, 1] + losses[2, 3] - losses[0, 3] - losses[2, 1]

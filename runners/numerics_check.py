@@ -102,8 +102,8 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
     yield compare(_without_randomness(expected), _without_randomness(probe), tolerance)
     if max(probe.roundoff, expected.roundoff) <= EXACT and len(probe.names) == len(expected.quiet.parameters):
         # Another gradient of one parameter hardly changes the norm of all.
-        gradients = (_by_parameter(each.quiet, probe.names) for each in (expected, probe))
-        yield compare(*gradients, replace(tolerance, least=SMALL, gradients=tolerance.vectors))
+        wanted, found = (_by_parameter(each.quiet, probe.names) for each in (expected, probe))
+        yield compare(wanted, found, replace(tolerance, least=SMALL, gradients=tolerance.vectors))
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
     same_samples = probe.step is not None and probe.step.samples == samples
