@@ -79,6 +79,18 @@ def buffers_of(module: "nn.Module") -> "dict[str, Tensor | None]":
     return module._buffers
 
 
+def schemas_of(name: str) -> list[Any]:
+    """Returns the signatures of PyTorch's operator of this name, one for each overload; empty without such an operator.
+
+    An argument has `name`, `type`, `default_value`, `has_default_value()` and `kwarg_only`.
+    """
+    import torch
+
+    packet = getattr(torch.ops.aten, name, None)
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()] if packet is not None else []
+    return [schema for schema in schemas if not any(argument.is_out for argument in schema.arguments)]
+
+
 def unsaved_buffers_of(module: "nn.Module") -> set[str]:
     """Returns the names of a module's own non-persistent buffers, which `state_dict` omits."""
     return module._non_persistent_buffers_set
@@ -115,11 +127,10 @@ def pre_hooks_of(module: "nn.Module") -> set[Any]:
     return set(module._forward_pre_hooks.values())
 
 
-def move_pre_hook(module: "nn.Module", hook: Any, new: "nn.Module") -> None:
-    """Moves a forward pre-hook from one module to another, after the latter's own pre-hooks."""
+def give_pre_hook(module: "nn.Module", hook: Any, new: "nn.Module") -> None:
+    """Adds a forward pre-hook of one module to another, after the latter's own pre-hooks."""
     for key in [key for key, each in module._forward_pre_hooks.items() if each is hook]:
         new.register_forward_pre_hook(hook, with_kwargs=key in module._forward_pre_hooks_with_kwargs)
-    take_forward_hook(module, hook)
 
 
 def has_backward_hooks(module: "nn.Module") -> bool:

@@ -52,6 +52,8 @@ class RuleContext:
     """Why stages of the model cannot have numbers of blocks that are given."""
     experts: tuple[int, ...] | None = None
     """Numbers of experts of the model's mixtures, unique; empty for a model without any."""
+    mixing: str = ""
+    """The part of the training that mixes the samples of a micro-batch; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from .architecture import Architecture
 from .global_batch import check_samples, free_accumulation, shared
 from .resolve import workload as resolve_workload
 from .server_model import ServerModel
-from .spaces import check_knobs, checked_allowance, fix_knob, make_space, nothing_allowed, set_values
+from .spaces import check_knobs, checked_allowance, fix_knob, make_space, nothing_allowed, set_values, with_mixing
 from .workload import Workload
 
 
@@ -247,6 +247,7 @@ def resolve(
     space, space_notes = request.space_or(default)
     if request.given_space is not None or workload.space is not None:
         space_notes += check_knobs(workload, space) + check_samples(workload, space, devices, request.global_batch)
+    space_notes += with_mixing(workload, space)
     if isinstance(request.target, ServerModel) and isinstance(workload.model, Architecture):
         _check_attention(space, workload.model.attentions(device))
     return Resolved(

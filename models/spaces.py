@@ -1,8 +1,9 @@
 """Default spaces: the knobs that exist on the devices at hand and that the workload supports."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
@@ -18,8 +19,10 @@ from ..space.knob import DerivedKnob
 from . import parallel
 from .architecture import Architecture
 from .families import generic_schedule
+from .families.cut_blocks import block_calls
 from .families.standard import KNOBS, Runs, StandardSchedule, Support, unconvertible
 from .kernels import kernels_obstacle
+from .mixing import Mixing, mixing_of
 from .skeleton import experts_in, skeleton
 from .user_code import user_code_errors
 from .workload import NEUTRAL, Workload
@@ -71,7 +74,8 @@ def default_space(
     Defaults are those of `transformers.Trainer`: plain data parallelism, 8 samples per micro-batch, its choice of
     attention, fused AdamW, no checkpointing or compilation; with `bf16=True` on a GPU with bfloat16, in float32
     elsewhere. Every configuration does the same work per optimizer step, the workload's global batch, unless
-    `grad_accum` is free; and every one is the same training, unless lossy values are allowed.
+    `grad_accum` is free; and every one is the same training, unless lossy values are allowed: `micro_batch` does not vary
+    if something mixes the samples of a micro-batch (`models.mixing`).
 
     Args:
         device: kind of device, and number of devices of a host.
@@ -86,6 +90,7 @@ def default_space(
     allow = checked_allowance(allow)
     space = Space()
     facts = workload.once_here(_schedule_facts)
+    mixing = mixing_of(workload)
     total = workload.global_batch
     own_loss = workload.loss is not None
     spread = parallel.declare(
@@ -99,7 +104,7 @@ def default_space(
         own_loss=own_loss,
         experts=bool(facts.experts),
     )
-    _micro_batch(space, workload, spread, any_batch=grad_accum is not None)
+    _micro_batch(space, workload, spread, mixing, any_batch=grad_accum is not None, lossy="lossy" in allow)
     if "checkpoint_ratio" in facts.followed and facts.runs.blocks:
         _checkpointing(space, facts.runs.blocks)
     float8 = not (float8_obstacle(device) or facts.parallel.float8(1))
@@ -133,6 +138,7 @@ def default_space(
             own_loss=own_loss,
             no_stage_blocks=facts.no_stage_blocks,
             experts=facts.experts,
+            mixing=mixing.reason,
             **facts.runs._asdict(),
         ),
     )
@@ -196,18 +202,27 @@ class _RuleName:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _micro_batch(space: Space, workload: Workload, spread: parallel.Spread, *, any_batch: bool) -> None:
+def _micro_batch(
+    space: Space, workload: Workload, spread: parallel.Spread, mixing: Mixing, *, any_batch: bool, lossy: bool
+) -> None:
     total = workload.global_batch
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(max(1, total // dp))})
     share = max(1, total // spread.default_dp)
     usual = [size for size in sizes if any_batch or share % size == 0]
+    default = min(usual, key=lambda size: abs(size - TRAINER_MICRO_BATCH))
+    others = f"; others than {default} are lossy, since {mixing.reason}" if mixing.reason else ""
     space.choice(
         "micro_batch",
-        sizes,
-        default=min(usual, key=lambda size: abs(size - TRAINER_MICRO_BATCH)),
-        help=f"{'sequences' if workload.seq_len else 'samples'} in one forward pass of one replica",
+        [default] if mixing.reason and not lossy else sizes,
+        default=default,
+        help=f"{'sequences' if workload.seq_len else 'samples'} in one forward pass of one replica{others}",
         monotone_memory=1,
     )
+    if mixing.over_replicas and "dp" in space.by_name:
+        space.require(space["dp"] == spread.default_dp, f"{mixing.reason} of all replicas")
+    for name in ("sp", "cp"):
+        if mixing.reason and name in space.by_name:
+            space.require(space[name] == 1, f"{mixing.reason}, of which {name} would give each rank a part")
 
 
 def _accumulation(space: Space, total: int, values: Sequence[int] | None) -> None:
@@ -437,13 +452,35 @@ def check_knobs(workload: Workload, space: Space) -> tuple[str, ...]:
 
 
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:
-    """Values of each knob of a workload's space that trade accuracy for speed."""
+    """Values of each knob of a workload's space that give another training: those that trade accuracy for speed, and other
+    micro-batches than the default if something mixes their samples.
+    """
     found = {}
     for name, lossy in LOSSY.items():
         knob = space.by_name.get(name)
         if values := [value for value in (knob.values if knob is not None else ()) if value in lossy]:
             found[name] = values
+    knob = space.by_name.get("micro_batch")
+    if knob is not None and not knob.derived and isinstance(space.beyond, RuleContext) and space.beyond.mixing:
+        if others := [value for value in knob.values if value != knob.default]:
+            found["micro_batch"] = others
     return found
+
+
+def with_mixing(workload: Workload, space: Space) -> tuple[str, ...]:
+    """Marks in any space how the workload mixes the samples of a micro-batch; returns a note if values of `micro_batch`
+    are other trainings because of it.
+    """
+    reason = mixing_of(workload).reason
+    knob = space.by_name.get("micro_batch")
+    if not reason or knob is None or knob.derived:
+        return ()
+    context = space.beyond if isinstance(space.beyond, RuleContext) else RuleContext()
+    space.beyond = replace(context, mixing=reason)
+    if others := lossy_of_space(space).get("micro_batch"):
+        listed = ", ".join(map(str, others))
+        return (f"micro_batch={listed} trains differently from {knob.default}, and is marked as lossy: {reason}",)
+    return (f"micro_batch is {knob.default} in every trial, since others are another training: {reason}",)
 
 
 def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
@@ -509,7 +546,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
         return _Facts(
             followed=followed,
             runs=schedule.runs(sch),
-            parallel=schedule.support(sch),
+            parallel=schedule.support(sch, partial(block_calls, workload)),
             experts=experts,
             parameters=parameters,
             no_stage_blocks=schedule.no_stage_blocks,

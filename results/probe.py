@@ -23,6 +23,8 @@ class Computed:
     """Gradient norm of each block's biases and norms alone, then of those outside blocks. Ranks that do not sum their
     parts of these hardly change the total norm.
     """
+    parameters: tuple[float, ...] = ()
+    """Norm of the gradient of each parameter, in the model's order."""
     samples: int
 
     @classmethod
@@ -33,6 +35,7 @@ class Computed:
             gradient=math.hypot(*(each.gradient for each in shares)),
             blocks=tuple(math.hypot(*norms) for norms in zip(*(each.blocks for each in shares))),
             vectors=tuple(math.hypot(*norms) for norms in zip(*(each.vectors for each in shares))),
+            parameters=tuple(math.hypot(*norms) for norms in zip(*(each.parameters for each in shares))),
             samples=shares[0].samples,
         )
 
@@ -59,6 +62,14 @@ class Probe:
     """Parameters that have a gradient and that the first step left unchanged."""
     brought: tuple[str, ...] = ()
     """Parameters that the schedule added. A model with other weights computes something else."""
+    rates: tuple[str, ...] = ()
+    """Rates of dropout that are active in training, as `path=rate` with a star for each number in the path."""
+    trained: tuple[str, ...] = ()
+    """Parameters that are trained, by such paths; empty if unknown."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not, by such paths."""
+    names: tuple[str, ...] = ()
+    """Names of the parameters, in the model's order. Not stored: they are those of the reference's model."""
     weights: int = 0
     """Number of all weights of the model as it is constructed, before it is scheduled; 0 if unknown. A knob of a user's own may
     change it."""
@@ -93,14 +104,17 @@ class Probe:
 
 
 _COUNTS = ("samples", "weights", "depth", "noise_numbers")
-_NAMES = ("still", "brought")
-_LISTS = ("logits", "blocks", "vectors")
+_NAMES = ("still", "brought", "rates", "trained", "frozen")
+_LISTS = ("logits", "blocks", "vectors", "parameters")
+_NOT_STORED = ("names",)
 _COMPUTED = ("quiet", "step")
 
 
 def _as_data(value: Any) -> Any:
     if isinstance(value, Probe | Computed):
-        return {each.name: _as_data(getattr(value, each.name)) for each in fields(value)}
+        return {
+            each.name: _as_data(getattr(value, each.name)) for each in fields(value) if each.name not in _NOT_STORED
+        }
     if isinstance(value, tuple):
         return [_as_data(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -109,7 +123,7 @@ def _as_data(value: Any) -> Any:
 def _read(cls: type, data: Any) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise UsageError(f"a probe is a mapping, but got {shortened(data)}")
-    values = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+    values = {each.name: data[each.name] for each in fields(cls) if each.name in data and each.name not in _NOT_STORED}
     for name, value in values.items():
         if name in _NAMES or name in _LISTS:
             texts = name in _NAMES

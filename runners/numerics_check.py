@@ -1,18 +1,21 @@
 """Checks that a candidate trains the same model, by comparing its probe with the reference's."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ..results.probe import Computed, Probe
-from ..schedule.compare import Comparison, Numbers, and_more, compare
-from ..schedule.rounding import Tolerance
+from ..schedule.compare import Comparison, Departure, Numbers, and_more, compare
+from ..schedule.rounding import SMALL, Tolerance
 from ..training.first_step import StepPart
 from ..training.probe import ProbePart
 from .runner import Reference
+
+EXACT = 2.0**-24
+"""Unit roundoff of the widest format whose gradients are compared by parameter: float32."""
 
 
 def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ()) -> Probe:
@@ -33,9 +36,16 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
         noise=math.sqrt(changed / size) if size else 0.0,
         noise_numbers=max(each.noise_numbers for each in shares),
         still=tuple(sorted({name for each in steps for name in each.still})),
-        brought=tuple(sorted({name for each in shares for name in each.brought})),
+        brought=_all(each.brought for each in shares),
+        rates=_all(each.rates for each in shares),
+        trained=_all(each.trained for each in shares),
+        frozen=_all(each.frozen for each in shares),
         loss_roundoff=max(each.loss_roundoff for each in shares),
     )
+
+
+def _all(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({name for each in names for name in each}))
 
 
 def expert_load(parts: Sequence[ProbePart]) -> float | None:
@@ -83,15 +93,67 @@ def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float,
 
 
 def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
-    """Yields the comparisons of a candidate with a comparable reference: on the probe's samples, then in the first step."""
+    """Yields the comparisons of a candidate with a comparable reference: of the settings of its modules, on the probe's
+    samples, and in the first step.
+    """
+    yield Comparison(tuple(_settings(probe, expected)))
     rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
     tolerance = rounding(noise_numbers=min(probe.noise_numbers, expected.noise_numbers))
     yield compare(_without_randomness(expected), _without_randomness(probe), tolerance)
+    if max(probe.roundoff, expected.roundoff) <= EXACT and len(probe.names) == len(expected.quiet.parameters):
+        # Another gradient of one parameter hardly changes the norm of all.
+        wanted, found = (_by_parameter(each.quiet, probe.names) for each in (expected, probe))
+        yield compare(wanted, found, replace(tolerance, least=SMALL, gradients=tolerance.vectors))
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
     same_samples = probe.step is not None and probe.step.samples == samples
     tolerance = rounding(noise=max(probe.noise, expected.noise), samples=samples)
     yield compare(_step(expected), _step(probe) if same_samples else Numbers(still=probe.still), tolerance)
+
+
+def _settings(probe: Probe, expected: Probe) -> Iterator[Departure]:
+    """Departures of what is read from the modules: rates of dropout, and which parameters are trained. Modules that only
+    one of them has are not compared.
+    """
+    if not (probe.trained and expected.trained):  # of a run that did not record them
+        return
+    differs = partial(Departure, by=math.inf, allowed=0.0)
+    rates, wanted = _rates(probe), _rates(expected)
+    for name, values in wanted.items():
+        if (found := rates.get(name, values)) != values:
+            description = f"the rate of dropout {name} is {_listed(found)}, the reference's {_listed(values)}"
+            yield differs(kind="dropout", description=description)
+    active, wanted_active = ([name for name, values in each.items() if values != {0.0}] for each in (rates, wanted))
+    if bool(active) != bool(wanted_active):
+        description = (
+            f"no dropout is active in training, and {and_more(wanted_active)} is in the reference"
+            if wanted_active
+            else f"the dropout {and_more(active)} is active in training, and none is in the reference"
+        )
+        yield differs(kind="dropout", description=description)
+    if names := sorted(set(probe.frozen).difference(expected.frozen).intersection(expected.trained)):
+        yield differs(kind="gradients", description=f"{and_more(names)} is frozen, and trained in the reference")
+    if names := sorted(set(expected.frozen).difference(probe.frozen).intersection(probe.trained)):
+        yield differs(kind="gradients", description=f"{and_more(names)} is trained, and frozen in the reference")
+
+
+def _rates(probe: Probe) -> dict[str, set[float]]:
+    """Rates of dropout, by path."""
+    rates: dict[str, set[float]] = {}
+    for text in probe.rates:
+        path, _, rate = text.rpartition("=")
+        rates.setdefault(path, set()).add(float(rate))
+    return rates
+
+
+def _listed(rates: set[float]) -> str:
+    return " and ".join(f"{rate:g}" for rate in sorted(rates))
+
+
+def _by_parameter(computed: Computed, names: Sequence[str]) -> Numbers:
+    norms = zip(names, computed.parameters, strict=True)
+    gradients = {f"the norm of the gradient of {name}": torch.tensor(norm, dtype=torch.float64) for name, norm in norms}
+    return Numbers(gradients=gradients, on=" on the probe")
 
 
 def why_incomparable(probe: Probe, reference: Reference) -> str:

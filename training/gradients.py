@@ -83,21 +83,28 @@ def computed(training: Training, loss: "torch.Tensor", samples: int, scale: floa
 
     outline = training.outline
     zero = torch.zeros((), dtype=torch.float64, device=training.device)
-    all_of, vectors = ([zero] * (len(outline.blocks) + 1) for _ in range(2))
+    squares, dims = dict.fromkeys(outline.parameters, zero), dict[str, int]()
     for name, gradient, share in _shares(training):
-        group = outline.group(name)
+        square = zero
         for piece in gradient.reshape(-1).split(CHUNK):
-            square = share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-            all_of[group] = all_of[group] + square
-            if gradient.dim() < 2:
-                vectors[group] = vectors[group] + square
+            square = square + share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+        # A parameter that the schedule added has no name in the model as constructed.
+        known = outline.names.get(name, name)
+        squares[known], dims[known] = squares.get(known, zero) + square, gradient.dim()
     # Waits for the device once, not for each parameter.
-    norms, of_vectors = (torch.stack([torch.stack(all_of), torch.stack(vectors)]).sqrt() / scale).tolist()
+    values = (torch.stack([*squares.values()]).sqrt() / scale).tolist()
+    all_of, vectors = ([list[float]() for _ in range(len(outline.blocks) + 1)] for _ in range(2))
+    for name, norm in zip(squares, values, strict=True):
+        all_of[outline.group(name)].append(norm)
+        if dims.get(name, 2) < 2:
+            vectors[outline.group(name)].append(norm)
+    norms = [math.hypot(*each) for each in all_of]
     return Computed(
         loss=float(loss),
         gradient=math.hypot(*norms),
         blocks=tuple(norms[:-1]),
-        vectors=tuple(of_vectors),
+        vectors=tuple(math.hypot(*each) for each in vectors),
+        parameters=tuple(values[: len(outline.parameters)]),
         samples=samples,
     )
 

@@ -21,6 +21,7 @@ results.
 
 import contextlib
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from .gradients import computed
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from .training import Training
 
@@ -205,11 +207,18 @@ def take(training: "Training") -> ProbePart:
     changed, size = probed.departure(active_pass or quiet, quiet)
     roundoff = training.precision.roundoff(training.model)
     names = training.outline.names
+    frozen = {
+        names[name]: not param.requires_grad for name, param in training.model.named_parameters() if name in names
+    }
     share = Probe(
         quiet=quiet.computed,
         logits=probed.projected(quiet),
         noise_numbers=probed.noise_numbers(quiet),
         brought=tuple(name for name, _ in training.model.named_parameters() if name not in names),
+        rates=_rates(training.model),
+        trained=_starred(name for name, is_frozen in frozen.items() if not is_frozen),
+        frozen=_starred(name for name, is_frozen in frozen.items() if is_frozen),
+        names=training.outline.parameters,
         weights=sum(math.prod(training.outline.shapes[name]) for name in {*names.values()}),
         depth=training.outline.depth,
         roundoff=roundoff,
@@ -218,6 +227,23 @@ def take(training: "Training") -> ProbePart:
     )
     sent = {path: each.tolist() for path, each in rows.items()}
     return ProbePart(share=share, changed=changed, size=size, by_batch=by_batch, rows=sent)
+
+
+def _rates(model: "nn.Module") -> tuple[str, ...]:
+    """Rates of dropout of modules in training mode, as in `Probe.rates`."""
+    from ..schedule.quiet import rates_of
+    from ..schedule.tree import join
+
+    return _starred(
+        f"{join(path, name)}={getattr(module, name) if module.training else 0.0:g}"
+        for path, module in model.named_modules()
+        for name in rates_of(module)
+    )
+
+
+def _starred(names: Iterable[str]) -> tuple[str, ...]:
+    """Paths with a star for each number, unique, so that those of equal blocks are one."""
+    return tuple(sorted({re.sub(r"(?<![^.])\d+(?=\.)", "*", name) for name in names}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

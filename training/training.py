@@ -61,6 +61,11 @@ class ModelStructure:
         frozen = frozenset(name for param, name in first.items() if not param.requires_grad)
         return ModelStructure(blocks=tuple(blocks), names=names, shapes=shapes, frozen=frozen, depth=max(1, len(deep)))
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Name of every parameter, in the model's order."""
+        return tuple(dict.fromkeys(self.names.values()))
+
     def group(self, name: str) -> int:
         """Index of a parameter's block; the number of blocks for one outside all blocks."""
         name = self.names.get(name, name)

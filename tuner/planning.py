@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.device import Device, detect, share_of_host
 from ..base.errors import NothingFound, RunnerError, SpaceError, UsageError
 from ..knobs.lossy import LOSSY
+from ..knobs.rules import RuleContext
 from ..knobs.strategy import ON_REQUEST, STANDARD
 from ..knobs.text import config_text, value_text
 from ..models import Workload
@@ -73,6 +74,12 @@ def training_space(
             exact = [each for each in space[name].values if each not in LOSSY[name]]
             space.override(name, exact or list(space[name].values))
             notes.append(f"{name}={value_text(value)} could not be kept: {error}")
+    mixing = space.beyond.mixing if isinstance(space.beyond, RuleContext) else ""
+    if mixing and "micro_batch" in like and "micro_batch" not in fixed:
+        try:
+            space.fix("micro_batch", like["micro_batch"])
+        except SpaceError as error:
+            notes.append(f"micro_batch={like['micro_batch']} could not be kept, although {mixing}: {error}")
     for knob in space.free:  # a knob of the user's own may be part of the model
         if knob.name not in STANDARD and knob.name in like and knob.name not in fixed:
             space.fix(knob.name, like[knob.name])

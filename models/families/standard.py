@@ -11,11 +11,13 @@ from ...knobs.layers import BlockStrategy, of_blocks, own_knobs
 from ...knobs.meaning import recomputed, stage_sizes
 from ...knobs.pipeline import Placement, blocks_of_stages
 from ..skeleton import short_copy
+from .cut_blocks import check_calls
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ...schedule import Schedule
+    from .cut_blocks import Call
 
 T = TypeVar("T")
 
@@ -162,16 +164,18 @@ class StandardSchedule:
         if config.get("kernels", False):
             head_of(sch, blocks).fused_loss()
 
-    def support(self, sch: "Schedule") -> Support:
+    def support(self, sch: "Schedule", calls: "Callable[[Sequence[str]], Mapping[str, Call]] | None" = None) -> Support:
         """Returns the supported parallel knobs of a model, found by trials on a copy without weights.
 
         Args:
             sch: schedule of the model or of its skeleton; it is not changed. Its mesh is ignored.
+            calls: arguments of blocks, given the paths of all (`block_calls`), with which blocks cut for `tp` are called;
+                None to cut them only.
         """
         from ...schedule.parallel.balance import replicas_obstacle
         from ...schedule.parallel.sequences import obstacle
 
-        trials = _Trials(self, sch)
+        trials = _Trials(self, sch, calls)
         cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else trials.uncut())
         staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
         return Support(
@@ -288,8 +292,14 @@ class _Trials:
     module.
     """
 
-    def __init__(self, schedule: StandardSchedule, sch: "Schedule") -> None:
+    def __init__(
+        self,
+        schedule: StandardSchedule,
+        sch: "Schedule",
+        calls: "Callable[[Sequence[str]], Mapping[str, Call]] | None" = None,
+    ) -> None:
         self._schedule = schedule
+        self._find_calls = calls
         self._whole = sch.tree.module
         self._paths = [each.path for each in schedule.blocks(sch)]
 
@@ -297,6 +307,10 @@ class _Trials:
     def _short(self) -> "tuple[nn.Module, list[str]]":
         """A copy with a few blocks of each kind, and their paths."""
         return short_copy(self._whole, self._paths)
+
+    @cached_property
+    def _calls(self) -> "Mapping[str, Call]":
+        return self._find_calls(self._paths) if self._find_calls is not None else {}
 
     def cut(self, ranks: int, sequence_parallel: bool = False) -> _Cut:
         """The model cut over this number of ranks."""
@@ -320,6 +334,8 @@ class _Trials:
         self._schedule._cut(tried, blocks, sequence_parallel)
         check_synced(tried)
         units_of(tried.tree)
+        if ranks > 1 and not sequence_parallel:
+            check_calls(self._short[0], model, self._calls, ranks)
         return _Cut(padding=_padding(tried), float8=unconvertible((each.module for each in blocks), ranks))
 
     def staged(self, stages: int) -> str:

@@ -1,8 +1,8 @@
 """Finds what a model still calls if some of its modules run as graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from torch import nn
+from torch import fx, nn
 
 from ...base.errors import ScheduleError
 from ..forward import layers_of
@@ -11,8 +11,14 @@ from .operations import SubgraphCall
 from .trace import ITSELF, Traced
 
 
-def used_modules(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
-    """Modules that the model still calls, and the attributes (module, name) that its graphs read."""
+def used_modules(
+    root: nn.Module, without: Collection[fx.Node] = ()
+) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
+    """Modules that the model still calls, and the attributes (module, name) that its graphs read.
+
+    Args:
+        without: nodes that do not count.
+    """
     alive: set[nn.Module] = set()
     read: set[tuple[nn.Module, str]] = set()
     stack = [root]
@@ -26,6 +32,8 @@ def used_modules(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, 
             stack += module.children()
         while graphs:
             for node in graphs.pop().nodes:
+                if node in without:
+                    continue
                 if node.op == "call_module":
                     stack.append(module.get_submodule(node.target))
                 elif node.op == "get_attr" and node.target != ITSELF:

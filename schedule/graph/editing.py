@@ -53,7 +53,7 @@ def replace_subgraph(sch: ScheduledModule, new: Any, given: Any, name: str | Non
         )
     for each in handles:
         _arity(sch, new, each)
-    plans = [hand_over(sch.tree, each, new, label) for each in handles]
+    plans = hand_over(sch.tree, handles, new, label)
     lost: list[str] = []
     for each, plan in zip(handles, plans):
         module = sch.tree.module.get_submodule(each.path)

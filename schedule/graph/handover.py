@@ -1,7 +1,7 @@
 """Determines what the replacement of a subgraph takes over from the modules inside it, and what then leaves the model."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import fx, nn
 from ...base._torch import (
     children_of,
     forward_hooks_of,
+    give_pre_hook,
     has_backward_hooks,
-    move_pre_hook,
     parameters_of,
     pre_hooks_of,
     take_forward_hook,
@@ -46,34 +46,64 @@ class Handover:
     replaced: list[nn.Module] = field(default_factory=list)
     """Modules of these exchanges."""
     before_new: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
-    """Hooks before the forward of a replaced module that move to the new one, with their module."""
+    """Hooks before the forward of a replaced module that the new one takes over, with their module."""
+    called: set[nn.Module] = field(default_factory=set)
+    """Modules with other calls, which keep their hooks, exchanges and deferred work."""
     whole: tuple[str, nn.Module] | None = None
     """The single module, with its path, that a module replaces, including its hooks and deferred work."""
 
     def settle(self, tree: Tree, path: str, target: Any) -> None:
-        """Removes from the old modules what was moved."""
+        """Gives the new module what it takes over, and removes it from the old modules without another call."""
         for module in self.replaced:
+            if module in self.called:
+                continue
             # Sums after the replacement are over the pieces of its inputs.
-            module.__dict__["_handed_over"] = syncs_of(module)
+            module.__dict__["_handed_over"] = [*module.__dict__.get("_handed_over", ()), *syncs_of(module)]
             for hook in [each for each in forward_hooks_of(module) if isinstance(each, Exchange)]:
                 take_forward_hook(module, hook)
         for module, function in self.before_new:
-            move_pre_hook(module, function, tree.module.get_submodule(join(path, target)))
+            give_pre_hook(module, function, tree.module.get_submodule(join(path, target)))
+            if module not in self.called:
+                take_forward_hook(module, function)
         if self.whole is not None:
             old_path, old = self.whole
             give_hooks(old, tree.module.get_submodule(join(path, target)))
-            for each in tree.deferred:
-                if each.path == old_path:
+            for each in [each for each in tree.deferred if each.path == old_path]:
+                if old in self.called:
+                    tree.deferred.append(replace(each, path=join(path, target)))
+                else:
                     each.path = join(path, target)
 
 
-def hand_over(tree: Tree, each: Subgraph, new: Any, label: str) -> Handover:
-    """Determines which hooks, exchanges and deferred work of a subgraph's modules its replacement takes over.
+def hand_over(tree: Tree, handles: Sequence[Subgraph], new: Any, label: str) -> list[Handover]:
+    """Determines which hooks, exchanges and deferred work of each subgraph's modules its replacement takes over.
 
     Raises:
         ScheduleError: something cannot be moved to the replacement; says what and why.
     """
-    plan = Handover()
+    nodes = {node for each in handles for node in each.nodes}
+    called, _ = used_modules(tree.module, without=nodes)
+    plans = [_of_subgraph(tree, each, new, label, called) for each in handles]
+    same = plans[0].whole is not None and len({plan.whole for plan in plans}) == 1
+    if len(plans) > 1 and not same and any(_gives_hooks(tree, plan) for plan in plans):
+        raise ScheduleError(
+            f"{label}: one module in {len(plans)} places cannot have the hooks or deferred work of a module at one of "
+            "them only; replace them one by one"
+        )
+    return plans
+
+
+def _gives_hooks(tree: Tree, plan: Handover) -> bool:
+    """True if the new module itself gets hooks or deferred work."""
+    if plan.whole is None:
+        return bool(plan.before_new)
+    path, module = plan.whole
+    deferred = any(each.path == path for each in tree.deferred)
+    return bool(deferred or forward_hooks_of(module) or has_backward_hooks(module))
+
+
+def _of_subgraph(tree: Tree, each: Subgraph, new: Any, label: str, called: set[nn.Module]) -> Handover:
+    plan = Handover(called=called)
     traced = tree.module.get_submodule(each.path)
     kept = set(new.modules()) if isinstance(new, nn.Module) else set()
     for node, target in _calls(each.nodes):
@@ -108,13 +138,16 @@ def _module(
         elif not isinstance(layer, WithoutBias):
             raise ScheduleError(f"{label}: '{path}' has {type(layer).__name__}, which would be lost; replace first")
     own = [hook for hook in forward_hooks_of(module) if not isinstance(hook, Exchange)]
-    moves = isinstance(new, nn.Module) and each.nodes[0] is node and tuple(each.inputs) == tuple(node.args)
+    # Before the new module the hook also acts on what other operations inside take.
+    alone = {user for value in node.all_input_nodes for user in value.users if user in each.nodes} == {node}
+    same = alone and not node.kwargs and tuple(each.inputs) == tuple(node.args)
+    moves = isinstance(new, nn.Module) and each.nodes[0] is node and same
     if own and moves and not has_backward_hooks(module) and pre_hooks_of(module).issuperset(own):
         plan.before_new += [(module, hook) for hook in own]
     elif own or has_backward_hooks(module):
         raise ScheduleError(
-            f"{label}: '{path}' has a hook, which a part of what '{each.path or 'the root'}' computes cannot keep; "
-            "replace first, and hook what takes its place"
+            f"{label}: '{path}' has a hook, which a part of what '{each.path or 'the root'}' computes cannot keep, or "
+            "which would also act on what other operations inside take; replace first, and hook what takes its place"
         )
     for hook in forward_hooks_of(module):
         if isinstance(hook, OutputSync):
@@ -124,6 +157,11 @@ def _module(
         elif isinstance(hook, InputSync):
             _input(plan, each, node, path, hook, label)
         elif isinstance(hook, ParameterSync):
+            if module in plan.called:
+                raise ScheduleError(
+                    f"{label}: {_describe(path, hook)} is on the parameters, and '{path}' has another call that keeps "
+                    "it, so gradients would be summed twice; replace all its calls at once"
+                )
             whole = [name for name in parameters_of(module) if name not in shards_of(module)]
             for name in whole:
                 function = partial(collectives.through, backward=partial(collectives.all_reduce, axis=hook.axis))

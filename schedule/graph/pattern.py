@@ -4,11 +4,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import fx, nn
 
-from ...base._torch import OpOverload, children_of, parameters_of
+from ...base._torch import OpOverload, children_of, parameters_of, schemas_of
 from ...base.errors import TraceError
 from ..forward import layers_of
 from ..parallel.partial import WithoutBias
@@ -29,7 +30,10 @@ COMMUTATIVE = {
 _SAME = {"iadd": "add", "imul": "mul", "isub": "sub", "itruediv": "div", "truediv": "div",
          "true_divide": "div",
          "multiply": "mul", "subtract": "sub", "divide": "div", "add_": "add", "mul_": "mul", "relu_": "relu",
-         "mm": "matmul", "bmm": "matmul"}  # fmt: skip
+         "mm": "matmul", "bmm": "matmul", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
+         "concat": "cat", "concatenate": "cat", "clip": "clamp", "absolute": "abs", "negative": "neg"}  # fmt: skip
+_NUMPY = {"input": "self", "axis": "dim", "keepdims": "keepdim"}
+"""Other names of arguments, by their name in the signatures of operators."""
 
 _ACTIVATIONS = {
     "ReLU": "relu",
@@ -317,5 +321,70 @@ def _of_call(name: str, node: fx.Node) -> Operation:
         # Calls with omitted and with explicit default arguments are equal.
         bound = inspect.signature(target).bind(*args, **kwargs)
         bound.apply_defaults()
-        return Operation(name, list(bound.arguments.values()))
-    return Operation(name, args, kwargs)
+        given = {key: value for key, value in bound.arguments.items() if (key, value) != ("inplace", False)}
+        return Operation(name, _in_order(name, [], given) or list(bound.arguments.values()))
+    in_order = _in_order(name, args, kwargs)
+    return Operation(name, args, kwargs) if in_order is None else Operation(name, in_order)
+
+
+_schemas = cache(schemas_of)
+
+
+def _in_order(name: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Arguments in the order of PyTorch's operator of this name, sizes and dimensions as tuples, without defaults at the
+    end; None if no overload takes them.
+    """
+    bound = (_bind(schema.arguments, args, kwargs) for schema in _schemas(name))
+    return next((values for values in bound if values is not None), None)
+
+
+def _bind(parameters: list[Any], args: list[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    names = [parameter.name for parameter in parameters]
+    positional = [parameter for parameter in parameters if not parameter.kwarg_only]
+    if len(args) > len(positional) > 0 and _is_list_of_int(positional[-1]):
+        # x.permute(0, 2, 1) is x.permute((0, 2, 1)).
+        args = [*args[: len(positional) - 1], tuple(args[len(positional) - 1 :])]
+    if len(args) > len(positional):
+        return None
+    given = dict(zip(names, args))
+    for key, value in kwargs.items():
+        key = key if key in names else _NUMPY.get(key, key)
+        if key not in names or key in given:
+            return None
+        given[key] = value
+    values, length = [], 0
+    for parameter in parameters:
+        if parameter.name not in given:
+            if not parameter.has_default_value():
+                return None
+            values.append(_plain(parameter, parameter.default_value))
+            continue
+        value = _plain(parameter, given[parameter.name])
+        if not _fits(parameter, value):
+            return None
+        values.append(value)
+        if not parameter.has_default_value() or not _same(value, _plain(parameter, parameter.default_value)):
+            length = len(values)
+    return values[:length]
+
+
+def _is_list_of_int(parameter: Any) -> bool:
+    return str(parameter.type).removeprefix("Optional[").startswith("List[int]")
+
+
+def _plain(parameter: Any, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    return (value,) if _is_list_of_int(parameter) and type(value) is int else value
+
+
+def _fits(parameter: Any, value: Any) -> bool:
+    """True if the type of a constant is possible; nodes may have any."""
+    kind = str(parameter.type).removeprefix("Optional[").rstrip("]")
+    if isinstance(value, fx.Node | None):
+        return True
+    if kind.startswith("List["):
+        return isinstance(value, tuple)
+    if kind == "Tensor":
+        return isinstance(value, Attribute)
+    return not isinstance(value, tuple | Attribute) and (kind == "str") == isinstance(value, str)

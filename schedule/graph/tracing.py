@@ -169,4 +169,5 @@ def cause(error: Exception) -> str:
     if not frames:
         return reason
     last = frames[-1]
-    return f"'{last.line}' at {last.filename}:{last.lineno} in {last.name}: {reason}"
+    path = last.filename.rpartition("site-packages/")[2]
+    return f"'{last.line}' at {path}:{last.lineno} in {last.name}: {reason}"

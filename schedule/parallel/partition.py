@@ -87,7 +87,7 @@ class Form:
         return tree_unflatten([next(rest) if tensor else x for x, _, tensor in self.leaves], self.spec)
 
 
-class _EitherWay(TorchDispatchMode):
+class EitherWay(TorchDispatchMode):
     """Lets code that reads values run on the meta device: each value is zero, or False.
 
     The tensors that cross a cut have one form, so code that branches on values must return the same form on both branches.
@@ -158,7 +158,7 @@ class Gate:
             leaves = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = tree_unflatten(leaves, spec)
             try:
-                with torch.no_grad(), _EitherWay():
+                with torch.no_grad(), EitherWay():
                     self.known[key] = Form.of(self.meta(*args, **kwargs))
             except NotImplementedError as error:
                 raise ScheduleError(

@@ -385,3 +385,117 @@ def test_call_module_is_known_under_any_name():
     assert len(sch.find(lambda x: mine(nn.GELU, x))) == 1
     with pytest.raises(TraceError, match="represents the call of a module in a pattern for find"):
         call_module("fc1", torch.ones(1))
+
+
+# Values and modules that others use too
+
+
+class Joint(nn.Module):
+    """Computes what two layers, or a layer and its residual, do."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.weights = nn.ParameterList(tensor for layer in layers for tensor in (layer.weight, layer.bias))
+
+    def forward(self, x):
+        weights = list(self.weights)
+        outputs = [torch.relu(F.linear(x, *weights[i : i + 2])) for i in range(0, len(weights), 2)]
+        return outputs if len(outputs) > 1 else outputs[0] + x
+
+
+class Neighbours(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (torch.relu(self.fc1(x)) + x) * torch.relu(self.fc2(x))
+
+
+def halve_input(module, args):
+    return (args[0] * 0.5,)
+
+
+@pytest.mark.parametrize("kind", ["neighbour", "residual"])
+def test_a_hook_whose_input_others_inside_take_too_is_not_moved_before_them(kind):
+    sch = create_schedule(seeded(Neighbours))
+    sch["fc1"].hook("fwd_pre", halve_input)
+    sch.trace()
+    fc1, fc2 = sch["fc1"].module, sch["fc2"].module
+    code = str(sch.graph)
+    with pytest.raises(ScheduleError, match="'fc1' has a hook.* which would also act on what other operations"):
+        if kind == "neighbour":
+            sch.replace(Joint(fc1, fc2), sch.find(lambda x: torch.relu(call_module("fc.", x))), together=True)
+        else:
+            sch.replace(Joint(fc1), sch.find(lambda x: torch.relu(call_module("fc1", x)) + x))
+    assert str(sch.graph) == code
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.fc = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return torch.relu(self.fc(self.up(x))) + torch.tanh(self.fc(self.up(x + 1)))
+
+
+class OneReLU(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x):
+        return torch.relu(F.linear(x, self.weight, self.bias))
+
+
+@pytest.mark.parametrize("hook", ["fwd_pre", None])
+def test_the_other_call_of_a_module_keeps_its_hooks_and_deferred_work(hook):
+    sch = create_schedule(seeded(Twice))
+    if hook is not None:
+        sch["fc"].hook(hook, halve_input)
+    else:
+        sch["fc"].checkpoint()
+    x = torch.randn(3, 4)
+    want = sch.module(x)
+    sch.trace()
+    if hook is not None:
+        sch.replace(OneReLU(sch["fc"].module), sch.find(lambda x: torch.relu(call_module("fc", x))))
+    else:
+        new = nn.Linear(8, 4)
+        new.weight, new.bias = sch["fc"].module.weight, sch["fc"].module.bias
+        sch.replace(new, sch.find("fc")[0], name="new")
+        assert [each.path for each in sch.tree.deferred] == ["fc", "new"]
+    assert torch.equal(build(sch)[0](x), want)
+
+
+def test_one_module_in_two_places_does_not_get_the_hook_of_one():
+    sch = create_schedule(nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.ReLU()))
+    sch["0"].hook("fwd_pre", halve_input)
+    sch.trace()
+    with pytest.raises(ScheduleError, match="one module in 2 places cannot have the hooks .* one by one"):
+        sch.replace(nn.ReLU6(), sch.find("_[02]|[02]"))
+
+
+def two_linear(x, w, b, w2, b2):
+    return F.linear(F.linear(x, w, b), w2, b2)
+
+
+def check_called_twice(count):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    sch = create_schedule(seeded(Twice), mesh(tp=2))
+    with verify(sch, x):
+        sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch["fc"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        sch.trace()
+        found = sch.find(two_linear)
+        assert len(found) == 2
+        sch.replace(two_linear, found[:count])
+    if count == 1:
+        sch.replace(two_linear, sch.find(two_linear))
+    build(sch)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_of_one_module_are_replaced_one_by_one_or_at_once_with_their_exchanges(two, count):
+    two.run(check_called_twice, count)

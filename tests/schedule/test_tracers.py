@@ -205,3 +205,60 @@ def test_attention_and_blocks_are_exported_or_refused_in_words(family, tracer):
         assert same(trained(built, data), trained(plain, data))
         more = batch(family, size=4, length=16)
         assert torch.equal(built.eval()(**more).loss, plain.eval()(**more).loss)
+
+
+class Spelled(nn.Module):
+    def __init__(self, written):
+        super().__init__()
+        self.written = written
+
+    def forward(self, x):
+        return self.written(x)
+
+
+SPELLINGS = {
+    "permute": [
+        lambda x: x.permute(0, 2, 1),
+        lambda x: x.permute((0, 2, 1)),
+        lambda x: x.permute([0, 2, 1]),
+        lambda x: torch.permute(x, (0, 2, 1)),
+        lambda x: torch.permute(x, dims=[0, 2, 1]),
+    ],
+    "transpose": [
+        lambda x: x.transpose(1, 2),
+        lambda x: torch.transpose(x, 1, 2),
+        lambda x: x.transpose(dim0=1, dim1=2),
+        lambda x: x.swapaxes(1, 2),
+    ],
+    "view": [lambda x: x.view(2, 12), lambda x: x.view((2, 12)), lambda x: x.view(size=[2, 12])],
+    "mean": [
+        lambda x: x.mean(-1),
+        lambda x: x.mean(dim=-1),
+        lambda x: x.mean(axis=(-1,)),
+        lambda x: torch.mean(x, -1, keepdim=False),
+    ],
+    "flatten": [lambda x: x.flatten(1), lambda x: torch.flatten(x, 1), lambda x: torch.flatten(x, start_dim=1)],
+    "leaky_relu": [lambda x: nn.functional.leaky_relu(x), lambda x: nn.functional.leaky_relu(x, 0.01, inplace=False)],
+    "chunk": [lambda x: x.chunk(2, -1), lambda x: torch.chunk(x, 2, dim=-1)],
+}
+
+
+@pytest.mark.parametrize("tracer", ["fx", "export", "dynamo"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_pattern_matches_all_spellings_of_an_operation(name, tracer):
+    x = torch.randn(2, 3, 4)
+    # TorchDynamo takes seconds.
+    for written in SPELLINGS[name][: 1 if tracer == "dynamo" else None]:
+        sch = create_schedule(Spelled(written)).trace(tracer=tracer, examples=x)
+        assert [len(sch.find(pattern)) for pattern in SPELLINGS[name]] == [1] * len(SPELLINGS[name])
+
+
+def test_a_pattern_takes_sizes_together_or_one_by_one():
+    x = torch.randn(2, 3, 4)
+    for tracer in ("fx", "export"):
+        sch = create_schedule(Spelled(lambda x: x.permute(0, 2, 1))).trace(tracer=tracer, examples=x)
+        assert sch.find(lambda x, dims: x.permute(dims))[0].inputs[1:] == ((0, 2, 1),)
+        assert sch.find(lambda x, a, b, c: x.permute(a, b, c))[0].inputs[1:] == (0, 2, 1)
+        # A parameter used twice is one value.
+        assert sch.find(lambda x, a, b: x.permute(a, b, a)) == []
+        assert sch.find(lambda x: x.permute(0, 1, 2)) == []

@@ -1,6 +1,8 @@
 """The probe of a candidate gives the same values for every way to spread it, and has no side effects."""
 
+import json
 import random
+import re
 import sys
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from redline.base._torch import format_of_losses
 from redline.models import Workload
+from redline.results.probe import Probe
 from redline.runners import Reference
 from redline.runners.numerics_check import numerics_mismatch, together
 from redline.training import Training
@@ -499,6 +502,94 @@ def test_zero_initialised_adapters_are_detected_under_every_strategy(two, knobs)
     # adapters.
     bare = spread(two, numerics.tiny("llama"), dp=2)
     assert max(abs(a - b) for a, b in zip(bare.logits, expected.logits)) > 0.01
+
+
+# Settings of modules, and gradients of single parameters
+
+
+def faulty(workload, change):
+    """Returns the workload with a change of its modules."""
+    return replace(workload, schedule=lambda sch, config: change(sch.module))
+
+
+def set_rates(model, rate):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate(module.p)
+
+
+class Slightly(torch.autograd.Function):
+    """Returns its input; the gradient is 1.001 times as large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.001
+
+
+def scale_gradient(model):
+    layer = model.transformer.h[1].mlp.c_proj
+    layer.register_forward_hook(lambda module, args, output: Slightly.apply(output))
+
+
+def steeper(layer, name):
+    """Has one parameter's gradient be 1.001 times as large."""
+
+    def begin(module, args):
+        handle.remove()
+        getattr(module, name).register_hook(lambda gradient: gradient * 1.001)
+
+    handle = layer.register_forward_pre_hook(begin)
+
+
+def keep_inactive(dropout):
+    dropout.training = False
+    dropout.train = lambda mode=True: dropout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: set_rates(model, lambda p: 0.0), r"rate of dropout .* is 0, the reference's 0.1"),
+        (lambda model: set_rates(model, lambda p: 2 * p), r"rate of dropout .* is 0.2, the reference's 0.1"),
+        (lambda model: setattr(model.transformer.h[2].mlp.dropout, "p", 0.0), r"transformer.h.\*.mlp.dropout.p is 0 and 0.1"),
+        (lambda model: keep_inactive(model.transformer.drop),
+         r"rate of dropout transformer.drop.p is 0, the"),
+        (lambda model: model.transformer.h[1].mlp.c_fc.bias.requires_grad_(False),
+         r"transformer.h.\*.mlp.c_fc.bias is frozen, and trained in the reference"),
+        (lambda model: steeper(model.transformer.h[1].mlp.c_fc, 'weight'), r"gradient of transformer.h.1.mlp.c_fc.weight on"),
+        (lambda model: steeper(model.transformer.h[3].attn.c_attn, 'bias'), r"gradient of transformer.h.3.attn.c_attn.bias on"),
+        (scale_gradient, r"the norm of the gradient"),
+    ],
+    ids=["off", "doubled", "one off", "inactive", "frozen bias", "weight", "bias", "output"],
+)  # fmt: skip
+def test_small_faults_are_found_with_few_tokens(small, change, message):
+    workload = small(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    expected = probed(workload, micro_batch=4)
+    assert verdict(probed(faulty(workload, lambda model: None), micro_batch=2), expected) == ""
+    found = verdict(probed(faulty(workload, change), micro_batch=4), expected)
+    assert re.search(message, found), found
+
+
+def test_what_is_read_survives_the_ledger(small):
+    expected = probed(small(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), micro_batch=4)
+    stored = Probe.from_dict(json.loads(json.dumps(expected.to_dict())))
+    assert stored == replace(expected, names=())
+    assert "transformer.h.*.mlp.dropout.p=0.1" in stored.rates and stored.trained and not stored.frozen
+    found = probed(
+        faulty(
+            small(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+            lambda model: steeper(model.transformer.h[1].mlp.c_fc, "weight"),
+        ),
+        micro_batch=4,
+    )
+    assert "transformer.h.1.mlp.c_fc.weight" in verdict(found, stored)
+    earlier = {key: value for key, value in expected.to_dict().items() if key not in ("rates", "trained", "frozen")}
+    earlier["quiet"] = {key: value for key, value in earlier["quiet"].items() if key != "parameters"}
+    assert verdict(expected, Probe.from_dict(earlier)) == ""
 
 
 # Weights that a schedule adds
