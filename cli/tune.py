@@ -17,7 +17,7 @@ from ..models.request import SpaceRequest
 from ..results.best import load
 from ..results.names import fresh_folder
 from ..runners.command.command import Command
-from ..tuner.request import SECTIONS
+from ..tuner.request import SECTIONS, Request
 from . import exit_codes
 from .options import GroupedCommand, command_of, options_of, request_of
 
@@ -100,15 +100,14 @@ def tune(
     if dry:
         _print_commands(command, given)
         return 0
-    if given["resume"] and given["out"] is None:
-        raise UsageError("--resume needs --out, the folder of the run to continue")
-    from ..tuner.request import Request
+    if given["out"] is None and not given["resume"]:
+        given["out"] = run_folder(command.name if command else given["target"])
+    Request(**given).check_values()  # in a second, before slow imports
     from ..tuner.tuning import run_search
     from .outcome import print_result
     from .progress import listener_for
     from .streams import outlive_reader
 
-    given["out"] = given["out"] or run_folder(command.name if command else given["target"])
     outlive_reader()
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
@@ -146,7 +145,6 @@ def _begin_with_plan(given: dict[str, Any], path: Path) -> None:
 
 def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
     """Prints the commands of the default configuration and of some others."""
-    from ..tuner.request import Request
     from ..tuner.task import resolve_task
 
     if command is None:

@@ -137,6 +137,15 @@ class RunFolder:
             StudyError: it contains a run without `resume` or none with it, or the request was different.
         """
         path = path_of(path)
+        RunFolder.check(path, resume=resume)
+        if resume:
+            request.resume(path, asked, storage)
+        return resume
+
+    @staticmethod
+    def check(path: str | Path, *, resume: bool) -> None:
+        """Raises StudyError if `path` contains a run without `resume`, or none with it."""
+        path = path_of(path)
         resumed = holds_run(path)
         if resumed and not resume:
             raise StudyError(
@@ -145,9 +154,6 @@ class RunFolder:
             )
         if resume and not resumed:
             raise StudyError(f"'{path}' contains no run to resume; leave --resume out to start one there")
-        if resumed:
-            request.resume(path, asked, storage)
-        return resumed
 
     @staticmethod
     def asked(path: str | Path) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from ...space import Config
 from ...training.checkpoint.folder import CheckpointFolder
 from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
+from ...training.data.documents import find_sources
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan, LoopResult
 from ..loggers import logging_training_to
@@ -129,6 +130,8 @@ class Driver:
         elif holds_training(path):
             raise StudyError(f"'{path}' contains a training already; continue it with --resume, or give another --out")
         assert source is not None, "it is read or kept"
+        if request.paths:
+            find_sources(request.paths)  # refused before a model is built
         self.request, self.path = request, path
         self.workload = source.workload(request)
         self.source = replace(source, spec=str(self.workload.spec))  # an absolute path

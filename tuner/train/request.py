@@ -10,6 +10,7 @@ from ...base.errors import UsageError
 from ...base.option import Option, either
 from ...base.reading import absolute
 from ...models.layouts.hugging_face import difference, own_tokenizer
+from ...models.lora import check_lora
 from ...runners.registry import RUNNERS
 from ...training.data import DataPlan
 from ...training.data.documents import OF_TOKENS, find_sources
@@ -97,9 +98,9 @@ class LaunchRequest:
         str | Path | None,
         Option("A checkpoint to start from, such as a Hugging Face folder.", flag="from", metavar="DIR"),
     ] = None
-    lora: Annotated[str | None, Option("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,...")] = (
-        None
-    )
+    lora: Annotated[
+        str | None, Option("Train adapters only: r, alpha, target=a+b, dropout.", check=check_lora, metavar="KNOB=V,...")
+    ] = None
     seq_len: Annotated[
         int | None, Option("Sequence length, tokens.  [default: the run's]", type=int, least=1, metavar="N")
     ] = None
