@@ -40,6 +40,7 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
     metavar="NAME",
     help=f"Write a launch file instead, which starts a training with the target's file: {either(LAUNCHES)}.",
 )
+@click.option("--workload", metavar="FILE:NAME", help="The workload of RUN, if its file has moved.")
 @click.option("--storage", metavar="URL", help="Storage of the trials, if not in RUN (tune --storage).")
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets.")
 def export(
@@ -49,6 +50,7 @@ def export(
     trial: int | None,
     force: bool,
     launch: str | None,
+    workload: str | None,
     storage: str | None,
 ) -> None:
     """Write the winner of the run in folder RUN, or of the plan in file RUN, as a file of another framework.
@@ -57,9 +59,10 @@ def export(
     comments, standard error does.
     """
     from ..base.errors import UsageError
-    from ..base.reading import path_of
+    from ..base.reading import absolute, path_of
     from ..base.writing import write_atomic
     from ..frameworks import chosen_trial, form_of, render
+    from ..models.resolve import located
     from ..results import View, best
     from ..results.columns import fold
 
@@ -75,6 +78,11 @@ def export(
     else:
         view = View(run, storage=storage)
         chosen, document, problems = chosen_trial(view.trials(), trial, force=force), view.document, view.problems
+    if workload is not None:
+        asked = dict((document or {}).get("asked") or {})
+        what = asked.get("workload") or {}
+        asked["workload"] = {**what, "spec": located(str(what.get("spec") or ""), absolute(workload), run)}
+        document = {**(document or {}), "asked": asked}
     form = form_of(target, output) if output else None
     rendered = render(target, chosen, document, form=form, launch=launch, file=output)
     if output is None:

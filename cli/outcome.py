@@ -12,18 +12,20 @@ from ..knobs.text import marked_text
 from ..results import summary
 from ..results.columns import fold, speed
 from ..results.measurement import DEFAULT, Status
+from ..results.storage import without_password
 from ..tuner.result import Candidate, Result
 from ..views.observed import batch_text, binding, formats_text, parts_text
 from ..views.show import speed_of
 from . import words
 
 
-def print_result(result: Result, *, launcher: str | None = "") -> None:
+def print_result(result: Result, *, launcher: str | None = "", storage: str | None = None) -> None:
     """Prints the result of a search, as wide as the terminal.
 
     Args:
         result: the result.
         launcher: trainer of the command that was tuned, None if that is not a known one; empty without a command.
+        storage: URL of the ledger, if it is not in the folder.
     """
     console = Console(highlight=False)
     console.print()
@@ -39,7 +41,7 @@ def print_result(result: Result, *, launcher: str | None = "") -> None:
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
         there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
         console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
-        for line in _next(result, launcher):
+        for line in _next(result, launcher, storage):
             console.print(Text(line, style="dim"), soft_wrap=True)
 
 
@@ -169,10 +171,11 @@ def _default_failed(result: Result) -> str:
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"
 
 
-def _next(result: Result, launcher: str | None) -> list[str]:
+def _next(result: Result, launcher: str | None, storage: str | None) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
-        return [f"next     the same command with --out {folder} --resume continues"]
+        where = f" --storage {shlex.quote(without_password(storage))}" if storage else ""
+        return [f"next     redline tune --out {folder}{where} --resume"]
     if result.best is None:
         failed = (each.measured for each in result.all_trials if not each.pending)
         log = next((each.log for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)

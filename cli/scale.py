@@ -14,7 +14,7 @@ from rich.text import Text
 from ..base.errors import UsageError
 from ..results.columns import fold, speed
 from ..results.scaling import ScalePoint, Scaling
-from ..tuner.request import SECTIONS
+from ..tuner.request import SECTIONS, Request
 from . import exit_codes, words
 from .estimate_text import range_text
 from .options import options_of, request_of
@@ -47,13 +47,14 @@ def scale(
     The table has the winner and the default configuration of each count, and predictions for up to 1,024 devices,
     corrected by the measurements. Exit codes: see `redline tune`.
     """
+    given = request_of(options)
+    if given["resume"] and given["out"] is None:
+        raise UsageError("--resume needs --out, the folder to continue")
+    Request(**{**given, "out": None, "resume": False, "log_to": ()}).check_values()  # in a second, before slow imports
     from ..tuner.scaling import scale as scaled
     from .progress import ProgressListener, listener_for
     from .streams import outlive_reader
 
-    given = request_of(options)
-    if given["resume"] and given["out"] is None:
-        raise UsageError("--resume needs --out, the folder to continue")
     given["out"] = given["out"] or run_folder(f"scale-{Path(given['target']).name}")
     outlive_reader()
     stream = sys.stderr if as_json else sys.stdout

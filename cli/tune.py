@@ -10,14 +10,16 @@ from types import FrameType
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..base.errors import UsageError
 from ..base.reading import path_of
 from ..models.request import SpaceRequest
+from ..models.resolve import located
 from ..results.best import load
 from ..results.names import fresh_folder
 from ..runners.command.command import Command
-from ..tuner.request import SECTIONS
+from ..tuner.request import SECTIONS, Request
 from . import exit_codes
 from .options import GroupedCommand, command_of, options_of, request_of
 
@@ -31,13 +33,15 @@ Examples:
   redline tune path/to/config.json --time 30m --sampler hebo
   redline tune --workload train.py:workload --runner local
   redline tune plan.yaml                       start with the plans of `redline estimate -o plan.yaml`
-  redline tune gpt2 --out runs/gpt2 --resume
+  redline tune --out runs/gpt2 --resume
   redline tune gpt2-tiny --log-to tensorboard
   redline tune gpt2 --memory-limit 4GiB --layerwise
   redline tune llama-tiny --soak
   redline tune --command "python train.py --batch-size {micro_batch}" --space knobs.yaml
   redline tune llama2-7b --devices 8 --server https://redline.example.org
 """
+TARGETS = ("target", "workload", "command")
+"""Parameters that name what is tuned."""
 DRY_COMMANDS = 3
 """Number of commands that `--dry` prints."""
 
@@ -82,11 +86,15 @@ def tune(
     Exit codes: 0 found, 1 the machinery failed, such as a lost Ray cluster, 2 bad usage or input, 3 nothing feasible,
     130 interrupted. Results are kept.
     """
-    command = command_of(options, command_file)
-    given = request_of(options, command)
-    if isinstance(given["target"], str) and given["target"].endswith((".yaml", ".yml")):
-        if (plan := path_of(given["target"])).is_file():
-            _begin_with_plan(given, plan)
+    if options["resume"] and options["out"] and not any([command_file, *map(options.get, TARGETS)]):
+        command, given = _resumed(options)
+    else:
+        command = command_of(options, command_file)
+        plan = options["target"] if _is_plan(options["target"]) else None
+        moved = options.pop("workload") if plan else None
+        given = request_of({"workload": None, **options}, command)
+        if plan:
+            _begin_with_plan(given, path_of(plan), moved)
     if server is not None:
         if dry:
             raise UsageError("--dry prints the commands of this machine; leave --server out")
@@ -100,15 +108,14 @@ def tune(
     if dry:
         _print_commands(command, given)
         return 0
-    if given["resume"] and given["out"] is None:
-        raise UsageError("--resume needs --out, the folder of the run to continue")
-    from ..tuner.request import Request
+    if given["out"] is None and not given["resume"]:
+        given["out"] = run_folder(command.name if command else given["target"])
+    Request(**given).check_values()  # in a second, before slow imports
     from ..tuner.tuning import run_search
     from .outcome import print_result
     from .progress import listener_for
     from .streams import outlive_reader
 
-    given["out"] = given["out"] or run_folder(command.name if command else given["target"])
     outlive_reader()
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
@@ -117,14 +124,37 @@ def tune(
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        print_result(result, launcher="" if command is None else command.launcher)
+        print_result(result, launcher="" if command is None else command.launcher, storage=given["storage"])
     if result.interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE
 
 
-def _begin_with_plan(given: dict[str, Any], path: Path) -> None:
+def _resumed(options: dict[str, Any]) -> tuple[Command | None, dict[str, Any]]:
+    """Returns the command and the request of the run in `--out`, with the options of this command line in their place."""
+    from ..tuner.record import request_again
+
+    again = request_again(options["out"])
+    target = again.pop("target")
+    for field in fields(Command):
+        if options.pop(field.name):
+            raise UsageError(f"--{field.name.replace('_', '-')} belongs to --command: repeat the run's whole command")
+    source = click.get_current_context().get_parameter_source
+    given = request_of(options, target)
+    kept = {name: value for name, value in again.items() if source(name) is not ParameterSource.COMMANDLINE}
+    return target if isinstance(target, Command) else None, {**given, **kept}
+
+
+def _is_plan(target: str | None) -> bool:
+    """True for an existing YAML file."""
+    return target is not None and target.endswith((".yaml", ".yml")) and path_of(target).is_file()
+
+
+def _begin_with_plan(given: dict[str, Any], path: Path, moved: str | None) -> None:
     """Starts a search with the configurations of a plan or a best.yaml; its model and sizes are defaults.
+
+    Args:
+        moved: `--workload`, in place of the file's own workload; None for none.
 
     Raises:
         UsageError: it does not name a model.
@@ -141,12 +171,11 @@ def _begin_with_plan(given: dict[str, Any], path: Path) -> None:
         own["memory_limit"] = f"{limit:g}MiB"
     for name, value in own.items():
         given[name] = value if given.get(name) is None else given[name]
-    given["target"], given["begin_with"] = spec, (plan.trial.config, *plan.others)
+    given["target"], given["begin_with"] = located(spec, moved, str(path)), (plan.trial.config, *plan.others)
 
 
 def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
     """Prints the commands of the default configuration and of some others."""
-    from ..tuner.request import Request
     from ..tuner.task import resolve_task
 
     if command is None:

@@ -190,7 +190,7 @@ def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path |
 
     import numpy as np
 
-    raw = _read(Path(path))
+    raw = text_bytes(Path(path))
     tokenizer = load_tokenizer(folder) if folder is not None else None
     if tokenizer is None:
         name, mask_id = "bytes", None
@@ -219,7 +219,8 @@ def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path |
     )
 
 
-def _read(path: Path) -> bytes:
+def text_bytes(path: Path) -> bytes:
+    """Returns the begin of a UTF-8 text, at most `MAX_TEXT_BYTES`. Raises WorkloadError if it cannot be read."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_TEXT_BYTES)

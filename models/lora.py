@@ -139,6 +139,11 @@ class AdaptedArchitecture(Architecture):
         return (*super().imports, "peft")
 
 
+def check_lora(text: str, name: str) -> None:
+    """Raises WorkloadError if a text is not a `Lora`; the check of an option."""
+    Lora.parse(text)
+
+
 def lora_of(workload: Workload) -> Lora | None:
     """Adapters of a workload's model; None for a model that is trained as a whole, or by a user's code."""
     return workload.model.lora if isinstance(workload.model, AdaptedArchitecture) else None

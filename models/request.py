@@ -9,10 +9,12 @@ from typing import Annotated, Any
 from ..base.device import Device
 from ..base.errors import SpaceError, UsageError, unknown
 from ..base.option import Option, check_options
-from ..knobs.strategy import MAX_DEVICES, STANDARD
+from ..knobs.strategy import MAX_DEVICES, STANDARD, checked
 from ..space import Space
 from .architecture import Architecture
+from .data import text_bytes
 from .global_batch import check_samples, free_accumulation, shared
+from .lora import check_lora
 from .resolve import workload as resolve_workload
 from .server_model import ServerModel
 from .spaces import check_knobs, checked_allowance, fix_knob, make_space, nothing_allowed, set_values, with_mixing
@@ -71,7 +73,9 @@ class ModelRequest:
     data: Annotated[str | Path | None, Option("Text to train on, instead of random tokens.", metavar="FILE")] = None
     lora: Annotated[
         str | None,
-        Option("Train adapters only: r, alpha, target=a+b, dropout.", sent=True, metavar="KNOB=V,..."),
+        Option(
+            "Train adapters only: r, alpha, target=a+b, dropout.", check=check_lora, sent=True, metavar="KNOB=V,..."
+        ),
     ] = None
 
 
@@ -189,17 +193,23 @@ class TrainingRequest(SpaceRequest, ModelRequest):
 
     def check_values(self) -> None:
         """Raises UsageError if a value is invalid by itself, or a knob is given that no default space has, before a
-        model is built and traced.
+        model is built and traced. Neither torch nor transformers is imported.
         """
         check_options(self)
+        checked_allowance(self.allow, own_space=self.given_space is not None)
+        if self.data is not None:
+            text_bytes(Path(self.data))
         named = isinstance(self.target, ServerModel) or (
             isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
         )
         if not named or self.space is not None:
             return
-        for name in (*(self.override or ()), *(self.fix or ())):
+        fixed = {name: [value] for name, value in (self.fix or {}).items()}
+        for name, values in [*(self.override or {}).items(), *fixed.items()]:
             if name not in STANDARD:
                 raise SpaceError(unknown("knob", name, STANDARD))
+            for value in values:
+                checked(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,29 @@ def _file_name(file: Path) -> str:
     return resolved.parent.name if resolved.name == "config.json" else resolved.stem
 
 
+def located(spec: str, replacement: str | None, where: str) -> str:
+    """Returns the FILE:NAME of a workload, or another specification unchanged.
+
+    Args:
+        spec: the specification that a run or a best.yaml contains.
+        replacement: FILE:NAME in its place; None for none.
+        where: the run or the file, for errors.
+
+    Raises:
+        WorkloadError: it is not a workload in a file, or its file does not exist.
+    """
+    file = _FILE.fullmatch(spec)
+    if replacement is not None:
+        if file is None:
+            raise WorkloadError(
+                f"'{where}' is of the model {spec}, which --workload does not replace; leave one of them out"
+            )
+        return replacement
+    if file is not None and not Path(file["path"]).expanduser().is_file():
+        raise WorkloadError(f"'{where}' names its own workload, {spec}; if it has moved, add --workload FILE:NAME")
+    return spec
+
+
 def _no_python_file(text: str) -> WorkloadError:
     """Error of a FILE:NAME whose FILE does not end in `.py`."""
     path = Path(text).expanduser()

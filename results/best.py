@@ -5,9 +5,11 @@ unconfirmed one. Readers without the ledger add the re-measurements stored in be
 command, page and export names the same winner, `summary.best`.
 """
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import isabs
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ def document(
     environment: Mapping[str, Any],
     asked: Mapping[str, Any] | None = None,
     again_s: float | None = None,
+    folder: Path = Path(),
+    stopped: str = "",
 ) -> dict[str, Any]:
     """Returns the contents of best.yaml for these trials.
 
@@ -39,11 +43,14 @@ def document(
     has the failure in `unconfirmed`. If lossy values were tried, `best_exact` is
     the best configuration without any, and `lossy` lists a configuration's. Measurements include re-measurements;
     `remeasured` lists for each such trial the throughput at `first` and those measured `again`. `trains` holds the
-    keys of `asked` (run.yaml's) that a training from this file alone needs. `seconds_again` is the time of measuring the
-    leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
+    keys of `asked` (run.yaml's) that a training from this file alone needs; `spec` of a workload in a file is relative to
+    `folder`, that of best.yaml, and `spec_there` its absolute path. `stopped` is the reason of a search that did not end
+    by itself.
+    `seconds_again` is the time of measuring the leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
-    out: dict[str, Any] = {"best": _entry(winner) if winner else None}
+    out: dict[str, Any] = {"stopped": stopped} if stopped else {}
+    out["best"] = _entry(winner) if winner else None
     if winner is None:
         out["why"] = summary.why_nothing(trials)
     out["default"] = _entry(base) if base else None
@@ -61,15 +68,20 @@ def document(
     if again_s:
         out["seconds_again"] = round(again_s, 1)
     if asked:
-        out["trains"] = _trains(asked)
+        out["trains"] = _trains(asked, folder)
     out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
     out["environment"] = dict(environment)
     out["reproduce"] = shlex.join(command)
     return out
 
 
-def _trains(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _trains(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     training = {name: asked[name] for name in TRAINS if asked.get(name) is not None}
+    workload = training.get("workload") or {}
+    file, _, name = str(workload.get("spec") or "").rpartition(":")
+    if file.endswith(".py") and isabs(file):
+        beside = {"spec": f"{os.path.relpath(file, folder.resolve())}:{name}", "spec_there": f"{file}:{name}"}
+        training["workload"] = {**workload, **beside}
     devices = asked.get("devices") or {}
     return training | {"devices": {name: devices[name] for name in OF_DEVICES if devices.get(name) is not None}}
 
@@ -147,6 +159,13 @@ def load(path: Path) -> PlanFile:
             "it has no best with a configuration"
         )
     asked = dict(found.get("trains") or {}) | {name: True for name in ("simulated", "emulated") if found.get(name)}
+    workload = dict(asked.get("workload") or {})
+    if (there := workload.pop("spec_there", None)) is not None:
+        file, _, name = str(workload.get("spec")).rpartition(":")
+        beside = os.path.abspath(path.parent / file)
+        # A file that was copied without its workload names it where the run was made.
+        moved = os.path.exists(beside) or not os.path.exists(there.rpartition(":")[0])
+        asked["workload"] = {**workload, "spec": f"{beside}:{name}" if moved else there}
     used = (asked.get("devices") or {}).get("used")
     others = [*(found.get("alternatives") or ()), found.get("default") or {}]
     return PlanFile(

@@ -133,6 +133,8 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
             for each in version_changes(before.get("versions", {}), versions)
         ),
     ]
+    if "request" in asked:
+        document["asked"]["request"] = asked["request"]
     document["resumed"].append({"at": _now(), "versions": versions, "changes": changed})
     return document, notes
 

@@ -137,6 +137,15 @@ class RunFolder:
             StudyError: it contains a run without `resume` or none with it, or the request was different.
         """
         path = path_of(path)
+        RunFolder.check(path, resume=resume)
+        if resume:
+            request.resume(path, asked, storage)
+        return resume
+
+    @staticmethod
+    def check(path: str | Path, *, resume: bool) -> None:
+        """Raises StudyError if `path` contains a run without `resume`, or none with it."""
+        path = path_of(path)
         resumed = holds_run(path)
         if resumed and not resume:
             raise StudyError(
@@ -145,9 +154,6 @@ class RunFolder:
             )
         if resume and not resumed:
             raise StudyError(f"'{path}' contains no run to resume; leave --resume out to start one there")
-        if resumed:
-            request.resume(path, asked, storage)
-        return resumed
 
     @staticmethod
     def asked(path: str | Path) -> dict[str, Any]:
@@ -250,7 +256,12 @@ class RunFolder:
         return path
 
     def write_best(
-        self, command: Sequence[str], *, devices: Mapping[str, Any] | None = None, again_s: float | None = None
+        self,
+        command: Sequence[str],
+        *,
+        devices: Mapping[str, Any] | None = None,
+        again_s: float | None = None,
+        stopped: str = "",
     ) -> Path:
         """Writes best.yaml from the trials so far, and returns its path.
 
@@ -258,6 +269,7 @@ class RunFolder:
             command: arguments of the command that reproduces the winner.
             devices: the present devices, for the environment.
             again_s: time spent on measuring the leaders again, s.
+            stopped: why the search did not end by itself; empty if it did.
 
         Raises:
             StudyError: it cannot be written; the old file is unchanged.
@@ -267,7 +279,15 @@ class RunFolder:
         try:
             asked = self.document.get("asked", {})
             mark = {name: True for name in ("simulated", "emulated") if asked.get(name)}
-            contents = best.document(self.trials(), command=command, environment=facts, asked=asked, again_s=again_s)
+            contents = best.document(
+                self.trials(),
+                command=command,
+                environment=facts,
+                asked=asked,
+                again_s=again_s,
+                folder=self.path,
+                stopped=stopped,
+            )
             write_yaml(path, mark | contents)
         except OSError as error:
             raise cannot_write(path, error) from error

@@ -59,6 +59,13 @@ def scalar(value: Any) -> bool:
     return value is None or isinstance(value, (str, bool)) or number(value)
 
 
+def option(value: Any) -> bool:
+    """the value of an option"""
+    if isinstance(value, Mapping):
+        return all(map(option, value.values()))
+    return all(map(option, value)) if isinstance(value, list) else scalar(value)
+
+
 def fact(value: Any) -> bool:
     """a text, a number, true, false or null, or some of these in a list"""
     return scalar(value) or (isinstance(value, list) and len(value) <= MOST_FACTS and all(map(scalar, value)))
@@ -139,6 +146,7 @@ _ASKED = {
     "simulated": flag,
     "emulated": flag,
     "lossy": {...: [scalar]},
+    "request": {...: option},
 }
 REQUEST: Shape = {
     "format": count,
@@ -172,6 +180,7 @@ BEST: Shape = {
     "alternatives": [_WINNER],
     "trains": _ASKED,
     "why": text,
+    "stopped": text,
     "gain": number,
     "gain_interval": [number],
     "seconds_again": number,

@@ -1,6 +1,7 @@
 """A run's folder for reading. Only files inside it are opened, and another storage only if the user names it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..knobs.lossy import lossy_of
 from . import best, request, table
 from .ledger import Ledger
 from .measurement import Trial
-from .names import LEDGER, RUN, TABLE, holds_run
+from .names import BEST, LEDGER, RUN, TABLE, holds_run, run_of
 from .records import LARGEST_LEDGER
 from .trained import holds_training
 
@@ -26,12 +27,13 @@ def instead_of_run(path: Path) -> str:
 
 
 class View:
-    """A run for reading, also while another process works on it. Nothing is locked or written.
+    """A run for reading, also while another process works on it. Nothing is locked or written. A best.yaml outside its run,
+    or a plan, is a run of one trial.
 
     The trials come from the ledger; if that cannot be read, from trials.csv with the re-measurements of best.yaml.
 
     Args:
-        path: the run's folder.
+        path: the run's folder, or a best.yaml.
         make_config: makes a configuration from a mapping of its values.
         storage: storage of the ledger if it is not in the folder; as for `Ledger.load`. A storage named in run.yaml is
             never opened automatically.
@@ -48,17 +50,24 @@ class View:
         *,
         storage: str | None = None,
     ) -> None:
-        self.path = path_of(path)
+        self.path = run_of(path_of(path))
+        self.problems: list[str] = []
+        """Missing or damaged parts."""
+        if best.is_plan(self.path):
+            plan = best.load(self.path)
+            self.document: dict[str, Any] | None = dict(plan.document)
+            """The contents of run.yaml; None if it is missing."""
+            self._trials = [replace(plan.trial, config=make_config(plan.trial.config))]
+            return
+        if self.path.is_file():
+            raise StudyError(f"'{path}' is a file; give the folder of a run, or its {BEST}")
         if not self.path.is_dir():
             raise StudyError(f"there is no folder '{path}'; give the --out of a run")
         if not holds_run(self.path):
             raise StudyError(
                 f"'{path}' contains no run: it has neither {RUN} nor {LEDGER} nor {TABLE}{instead_of_run(self.path)}"
             )
-        self.document: dict[str, Any] | None = None
-        """The contents of run.yaml; None if it is missing."""
-        self.problems: list[str] = []
-        """Missing or damaged parts."""
+        self.document = None
         if (self.path / RUN).exists():
             self.document, self.problems = request.read(self.path)
         else:

@@ -3,10 +3,14 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import StudyError
+from ..base.option import options_of
 from ..base.reading import absolute
+from ..base.writing import as_data
 from ..knobs.strategy import BLOCK_KNOBS
 from ..knobs.text import exact_text
 from ..models.architecture import class_of, shape_of
@@ -16,10 +20,14 @@ from ..results import RunFolder, summary
 from ..runners import Runner
 from ..runners.command.command import Command
 from .listener import SearchPlan
-from .request import Request
+from .request import SECTIONS, Request
 
 if TYPE_CHECKING:
     from .task import Task
+
+
+_OF_A_START = ("out", "resume", "storage")
+"""Options that a resumed search is given again."""
 
 
 def asked_of(request: Request, task: "Task") -> dict[str, Any]:
@@ -60,7 +68,53 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         **({"emulated": True} if task.emulated else {}),
         **({"soak": True} if request.soak else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
+        **({"request": again} if (again := _request_to_repeat(request, task)) else {}),
     }
+
+
+def _request_to_repeat(request: Request, task: "Task") -> dict[str, Any]:
+    """Returns the values of a request that differ from the defaults, with absolute paths, for `request_again`; empty if one
+    of them is an object that a file cannot contain.
+    """
+    names = [field.name for section in SECTIONS for field, _ in options_of(section) if field.name not in _OF_A_START]
+    out = request.given(*names, "begin_with")
+    for name in ("space", "data", "hardware"):
+        if isinstance(value := out.get(name), Path) or (isinstance(value, str) and Path(value).is_file()):
+            out[name] = absolute(value)
+    if warm := out.get("warm_start"):
+        out["warm_start"] = [absolute(each) for each in ([warm] if isinstance(warm, (str, Path)) else warm)]
+    if task.command is not None:
+        command = task.command.requested
+        target: Any = None if command.hides_env else command.to_dict()
+    else:
+        target = task.workload.spec if task.workload and isinstance(request.target, (str, Path)) else None
+    try:
+        return as_data({"target": target, **out}) if target else {}
+    except TypeError:
+        return {}
+
+
+def request_again(folder: str | Path) -> dict[str, Any]:
+    """Returns the values of the request of a run, by field of `Request`, to resume it.
+
+    Raises:
+        StudyError: the folder has no run, or run.yaml does not contain its request.
+    """
+    RunFolder.check(folder, resume=True)
+    found = dict(RunFolder.asked(folder).get("request") or {})
+    target = found.get("target")
+    if not isinstance(target, (str, dict)) or not found.keys() <= {each.name for each in fields(Request)}:
+        raise StudyError(
+            f"'{folder}' cannot be resumed by its folder alone, since run.yaml does not contain all of its request: repeat the "
+            "same command or call with --resume"
+        )
+    if isinstance(target, dict):
+        if "command" not in target or not target.keys() <= {each.name for each in fields(Command)}:
+            raise StudyError(
+                f"'{folder}' cannot be resumed by its folder alone: the command in its run.yaml is damaged"
+            )
+        found["target"] = Command(**target)
+    return found
 
 
 def _per_host(task: "Task") -> int:

@@ -12,15 +12,17 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 from ..base.errors import RedlineError, UsageError, nearest, unknown
 from ..base.option import Option, either
 from ..base.removed import replacement
+from ..estimator.hardware import find_hardware
 from ..models import Workload
 from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
+from ..results import RunFolder
 from ..runners import Runner
 from ..runners.command.command import Command
 from ..runners.registry import RUNNERS
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
 from .samplers import sampler_names
-from .trackers import TRACKERS
+from .trackers import TRACKERS, check_trackers
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
@@ -305,8 +307,14 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
 
     def check_values(self) -> None:
         super().check_values()
-        for each in ("given_space", "runs_on"):
-            getattr(self, each)
+        assert self.runs_on, "a runner has a name"
+        if self.hardware is not None:
+            find_hardware(self.hardware)
+        check_trackers(self.log_to, self.out)
+        if self.out is not None:
+            RunFolder.check(self.out, resume=self.resume)
+        elif self.resume:
+            raise UsageError("--resume needs --out, the folder of the run to continue")
 
     def given(self, *names: str) -> dict[str, Any]:
         """Values of the named fields that differ from their defaults."""

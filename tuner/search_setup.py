@@ -50,7 +50,6 @@ from .samplers.bayes import BayesSampler
 from .samplers.judge import Judge
 from .samplers.posterior import SurrogatePrior
 from .task import Task, resolve_task
-from .trackers import check_trackers
 from .transfer import Transferred, calibrations, read_runs, take
 from .warm_start import WarmStart
 
@@ -126,6 +125,8 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         environment = HUGE_PAGES if request.runs_on == EMULATE and other else {}
         return stack.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
 
+    warm = request.warm_start
+    earlier = read_runs([warm] if isinstance(warm, (str, Path)) else warm, own=request.out)
     agent, driver = None, None
     if request.runs_on in ("local", EMULATE) and imports_early(request.target):
         agent = started()
@@ -147,7 +148,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         agent = started()
 
     asked = asked_of(request, task)
-    transferred = _transferred(request, task, asked)
+    transferred = [take(run, task.space, asked, task.own.unit if task.own else "") for run in earlier]
     _check(request, task, asked)
     resumed = RunFolder.asked(request.out) if request.resume and request.out is not None else {}
 
@@ -220,18 +221,8 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
     if request.layerwise:
         check_refinable(task.own, task.space)
     make_sampler(request.sampler, task.space, seed=request.seed)
-    check_trackers(request.log_to, request.out)
     if request.out is not None:
         RunFolder.resumable(request.out, asked, storage=request.storage, resume=request.resume)
-    elif request.resume:
-        raise UsageError("resume needs out, the folder of the run to continue")
-
-
-def _transferred(request: Request, task: Task, asked: Mapping[str, Any]) -> list[Transferred]:
-    """Trials of earlier runs that count in this search."""
-    warm = request.warm_start
-    runs = read_runs([warm] if isinstance(warm, (str, Path)) else warm, own=request.out)
-    return [take(run, task.space, asked, task.own.unit if task.own else "") for run in runs]
 
 
 def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple[str, ...]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.device import Device, detect, usable_cores
 from ..base.errors import SpaceError, UsageError, WorkloadError
-from ..base.option import check_options
 from ..frameworks.registry import find_launcher
 from ..knobs.strategy import SPLITS, STANDARD
 from ..knobs.text import value_text
@@ -109,7 +108,7 @@ def resolve_task(
     """
     from ..estimator.survey import device_of
 
-    check_options(request)
+    request.check_values()
     target = request.target
     if simulated is not None:
         device = device_of(simulated)

@@ -161,7 +161,7 @@ def _conclude(
         hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
         messages.warn(_winner_s_command(task.command, winner, Path(request.out or ""), hosts))
     command = command_of(request, task, setup.limit_mib, done)
-    folder.write_best(command, devices=task.device.to_dict(), again_s=messages.again_s)
+    folder.write_best(command, devices=task.device.to_dict(), again_s=messages.again_s, stopped=ended if cause else "")
     result = make_result(
         done,
         folder.knobs,

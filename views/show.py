@@ -1,10 +1,11 @@
 """Output of a run in a terminal."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..results import listing, summary
+from ..results import best, listing, state, summary
 from ..results.columns import KNOB, fold, knob_text, number, speed
 from ..results.measurement import Status, Trial
 from ..results.run import RunFolder
@@ -110,7 +111,23 @@ def _head(run: RunFolder | View) -> list[str]:
         head.append(f"{EMULATED}; communication is priced for {_machine(asked)}")
     if asked.get("first_trial"):
         head.append(fold(str(asked["first_trial"])))
+    if isinstance(run, View) and run.path.is_dir() and (line := _state(run)):
+        head.append(line)
     return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]
+
+
+def _state(run: View) -> str:
+    """Returns a line on a run that is running or did not end by itself; empty for another one."""
+    found = best.read(run.path, [])
+    finished = [trial for trial in run.trials() if not trial.pending]
+    covers = best.confirmed(finished, found) is not None
+    current = state.state_of(state.is_running(run.path), found if covers else None)
+    if current == state.RUNNING:
+        return "running"
+    if current != state.STOPPED:
+        return ""
+    again = (run.document or {}).get("asked", {}).get("request")
+    return "stopped" + (f": `redline tune --out {shlex.quote(str(run.path))} --resume` continues it" if again else "")
 
 
 def _machine(asked: Mapping[str, Any]) -> str:

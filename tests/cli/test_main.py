@@ -82,7 +82,7 @@ BAD = [
         "where dp = `2 // (tp * sp * cp * pp)`",
     ),
     (["tune", "gpt2-tiny", "--devices", "2", "--fix", "tp=2", "--fix", "zero=3"], "zero=3 would have no effect"),
-    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "zero=4"], "'zero' has no value 4"),
+    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "zero=4"], "zero must be a stage from 0 to 3, but is 4"),
     (["tune", "gpt2-tiny", "--lora", "rank=16"], "unknown part of lora 'rank'"),
     (["tune", "gpt2-tiny", "--lora", "r=0"], "r of at least 1"),
     (["tune", "gpt2-tiny", "--seq-len", "0"], "seq_len must be a whole number of at least 1"),

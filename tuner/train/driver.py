@@ -23,6 +23,7 @@ from ...models.architecture import Architecture
 from ...models.flops import flops_of
 from ...models.layouts.save import main_dtype
 from ...models.lora import AdaptedArchitecture
+from ...models.resolve import located
 from ...results import Measurement, Status
 from ...results.names import fresh_folder
 from ...results.trained import (
@@ -46,6 +47,7 @@ from ...space import Config
 from ...training.checkpoint.folder import CheckpointFolder
 from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
+from ...training.data.corpus import find_sources
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan, LoopResult
 from ..trackers import logging_training_to
@@ -129,6 +131,9 @@ class Driver:
         elif holds_training(path):
             raise StudyError(f"'{path}' contains a training already; continue it with --resume, or give another --out")
         assert source is not None, "it is read or kept"
+        source = replace(source, spec=located(source.spec, request.workload, str(request.source)))
+        if request.paths:
+            find_sources(request.paths)  # refused before a model is built
         self.request, self.path = request, path
         self.workload = source.workload(request)
         self.source = replace(source, spec=str(self.workload.spec))  # an absolute path

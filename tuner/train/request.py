@@ -10,6 +10,7 @@ from ...base.errors import UsageError
 from ...base.option import Option, either
 from ...base.reading import absolute
 from ...models.layouts.hugging_face import difference, own_tokenizer
+from ...models.lora import check_lora
 from ...runners.registry import RUNNERS
 from ...training.data import DataPlan
 from ...training.data.order import BYTES
@@ -60,6 +61,7 @@ class LaunchRequest:
         resume: continue the training in the folder.
         devices: number of devices; by default that of the configuration, or the previous one. Another number is
             replanned.
+        workload: FILE:NAME of the source's workload, if its file has moved.
         memory_limit: memory of a device, MiB or as in `8GiB`; another limit than before is replanned.
         tune_trials: dry runs for a new plan; 0 uses the estimate's best.
         runner: runner of the ranks, a name in `redline.runners.registry.RUNNERS`.
@@ -81,6 +83,9 @@ class LaunchRequest:
         int | None,
         Option("Devices; another number is replanned.  [default: as before]", type=int, least=1, metavar="N"),
     ] = None
+    workload: Annotated[str | None, Option("The workload of SOURCE, if its file has moved.", metavar="FILE:NAME")] = (
+        None
+    )
     memory_limit: Annotated[
         str | float | None,
         Option("Memory of a device, such as 8GiB; another limit is replanned.", check=parse_memory, metavar="SIZE"),
@@ -96,9 +101,10 @@ class LaunchRequest:
         str | Path | None,
         Option("A checkpoint to start from, such as a Hugging Face folder.", flag="from", metavar="DIR"),
     ] = None
-    lora: Annotated[str | None, Option("Train adapters only: r, alpha, target=a+b, dropout.", metavar="KNOB=V,...")] = (
-        None
-    )
+    lora: Annotated[
+        str | None,
+        Option("Train adapters only: r, alpha, target=a+b, dropout.", check=check_lora, metavar="KNOB=V,..."),
+    ] = None
     seq_len: Annotated[
         int | None, Option("Sequence length, tokens.  [default: the run's]", type=int, least=1, metavar="N")
     ] = None
@@ -166,7 +172,7 @@ def as_listed(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-OF_A_START = ("source", "out", "resume", "stated", "tune_trials", "runner", "ray_address")
+OF_A_START = ("source", "out", "resume", "stated", "workload", "tune_trials", "runner", "ray_address")
 """Fields of a start rather than of the training."""
 MAY_CHANGE = (
     *OF_A_START,

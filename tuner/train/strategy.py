@@ -11,7 +11,7 @@ from ...models import Workload
 from ...models.resolve import workload as resolve_workload
 from ...results import View, summary
 from ...results.best import is_plan, load
-from ...results.names import BEST, holds_run
+from ...results.names import holds_run, run_of
 from ...space import Config
 from ..planning import adapted, plan, safer, with_samples_of
 from .chosen import TrainingStrategy, devices_text
@@ -72,13 +72,11 @@ def read_source(given: str | Path, *, of_model: bool = True) -> TrainingSource:
         StudyError: a run is damaged, of a command, or does not exist in a folder of runs.
         NothingFound: a run has no winner.
     """
-    path = path_of(given)
+    path = run_of(path_of(given))
     if is_plan(path):
         found = load(path)
         config, measured = Config(found.trial.config), found.trial.measured.throughput
         return _source(found.trains, config, measured, str(path), of_model)
-    if path.name == BEST and path.is_file():
-        path = path.parent
     if path.is_dir() and holds_run(path):
         return source_of(View(path, Config), of_model=of_model)
     if path.parent != Path() and ".py" not in path.name and not path.exists():

@@ -13,10 +13,10 @@ from typing import Any
 from ...base.errors import NotFound, StudyError, unknown
 from ...base.reading import path_of
 from ...knobs.lossy import lossy_values
-from ...results import summary
+from ...results import state as run_state, summary
 from ...results.measurement import Trial
 from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run
-from ..report import RunFiles, document, state as run_state, words
+from ..report import RunFiles, document, words
 from ..report.document import as_json, rows
 from .discover import Folders
 from .trainings import Trainings

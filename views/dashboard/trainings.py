@@ -10,9 +10,9 @@ from typing import Any
 
 from ...base.errors import NotFound, StudyError, unknown
 from ...base.reading import tail_inside
+from ...results import state
 from ...results.history import History, number
 from ...results.trained import DOCUMENT, LOG, LOGS, holds_training, read_document
-from ..report import state
 from ..report.document import as_json
 from .discover import Folders
 

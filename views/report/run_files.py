@@ -7,13 +7,13 @@ from typing import Any
 from ...base.errors import StudyError
 from ...base.reading import path_of, read_inside
 from ...knobs.lossy import lossy_of
-from ...results import request, schema
-from ...results.best import confirmed, read as read_best
+from ...results import request, schema, state
+from ...results.best import confirmed, is_plan, load, read as read_best
+from ...results.columns import header, line, row
 from ...results.measurement import Trial
-from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run
+from ...results.names import BEST, LEDGER, RUN, TABLE, holds_run, run_of
 from ...results.table import LARGEST_TABLE, drop_invalid, parse, trials_of
 from ...results.view import instead_of_run
-from . import state
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +79,9 @@ class RunFiles:
         Raises:
             StudyError: there is no run, its table lacks a required column, or it has another format.
         """
-        path = path_of(path)
+        path = run_of(path_of(path))
+        if is_plan(path):
+            return cls._of_plan(path)
         if path.is_dir():
             folder, name = path, TABLE
         elif path.exists():
@@ -101,17 +103,21 @@ class RunFiles:
                 problems.append(f"{BEST} does not agree with {TABLE}; the winner shown is that of the table")
             best = None
         trials = trials if judged is None else judged
-        if running:
-            current = state.RUNNING
-        elif request_document is None:
-            current = state.TABLE_ONLY
-        elif best is None:
-            current = state.STOPPED
-        else:
-            current = state.FINISHED if best.get("best") is not None else state.NOTHING
+        current = state.state_of(running, best) if running or request_document is not None else state.TABLE_ONLY
         return cls(
             folder=folder, table=name, columns=columns, trials=trials, request=request_document, best=best, state=current,
             problems=problems,
+        )  # fmt: skip
+
+    @classmethod
+    def _of_plan(cls, path: Path) -> "RunFiles":
+        """Returns a best.yaml outside its run, or a plan, as a run of one trial."""
+        plan = load(path)
+        knobs = tuple(plan.trial.config)
+        columns, _ = parse(f"{line(header(knobs))}{row(plan.trial, knobs)}".encode(), path.name)
+        return cls(
+            folder=path.parent, table=path.name, columns=columns, trials=[plan.trial], request=dict(plan.document), best=None,
+            state=state.TABLE_ONLY,
         )  # fmt: skip
 
 

@@ -4,16 +4,18 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ...base.reading import read_inside
-from ...results.names import LEDGER, TABLE
+from ..base.reading import read_inside
+from .names import LEDGER, TABLE
 
 RUNNING, FINISHED, NOTHING, STOPPED, TABLE_ONLY = "running", "finished", "nothing", "stopped", "table"
 """The states of a run.
 
-`running`: a process holds the lock of the run. `finished`: best.yaml covers all its trials and has a winner;
-`nothing`: it has none. `table`: there is only a table. `stopped`: any other run.
+`running`: a process holds the lock of the run. `finished`: its search ended by itself, and best.yaml covers all its trials
+and has a winner; `nothing`: it has none. `table`: there is only a table. `stopped`: any other run.
 """
 
 _FRESH_SECONDS = 180.0
@@ -38,6 +40,20 @@ def is_running(folder: Path, written: tuple[str, ...] = (TABLE, LEDGER)) -> bool
         return _locked(found)
     changed = max((each[0] for name in written if (each := stamp(folder / name))), default=0)
     return time.time() - changed / 1e9 < _FRESH_SECONDS
+
+
+def state_of(running: bool, best: Mapping[str, Any] | None) -> str:
+    """Returns the state of a run.
+
+    Args:
+        running: a process works on it.
+        best: the contents of best.yaml; None without one, or if it does not cover all trials.
+    """
+    if running:
+        return RUNNING
+    if best is None or best.get("stopped"):
+        return STOPPED
+    return FINISHED if best.get("best") is not None else NOTHING
 
 
 def _locked(file: os.stat_result) -> bool:
