@@ -22,8 +22,7 @@ _COMMANDS = {
     "space": "Show the search space of a model on the available devices.",
     "estimate": "Predict the best configurations of a model on any hardware.",
     "check": "Predict whether another trainer's file or command fits, and how fast it is.",
-    "show": "Show a run: its winner and its trials.",
-    "compare": "Compare the winners of runs of one space.",
+    "show": "Show a run, its winner and its trials, or compare runs.",
     "export": "Write a run's winner for the framework you train with.",
     "report": "Write a run as an HTML page.",
     "dashboard": "Serve a page over all runs in a folder.",
@@ -32,10 +31,8 @@ _COMMANDS = {
 _SERVICE = {
     "serve": "Serve searches for a team on shared devices.",
     "submit": "Submit a search to a server.",
-    "queue": "Show the running and waiting searches of a server.",
-    "logs": "Show the events of a search on a server, or the output of a trial.",
-    "cancel": "End searches on a server.",
-    "results": "Show the results of a search on a server.",
+    "queue": "Show the running and waiting searches of a server, end or hold them.",
+    "results": "Show the results, the events and the logs of a search on a server.",
     "worker": "Join this host's devices to a server's pool.",
     "token": "Add users and tokens of a server, and revoke them.",
     "user": "Change the rights of users of a server, and list their actions.",
@@ -64,7 +61,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in (*_COMMANDS, *_SERVICE):
-            raise UsageError(unknown("command", args[0], (*_COMMANDS, *_SERVICE)))
+            raise UsageError(replacement("command", args[0]) or unknown("command", args[0], (*_COMMANDS, *_SERVICE)))
         return super().resolve_command(ctx, args)
 
 

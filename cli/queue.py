@@ -22,7 +22,7 @@ Examples:
   redline queue
   redline queue --all --json
   redline queue --hold 3f2a9c01d4e7 --priority 9b1c02d4e7aa 20
-  redline queue --delete 3f2a9c01d4e7
+  redline queue --cancel 3f2a9c01d4e7
 """,
 )
 @click.option("--all", "everything", is_flag=True, help="Include searches that have ended.")
@@ -31,6 +31,7 @@ Examples:
 )
 @click.option("--workers", is_flag=True, help="Show the workers in place of searches.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--cancel", multiple=True, metavar="ID", help="End a search; its results so far are kept.")
 @click.option("--hold", multiple=True, metavar="ID", help="Start no trials of a search until it is released.")
 @click.option("--release", multiple=True, metavar="ID", help="Continue a search that is held.")
 @click.option("--retry", multiple=True, metavar="ID", help="Continue a search that failed or was cancelled.")
@@ -97,7 +98,7 @@ def _newest(client: "Client", most: int) -> "list[SearchAnswer]":
 
 def _change(client: "Client", changes: dict[str, Any]) -> None:
     """Changes searches as requested, and prints the new state of each."""
-    for action in ("hold", "release", "retry"):
+    for action in ("cancel", "hold", "release", "retry"):
         for search in changes[action]:
             run = client.search(search)
             getattr(run, action)()

@@ -1,6 +1,9 @@
-"""`redline results`: the results of a search on a server."""
+"""`redline results`: the results, the events and the logs of a search on a server."""
 
+import codecs
 import json
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,11 +11,16 @@ import click
 
 from ..base.errors import UsageError
 from ..knobs.text import config_text
+from ..service.records import ENDED
 from . import exit_codes
 from .server_options import client_of, with_server
+from .submit import event_text
 
 if TYPE_CHECKING:
     from ..service.client import SearchRun
+
+LOOK_S = 1.0
+"""Interval between looks for more output, s."""
 
 
 @click.command(
@@ -21,6 +29,8 @@ Examples:
   redline results 3f2a9c01d4e7
   redline results 3f2a9c01d4e7 --csv trials.csv
   redline results 3f2a9c01d4e7 --to accelerate
+  redline results 3f2a9c01d4e7 -f
+  redline results 3f2a9c01d4e7 --trial 4 -f
 """,
 )
 @click.argument("search", metavar="ID")
@@ -29,6 +39,8 @@ Examples:
 )
 @click.option("--to", "target", metavar="NAME", help="Print the winner for a framework, as `redline export` does.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-f", "--follow", is_flag=True, help="Show the events until it ends.")
+@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="Show the output of this trial.")
 @with_server
 def results(
     server: str,
@@ -38,14 +50,23 @@ def results(
     table: Path | None,
     target: str | None,
     as_json: bool,
+    follow: bool,
+    trial: int | None,
 ) -> int:
     """Show the winner of the search ID, or the best so far. Exit codes: 0 found, 1 it failed, 3 nothing feasible."""
-    if sum(map(bool, (table, target, as_json))) > 1:
-        raise UsageError("--csv, --to and --json each select the output: use only one of them")
+    if sum(map(bool, (table, target, as_json, follow or trial is not None))) > 1:
+        raise UsageError("--csv, --to, --json and the log each select the output: use only one of them")
     if Path(search).is_dir():
         raise UsageError(f"'{search}' is a folder, and ID is a search of a server; `redline show {search}` lists a run")
     with client_of(server, token, trust) as client:
         run = client.search(search)
+        if trial is not None:
+            print_log(run, trial, follow)
+            return exit_codes.FOUND
+        if follow:
+            for event in run.events():
+                if line := event_text(event.kind, event.data):
+                    click.echo(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {line}")
         if table is not None:
             try:
                 table.write_bytes(run.table())
@@ -91,3 +112,20 @@ def print_summary(run: "SearchRun") -> int:
         click.echo(fold(f"trials   {known['failures']}"))
     click.echo(fold(f"         {config_text(best.config)}"))
     return _exit_code(found.state, best)
+
+
+def print_log(run: "SearchRun", trial: int, follow: bool) -> None:
+    """Prints the output of a trial, with `follow` until its search ends."""
+    # Pieces may end within a character.
+    decoder, seen = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    while True:
+        over = run.state in ENDED or not follow
+        data = run.log(trial, seen)
+        seen += len(data)
+        # Control characters of an untrusted program must not reach the terminal.
+        text = decoder.decode(data, final=over).replace("\r\n", "\n").replace("\r", "\n")
+        click.echo("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text), nl=False)
+        sys.stdout.flush()
+        if over:
+            return
+        time.sleep(LOOK_S)

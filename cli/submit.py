@@ -98,7 +98,8 @@ def followed(run: "SearchRun") -> int:
                 click.echo(line)
     except KeyboardInterrupt:
         click.echo(
-            f"The search continues; `redline logs {run.id} -f` shows it, `redline cancel {run.id}` ends it.", err=True
+            f"The search continues; `redline results {run.id} -f` shows it, `redline queue --cancel {run.id}` ends it.",
+            err=True,
         )
         return exit_codes.INTERRUPTED
     from .results import print_summary

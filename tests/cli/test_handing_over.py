@@ -47,13 +47,13 @@ def project(tmp_path, monkeypatch):
     return finished(tmp_path / "runs" / "own", asked)
 
 
-@pytest.mark.parametrize("command", ["show", "compare", "report"])
+@pytest.mark.parametrize("command", ["show", "report"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_run_is_named_by_its_best_yaml(project, tmp_path, capsys, command, alone):
     best = project / "best.yaml"
     if alone:
         best = Path(shutil.copy(best, tmp_path / "winner.yaml"))
-    more = {"report": ["-o", tmp_path / "page.html"], "compare": [best], "show": []}[command]
+    more = {"report": ["-o", tmp_path / "page.html"], "show": []}[command]
     code, out, err = run(capsys, command, best, *more)
     assert code == 0, err
     text = (tmp_path / "page.html").read_text() if command == "report" else out

@@ -114,7 +114,7 @@ BAD = [
     (["report", "."], "contains no run"),
     (["dashboard", "no/such/runs"], "there is no folder 'no/such/runs'"),
     (["dashboard", "."], "contain no run"),
-    (["results", "3f2a", "--json", "--csv", "t.csv"], "--csv, --to and --json each select the output"),
+    (["results", "3f2a", "--json", "--csv", "t.csv"], "--csv, --to, --json and the log each select the output"),
     (["results", "."], "'.' is a folder, and ID is a search of a server; `redline show .` lists a run"),
 ]
 

@@ -186,20 +186,19 @@ def test_commands_submit_show_and_cancel(service, tmp_path):
     queue = ran(service, "queue", role="reader")
     assert search in queue and "theirs" in queue and "no worker" in queue
     assert json.loads(ran(service, "queue", "--json"))["searches"][0]["id"] == search
-    assert "queued" in ran(service, "logs", search)
     assert ran(service, "results", search, code=3).startswith(search)
     assert json.loads(ran(service, "results", search, "--json", code=3))["id"] == search
     table = tmp_path / "trials.csv"
     assert ran(service, "results", search, "--csv", str(table), code=3) == f"wrote {table}\n" and table.exists()
     search_of(service, search)
-    assert "done: trials" in ran(service, "logs", search, "-f")
-    printed = ran(service, "logs", search, "--trial", "0")
+    assert "done: trials" in ran(service, "results", search, "-f")
+    printed = ran(service, "results", search, "--trial", "0")
     assert "what it printed" in printed and "\x1b" not in printed
     assert "winner   trial" in ran(service, "results", search)
     found = json.loads(ran(service, "results", search, "--json"))
     assert found["id"] == search and found["best"]["config"]
     other = ran(service, "submit", "gpt2-tiny").strip()
-    assert ran(service, "cancel", other).split() == [other, "cancelled"]
+    assert ran(service, "queue", "--cancel", other).split() == [other, "cancelled"]
     with pytest.raises(Refused):
         ran(service, "submit", "gpt2-tiny", role="reader")
 

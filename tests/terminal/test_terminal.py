@@ -255,7 +255,7 @@ def until(look, text, tries=400):
 COMMANDS = [
     (["show", "runs/a"], 0, ["best: trial"]),
     (["show", "runs/a", "--columns", "trial,throughput,micro_batch"], 0, ["micro_batch"]),
-    (["compare", "runs/a", "runs/b"], 0, ["against runs/a"]),
+    (["show", "runs/a", "runs/b"], 0, ["against runs/a"]),
     (["report", "runs/a"], 0, ["wrote"]),
     (["export", "runs/a", "--to", "yaml"], 0, ["micro_batch:"]),
     (["export", "runs/a", "--to", "trainer", "-o", "args.yaml"], 0, ["wrote args.yaml"]),
