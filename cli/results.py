@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,7 +14,6 @@ from ..knobs.text import config_text
 from ..service.records import ENDED
 from . import exit_codes
 from .server_options import client_of, with_server
-from .submit import event_text
 
 if TYPE_CHECKING:
     from ..service.client import SearchRun
@@ -129,3 +128,28 @@ def print_log(run: "SearchRun", trial: int, follow: bool) -> None:
         if over:
             return
         time.sleep(LOOK_S)
+
+
+def event_text(kind: str, data: dict[str, Any]) -> str:
+    """Returns a readable event; empty if it is not shown."""
+    from ..results.columns import fold, number
+
+    if kind == "search":
+        reason = data.get("reason") or ""
+        return f"{data.get('state')}{f': {fold(str(reason))}' if reason else ''}"
+    if kind == "placed":
+        device = data.get("device") or {}
+        return f"on {fold(str(device.get('name', '')))}"
+    if kind == "plan":
+        valid = data.get("valid")  # unknown for a space that is too large to be listed
+        some = "very many" if valid is None else f"{valid:,}"
+        return f"{some} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
+    if kind == "started":
+        return f"trial {data['trial']} starts: {fold(config_text(data.get('config') or {}))}"
+    if kind == "finished":
+        speed = number(data["throughput"], 5) if data.get("throughput") else ""
+        tail = f"{speed} {data.get('unit', '')}" if speed else fold(str(data.get("reason", "")))
+        return f"trial {data['trial']} {data.get('status')}: {tail}"
+    if kind in ("said", "waiting"):
+        return fold(str(data.get("message") or data.get("what") or ""))
+    return ""

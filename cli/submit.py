@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..base.option import options_of as declared
-from ..knobs.text import config_text
 from ..models.request import ModelRequest, SpaceRequest
 from ..runners.command.command import Command
 from ..service.records import VISIBILITIES
 from ..tuner.request import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
+from .results import event_text, print_json, print_summary
 from .server_options import PRIORITY, client_of, with_server
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ def searched(given: Mapping[str, Any], server: str, token: str | None, trust: st
     if not as_json:
         click.echo(f"search   {run.id} on {server}")
         return followed(run)
-    from .results import print_json
-
     run.wait()
     return print_json(run)
 
@@ -102,31 +100,4 @@ def followed(run: "SearchRun") -> int:
             err=True,
         )
         return exit_codes.INTERRUPTED
-    from .results import print_summary
-
     return print_summary(run)
-
-
-def event_text(kind: str, data: dict[str, Any]) -> str:
-    """Returns a readable event; empty if it is not shown."""
-    from ..results.columns import fold, number
-
-    if kind == "search":
-        reason = data.get("reason") or ""
-        return f"{data.get('state')}{f': {fold(str(reason))}' if reason else ''}"
-    if kind == "placed":
-        device = data.get("device") or {}
-        return f"on {fold(str(device.get('name', '')))}"
-    if kind == "plan":
-        valid = data.get("valid")  # unknown for a space that is too large to be listed
-        some = "very many" if valid is None else f"{valid:,}"
-        return f"{some} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
-    if kind == "started":
-        return f"trial {data['trial']} starts: {fold(config_text(data.get('config') or {}))}"
-    if kind == "finished":
-        speed = number(data["throughput"], 5) if data.get("throughput") else ""
-        tail = f"{speed} {data.get('unit', '')}" if speed else fold(str(data.get("reason", "")))
-        return f"trial {data['trial']} {data.get('status')}: {tail}"
-    if kind in ("said", "waiting"):
-        return fold(str(data.get("message") or data.get("what") or ""))
-    return ""

@@ -267,7 +267,7 @@ def test_measured_commands_are_not_run_again(service):
 
 
 def test_a_space_too_large_to_be_listed_is_told_of_too():
-    from redline.cli.submit import event_text
+    from redline.cli.results import event_text
 
     plan = {"valid": None, "sampler": "bayes", "done": 0}
     assert event_text("plan", plan) == "very many valid configurations, bayes, 0 trials done"
