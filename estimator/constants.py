@@ -49,9 +49,12 @@ class Constants:
     """Share of the memory bandwidth that memory-bound kernels reach."""
     launch_us: float = 9.0
     """Host time to launch a kernel from eager PyTorch, us."""
-    host_update_gb_per_s: float = 20.0
-    """Rate at which the host updates offloaded states, 1e9 bytes read and written a second: that of a socket with a few memory
-    channels, shared by the devices of a node."""
+    host_update_gb_per_s: float = 76.0
+    """Rate at which the ranks of a node together update offloaded states, 1e9 bytes read and written a second: the 400 ms that
+    offloading adds to gpt2-large (bench/results/gpu-h200.md) are 6.2 GB of copies and an update of 21.7 GB."""
+    deepspeed_update_gb_per_s: float = 14.0
+    """The same for DeepSpeed, with the norm and the conversion of the gradients: LLaMA-7B on 8 x A800 takes 20.1 s more with
+    ZeRO 2 and 8 micro-batches, 16.8 s with ZeRO 3 and 4 (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a)."""
     loss_traffic: float = 1.0
     """Ratio of the loss's memory traffic to that of the facts."""
     step_ms: float = 1.0

@@ -1,5 +1,6 @@
 """Plans to choose among: the fastest, and alternatives that are safer or need less memory or fewer devices."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import UsageError
-from ..space import Space
+from ..knobs.lossy import lossy_in
+from ..models.spaces import lossy_of_space
+from ..space import Config, Space
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
 from .survey import DRAWN, Predicted, Ranked, Survey, climbed, predict, ranking, surveyed
@@ -18,6 +21,8 @@ LOOKED_AT, AT_ONCE = 20_000, 500
 CLOSE, HALF = 0.97, 0.5
 """Shares of the highest throughput that the safest plan has, and those with the least memory and the fewest devices. A safest
 plan with the same chance to fit has at most `CLOSE` of the memory."""
+SAVERS: Mapping[str, Any] = {"offload": "none", "checkpoint_ratio": 0.0}
+"""Settings that save memory and cost time, with the value that does neither."""
 ALIKE = 0.01
 """Relative difference of throughput and of memory within which two plans are shown as one."""
 
@@ -60,12 +65,17 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1) -> Chosen:
         estimator, space, lambda found, count: _to_improve(found, count if count == 1 else max(top, count))
     )
     ranks = by_expected_throughput(found.table)
-    best = tuple(found.ranked(index) for index in distinct(found, ranks, top))
+    found_best = [found.ranked(index) for index in distinct(found, ranks, top)]
     safest, small = _safer_plans(found.table, ranks)
+    best = tuple({(plain := without_idle(estimator, space, each)).config: plain for each in found_best}.values())
+
+    def beside(index: int | None, most_memory: float) -> Ranked | None:
+        return None if index is None else without_idle(estimator, space, found.ranked(index), most_memory)
+
     return Chosen(
         best=best,
-        safest=None if safest is None else found.ranked(safest),
-        least_memory=None if small is None else found.ranked(small),
+        safest=beside(safest, 1 / CLOSE),
+        least_memory=beside(small, 1 + ALIKE),
         survey=surveyed(found, ranks, best),
     )
 
@@ -76,7 +86,32 @@ def fastest(estimator: Estimator, space: Space) -> Ranked | None:
         estimator, space, lambda found, count: distinct(found, by_expected_throughput(found.table), count)
     )
     ranks = by_expected_throughput(found.table)
-    return found.ranked(int(ranks[0])) if len(ranks) else None
+    return without_idle(estimator, space, found.ranked(int(ranks[0]))) if len(ranks) else None
+
+
+def without_idle(estimator: Estimator, space: Space, plan: Ranked, most_memory: float = math.inf) -> Ranked:
+    """The plan without the `SAVERS` that buy nothing: without them it is as fast and as likely to fit.
+
+    Args:
+        estimator: predicts configurations of the space.
+        space: the space.
+        plan: a configuration of it that fits.
+        most_memory: ratio to the plan's memory that it may need without them.
+    """
+    for name, neutral in SAVERS.items():
+        # Which optimizer runs on the device has no effect while that is offloaded.
+        fused = {"fused_optimizer": True} if name == "offload" and "fused_optimizer" in plan.config else {}
+        config = Config({**plan.config, name: neutral, **fused})
+        if plan.config.get(name, neutral) == neutral or config not in space:
+            continue
+        estimate, before = estimator(config), plan.estimate
+        if (
+            estimate.throughput >= (1 - ALIKE) * before.throughput
+            and estimate.probability_fits >= before.probability_fits - ALIKE
+            and estimate.peak_memory_mib <= most_memory * before.peak_memory_mib
+        ):
+            plan = Ranked(config=config, estimate=estimate, lossy=lossy_in(config, lossy_of_space(space)))
+    return plan
 
 
 def _searched(estimator: Estimator, space: Space, wanted: Callable[[Predicted, int], Sequence[int]]) -> Predicted:

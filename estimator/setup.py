@@ -116,6 +116,8 @@ class TrainingSetup:
     offload_weights: bool = False
     """True if not only the optimizer is offloaded: pieces of weights and gradients are in host memory too, and are transferred in
     every pass (FSDP's CPUOffload, DeepSpeed's `offload_param`)."""
+    deepspeed_offload: bool = False
+    """True if an offloaded optimizer is DeepSpeed's: gradients are sent after every micro-batch and summed in host memory."""
     keeps_cache: bool = False
     """True if the model returns its keys and values, as transformers' models do unless `use_cache` is off: recomputed blocks then
     keep theirs until the step ends. The model's own checkpointing turns that off, an external wrapper does not."""

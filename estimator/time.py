@@ -885,18 +885,21 @@ def _update(rank: _Rank) -> np.ndarray:
 
 
 def _offload(rank: _Rank) -> np.ndarray:
-    """The update in host memory, as in `schedule/offloaded.py`: gradients and weights are moved by pinned copies, states at the
-    rate of the rank's share of the cores."""
+    """The update in host memory, as in `schedule/offloaded.py`: gradients and weights are moved once a step by pinned copies over
+    the device's own link, and all ranks of a node share the rate at which it updates states."""
+    hardware, constants = rank.links.hardware, rank.links.constants
     moved = rank.owned * (rank.form.gradient + rank.form.parameter)
+    rate = constants.host_update_gb_per_s
+    if rank.setup.deepspeed_offload:
+        # Each micro-batch after the first reads the sum back and writes it again.
+        moved = moved + rank.owned * 2 * rank.form.gradient * (rank.accum - 1)
+        rate = constants.deepspeed_update_gb_per_s
     if rank.setup.offload_weights:
         # Weights are loaded for each pass of a micro-batch and gradients sent after each, hidden by products like other gathers.
-        each = (
-            rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - rank.links.constants.sharded_max_overlap)
-        )
+        each = rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - constants.sharded_max_overlap)
         moved = np.where(rank.cols.zero >= 2, rank.accum * each, moved)
-    there = moved / (rank.links.hardware.host_gb_per_s * 1e9) + rank.states / (
-        rank.links.constants.host_update_gb_per_s * 1e9
-    )
+    ranks = np.clip(rank.tp * rank.cols.pp * rank.replicas, 1, hardware.devices_per_node)
+    there = moved / (hardware.host_gb_per_s * 1e9) + rank.states * ranks / (rate * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
 
 

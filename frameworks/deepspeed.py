@@ -267,9 +267,10 @@ def read(stated: Stated) -> None:
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """16-bit weights and gradients beside fp32 master weights, unlike autocast."""
+    """16-bit weights and gradients beside fp32 master weights, unlike autocast; an offloaded optimizer of its own."""
     half = config.get("precision") in ("bf16", "fp16")
-    return {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
+    formats = {"precision": "bf16_pure", "master_weights": "fp32", "gradient_dtype": "bf16"} if half else {}
+    return {**formats, "deepspeed_offload": True}
 
 
 def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:

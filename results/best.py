@@ -44,8 +44,7 @@ def document(
     the best configuration without any, and `lossy` lists a configuration's. Measurements include re-measurements;
     `remeasured` lists for each such trial the throughput at `first` and those measured `again`. `trains` holds the
     keys of `asked` (run.yaml's) that a training from this file alone needs; `spec` of a workload in a file is relative to
-    `folder`, that of best.yaml, and `spec_there` its absolute path. `stopped` is the reason of a search that did not end
-    by itself.
+    `folder`, that of best.yaml, and `spec_there` its absolute path. `stopped` is why a search did not end by itself.
     `seconds_again` is the time of measuring the leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
