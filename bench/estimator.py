@@ -17,7 +17,8 @@ it names, by the rules of `tables/surfaces.py`, and printed with `--conventions`
 expert parallelism.
 
 Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time and of
-peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failures (trials
+peak memory, Spearman's rank correlation of throughput with the order of preference (the predicted throughput less the
+risk of stalls and retries), area under the ROC curve of fits against failures (trials
 without a number, including crashes), and the share of measurements inside the 80 % intervals. With `--calibrate K`
 also after K random measurements of the table, mean over seeds, on the other measurements.
 
@@ -70,7 +71,9 @@ def evaluate(surface: Measured, estimator: Estimator, without: np.ndarray | None
     out: dict[str, float] = {"rows": float(ok.sum())}
     ratio = made.step_ms[ok] / surface.step_ms[ok]
     out |= _errors("time", ratio, made.log_throughput_std[ok])
-    out["spearman"] = _spearman(made.throughput[ok], surface.table["throughput"].to_numpy()[ok])
+    measured_ms = surface.step_ms[ok]
+    out["time_cover"] = float(np.mean((made.step_ms_low[ok] <= measured_ms) & (measured_ms <= made.step_ms_high[ok])))
+    out["spearman"] = _spearman(made.preference[ok], surface.table["throughput"].to_numpy()[ok])
     if "peak_memory_gib" in surface.table:
         measured = surface.table["peak_memory_gib"].to_numpy(float) * 1024
         known = ok & np.isfinite(measured)

@@ -442,7 +442,7 @@ def _faster(
     table, taken = asked.table([config for config, _ in found])
     found = [found[at] for at in taken.tolist()]
     good = np.flatnonzero(table.fits & np.isfinite(table.step_ms) & (table.probability_fits >= SURE))
-    order = good[np.argsort(-table.throughput[good], kind="stable")]
+    order = good[np.argsort(-table.preference[good], kind="stable")]
     counts = np.array([count for _, count in found])
     out: list[Faster] = []
     least = estimate.throughput * GAIN if estimate.fits else 0.0

@@ -60,8 +60,16 @@ class EstimateTable:
     """Peak memory of the reported rank (`TrainingSetup.reported_rank`), MiB; by default the fullest."""
     fullest_memory_mib: np.ndarray
     """Peak memory of the fullest rank, MiB; it decides if a configuration fits."""
+    step_ms_low: np.ndarray
+    """Lower end of the 80 % interval of `step_ms`, ms."""
+    step_ms_high: np.ndarray
+    """Upper end of it, ms: it includes stalls and retries with a chance above a tenth."""
     log_throughput_std: np.ndarray
     """Standard deviation of the natural logarithm of the throughput (and of the step time)."""
+    log_throughput_risk: np.ndarray
+    """Expected loss of the logarithm of the throughput, compared with `throughput`, by stalls of the network and by the
+    allocator's retries: a risk in the interval and in the order of preference. Negative where `throughput` includes them.
+    """
     log_throughput_effects: np.ndarray
     """Change of the logarithm of the throughput per standard deviation of each calibration factor; shape (n, factors)."""
     log_memory_std: np.ndarray
@@ -83,6 +91,11 @@ class EstimateTable:
     memory_limit_mib: float = float("nan")
     """The limit, MiB; NaN without a limit."""
 
+    @property
+    def preference(self) -> np.ndarray:
+        """Throughput less its risk, by which configurations are ordered; shape (n,)."""
+        return self.throughput * np.exp(-self.log_throughput_risk)
+
     def __len__(self) -> int:
         return len(self.step_ms)
 
@@ -93,10 +106,9 @@ class EstimateTable:
     def row(self, index: int) -> Estimate:
         """The estimate of one configuration.
 
-        80 % intervals are those of a log-normal: the prediction times exp(+-1.2816 standard deviations).
+        80 % intervals are those of a log-normal, the prediction times exp(+-1.2816 standard deviations), widened by risks.
         """
         step, memory = float(self.step_ms[index]), float(self.peak_memory_mib[index])
-        time_factor = float(np.exp(Z80 * self.log_throughput_std[index]))
         memory_factor = float(np.exp(Z80 * self.log_memory_std[index]))
         limited = bool(np.isfinite(self.memory_limit_mib))
         values: dict[str, Any] = {name: float(value[index]) for name, value in self.breakdown.items()}
@@ -106,8 +118,8 @@ class EstimateTable:
             fits=bool(self.fits[index]) if limited else None,
             throughput=float(self.throughput[index]),
             unit=self.unit,
-            step_ms_low=step / time_factor,
-            step_ms_high=step * time_factor,
+            step_ms_low=float(self.step_ms_low[index]),
+            step_ms_high=float(self.step_ms_high[index]),
             memory_low=memory / memory_factor,
             memory_high=memory * memory_factor,
             probability_fits=float(self.probability_fits[index]),

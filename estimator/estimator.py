@@ -22,7 +22,7 @@ from .calibration import (
     time_names,
 )
 from .constants import CPU, Constants
-from .estimate import Estimate, EstimateTable
+from .estimate import Z80, Estimate, EstimateTable
 from .facts.fused_loss import with_loss
 from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .hardware import Hardware, find_hardware
@@ -30,7 +30,7 @@ from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
 from .setup import TrainingSetup
 from .stages import divided
-from .time import BINDS, TIME_TERMS, stall_chance, step_time
+from .time import BINDS, TIME_TERMS, stall_chance, stall_seconds, step_time
 from .trainers import find_trainer
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Estimator:
         memory_left = self._memory.left(features, noise)
         peak, memory_std = self._memory.apply(memory_groups(memory), noise, memory_left)
         full, full_std = self._memory.apply(memory_groups(fullest), noise, memory_left)
-        pressed = self._add_retries(time, fullest, full, full_std)
+        retries = self._add_retries(time, fullest, full, full_std)
         far = leaves_node(cols, self.hardware.devices_per_node)
         groups = time_groups(time, far)
         time_noise = self._time_noise(cols)
@@ -127,8 +127,18 @@ class Estimator:
         corrected = corrected_time(time, far, step, self._time, time_left)
         corrected |= corrected_memory(memory, self._memory, memory_left)
         stalls = stall_chance(cols, self.hardware, self.constants)
-        time_std = np.hypot(time_std, _stall_spread(stalls, corrected["time.stalls"], step))
-        time_std = np.hypot(time_std, pressed)
+        with np.errstate(invalid="ignore"):
+            smooth = step - corrected["time.stalls"]
+            stalled = np.log1p(stall_seconds(cols, self.constants) * 1e3 / smooth)
+        # Whether a run retries or stalls is unknown: the step is that of the likelier outcome, and the other one a risk.
+        low, high, risk, variance = -Z80 * time_std, Z80 * time_std, np.zeros(len(step)), time_std**2
+        for chance, cost in (retries, (stalls, np.nan_to_num(stalled))):
+            charged = chance > 0.5
+            other = np.where(charged, 1 - chance, chance)
+            beyond = _beyond(other, cost, time_std)
+            low, high = low - np.where(charged, beyond, 0.0), high + np.where(charged, 0.0, beyond)
+            risk += (chance - charged) * cost
+            variance += other * cost**2
         samples = cols.micro_batch * cols.grad_accum * cols.dp
         units = samples * (self.training.seq_len or 1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -150,7 +160,10 @@ class Estimator:
             throughput=throughput,
             peak_memory_mib=peak,
             fullest_memory_mib=full,
-            log_throughput_std=time_std,
+            step_ms_low=step * np.exp(low),
+            step_ms_high=step * np.exp(high),
+            log_throughput_std=np.sqrt(variance),
+            log_throughput_risk=risk,
             log_throughput_effects=-self._time.effects(groups),
             log_memory_std=memory_std,
             probability_fits=chance,
@@ -329,12 +342,14 @@ class Estimator:
         fullest: Mapping[str, np.ndarray],
         full: np.ndarray,
         std: np.ndarray,
-    ) -> np.ndarray:
-        """Adds the expected logarithmic cost of a full device to `time`; returns the spread of that cost.
+    ) -> tuple[np.ndarray, float]:
+        """Adds the time of the allocator's retries to `time`, where they are likelier than not.
 
         A run that survives had room for its tensors; the allocator had to free and retry if there was no room for slack.
+
+        Returns:
+            The chance of retries, shape (n,), and the logarithm of their factor of the step.
         """
-        factor = np.log(self.constants.retry_factor)
         known = np.isfinite(full)
         total = np.where(known, sum(fullest.values()), 1.0)
         live = 1 - np.where(known, fullest["slack"], 0.0) / total
@@ -342,8 +357,9 @@ class Estimator:
         # Far beyond the limit both chances vanish; their ratio is computed from logarithms.
         chance = np.where(known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
         step = sum(time.values())
-        time["allocator retries"] = np.where(np.isfinite(step), step, 0.0) * np.expm1(chance * factor)
-        return np.sqrt(chance * (1 - chance)) * factor
+        step = np.where(np.isfinite(step) & (chance > 0.5), step, 0.0)
+        time["allocator retries"] = step * (self.constants.retry_factor - 1)
+        return chance, float(np.log(self.constants.retry_factor))
 
     def _time_prior(self) -> np.ndarray:
         c = self.constants
@@ -380,11 +396,18 @@ class Estimator:
         return samples * ((self.training.seq_len or 1) if self.unit == "tokens/s" else 1) / rate * 1e3
 
 
-def _stall_spread(chance: np.ndarray, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Standard deviation of log time due to the unknown outcome of a stall: that of a Bernoulli variable."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        between = np.where(chance > 0, -np.log1p(-stalls / step) / chance, 0.0)
-    return np.sqrt(chance * (1 - chance)) * np.nan_to_num(between, posinf=0.0)
+def _beyond(chance: np.ndarray, cost: np.ndarray | float, std: np.ndarray) -> np.ndarray:
+    """Distance by which an outcome of that chance, `cost` away in log time, moves the end of an 80 % interval, shape (n,)."""
+    from scipy.special import ndtri
+
+    chance = np.clip(chance, 1e-9, 1.0)
+    # A tenth is left beyond the end: part of the other outcome, or all of it and part of this one.
+    end = np.where(
+        chance > 0.1,
+        cost + std * ndtri(1 - 0.1 / np.maximum(chance, 0.1)),
+        std * ndtri(np.minimum(0.9 / (1 - chance), 1 - 1e-9)),
+    )
+    return np.clip(end - Z80 * std, 0.0, cost)
 
 
 def _normal(z: np.ndarray) -> np.ndarray:

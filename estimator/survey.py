@@ -305,7 +305,7 @@ def _lossy(found: Predicted, lossy: Lossy) -> np.ndarray:
 def ranking(table: EstimateTable) -> np.ndarray:
     """Indices of the configurations that fit, the fastest first; ties are ordered by memory."""
     fits = np.flatnonzero(table.fits & np.isfinite(table.step_ms))
-    return fits[np.lexsort((table.peak_memory_mib[fits], -table.throughput[fits]))]
+    return fits[np.lexsort((table.peak_memory_mib[fits], -table.preference[fits]))]
 
 
 def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:

@@ -306,8 +306,6 @@ def _wait(found: Sequence[_Timed], size: int, hardware: Hardware, constants: Con
         several = each.cols.pp > 1
         if several.any():
             each.terms["bubble"] = np.where(several, whole[each.at] - own, each.terms["bubble"])
-            stalls = _stalls(each.terms, each.cols, hardware, constants)
-            each.terms["stalls"] = np.where(several, stalls, each.terms["stalls"])
 
 
 def _share_cores(found: Sequence[_Timed], size: int) -> None:
@@ -367,15 +365,13 @@ def _stage_time(
     transfer, bubble = _pipeline(rank, slot)
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
     exchanged = _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0))
-    terms = _terms(rank, slot, gathers, exchanged, transfer, bubble)
-    terms["stalls"] = _stalls(terms, cols, links.hardware, links.constants)
-    return terms
+    return _terms(rank, slot, gathers, exchanged, transfer, bubble)
 
 
 def _terms(
     rank: "_Rank", slot: "_Slot", gathers: np.ndarray, exchanged: np.ndarray, transfer: np.ndarray, bubble: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """The terms of a stage's step by their names, without stalls."""
+    """The terms of a stage's step by their names."""
     accum, none = rank.accum, rank.none
     return {
         "matmul": accum * slot.matmul,
@@ -393,7 +389,7 @@ def _terms(
         "bubble": bubble,
         "optimizer": _update(rank),
         "offload": _offload(rank),
-        "stalls": none,
+        "stalls": _stalls(rank.cols, rank.links.hardware, rank.links.constants),
         "allocator retries": none,
         "fixed": none + rank.links.constants.step_ms * 1e-3,
     }
@@ -435,7 +431,6 @@ def _layered_time(
     terms = _terms(whole, slot, gathers, exchanged + late, transfer, bubble)
     terms["optimizer"] = sum((_update(rank) for rank in ranks), whole.none)
     terms["offload"] = sum((_offload(rank) for rank in ranks), whole.none)
-    terms["stalls"] = _stalls(terms, cols, hardware, constants)
     return terms
 
 
@@ -903,12 +898,14 @@ def _offload(rank: _Rank) -> np.ndarray:
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
 
 
-def _stalls(terms: Mapping[str, np.ndarray], cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
-    """Seconds to add so that the step has the expected logarithm of its time, given the chance of a stall."""
-    total = sum(value for name, value in terms.items() if name != "stalls")
-    hops = (cols.grad_accum + cols.pp - 1) * 2.0 * np.minimum(cols.pp - 1, 2)
-    chance = stall_chance(cols, hardware, constants)
-    return total * np.expm1(chance * np.log1p(hops * constants.stall_ms * 1e-3 / total))
+def _stalls(cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
+    """Seconds that a stall of the network adds to a step, where it is likelier than not."""
+    return np.where(stall_chance(cols, hardware, constants) > 0.5, stall_seconds(cols, constants), 0.0)
+
+
+def stall_seconds(cols: KnobArrays, constants: Constants) -> np.ndarray:
+    """Seconds that a stall of the network would add to a step, shape (n,)."""
+    return (cols.grad_accum + cols.pp - 1) * 2.0 * np.minimum(cols.pp - 1, 2) * constants.stall_ms * 1e-3
 
 
 def _hidden(facts: ModelFacts) -> float:

@@ -31,6 +31,10 @@ class Calls(Work):
 
     The function is copied when this is created. Changes made by a call are lost with its process.
 
+    Args:
+        function: see `FunctionRunner`.
+        smaller: True if smaller numbers are better.
+
     Raises:
         UsageError: the function cannot be sent to another process.
     """
@@ -38,16 +42,17 @@ class Calls(Work):
     several_hosts = False
     confirms = False
 
-    def __init__(self, function: Callable[[Config], Any]) -> None:
-        self._function = _pickled(function)
+    def __init__(self, function: Callable[[Config], Any], *, smaller: bool = False) -> None:
+        self._function, self._smaller = _pickled(function), smaller
         own = ("redline.runners.supervisor", "redline.runners.function", "cloudpickle")
         self.imports = (*own, *(name for name in _OFTEN_NEEDED if name in sys.modules))
 
     def job(self, request: TrialRequest, terms: "TrialTerms") -> Job:
         import cloudpickle
 
+        trial = FunctionTrial(function=self._function, config=request.config, smaller=self._smaller)
         return Job(
-            program=cloudpickle.dumps(FunctionTrial(function=self._function, config=request.config)),
+            program=cloudpickle.dumps(trial),
             # Without a limit the callable uses devices as it likes, possibly none.
             device_type="cpu" if terms.memory_limit_mib is None else terms.device.type,
             threads=terms.threads,
@@ -69,6 +74,7 @@ class FunctionTrial:
     function: bytes
     """The callable, cloudpickled."""
     config: Config
+    smaller: bool = False
 
     def __call__(self, context: "RankContext") -> Measurement:
         import cloudpickle
@@ -76,7 +82,7 @@ class FunctionTrial:
         context.phase("loading the callable")
         function = cloudpickle.loads(self.function)
         context.phase("the call")
-        return _read(function(self.config))
+        return _read(function(self.config), self.smaller)
 
 
 class FunctionRunner(Runner):
@@ -86,6 +92,7 @@ class FunctionRunner(Runner):
         function: returns a throughput (higher is better) or a `Measurement`. `redline.OutOfMemory`,
             `torch.OutOfMemoryError` and `MemoryError` are recorded as `oom`, any other exception as `crash` with its
             traceback in the trial's log.
+        smaller: True if smaller numbers are better: the throughput is then the reciprocal, in `1/value`.
 
     A call in this process cannot be interrupted, so trials have no deadline, and a call that ends the process ends the
     search.
@@ -95,13 +102,13 @@ class FunctionRunner(Runner):
     isolated = False
     confirms = False
 
-    def __init__(self, function: Callable[[Config], Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[Config], Any], *, smaller: bool = False) -> None:
+        self._function, self._smaller = function, smaller
 
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
         try:
-            measured = _read(self._function(request.config))
+            measured = _read(self._function(request.config), self._smaller)
         except (Exception, SystemExit) as error:  # any failure of a candidate is its outcome
             measured = _failed(error, request)
         return _completed(measured, started=started, seconds_total=time.perf_counter() - begin)
@@ -135,13 +142,19 @@ def _pickled(function: Callable[[Config], Any]) -> bytes:
         ) from error
 
 
-def _read(value: Any) -> Measurement:
+def _read(value: Any, smaller: bool = False) -> Measurement:
     """Converts the result of a callable to a measurement.
 
+    Args:
+        value: the result.
+        smaller: True if smaller numbers are better.
+
     Raises:
-        UsageError: it is neither a number nor a measurement.
+        UsageError: it is neither a number nor a measurement, or with `smaller` not a positive number.
     """
     if isinstance(value, Measurement):
+        if smaller and value.ok:
+            raise UsageError("with direction='min' a callable returns a number; a Measurement has a throughput")
         return _finite(value)
     number = value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -154,7 +167,13 @@ def _read(value: Any) -> Measurement:
         )
     if not math.isfinite(number):
         return Measurement(status=Status.WRONG, reason=f"the callable returned {float(number)}")
-    return Measurement(status=Status.OK, throughput=float(number))
+    if not smaller:
+        return Measurement(status=Status.OK, throughput=float(number))
+    if number <= 0:
+        raise UsageError(
+            f"with direction='min' a callable must return a positive number, but returned {float(number):g}"
+        )
+    return Measurement(status=Status.OK, throughput=1.0 / float(number), unit="1/value")
 
 
 def _finite(measured: Measurement) -> Measurement:

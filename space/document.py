@@ -39,8 +39,12 @@ _EXAMPLES = {
 }
 _SECTIONS = tuple(_EXAMPLES)
 _KEYS = ("name", "type", "values", "default", "when", "help", "monotone_memory")
-_BOUNDS = ("low", "high", "step", "powers_of_two")
-_KNOB_KEYS = {"choice": (*_KEYS, "others"), "flag": _KEYS, "integer": (*_KEYS, "others", *_BOUNDS)}
+_BOUNDS = {"integer": ("low", "high", "step", "powers_of_two"), "number": ("low", "high", "log", "count")}
+_KNOB_KEYS = {
+    "choice": (*_KEYS, "others"),
+    "flag": _KEYS,
+    **{kind: (*_KEYS, "others", *bounds) for kind, bounds in _BOUNDS.items()},
+}
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -119,10 +123,10 @@ def _as_expression(knobs: Mapping[str, Knob], rule: Predicate) -> Expression | N
     Python and the grammar may differ, for example in a division by zero, so both are compared on the values of the
     rule's knobs: on every combination, or on a sample of 10,000. None if they disagree anywhere.
     """
-    if rule.body is None:
+    if rule.grammar is None:
         return None
     try:
-        expression = parse(rule.body, {name: knobs[name] for name in rule.names})
+        expression = parse(rule.grammar, {name: knobs[name] for name in rule.names})
         points = ValidSet(Structure(reaching(knobs, rule.names), [])).sample(_COMPARED, 0)
         return expression if all(_agree(expression, rule, point) for point in points) else None
     except (GrammarError, RuleError):
@@ -371,7 +375,9 @@ class _Reader(Mapping[str, Knob]):
         return list(found)
 
     def declare(self, path: KeyPath, entry: Mapping[str, Any]) -> None:
-        kind = entry.get("type", "integer" if "low" in entry or "high" in entry else "choice")
+        bounded = "low" in entry or "high" in entry
+        real = any(isinstance(entry.get(key), float) for key in ("low", "high")) or "log" in entry
+        kind = entry.get("type", ("number" if real else "integer") if bounded else "choice")
         if not isinstance(kind, str) or kind not in _KNOB_KEYS:
             raise self.error((*path, "type"), unknown("type", kind, _KNOB_KEYS))
         self.refuse_unknown(path, entry, _KNOB_KEYS[kind])
@@ -382,14 +388,15 @@ class _Reader(Mapping[str, Knob]):
         if "when" in entry:
             options["when"] = self.rule(path, entry, "when")
         options["help"] = self.text(path, entry, "help", "")
-        bounds = {key: entry[key] for key in _BOUNDS if key in entry}
-        if kind == "integer" and "values" not in entry:
+        bounds = {key: entry[key] for key in _BOUNDS.get(kind, ()) if key in entry}
+        if kind in _BOUNDS and "values" not in entry:
             if "low" not in bounds or "high" not in bounds:
                 missing = "high" if "low" in bounds else "low"
                 raise self.error(path, f"knob '{name}' needs '{missing}', or 'values'")
-            if not isinstance(bounds.get("powers_of_two", False), bool):
-                raise self.error((*path, "powers_of_two"), "'powers_of_two' is true or false")
-            self.located(path, self.space.integer, name, **bounds, **options)
+            for switch in ("powers_of_two", "log"):
+                if not isinstance(bounds.get(switch, False), bool):
+                    raise self.error((*path, switch), f"'{switch}' is true or false")
+            self.located(path, getattr(self.space, kind), name, **bounds, **options)
             return
         if bounds:
             raise self.error(path, f"knob '{name}' has both 'values' and bounds; give one of them")

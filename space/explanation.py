@@ -207,7 +207,21 @@ def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], sta
     return f"{start}: it contradicts {' and '.join(named)}" if named else start
 
 
+def has_value(knobs: Mapping[str, Knob], name: str, value: Value) -> bool:
+    """True if the derived knobs have values in some combination with this value of a knob."""
+    restricted = copy.copy(knobs[name])
+    restricted.set_values([value])
+    return _possible({**knobs, name: restricted}, [])
+
+
 def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
+    named = next((knob for name, knob in knobs.items() if knob.derived and f"derived knob '{name}' = " in start), None)
+    if named is not None:
+        try:
+            problems = resolve(reaching(knobs, [named.name]), (), {}, complete=True).problems
+        except RuleError as error:
+            problems = [str(error)]
+        return f": {problems[0]}" if problems else ""
     for name, knob in knobs.items():
         if isinstance(knob, DerivedKnob) and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
             mentioned = [knobs[each] for each in knob.rule.names]

@@ -1,5 +1,6 @@
 """Knobs: named choices, and values derived from others; leaves of expressions."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from .operators import UNKNOWN, Column, Interval, outward
 from .values import (
     FLAG,
     INTEGER,
+    NUMBER,
     NUMERIC,
     TEXT,
     Value,
@@ -208,6 +210,34 @@ class DerivedKnob(Knob):
 
     def __repr__(self) -> str:
         return f"Knob({self.name!r}, derived={self.rule.text!r})"
+
+
+GRID = 25
+"""Default number of values of a range of floats."""
+
+
+def number_values(name: str, low: Any, high: Any, count: Any, log: bool) -> list[float]:
+    """Evenly spaced values of a range of floats, including both ends, to four significant digits.
+
+    Raises:
+        SpaceError: the bounds are not ascending, not positive with `log`, or too close for `count` values.
+    """
+    what = f"knob '{name}'"
+    low, high = (coerce(each, NUMBER, f"{what}: {label}") for each, label in ((low, "low"), (high, "high")))
+    count = coerce(count, INTEGER, f"{what}: count")
+    if low >= high:
+        raise SpaceError(f"{what}: low < high must hold, but got low={low}, high={high}")
+    if log and low <= 0:
+        raise SpaceError(f"{what}: with log=True low must be above 0, but got {low}")
+    if not 2 <= count <= MAX_VALUES:
+        raise SpaceError(f"{what}: count must be from 2 to {MAX_VALUES}, but got {count}")
+    grid = np.geomspace(low, high, count) if log else np.linspace(low, high, count)
+    values = [low, *(float(f"{value:.4g}") for value in grid[1:-1]), high]
+    if any(first >= second for first, second in itertools.pairwise(values)):
+        raise SpaceError(
+            f"{what}: {count} values from {low} to {high} differ by less than four digits; give a smaller count"
+        )
+    return values
 
 
 def integer_values(name: str, low: Any, high: Any, step: Any, powers_of_two: bool) -> range | list[int]:

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import linecache
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,13 +15,15 @@ from .grammar import parse
 from .operators import UNDEFINED
 from .values import FLAG, Value, article, python_scalar
 
+_SUBSCRIPT = re.compile(r"""\bconfig\[(['"])(\w+)\1\]""")
+
 
 class RuleError(SpaceError):
     """A callable of a space raised, or returned an invalid value."""
 
 
 class Predicate:
-    """A callable over knobs: its parameters are their names.
+    """A callable over knobs: its parameters are their names, or one parameter `config` is a mapping of them.
 
     It is called with plain Python values. `ZeroDivisionError` means that there is no value, as in an expression; any
     other exception becomes a SpaceError with the values it was raised for, if the point satisfies every other rule.
@@ -45,14 +48,24 @@ class Predicate:
         """Its knobs, in the order of its parameters; set by `bind`."""
         self.body = _lambda_body(function)
         """Source of a lambda's result; None if it is not available."""
+        self.grammar = self.body
+        """The same over the names of knobs."""
         listed = ", ".join(each.name for each in self.parameters)
         self.text = f"{_named(function)}({listed})" if self.body is None else f"lambda {listed}: {self.body}"
 
     def bind(self, known: Any) -> str | None:
         """Determines which parameters are knobs. Returns the name of the first that is not, or None.
 
-        A parameter with a default that is not a knob keeps its default.
+        A parameter with a default that is not a knob keeps its default. A single parameter `config` that is not a knob
+        gets a mapping of the knobs whose names occur as texts in the function.
         """
+        self._mapped = [each.name for each in self.parameters] == ["config"] and "config" not in known
+        if self._mapped:
+            texts = _texts(getattr(self.function, "__code__", None))
+            self.names = tuple(name for name in known if name in texts)
+            if self.body is not None:
+                self.grammar = _SUBSCRIPT.sub(r"\2", self.body)
+            return None if self.names else "config"
         names = []
         for each in self.parameters:
             if each.name in known:
@@ -84,6 +97,9 @@ class Predicate:
         out: list[Any] = []
         for point in zip(*columns):
             try:
+                if self._mapped:
+                    out.append(function(dict(zip(names, point))))
+                    continue
                 out.append(function(*point) if self._by_position else function(**dict(zip(names, point))))
             except ZeroDivisionError:
                 out.append(UNDEFINED)
@@ -105,11 +121,19 @@ class Listed(Predicate):
     def __init__(self, names: Sequence[str], rows: Iterable[tuple[Value, ...]]) -> None:
         self.names = tuple(names)
         self.rows = frozenset(rows)
-        self.body = None
+        self.body = self.grammar = None
         self.text = f"({', '.join(self.names)}) is one of {len(self.rows):,} rows"
 
     def call_all(self, columns: Sequence[Sequence[Value]]) -> list[Any]:
         return [point in self.rows for point in zip(*columns)]
+
+
+def _texts(code: Any) -> set[str]:
+    """Texts in the constants of a function's code, including those of functions inside of it."""
+    if isinstance(code, str):
+        return {code}
+    parts = code if isinstance(code, tuple | frozenset) else getattr(code, "co_consts", ())
+    return {text for part in parts for text in _texts(part)}
 
 
 def _named(function: Callable[..., Any]) -> str:
@@ -220,7 +244,12 @@ def read_rule(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
             hint = ": Python decided it before it came here, because no knob takes part in it"
         raise SpaceError(f"{what} must be an expression, its text, or a callable, but got {given!r}{hint}")
     if stranger is not None:
-        raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, knobs)}")
+        parameters = (
+            " The parameters of a callable are knobs, or one named config is a mapping: lambda config: config['NAME'] > 1"
+            if isinstance(rule, Predicate)
+            else ""
+        )
+        raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, knobs)}{parameters}")
     if not rule.names:
         raise SpaceError(f"{what}, `{rule.text}`, mentions no knob")
     return rule

@@ -15,12 +15,12 @@ from ..base.errors import SpaceError, unknown
 from .config import Config
 from .document import read_dict, read_yaml, write_dict, write_yaml
 from .enumeration import Choices
-from .explanation import Point, check_alone, describe, emptied_by, resolve
-from .knob import DerivedKnob, Knob, integer_values
+from .explanation import Point, check_alone, describe, emptied_by, has_value, resolve
+from .knob import GRID, DerivedKnob, Knob, integer_values, number_values
 from .rules import Constraint, Listed, Rule, RuleError, holds, read_condition, read_rule
-from .structure import Structure
+from .structure import Structure, reaching
 from .valid_set import ValidSet
-from .values import listing
+from .values import listing, nearest
 
 
 class Space:
@@ -107,6 +107,33 @@ class Space:
         options = {"default": default, "when": when, "help": help, "others": others}
         return self.choice(name, values, monotone_memory=monotone_memory, **options)
 
+    def number(
+        self,
+        name: str,
+        low: float,
+        high: float,
+        *,
+        log: bool = False,
+        count: int = GRID,
+        default: Any = None,
+        when: Any = None,
+        help: str = "",
+        others: Sequence[Any] | None = None,
+        monotone_memory: int = 0,
+    ) -> Knob:
+        """Declares a knob with `count` floats from `low` to `high`, inclusive, at equal distances, or with `log` at equal
+        ratios.
+
+        The default sampler first tries distant values, then those near the best. For values between two of them,
+        declare a smaller range around the winner and tune again.
+
+        Raises:
+            SpaceError: the name is taken, or the bounds are not ascending, or not positive with `log`.
+        """
+        values = number_values(name, low, high, count, log)
+        options = {"default": default, "when": when, "help": help, "others": others}
+        return self.choice(name, values, monotone_memory=monotone_memory, **options)
+
     def flag(
         self, name: str, *, default: bool = False, when: Any = None, help: str = "", monotone_memory: int = 0
     ) -> Knob:
@@ -129,7 +156,21 @@ class Space:
         knob = DerivedKnob(name, resolved, help)
         with self._change(f"derived knob '{name}' = `{resolved.text}` has no value in any configuration"):
             self._declare(knob)
+        self._valid_defaults(knob)
         return knob
+
+    def _valid_defaults(self, derived: DerivedKnob) -> None:
+        """Replaces defaults of knobs with which a derived knob never has a value by the nearest values with which it has."""
+        concerned = reaching(self._knobs, [derived.name])
+        if not resolve(concerned, (), {}, complete=True).problems:
+            return
+        for name, knob in concerned.items():
+            if knob.derived or has_value(concerned, name, knob.default):
+                continue
+            left = [value for value in knob.values if has_value(concerned, name, value)]
+            if left:
+                near = nearest(knob.default, left) if knob.ordered else None
+                knob.default = left[0] if near is None else near
 
     def require(self, rule: Rule | str | Callable[..., Any], reason: str = "") -> None:
         """Declares a condition that every configuration must satisfy.

@@ -41,7 +41,7 @@ def python_scalar(value: Any, what: str = "value") -> Value:
         else:
             raise SpaceError(
                 f"{what} must be a bool, an int, a float, a text or None, but got {value!r} "
-                f"of type {type(value).__name__}"
+                f"of type {type(value).__name__}{_instead_of(value)}"
             )
     if isinstance(value, int):
         if abs(value) > INTEGER_LIMIT:
@@ -50,6 +50,23 @@ def python_scalar(value: Any, what: str = "value") -> Value:
     if not math.isfinite(value):
         raise SpaceError(f"{what} must be finite, but got {value}")
     return value + 0.0  # -0.0 and 0.0 are the same value
+
+
+def _instead_of(value: Any) -> str:
+    """The declaration to write for a tuple of plain values; empty for anything else."""
+    if (
+        not isinstance(value, tuple | list)
+        or len(value) < 2
+        or not all(isinstance(part, int | float | str) for part in value)
+    ):
+        return ""
+    text = "x".join(map(str, value))
+    names = [f"part{number}" for number in range(1, len(value) + 1)]
+    row = ", ".join(f"'{name}': {part!r}" for name, part in zip(names, value))
+    return (
+        f". Declare a knob for each part and space.require_one_of([{{{row}}}, ...]), which lets the search learn from "
+        f"each part, or give texts such as '{text}' and split them: config[...].split('x')"
+    )
 
 
 def kind_of(value: Value) -> str:

@@ -480,28 +480,28 @@ def _with_notes(planned: Planned, kept: Sequence[str]) -> Planned:
 
 
 def _hopeful(room_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
-    """Orders configurations that need at most `room_mib` by throughput times the probability to run: running out of
+    """Orders configurations that need at most `room_mib` by throughput less its risk times the probability to run: running out of
     memory sets a training back to its last checkpoint, and then costs speed.
     """
     import numpy as np
 
     def order(table: "EstimateTable") -> np.ndarray:
         fits = np.flatnonzero(np.isfinite(table.step_ms) & (table.fullest_memory_mib <= room_mib))
-        hope = (table.throughput * table.probability_runs)[fits]
+        hope = (table.preference * table.probability_runs)[fits]
         return fits[np.lexsort((table.fullest_memory_mib[fits], -hope))]
 
     return order
 
 
 def _needing(at_most_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
-    """Orders configurations that need at most `at_most_mib` by throughput."""
+    """Orders configurations that need at most `at_most_mib` by throughput less its risk."""
     import numpy as np
 
     def rounded(values: np.ndarray) -> np.ndarray:
         return np.array([float(f"{value:.{DIGITS}g}") for value in values.tolist()])
 
     def order(table: "EstimateTable") -> np.ndarray:
-        need, fast = rounded(table.fullest_memory_mib), rounded(table.throughput)
+        need, fast = rounded(table.fullest_memory_mib), rounded(table.preference)
         less = np.flatnonzero(np.isfinite(table.step_ms) & (need <= at_most_mib))
         return less[np.lexsort((need[less], -fast[less]))]
 

@@ -40,6 +40,8 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         what["id"] = workload.id
     else:
         what["callable"] = task.name
+        if request.direction == "min":
+            what["direction"] = "min"
     if workload is not None:
         what["spec"] = str(workload.spec)
     if workload is not None and (class_name := class_of(workload.model)):

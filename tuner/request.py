@@ -148,6 +148,8 @@ class RunRequest:
             communication. By default `ray`, but `local` for a command or a callable. In Python also a `Runner`, which
             decides on which devices its trials run, and `simulate`, which draws the results of a cluster of `hardware`
             from the estimate and measures nothing: for tests of searches.
+        direction: `max` or `min` of the number that a callable returns. With `min` the throughput is its reciprocal, so
+            that it must be positive, and `result.best.value` is the number itself.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
             that process is an outcome, not the end of the search. Its output goes to the trial's log, and its changes
             are lost. False calls it in this process, which is necessary if it works on state or devices of this
@@ -176,6 +178,7 @@ class RunRequest:
             metavar="NAME",
         ),
     ] = None
+    direction: str | None = None
     isolate: bool = True
     ranks: Annotated[str, Option("Ranks that emulate starts: deciding or all.", metavar="NAME")] = "deciding"
     memory_only: Annotated[bool, Option("With emulate: measure memory, predict the time.")] = False

@@ -27,6 +27,11 @@ class Candidate:
     measurement: Measurement
     trial: Trial
 
+    @property
+    def value(self) -> float:
+        """The throughput, or if smaller is better the quantity whose reciprocal it is."""
+        return 1 / self.throughput if self.measurement.unit.startswith("1/") else self.throughput
+
     def __repr__(self) -> str:
         reached = speed(self.throughput, self.measurement.unit)
         return f"Candidate(trial {self.trial.number}: {reached}; {config_text(self.config)})"
@@ -136,8 +141,12 @@ class Result:
             return f"Result(best=None, why={self.why!r})"
         found = summary.gain(self.all_trials)
         gain = f", gain={found}" if found else ""
-        speed = f"{self.best.throughput:.6g} {self.best.measurement.unit}".strip()
-        return f"Result(best={dict(self.best.config)}, throughput={speed}{gain}, trials={len(self.all_trials)})"
+        unit = self.best.measurement.unit
+        if unit.startswith("1/"):
+            reached = f"{unit.removeprefix('1/')}={self.best.value:.6g}"
+        else:
+            reached = f"throughput={self.best.throughput:.6g} {unit}".strip()
+        return f"Result(best={dict(self.best.config)}, {reached}{gain}, trials={len(self.all_trials)})"
 
 
 def make_result(

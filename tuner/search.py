@@ -34,6 +34,11 @@ ATTEMPTS_IN_PROCESS = 2
 CONFIRM_SHARE = 1 / 3
 """Largest share of a search's time that is reserved for measuring the leaders again."""
 
+ALIKE = {"the command": 2, "the callable": 3}
+"""Number of first trials that end a search if they fail in the same way. A callable needs no start of a program, and may
+raise on purpose.
+"""
+_EXCEPTION = re.compile(r"\w*(Error|Exception|Exit)\b")
 SMALL_CHANCE = 0.05
 """Probability of a further gain of 1 % below which a search with patience ends."""
 TRIALS_TO_JUDGE = 6
@@ -76,8 +81,8 @@ class Search:
     devices: int = 1
     """Devices of a trial, for device-hours."""
     user_code_errors: str = ""
-    """Name of the user code to blame if the first two trials crash in the same way, or time out without a metric, which
-    ends the search; empty to continue.
+    """Name of the user code to blame if the first `ALIKE` trials crash in the same way, or time out without a metric,
+    which ends the search; empty to continue.
     """
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None if unknown."""
@@ -247,25 +252,29 @@ class Search:
         return self._all_alike(trials) or self._no_use(trials)
 
     def _all_alike(self, trials: list[Trial]) -> str | None:
-        """Reason to expect that further trials fail like the first two; None if there is none."""
+        """Reason to expect that further trials fail like the first ones; None if there is none."""
         if not self.user_code_errors:
             return None
         finished = [
             trial for trial in trials if not trial.pending and not trial.skipped and trial.number not in self._earlier
         ]
-        if len(finished) < 2 or len({re.sub(r"\d+", "N", trial.measured.reason) for trial in finished}) > 1:
+        called = self.user_code_errors == "the callable"
+        # Numbers in a program's last words, such as addresses, differ; those in an exception's message are of the knobs.
+        reasons = {
+            trial.measured.reason if called else re.sub(r"\d+", "N", trial.measured.reason) for trial in finished
+        }
+        if len(finished) < ALIKE[self.user_code_errors] or len(reasons) > 1:
             return None
         status = finished[0].measured.status
         if any(trial.measured.status is not status for trial in finished):
             return None
+        first = f"the first {'three' if called else 'two'} trials"
         if status is Status.TIMEOUT and NO_METRIC in finished[0].measured.reason:
-            return (
-                f"the first two trials timed out {NO_METRIC}, so {self.user_code_errors} is to blame, or --trial-timeout "
-                "is too short"
-            )
-        if status is not Status.CRASH:
+            return f"{first} timed out {NO_METRIC}, so {self.user_code_errors} is to blame, or --trial-timeout is too short"
+        # A callable may also return a measurement that is a crash, such as a recorded one.
+        if status is not Status.CRASH or (called and not _EXCEPTION.match(finished[0].measured.reason)):
             return None
-        return f"the first two trials crashed in the same way, so {self.user_code_errors} is to blame"
+        return f"{first} crashed in the same way, so {self.user_code_errors} is to blame"
 
     def _no_use(self, trials: list[Trial]) -> str | None:
         """Reason why further trials are not worth their time; None if there is none."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import available_memory_mib, share_of_host, usable_cores
-from ..base.errors import RunnerError, SpaceError, UsageError
+from ..base.errors import RunnerError, SpaceError, UsageError, unknown
 from ..base.gpus import gpu_use
 from ..base.host_memory import memory_groups
 from ..estimator.constants import Constants
@@ -19,6 +19,7 @@ from ..models.flops import flops_of
 from ..models.server_model import ServerModel
 from ..results import RunFolder, Trial
 from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
+from ..runners.command.objective import DIRECTIONS
 from ..runners.dispatch import DryRunner, DryRuns
 from ..runners.emulate import HUGE_PAGES
 from ..runners.function import Calls
@@ -356,6 +357,13 @@ def check_honoured(request: Request, task: Task) -> None:
         raise UsageError(
             f"--soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}"
         )
+    if request.direction is not None:
+        if request.direction not in DIRECTIONS:
+            raise UsageError(unknown("direction", request.direction, DIRECTIONS))
+        if task.function is None:
+            raise UsageError(
+                "direction is for a callable; a command has its own: redline.Command(..., direction='min')"
+            )
     if task.own is not None:
         return
     if task.command is not None and task.command.shares_metric_file and at_once > 1:
@@ -456,7 +464,7 @@ def make_work(request: Request, task: Task) -> Work | None:
         return task.command
     if task.workload is not None:
         return DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
-    return Calls(task.callable)
+    return Calls(task.callable, smaller=request.direction == "min")
 
 
 def make_runner(
@@ -495,7 +503,7 @@ def make_runner(
     if task.emulated and task.command is None:
         return emulator(request, task, limit_mib, estimator, agent=agent)
     if work is None:
-        return FunctionRunner(task.callable)
+        return FunctionRunner(task.callable, smaller=request.direction == "min")
     runner = starting or _start_runner(request, task, work, limit_mib, agent=agent, shared=shared)
     try:
         if task.own is not None:

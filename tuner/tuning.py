@@ -102,6 +102,7 @@ def _search(
     messages.listener.on_wait("starting workers")
     request, task, ended = setup.request, setup.task, ""
     try:
+        user_code = "the command" if task.command is not None else "the callable" if task.function is not None else ""
         with setup.runner(folder.trials()) as runner:
             folder.record_hosts(runner.per_host)
             search = Search(
@@ -115,7 +116,7 @@ def _search(
                 listener=messages.listener,
                 judge=setup.judge,
                 devices=task.devices,
-                user_code_errors="the command" if task.command is not None else "",
+                user_code_errors=user_code,
                 peak_rate=peak_rate(setup.estimator) if setup.estimator is not None else None,
                 watch=watch,
                 soak_plan=SoakPlan() if request.soak else None,

@@ -116,6 +116,7 @@ class WarmStart(Correction):
                 fullest_memory_mib=np.exp(found.log_need) * memory,
                 probability_fits=found.fits,
                 log_throughput_std=np.sqrt(found.log_std**2 + (effects**2).sum(axis=1)),
+                log_throughput_risk=found.risk,
             )
             own = found.effects
         if effects.shape[1] and not own.shape[1]:

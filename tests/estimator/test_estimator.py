@@ -140,20 +140,41 @@ def test_a_memory_limit_decides_what_fits():
     assert wide.fits and wide.probability_fits > 0.9
 
 
-def test_a_full_device_retries_and_a_roomy_or_exact_one_does_not():
+def test_retries_of_a_full_device_are_a_risk_and_not_time():
     config = {"micro_batch": 8}
     need = made()(config).peak_memory_mib
 
-    def retries(limit, **more):
+    def table(limit, **more):
         setup = SETUP.replace(memory_limit_mib=limit * need, **more)
-        return Estimator(SHAPE, "h100", setup)(config).breakdown["time.allocator retries"]
+        return Estimator(SHAPE, "h100", setup, constants=Constants(slack=0.5)).table([config])
 
-    assert retries(3) < 1e-6
-    assert retries(1.0) > 0
-    # If live memory does not fit either, the run fails, or needed less than predicted.
-    assert retries(0.9) > retries(1.3)
+    need = table(1e9 / need).fullest_memory_mib[0]
+    roomy, full = table(3), table(1.0)
+    assert roomy.log_throughput_risk[0] < 1e-6 and full.log_throughput_risk[0] > 0
+    assert full.step_ms[0] == roomy.step_ms[0] and full.preference[0] < roomy.preference[0]
+    assert full.step_ms_high[0] > roomy.step_ms_high[0] and full.step_ms_low[0] == roomy.step_ms_low[0]
+    assert full.log_throughput_risk[0] > table(1.3).log_throughput_risk[0]
     # The device is equally full whichever memory a measurement states.
-    assert retries(1.0, reserved_memory=False) == retries(1.0)
+    assert table(1.0, reserved_memory=False).log_throughput_risk[0] == full.log_throughput_risk[0]
+    # Far beyond the limit a run that survives retries almost certainly.
+    beyond = table(0.2)
+    assert beyond.breakdown["time.allocator retries"][0] > 0 and beyond.log_throughput_risk[0] < 0
+
+
+def test_a_stall_is_charged_where_it_is_likelier_than_not_and_in_the_interval_elsewhere():
+    stalling = Constants(stall_ms=265.0, stall_nodes=34.0)
+    estimator, smooth = (
+        Estimator(SHAPE, "h100", SETUP.replace(devices=512), constants=each) for each in (stalling, Constants())
+    )
+
+    def row(estimator, nodes):
+        return estimator.table([{"pp": 2, "micro_batch": 1, "dp": 4 * nodes, "grad_accum": 8}])
+
+    few, many = row(estimator, 30), row(estimator, 36)
+    assert few.step_ms == row(smooth, 30).step_ms and few.breakdown["time.stalls"] == 0
+    assert few.log_throughput_risk > 0.5 and few.step_ms_high > 2 * row(smooth, 30).step_ms_high
+    assert many.breakdown["time.stalls"] > 0 and many.log_throughput_risk < 0
+    assert many.step_ms_low < many.step_ms - many.breakdown["time.stalls"]
 
 
 def test_more_stages_than_blocks_never_finish():

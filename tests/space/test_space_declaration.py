@@ -3,6 +3,7 @@
 import copy
 import doctest
 import functools
+import itertools
 import pickle
 
 import numpy as np
@@ -466,3 +467,47 @@ def test_a_constraint_whose_knobs_are_never_present_together_excludes_nothing():
     assert len(space) == 1 and space.default() == {"tp": 1}
     with pytest.raises(SpaceError, match="can never hold"):
         space.require(tp > 1, "two ranks")
+
+
+def test_a_range_of_floats_is_a_grid_with_both_ends():
+    space = Space()
+    scale = space.number("lr_scale", 1e-4, 1e-1, log=True)
+    assert len(scale.values) == 25 and scale.values[0] == 1e-4 and scale.values[-1] == 1e-1 and scale.ordered
+    ratios = [second / first for first, second in itertools.pairwise(scale.values)]
+    assert max(ratios) / min(ratios) < 1.001
+    assert space.number("momentum", 0, 1, count=5, default=0.5).values == (0.0, 0.25, 0.5, 0.75, 1.0)
+    refused(space, "with log=True low must be above 0, but got 0.0", lambda s: s.number("x", 0, 1, log=True))
+    refused(space, "low < high must hold, but got low=2.0, high=1.0", lambda s: s.number("x", 2, 1))
+    refused(space, "count must be from 2 to", lambda s: s.number("x", 1, 2, count=1))
+    refused(space, "differ by less than four digits", lambda s: s.number("x", 1, 1.001, count=99))
+
+
+def test_a_tuple_as_a_value_is_refused_with_the_line_to_write(space):
+    line = r"space.require_one_of\(\[\{'part1': 16, 'part2': 8\}, ...\]\)"
+    refused(space, line, lambda s: s.choice("block", [(16, 8), (32, 4)]))
+
+
+def test_a_rule_may_take_the_configuration_as_a_mapping(space):
+    space.derive("ranks", lambda config: config["tp"] * config["pp"])
+    space.require(lambda config: config["ranks"] <= 8)
+    copied = Space.from_dict(space.to_dict())  # as text
+    for each in (space, copied):
+        each.require(lambda config: all(config[name] > 1 for name in ("tp", "pp")))
+        assert {(c["tp"], c["pp"], c["ranks"]) for c in each} == {(2, 2, 4), (2, 4, 8), (4, 2, 8)}
+    with pytest.raises(SpaceError, match=r"a mapping: lambda config: config\['NAME'\]"):
+        space.require(lambda c: c["tp"] > 1)
+    space.choice("config", [1, 2])
+    space.require(lambda config: config > 1)  # a knob of that name comes first
+    assert {c["config"] for c in space} == {2}
+
+
+def test_a_default_without_a_derived_value_is_replaced_by_the_nearest_that_has_one():
+    space = Space()
+    space.choice("tp", [1, 2])
+    pp = space.choice("pp", [0, 1, 2])
+    space.derive("stages", "4 // pp")
+    assert pp.default == 1 and dict(space.config(tp=2)) == {"tp": 2, "pp": 1, "stages": 4}
+    assert "`4 // pp` cannot be computed with pp=0" in space.explain({"tp": 1, "pp": 0, "stages": 0})
+    none = Space()
+    none.choice("pp", [0])
+    refused(none, "`4 // pp` cannot be computed with pp=0", lambda s: s.derive("stages", "4 // pp"))

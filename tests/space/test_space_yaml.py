@@ -387,3 +387,17 @@ def test_a_lambda_that_means_something_else_as_text_is_refused(tmp_path):
         space.require(rule)
         with pytest.raises(SpaceError, match="cannot be written in the grammar"):
             space.to_yaml(tmp_path / "space.yaml")
+
+
+def test_a_range_of_floats_is_read_and_written_as_its_values(write, tmp_path):
+    text = """\
+        knobs:
+        - {name: lr_scale, type: number, low: 1e-4, high: 1e-1, log: true, count: 4}
+        - {name: share, low: 0.5, high: 1, count: 3}
+        """
+    space = Space.from_yaml(write(text))
+    assert space["lr_scale"].values == (1e-4, 1e-3, 1e-2, 1e-1) and space["share"].values == (0.5, 0.75, 1.0)
+    space.to_yaml(tmp_path / "again.yaml")
+    assert list(Space.from_yaml(tmp_path / "again.yaml")) == list(space)
+    with pytest.raises(SpaceError, match=r"line 2: 'log' is true or false"):
+        Space.from_yaml(write("knobs:\n- {name: x, low: 1.0, high: 2.0, log: 1}\n"))

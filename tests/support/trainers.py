@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,11 @@ class Program:
         defaults = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps, **self.settings}
         values = {"python": sys.executable, "programs": PROGRAMS, **defaults, **settings}
         if "{global_batch}" in self.command and "global_batch" not in settings:
-            values["global_batch"] = values["batch"] * values["accumulate"] * self.ranks
+            factors = (values["batch"], values["accumulate"], self.ranks)
+            if any(isinstance(factor, str) for factor in factors):  # placeholders, so the product is one too
+                values["global_batch"] = f"{{{' * '.join(str(factor).strip('{}') for factor in factors)}}}"
+            else:
+                values["global_batch"] = prod(factors)
         return self.command.format(**values)
 
     def write_assets(self, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The default sampler uses an estimate, recovers from a wrong one, and avoids configurations that do not fit."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -395,3 +396,27 @@ def test_an_estimate_alone_decides_as_long_as_nothing_worked(capfd):
     (proposal,) = make_sampler("bayes", space, 0, prior=Estimate).propose(trials)
     assert Estimate(proposal).fits
     assert capfd.readouterr() == ("", "")  # LAPACK complains on standard output
+
+
+def test_a_risk_lowers_the_preference_and_not_what_a_trial_is_compared_with():
+    """A stall may slow the row that is predicted fastest; if it was not slowed, it is as fast as predicted."""
+    space = Space()
+    space.choice("pp", [1, 2, 3, 4])
+    predicted = {1: 100.0, 2: 110.0, 3: 60.0, 4: 50.0}
+
+    class Risky:
+        unit = "tokens/s"
+
+        def table(self, configs):
+            return SimpleNamespace(
+                throughput=np.array([predicted[config["pp"]] for config in configs]),
+                log_throughput_risk=np.array([0.3 if config["pp"] == 2 else 0.0 for config in configs]),
+                log_throughput_effects=np.full((len(configs), 1), 0.05),
+            )
+
+    prior = SurrogatePrior(space, prior=Risky())
+    order = [config["pp"] for config in make_sampler("bayes", space, 0, prior=Risky()).propose([], 4)]
+    assert order[:2] == [1, 2]
+    done = finished([space.config(pp=2)], lambda config: ok(110.0, unit="tokens/s"))
+    posterior = SearchPosterior(prior, done)
+    assert posterior.speed.mean[0] == pytest.approx(np.log(100 / 110), abs=0.02)

@@ -20,7 +20,7 @@ from redline.service.api.models import CommandForm, EstimateForm, SearchForm, fo
 from redline.service.request import TARGETS, TRAVELLING
 from redline.tuner.request import SECTIONS, Request
 
-ONLY_PYTHON = {"isolate", "prior", "begin_with", "listener"}
+ONLY_PYTHON = {"direction", "isolate", "prior", "begin_with", "listener"}
 """Arguments that are objects or belong to a callable."""
 ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "server", "token", "trust", "as_json"}
 ONLY_HERE = {

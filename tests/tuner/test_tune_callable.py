@@ -176,3 +176,48 @@ def test_a_default_of_nothing_has_a_winner_and_no_gain(tmp_path):
     assert found.default.throughput == 0
     assert found.best.throughput > 0 and found.gain is None
     assert "gain" not in repr(found)
+
+
+def test_a_smaller_number_is_better_with_direction_min(tmp_path):
+    def latency(config):
+        return 100 / speed(config) if config["micro_batch"] <= 8 else 200.0
+
+    result = tune(latency, make_space(), direction="min", trials=36, sampler="grid", out=tmp_path / "run")
+    lowest = min(latency(config) for config in make_space() if config["micro_batch"] <= 8)
+    assert result.best.value == pytest.approx(lowest) and result.best.measurement.unit == "1/value"
+    assert result.gain == pytest.approx(latency(make_space().default()) / lowest)
+    assert f"value={lowest:.6g}, gain=" in repr(result)
+    with pytest.raises(rl.UsageError, match="direction"):
+        tune(latency, make_space(), trials=40, sampler="grid", out=tmp_path / "run", resume=True)
+    with pytest.raises(rl.UsageError, match="did you mean 'min'"):
+        tune(latency, make_space(), direction="mni")
+
+
+def test_direction_min_needs_positive_numbers():
+    with pytest.warns(RuntimeWarning, match="must return a positive number, but returned -1"):
+        tune(lambda config: -1.0, make_space(), direction="min", trials=2)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_the_same_exception_in_the_first_three_calls_ends_the_search(isolate):
+    with pytest.warns(RuntimeWarning, match="KeyError: 'zz'"):
+        result = rl.tune(lambda config: config["zz"], make_space(), trials=12, isolate=isolate)
+    assert len(result.all_trials) == 3
+    assert result.ended == "the first three trials crashed in the same way, so the callable is to blame"
+
+
+def test_exceptions_that_name_the_configuration_do_not_end_the_search():
+    def fn(config):
+        if config["micro_batch"] < 32:
+            raise ValueError(f"micro_batch {config['micro_batch']} is not supported")
+        return 1.0
+
+    assert tune(fn, make_space(), trials=36, sampler="grid").best is not None
+
+
+def test_a_search_refines_a_logarithmic_range_of_floats():
+    space = rl.Space()
+    space.number("lr_scale", 1e-4, 1e-1, log=True)
+    space.flag("fusion")
+    result = tune(lambda c: 10 - abs(math.log(c["lr_scale"] / 3e-3)) + c["fusion"], space, trials=14, patience=0)
+    assert 2e-3 < result.best.config["lr_scale"] < 4.5e-3 and result.best.config["fusion"]

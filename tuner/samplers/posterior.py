@@ -148,7 +148,7 @@ class SurrogatePrior:
 
 def _by_preference(found: Predictions) -> np.ndarray:
     """Sorts the rows of predictions, best first."""
-    worth = np.where(np.isfinite(found.log_throughput), found.log_throughput, -np.inf)
+    worth = np.where(np.isfinite(found.log_throughput), found.log_throughput - found.risk, -np.inf)
     chance = np.where(np.isfinite(found.fits), found.fits, 1.0)
     return np.argsort(-(worth + CAUTION * np.log(np.maximum(chance, 1e-6))), kind="stable")
 
@@ -404,8 +404,11 @@ def _estimated(
         own = rest - rest.min()
     # Weights: a common factor, a power of the estimate, and its uncertain factors.
     basis = [np.full(len(estimate), level_std), SLOPE * (estimate - middle), effects]
+    # Risks make a candidate less attractive; most trials are not slowed by one.
+    mean = estimate - level
+    mean[measured:] -= predictions.risk[measured:]
     return PriorModel(
-        mean=estimate - level,
+        mean=mean,
         basis=np.column_stack(basis),
         scales=scales,
         own=own,

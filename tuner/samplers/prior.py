@@ -14,7 +14,14 @@ from ...space import Config
 from .candidates import Candidates
 from .encoding import Encoding
 
-COLUMNS = ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits", "log_throughput_std")
+COLUMNS = (
+    "throughput",
+    "peak_memory_mib",
+    "fullest_memory_mib",
+    "probability_fits",
+    "log_throughput_std",
+    "log_throughput_risk",
+)
 """Optional arrays of a prior's table; in addition `log_throughput_effects` and `log_memory_effects`, of shape (n,
 factors) each.
 """
@@ -31,8 +38,8 @@ class Predictions:
     """Predictions of a prior for some configurations."""
 
     numbers: np.ndarray
-    """One row per configuration: the five of `COLUMNS`, then the effects on throughput, then those on memory; shape
-    (n, 5 + factors).
+    """One row per configuration: the six of `COLUMNS`, then the effects on throughput, then those on memory; shape
+    (n, 6 + factors).
     """
     factors: int = 0
     """Number of effects on throughput."""
@@ -63,6 +70,13 @@ class Predictions:
     def log_std(self) -> np.ndarray:
         """Standard deviation of `log_throughput` according to the prior, NaN if unknown; shape (n,)."""
         return self.numbers[:, 4]
+
+    @property
+    def risk(self) -> np.ndarray:
+        """Expected loss of `log_throughput` by what may slow a trial, such as a stall of the network; 0 if unknown;
+        shape (n,). It concerns the order of preference alone, as most trials are not slowed.
+        """
+        return np.nan_to_num(self.numbers[:, 5])
 
     @property
     def effects(self) -> np.ndarray:
@@ -190,7 +204,7 @@ class Prior:
             self._factors = widths
         if widths != self._factors:  # earlier single predictions have no factors
             effects = [np.zeros((len(array), width)) for width in self._factors]
-        return Predictions(np.column_stack([logs[:, :2], need, chance, std, *effects]), self._factors[0])
+        return Predictions(np.column_stack([logs[:, :2], need, chance, std, array[:, 5], *effects]), self._factors[0])
 
     def _say(self, message: str) -> None:
         if not self._warned:
@@ -210,12 +224,12 @@ def _row_of(answer: Any) -> tuple[float, ...]:
         _number(getattr(answer, "peak_memory_mib", None)),
         _number(getattr(answer, "fullest_memory_mib", None)),
         math.nan if fits is None else float(bool(fits)),
-        math.nan,
+        *(math.nan, math.nan),
     )
 
 
 def _rows_of(table: Any, count: int) -> np.ndarray:
-    """The columns of `COLUMNS`, shape (count, 5); NaN if not given."""
+    """The columns of `COLUMNS`, shape (count, 6); NaN if not given."""
     unknown = np.full(count, np.nan)
     columns = [getattr(table, name, None) for name in COLUMNS]
     return np.column_stack(
