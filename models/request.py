@@ -197,7 +197,7 @@ class TrainingRequest(SpaceRequest, ModelRequest):
         """
         check_options(self)
         checked_allowance(self.allow, own_space=self.given_space is not None)
-        if self.data is not None:
+        if self.data is not None and isinstance(self.target, (str, Path)):
             text_bytes(Path(self.data))
         named = isinstance(self.target, ServerModel) or (
             isinstance(self.target, (str, Path)) and ".py" not in str(self.target)

@@ -16,7 +16,7 @@ from ..tuner.predicting import described
 from ..tuner.record import asked_of
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
-from ..tuner.transfer import read_runs, take
+from ..tuner.warm_start import read_runs, take
 from .placing import Placed, suits
 from .records import Search, SearchState
 from .store import Store

@@ -51,8 +51,7 @@ from .samplers.bayes import BayesSampler
 from .samplers.judge import Judge
 from .samplers.posterior import SurrogatePrior
 from .task import Task, resolve_task
-from .transfer import Transferred, calibrations, read_runs, take
-from .warm_start import WarmStart
+from .warm_start import Transferred, WarmStart, read_runs, take
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
@@ -180,7 +179,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         asked["first_trial"] = first.note
 
     begin_with, notes = _begin_with(request, task)
-    surrogate_prior = _surrogate_prior(request, task, estimator, prior, transferred, warn)
+    surrogate_prior = _surrogate_prior(request, task, prior, transferred, warn)
     if request.sampler == BayesSampler.name:
         sampler: Sampler = BayesSampler(task.space, seed=request.seed, surrogate_prior=surrogate_prior)
     else:
@@ -293,17 +292,15 @@ def _prior(
 def _surrogate_prior(
     request: Request,
     task: Task,
-    estimator: "Estimator | None",
     prior: Any,
     transferred: Sequence[Transferred],
     warn: Callable[[str], None],
 ) -> SurrogatePrior:
     """Returns the prior of the surrogate, with the trials of earlier runs if there are any."""
     if transferred:
-        for each in transferred:
-            warn(each.summary)
-        own = calibrations(transferred, request.hardware, warn) if estimator is not None and prior is estimator else []
-        prior = WarmStart(task.space, transferred, prior, warn, own)
+        for run in transferred:
+            warn(run.summary)
+        prior = WarmStart(task.space, transferred, prior, warn)
     return SurrogatePrior(
         task.space,
         seed=request.seed,

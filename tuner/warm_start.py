@@ -1,31 +1,207 @@
-"""Prior from earlier runs: it transfers the errors of their estimates, not their throughputs.
+"""Warm start: a prior from earlier runs of the same model, command or callable.
 
-Runs on the same devices whose estimate can be made again first correct the estimator's groups of terms, which does not
-depend on the workload (`Estimator.carrying`), and then the effects of single knobs. Other runs only do the latter.
+What an earlier run shows is which knobs pay, and by how much, beyond what the estimate says: the logarithm of measured
+over expected throughput of its trials, without its mean, since the level is not transferred. The speed of this workload,
+and what fits, are learnt from its own trials only.
 
-The weight of each run starts from its similarity (`task_similarity`), and the search learns it from its own trials.
+Notation, logarithms throughout:
+
+    f(x)      deviation from the estimate, or without one from the mean, at configuration x of this search
+    f_r(x)    the same in the earlier run r, of which y_j was observed at x_j, with noise s
+    w_r       correlation of f_r with f: 1 for a run of the same task, `ELSEWHERE` on other devices or with other sizes
+    k         covariance of f; f and f_r have w_r k, two runs w_r w_q k, a run with itself k
+
+The mean of f is m(x) = sum_j w_r(j) k(x, x_j) a_j with a = (k * W + s^2 I)^-1 y, where W has 1 within a run and w_r w_q
+between two. Source: Bonilla, Chai and Williams, "Multi-task Gaussian Process Prediction" (2008), with the correlations
+given. The search learns from its own trials how far each f_r holds.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..base.errors import SpaceError
+from ..base.errors import SpaceError, StudyError, UsageError
+from ..results import Trial, View
+from ..results.measurement import REFINEMENT
 from ..space import Config, Space
+from .history import at_first_speed
 from .samplers.encoding import Encoding, Features
+from .samplers.gaussian_process import Kernel, Points, Scales, fit_scales
 from .samplers.prior import Correction, Prior
-from .transfer import Transfer, Transferred
 
-if TYPE_CHECKING:
-    from ..estimator import Estimator
-
+ELSEWHERE = 0.6
+"""Correlation of the deviations of two tasks of one model. Recorded tables of nanotron on 8 to 512 H100 have 0.69, 0.50, 0.32 and
+0.35 where the devices differ by a factor of 2, 4, 8 and 16 (log throughput of the same configurations)."""
 LEVEL = 2.0
 """Prior deviation of the level if the base estimate does not keep its own."""
+EXPECTED = Scales(joint=0.3, additive=0.3, noise=0.05)
+"""Medians of the scales before fitting."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierRun:
+    """A run to learn from."""
+
+    name: str
+    """Its folder, for messages."""
+    trials: Sequence[Trial]
+    """Finished trials, in the conditions at the start of that run."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Its request, as in run.yaml."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transferred:
+    """The part of an earlier run that counts."""
+
+    trials: tuple[Trial, ...]
+    """Successful trials with values that this search's knobs have."""
+    configs: tuple[Config, ...]
+    """Their configurations in this search's space; only the free knobs are reliable."""
+    weight: float
+    """Correlation with this search, 0 to 1."""
+    summary: str
+    """What counts of the run, and the knobs of only one of both, in a line."""
+
+
+def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> list[EarlierRun]:
+    """Reads the finished trials of earlier runs, and their requests.
+
+    Args:
+        folders: folders of the runs.
+        own: folder of the run that learns from them.
+
+    Raises:
+        UsageError: a folder contains no run, or no request, or is given twice, or is this run's own.
+    """
+    runs: list[EarlierRun] = []
+    places: set[Path] = set()
+    for folder in folders:
+        place = Path(folder).resolve()
+        if own is not None and place == Path(own).resolve():
+            raise UsageError(f"warm start: {folder} is this run's own folder; resume continues it")
+        if place in places:
+            raise UsageError(f"warm start: {folder} is given twice; its trials count once")
+        places.add(place)
+        try:
+            view = View(folder, Config)
+        except StudyError as error:
+            raise UsageError(f"warm start: {error}") from error
+        if view.document is None:
+            raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
+        # A refined configuration names single blocks and is outside every space.
+        trials = [at_first_speed(trial) for trial in view.trials() if not trial.pending and trial.sampler != REFINEMENT]
+        runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
+    return runs
+
+
+def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = "") -> Transferred:
+    """Returns the part of a run that counts in a search.
+
+    Args:
+        run: the earlier run.
+        space: space of the search.
+        asked: request of the search, as in run.yaml.
+        unit: unit of the search's throughput; empty if unknown.
+
+    Raises:
+        UsageError: nothing can be transferred; the message says why.
+    """
+    encoding, default = Encoding(space), space.default()
+    knobs, their_knobs = set(encoding.names), {knob for trial in run.trials for knob in trial.config}
+    shared = sorted(knobs & their_knobs)
+    succeeded = [trial for trial in run.trials if trial.ok and (trial.measured.throughput or 0) > 0]
+    trials, configs = [], []
+    for trial in succeeded:
+        here = Config({**default, **{knob: trial.config[knob] for knob in shared if knob in trial.config}})
+        if encoding.encode(here) is not None:
+            trials.append(trial)
+            configs.append(here)
+    units = {trial.measured.unit for trial in trials} - {""}
+    reason = _other_target(run.asked, asked)
+    if reason is None and not succeeded:
+        reason = "none of its trials succeeded"
+    elif reason is None and len(set(configs)) < 2:
+        reason = f"no knob of this search varies among its trials that succeeded (its knobs: {', '.join(sorted(their_knobs))})"
+    elif reason is None and (len(units) > 1 or (unit and not units <= {unit})):
+        reason = f"it counts {', '.join(sorted(units))}" + (f", this search {unit}" if unit else "")
+    if reason is not None:
+        raise UsageError(f"warm start from {run.name}: nothing can be taken: {reason}")
+    same = all(_task(run.asked)[name] == value for name, value in _task(asked).items())
+    parts = [f"{len(trials)} of {len(run.trials)} trials count" + ("" if same else ", of another task")]
+    if only_here := sorted(knobs - their_knobs):
+        parts.append(f"knobs only here: {', '.join(only_here)}")
+    if only_there := sorted(their_knobs - knobs - set(default)):
+        parts.append(f"only there: {', '.join(only_there)}")
+    return Transferred(
+        trials=tuple(trials),
+        configs=tuple(configs),
+        weight=1.0 if same else ELSEWHERE,
+        summary=f"warm start from {run.name}: {'; '.join(parts)}",
+    )
+
+
+def _other_target(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Why a run trained something else; None if it did not, or if only its program knows."""
+    before, now = there.get("workload") or {}, here.get("workload") or {}
+    for kind in ("callable", "command"):
+        if kind in before or kind in now:
+            return None if kind in before and kind in now else f"one of them is a {kind}, the other is not"
+    if any(before.get(name) != now.get(name) for name in ("spec", "lora")):
+        return f"it trains another model ({there.get('model')}, here {here.get('model')})"
+    return None
+
+
+def _task(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs of the same task have in common."""
+    devices = asked.get("devices") or {}
+    return {
+        "workload": asked.get("workload"),
+        "devices": [devices.get(name) for name in ("type", "name", "used")],
+        "simulated": [bool(asked.get("simulated")), asked.get("simulated") and asked.get("seed")],
+        "emulated": bool(asked.get("emulated")),
+        **{name: asked.get(name) for name in ("seq_len", "global_batch")},
+    }
+
+
+class Transfer:
+    """The mean of f given the observations of f_r in the earlier runs.
+
+    Args:
+        points: points of the observations, shape (n, columns).
+        values: y, shape (n,); NaN if nothing was observed.
+        owner: index of the run of each, shape (n,).
+        weights: w of each run, shape (runs,).
+    """
+
+    def __init__(self, points: np.ndarray, values: np.ndarray, owner: np.ndarray, weights: np.ndarray) -> None:
+        rows = np.flatnonzero(np.isfinite(values))
+        points, values, owner = points[rows], values[rows], owner[rows]
+        self._runs, self._kernel = len(weights), None
+        if not len(rows):
+            return
+        none = np.zeros((len(rows), 0))
+        scales, _ = fit_scales(points, values, none, EXPECTED)
+        self._kernel, self._points = Kernel(scales, points.shape[1]), Points.of(points)
+        correlation = np.where(owner[:, None] == owner, 1.0, np.outer(weights[owner], weights[owner]))
+        covariance = self._kernel.between(self._points, self._points, none, none) * correlation
+        covariance[np.diag_indices(len(rows))] += scales.noise**2 + 1e-8
+        moved = weights[owner] * np.linalg.solve(covariance, values)
+        self._moved = moved[:, None] * (owner[:, None] == np.arange(self._runs))
+        """w a, in the column of its run: shape (n, runs)."""
+
+    def parts(self, at: np.ndarray) -> np.ndarray:
+        """Contribution of each run to the mean at points (m, columns): shape (m, runs); 0 far from its observations."""
+        if self._kernel is None:
+            return np.zeros((len(at), self._runs))
+        none_at, none = np.zeros((len(at), 0)), np.zeros((self._points.rows, 0))
+        return self._kernel.between(at, self._points, none_at, none) @ self._moved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,18 +219,14 @@ class WarmEstimate:
 class WarmStart(Correction):
     """A prior that multiplies an estimate by the ratio of measured to expected throughput of earlier trials.
 
-    The expected throughput is that of the earlier run's own estimate, or the trial's `predicted_throughput`, or that
-    of the base estimate; without an estimate, the run's mean. A run at another sequence length, size or number of
-    devices therefore shows which knobs pay, and by how much; the speed of this workload, and what fits, follow only
-    from its own trials.
+    The expected throughput is the trial's `predicted_throughput`, or that of the base estimate; without an estimate, the
+    run's mean.
 
     Args:
         space: space of this search.
         runs: earlier runs, at least one.
         base: the base estimate, `prior(config)`, or None.
         warn: receives warnings about the estimate, once each.
-        calibrated: estimator of each earlier run's workload, calibrated by its trials, or None. The base estimate
-            is an `Estimator` then.
     """
 
     def __init__(
@@ -63,20 +235,16 @@ class WarmStart(Correction):
         runs: Sequence[Transferred],
         base: Callable[[Config], Any] | None = None,
         warn: Callable[[str], None] | None = None,
-        calibrated: "Sequence[Estimator | None]" = (),
     ) -> None:
         self._space = space
         self.base = base
-        self.weight = max(each.weight for each in runs)
-        known = [each for each in calibrated if each is not None]
-        estimator: Any = base
-        self._base = None if base is None else Prior(estimator.carrying(known) if known else base, warn=warn)
+        self.weight = max(run.weight for run in runs)
+        self._base = None if base is None else Prior(base, warn=warn)
         self._features = Features(Encoding(space))
-        self._weights = np.array([each.weight for each in runs])
-        points = np.concatenate([self._features.numeric(each.configs) for each in runs])
-        owner = np.repeat(np.arange(len(runs)), [len(each.trials) for each in runs])
-        own = calibrated or [None] * len(runs)
-        speed, memory = zip(*(self._residuals(*each) for each in zip(runs, own, strict=True)))
+        self._weights = np.array([run.weight for run in runs])
+        points = np.concatenate([self._features.numeric(run.configs) for run in runs])
+        owner = np.repeat(np.arange(len(runs)), [len(run.trials) for run in runs])
+        speed, memory = zip(*map(self._residuals, runs))
         self._speed = Transfer(points, np.concatenate(speed), owner, self._weights)
         self._memory = Transfer(points, np.concatenate(memory), owner, self._weights)
 
@@ -124,7 +292,7 @@ class WarmStart(Correction):
         corrected.log_throughput_effects = np.column_stack([own, effects])
         return corrected
 
-    def _residuals(self, run: Transferred, own: "Estimator | None") -> tuple[np.ndarray, np.ndarray]:
+    def _residuals(self, run: Transferred) -> tuple[np.ndarray, np.ndarray]:
         """Logs of measured over expected values: throughputs without the run's own mean, since the level is not
         transferred, and peak memories; NaN if unknown; shape (n,) each.
         """
@@ -135,11 +303,7 @@ class WarmStart(Correction):
             return speed - speed.mean(), np.full(len(trials), np.nan)
         expected_speed = np.log([trial.predicted_throughput or math.nan for trial in trials])
         expected_memory = np.log([trial.predicted_memory_mib or math.nan for trial in trials])
-        if own is not None:
-            # The predictions recorded in the run include corrections by the runs before it.
-            found = own.table([trial.config for trial in trials])
-            expected_speed, expected_memory = np.log(found.throughput), np.log(found.peak_memory_mib)
-        elif not np.isfinite(expected_speed).all():
+        if not np.isfinite(expected_speed).all():
             expected_speed, expected_memory = self._predicted(self._base, run.configs)
         speed = speed - expected_speed
         return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - expected_memory

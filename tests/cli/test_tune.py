@@ -205,11 +205,11 @@ for rows in DataLoader(torch.randn(4000, 8), batch_size=4):
     assert "samples/s" in shown.splitlines()[0] and "winner" not in shown
     for line in ("samples a step   4: 1 pass of 4", "formats          9 in float32; matrix products in float32"):
         assert line in shown
-    # The sleep alone is 10 ms of a step that never took 14 here, whatever else the machine did.
-    assert int(re.search(r"wall time +forward (\d+) %", shown)[1]) > 70
+    # Four samples take at least 10 ms, which is most of a step also where other programs slow the rest of it.
+    assert int(re.search(r"wall time +forward (\d+) %", shown)[1]) > 50
     assert "limited by       the forward and backward passes" in shown
     (row,) = csv.DictReader(open("r/trials.csv"))
-    assert 100 < float(row["samples_per_second"]) <= 400
+    assert 40 < float(row["samples_per_second"]) <= 400
 
 
 @pytest.mark.slow
@@ -366,10 +366,10 @@ def test_a_command_whose_model_is_known_is_estimated_exported_and_learned_from(t
     assert "for the command, which keeps all its others" in out and MEGATRON in out
     again = rl.tune(megatron, out="again", warm_start="r", **CLUSTER)
     (learned,) = (note for note in again.notes if note.startswith("warm start from r: "))
-    assert "weight" not in learned
+    assert "another task" not in learned
     otherwise = rl.Command(command=f"{MEGATRON} --model gpt2 --use-flash-attn", launcher="megatron")
     notes = " ".join(rl.tune(otherwise, out="otherwise", warm_start="r", **CLUSTER).notes)
-    assert "at 90 % weight: gpt2 is trained otherwise" in notes
+    assert "of another task" in notes
     assert "the command names it, and --model names another" in notes
 
 

@@ -11,8 +11,7 @@ from redline.results import Measurement, Status, Trial, View
 from redline.space import Config, Space
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.judge import Judge
-from redline.tuner.transfer import EarlierRun, read_runs, take, task_similarity
-from redline.tuner.warm_start import WarmStart
+from redline.tuner.warm_start import ELSEWHERE, EarlierRun, WarmStart, read_runs, take
 
 HERE = {
     "model": "gpt2",
@@ -131,75 +130,54 @@ def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
 # -- weight --------------------------------------------------------------------------------------------------
 
 
+H100 = other(devices={"name": "NVIDIA H100"})
+
+
 @pytest.mark.parametrize(
-    ("there", "weight", "message"),
+    ("there", "weight"),
     [
-        (HERE, 1.0, ""),
-        (other(runner="local", sampler="random", seed=9, memory_limit_mib=5.0), 1.0, ""),
-        (
-            other(devices={"name": "NVIDIA H100"}),
-            0.5,
-            "at half weight: another device (NVIDIA H100 -> NVIDIA A100)",
-        ),
-        (
-            other(devices={"name": "AMD EPYC", "type": "cpu"}),
-            0.25,
-            "at 25 % weight: another kind of device (AMD EPYC -> NVIDIA A100)",
-        ),
-        (other(devices={"used": 16}), 0.7, "at 70 % weight: 16 devices instead of 8"),
-        (other(devices={"used": 2}), 0.49, "at 49 % weight: 2 devices instead of 8"),
-        (other(devices={"used": 512}), 0.3, "at 30 % weight: 512 devices instead of 8"),
-        (
-            other(seq_len=2048, workload={"id": "b2", "spec": "gpt2"}),
-            0.85,
-            "at 85 % weight: 2048 tokens a sample instead of 1024",
-        ),
-        (
-            other(global_batch=32, workload={"id": "b2", "spec": "gpt2"}),
-            0.9,
-            "at 90 % weight: 32 samples a step instead of 64",
-        ),
-        (other(workload={"id": "b2", "spec": "gpt2"}), 0.9, "at 90 % weight: gpt2 has changed since"),
-        (
-            other(model="bert", workload={"id": "b2", "spec": "bert"}),
-            0.7,
-            "at 70 % weight: another model (bert -> gpt2)",
-        ),
-        (other(simulated=True), 0.2, "at 20 % weight: simulated there, measured here"),
-        (
-            other(devices={"name": "NVIDIA H100", "used": 16}),
-            0.35,
-            "at 35 % weight: another device (NVIDIA H100 -> NVIDIA A100), 16 devices instead of 8",
-        ),
+        (HERE, 1.0),
+        (other(runner="local", sampler="random", seed=9, memory_limit_mib=5.0), 1.0),
+        (H100, ELSEWHERE),
+        (other(devices={"used": 16}), ELSEWHERE),
+        (other(seq_len=2048, workload={"id": "b2", "spec": "gpt2"}), ELSEWHERE),
+        (other(simulated=True), ELSEWHERE),
     ],
 )
-def test_similarity_follows_from_the_requests(there, weight, message):
-    found = task_similarity(there, HERE)
-    assert found.weight == pytest.approx(weight)
-    assert str(found) == message
-
-
-def test_simulated_runs_are_alike_where_they_drew_the_same_cluster():
-    simulated = other(simulated=True)
-    assert task_similarity(simulated, simulated).weight == 1
-    drawn = task_similarity(other(simulated=True, seed=1), simulated)
-    assert (drawn.weight, drawn.differences) == (0.2, ("another simulated cluster (seed 1 -> 0)",))
-    assert task_similarity(HERE, simulated).differences == ("measured there, simulated here",)
-
-
-def test_callables_are_alike_by_their_name():
-    fn, gn = ({**HERE, "model": name, "workload": {"callable": name}} for name in ("fn", "gn"))
-    assert task_similarity(fn, fn).weight == 1
-    assert str(task_similarity(gn, fn)) == "at 70 % weight: another callable (gn -> fn)"
-    assert task_similarity(HERE, fn).weight == pytest.approx(0.7)
-
-
-def test_a_run_half_as_alike_moves_half_as_much():
+def test_a_run_of_the_same_task_counts_fully_and_of_another_one_less(there, weight):
     space = make_space()
-    fully, half = (warm_start(space, earlier(space), asked) for asked in (HERE, other(devices={"name": "NVIDIA H100"})))
+    run = taken(space, earlier(space), there)
+    assert run.weight == weight and ("of another task" in run.summary) == (weight < 1)
+
+
+@pytest.mark.parametrize(
+    ("there", "reason"),
+    [
+        ({"model": "bert", "workload": {"id": "b", "spec": "bert"}}, r"it trains another model \(bert, here gpt2\)"),
+        ({"workload": {"id": "b", "spec": "gpt2", "lora": "r=8"}}, "it trains another model"),
+        ({"workload": {"callable": "fn"}}, "one of them is a callable, the other is not"),
+        ({"workload": {"command": "python train.py"}}, "one of them is a command, the other is not"),
+    ],
+)
+def test_a_run_of_another_model_is_refused(there, reason):
+    space = make_space()
+    with pytest.raises(rl.UsageError, match=f"warm start from runs/a: nothing can be taken: {reason}"):
+        taken(space, earlier(space), other(**there))
+
+
+def test_what_a_program_trains_is_not_known():
+    space = make_space()
+    one, two = ({**HERE, "model": name, "workload": {"callable": name}} for name in ("fn", "gn"))
+    run = EarlierRun(name="runs/a", trials=earlier(space), asked=one)
+    assert take(run, space, one).weight == 1 and take(run, space, two).weight == ELSEWHERE
+
+
+def test_a_run_that_is_less_alike_moves_less():
+    space = make_space()
+    fully, less = (warm_start(space, earlier(space), asked) for asked in (HERE, H100))
     configs = space.sample(20, 1)
     assert np.ptp(logs(fully, configs)) > 1
-    assert logs(half, configs) == pytest.approx(0.5 * logs(fully, configs))
+    assert logs(less, configs) == pytest.approx(ELSEWHERE * logs(fully, configs))
 
 
 def test_a_run_that_is_more_alike_outweighs_one_that_is_longer():
@@ -207,7 +185,7 @@ def test_a_run_that_is_more_alike_outweighs_one_that_is_longer():
     unlike = trials_of(space.sample(80, 1), lambda config: 1 / speed(config))
     mixed = WarmStart(space, [taken(space, earlier(space, 30)), taken(space, unlike, other(devices={"used": 512}))])
     configs = list(space)
-    assert rank_correlation(logs(mixed, configs), [speed(each) for each in configs]) > 0.9
+    assert rank_correlation(logs(mixed, configs), [speed(each) for each in configs]) > 0.6
 
 
 def found_after(prior, trials, seed, space, truth):
@@ -229,7 +207,6 @@ def truth(config):
     return speed(config) / (1 + (size / 16) ** 2) * together
 
 
-H100 = other(devices={"name": "NVIDIA H100"})
 BASES = {"alone": None, "on an estimate": lambda config: 500 * estimate(config)}
 
 
@@ -275,13 +252,8 @@ def test_matched_and_unmatched_runs_are_reported():
     past = trials_of(there.sample(9, 0), speed)
     past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value that this space lacks
     line = taken(space, past, H100).summary
-    assert line.startswith(
-        "warm start from runs/a: 9 of 10 trials count, at half weight: another device (NVIDIA H100 -> NVIDIA A100); "
-    )
-    assert "knobs in both: attention, checkpoint_ratio, micro_batch" in line
-    assert "only here: fusion" in line
+    assert line.startswith("warm start from runs/a: 9 of 10 trials count, of another task; knobs only here: fusion; ")
     assert "only there: kernels" in line
-    assert "1 have values that no knob has here" in line
 
 
 @pytest.mark.parametrize(
@@ -294,20 +266,17 @@ def test_matched_and_unmatched_runs_are_reported():
         ),
         (
             lambda trials: trials_of([Config({"temperature": 3.0})], lambda config: 1.0),
-            r"its knobs \(temperature\) are none of this search's",
+            r"no knob of this search varies among its trials that succeeded \(its knobs: temperature\)",
         ),
         (
             lambda trials: [replace(t, config=Config({**t.config, "micro_batch": 7})) for t in trials],
-            "all its trials have values that no knob has here",
+            r"no knob of this search varies .*its knobs: attention, checkpoint_ratio, micro_batch",
         ),
-        (
-            lambda trials: trials[:1],
-            r"no knob that both have \(attention, checkpoint_ratio, micro_batch\) varies",
-        ),
+        (lambda trials: trials[:1], r"no knob of this search varies"),
         (lambda trials: trials_of([t.config for t in trials], speed, unit="TFLOP/s"), "it counts TFLOP/s, this search tok"),
         (
             lambda trials: [*trials_of([trials[0].config], speed, unit="GB/s"), *trials_of([trials[1].config], speed, unit="s")],
-            r"its trials have several units \(GB/s, s\)",
+            r"it counts GB/s, s, this search tokens/s",
         ),
     ],
 )  # fmt: skip
@@ -315,18 +284,6 @@ def test_a_run_of_which_nothing_sensible_can_be_taken_is_refused(change, reason)
     space = make_space()
     with pytest.raises(rl.UsageError, match=f"warm start from runs/a: nothing can be taken: {reason}"):
         taken(space, change(earlier(space)), unit="tokens/s")
-
-
-def test_a_run_that_is_too_unlike_is_refused():
-    space = make_space()
-    asked = other(simulated=True, devices={"name": "AMD EPYC", "type": "cpu"}, model="bert", workload={"id": "b"})
-    with pytest.raises(rl.UsageError, match=r"it is too unlike: another model \(bert -> gpt2\), .*simulated there"):
-        taken(space, earlier(space), asked)
-
-
-def test_samples_and_tokens_differ_in_level_only():
-    space = make_space()
-    assert len(taken(space, trials_of(space.sample(5, 0), speed, unit="samples/s"), unit="tokens/s").trials) == 5
 
 
 # -- runs on disk --------------------------------------------------------------------------------------------
@@ -347,7 +304,7 @@ def test_a_search_begins_where_an_earlier_run_ended(tmp_path):
     for name, start in (("cold", []), ("warm", str(tmp_path / "a"))):
         result = rl.tune(speed_here, make_space(), trials=4, warm_start=start, seed=3, isolate=False)
         after[name] = result.best.throughput / 55.0 / best
-    expected = "40 of 40 trials count, at 70 % weight: another callable (speed -> speed_here); knobs in both: "
+    expected = "40 of 40 trials count, of another task"
     assert any("warm start from" in note and expected in note for note in result.notes)
     assert after["warm"] == pytest.approx(1.0)
     assert after["cold"] < 1.0
@@ -385,68 +342,16 @@ def test_folders_without_a_readable_request_are_refused(tmp_path):
 def test_a_run_does_not_start_from_its_own_folder(tmp_path):
     run_of(tmp_path / "a", trials=2)
     before = (tmp_path / "a" / "run.yaml").read_text()
-    for resume in (False, True):
-        with pytest.raises(rl.UsageError, match=r"/a is this run's own folder; resume continues it"):
-            run_of(tmp_path / "a", trials=4, warm_start=tmp_path / "a", resume=resume)
+    with pytest.raises(rl.UsageError, match=r"/a is this run's own folder; resume continues it"):
+        run_of(tmp_path / "a", trials=4, warm_start=tmp_path / "a", resume=True)
     assert (tmp_path / "a" / "run.yaml").read_text() == before
 
 
 def test_a_refused_warm_start_leaves_no_files(tmp_path):
     run_of(tmp_path / "a", trials=3)
     document = yaml.safe_load((tmp_path / "a" / "run.yaml").read_text())
-    document["asked"]["devices"] |= {"type": "quantum", "name": "Q1"}
-    document["asked"]["simulated"] = True
+    document["asked"]["workload"] = {"id": "x", "spec": "gpt2"}
     (tmp_path / "a" / "run.yaml").write_text(yaml.safe_dump(document))
-    with pytest.raises(rl.UsageError, match=r"too unlike: another callable .*another kind of device \(Q1 -> "):
+    with pytest.raises(rl.UsageError, match="one of them is a callable, the other is not"):
         run_of(tmp_path / "b", fn=truth, trials=3, warm_start=tmp_path / "a")
     assert not (tmp_path / "b").exists()
-
-
-def test_runs_on_the_same_devices_say_how_far_off_the_estimate_is_there():
-    """The network is a thousandth as fast as stated, which tiny models notice: another model's run corrects the estimate."""
-    from redline.estimator import find_hardware
-    from redline.tuner.predicting import estimator_of
-    from redline.tuner.transfer import calibrations
-
-    hardware = find_hardware("h100-80gb")
-    slow = hardware.replace(intra_node=replace(hardware.intra_node, gb_per_s=hardware.intra_node.gb_per_s / 1000))
-    space = Space()
-    space.choice("tp", [1, 2, 4, 8])
-    space.choice("micro_batch", [1, 2, 4])
-    configs = list(space)
-
-    def estimator(name, on):
-        sized = rl.workload(name, seq_len=256, global_batch=64)
-        return estimator_of(sized, space, devices=8, hardware=on, memory_limit_mib=None)
-
-    def run(name, on, **changed):
-        there = estimator(name, on)
-        truth = there.table(configs)
-        trials = [
-            Trial(
-                number=number,
-                config=config,
-                measurement=Measurement(
-                    status=Status.OK, throughput=float(truth.throughput[number]), step_ms=float(truth.step_ms[number]),
-                    peak_memory_mib=float(truth.peak_memory_mib[number]), tokens_per_second=float(truth.throughput[number]),
-                ),
-            )
-            for number, config in enumerate(configs)
-        ]  # fmt: skip
-        asked = {**HERE, "workload": {"id": name, "spec": name}, "seq_len": 256, "space": space.to_dict(), **changed}
-        return take(EarlierRun(name=f"runs/{name}", trials=trials, asked=asked), space, HERE)
-
-    here, truth = estimator("llama-tiny", hardware), estimator("llama-tiny", slow).table(configs).throughput
-    messages = []
-    alike, another = run("gpt2-tiny", slow), run("gpt2-tiny", slow, devices={**HERE["devices"], "name": "NVIDIA T4"})
-    command = run("gpt2-tiny", slow, workload={"command": "train.py", "spec": "gpt2-tiny"})
-    known = calibrations([alike, another, command], hardware, messages.append)
-    assert [each is not None for each in known] == [True, False, False]
-    assert messages == ["the estimate is calibrated by 12 trials of 1 earlier run on these devices"]
-
-    def off(prior):
-        return np.abs(np.log(prior.table(configs).throughput / truth)).max()
-
-    cold, warm = off(here), off(WarmStart(space, [alike], here, None, known[:1]))
-    without = off(WarmStart(space, [alike], here, None))
-    assert warm < 0.5 * cold and warm < without
