@@ -220,7 +220,8 @@ def read_rule(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
             hint = ": Python decided it before it came here, because no knob takes part in it"
         raise SpaceError(f"{what} must be an expression, its text, or a callable, but got {given!r}{hint}")
     if stranger is not None:
-        raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, knobs)}")
+        called = "; the parameters of a callable are names of knobs" if isinstance(rule, Predicate) else ""
+        raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, knobs).rstrip('.')}{called}.")
     if not rule.names:
         raise SpaceError(f"{what}, `{rule.text}`, mentions no knob")
     return rule
