@@ -87,8 +87,10 @@ def render(result: "Check") -> str:
     margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
     verdict = "fits" if result.fits else "does not fit"
     lines = [
-        f"{result.model} by {trainer.framework} on {trainer.devices} x {result.hardware.name}: {result.parameters:,} parameters, "
-        f"sequences of {trainer.seq_len} tokens, global batch {trainer.global_batch}",
+        f"{result.model} by {trainer.framework} on {trainer.devices} x {result.hardware.name}: "
+        + ", ".join(
+            filter(None, (f"{result.parameters:,} parameters", result.sample, f"global batch {trainer.global_batch}"))
+        ),
         f"read as  {config}",
         "",
         f"memory   {verdict}: {_memory(estimate)} of {estimate.memory_limit_mib / 1024:.1f} GiB ({result.fullest}), "

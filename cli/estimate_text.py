@@ -19,12 +19,13 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     """Returns the request and the main result: the chance to fit, the speed, and the gain over untuned."""
     request, setup = document.request, document.request.estimator.training
     sizes = [f"{_count(document.facts.parameters)} parameters"]
-    if setup.seq_len:
-        sizes.append(f"sequences of {setup.seq_len:,} tokens")
+    workload = request.trains.get("workload") or {}
+    if sample := workload.get("sample") or (f"sequences of {setup.seq_len:,} tokens" if setup.seq_len else ""):
+        sizes.append(sample)
     if request.global_batch:
         sizes.append(f"global batch {request.global_batch:,}")
     by = "" if request.framework.name == "redline" else f" by {request.framework.name}"
-    class_name = (request.trains.get("workload") or {}).get("class")
+    class_name = workload.get("class")
     by = f" ({class_name})" + by if class_name else by
     what = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
     lines = _wrapped(what, "", width)

@@ -2,12 +2,14 @@
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..base.reading import tail_inside
 from ..knobs.text import marked_text
 from ..results import summary
 from ..results.columns import fold, speed
@@ -17,6 +19,9 @@ from ..tuner.result import Candidate, Result
 from ..views.observed import batch_text, binding, formats_text, parts_text
 from ..views.show import speed_of
 from . import words
+
+LOG_LINES = 6
+"""Last lines of a failed trial's log that are shown."""
 
 
 def print_result(result: Result, *, launcher: str | None = "", storage: str | None = None) -> None:
@@ -34,7 +39,10 @@ def print_result(result: Result, *, launcher: str | None = "", storage: str | No
     elif result.ended:
         console.print(Text(f"Done: {result.ended}.", style="dim"))
     if result.best is None:
-        console.print(Text(fold(f"Nothing feasible: {result.why}"), style="bold red"))
+        reason = summary.fails_everywhere(result.all_trials)
+        what = "command" if launcher != "" else "model"
+        why = f"Your {what} fails in every configuration: {reason}" if reason else f"Nothing feasible: {result.why}"
+        console.print(Text(fold(why), style="bold red"))
     else:
         _winner(result, result.best, console)
     if result.folder is not None:
@@ -71,7 +79,8 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
             reason = summary.only_default(result.all_trials) or "the default configuration is the winner"
             console.print(Text(f"gain     none: {reason}", style="bold"))
         elif gain is not None:
-            console.print(Text(f"gain     {gain}", style="bold" if gain.shown else "yellow"))
+            shown, style = (f"gain     {gain}", "bold") if gain.shown else (str(gain), "yellow")
+            console.print(Text(shown, style=style))
     exact = result.best_exact if best.trial.lossy else None
     if best.trial.lossy:
         best_exact = f"trial {exact.trial.number}: {speed_of(exact.trial)}" if exact is not None else "none succeeded"
@@ -179,7 +188,9 @@ def _next(result: Result, launcher: str | None, storage: str | None) -> list[str
     if result.best is None:
         failed = (each.measured for each in result.all_trials if not each.pending)
         log = next((each.log for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
-        return [f"next     read {shlex.quote(f'{result.folder}/{log}')}" if log else f"next     redline show {folder}"]
+        if log is None or result.folder is None:
+            return [f"next     redline show {folder}"]
+        return [*_end_of(result.folder, log), f"next     read {shlex.quote(f'{result.folder}/{log}')}"]
     from ..frameworks.export import export_targets, suited_target
 
     report = f"next     redline report {folder}"
@@ -187,3 +198,12 @@ def _next(result: Result, launcher: str | None, storage: str | None) -> list[str
         return [report]
     target = launcher or suited_target(result.best.config)
     return [report, f"         redline export {folder} --to {target}   (or --list)"]
+
+
+def _end_of(folder: Path, log: str) -> list[str]:
+    """Returns the last lines of a trial's log; none if it cannot be read."""
+    try:
+        text, _ = tail_inside(folder, log, at_most=4096)
+    except OSError:
+        return []
+    return [f"  {fold(line)}" for line in text.splitlines() if line.strip()][-LOG_LINES:]

@@ -31,7 +31,8 @@ def space(output: str | None, as_json: bool, **options: Any) -> None:
     from ..models.architecture import class_of
     from ..tuner.task import resolve_task
 
-    task = resolve_task(TrainingRequest(**request_of(options)))
+    request = TrainingRequest(**request_of(options))
+    task = resolve_task(request)
     if output:
         task.space.to_yaml(output)
     class_name = class_of(task.workload.model) if task.workload is not None else None
@@ -46,7 +47,7 @@ def space(output: str | None, as_json: bool, **options: Any) -> None:
         click.echo(f"{task.name}: {class_name}\n")
     click.echo(task.space.describe())
     click.echo(f"\ndefault: {config_text(task.space.default())}")
-    if task.workload is not None:
+    if task.workload is not None and request.given_space is None and task.workload.space is None:
         for line in _left_out(task, task.workload):
             click.echo(f"\n{line}")
     for note in task.notes:
@@ -60,7 +61,7 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
     from ..base.device import DESCRIBED, liger_obstacle
     from ..models.kernels import kernels_obstacle
     from ..models.parallel import no_hsdp
-    from ..models.spaces import lossy_beyond, without_float8, without_strategy
+    from ..models.spaces import lossy_beyond, without_float8
 
     knobs = task.space.by_name
     if left := lossy_beyond(task.space):
@@ -68,16 +69,12 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
     if "kernels" in knobs and task.device.type == "cuda" and DESCRIBED not in task.device.features:
         if reason := liger_obstacle("cuda"):
             yield f"kernels replace only the loss, not modules: {reason}"
-    if workload.space is not None:  # chosen by its author
-        return
     precision = knobs.get("precision")
     if precision is not None and "fp8" not in (*precision.values, *(precision.others or ())):
         if reason := without_float8(workload, task.device):
             yield f"without fp8: {reason}"
     if "kernels" not in knobs:
         yield f"without kernels: {kernels_obstacle(workload).removeprefix('kernels: ')}"
-    if "strategy" not in knobs and (words := without_strategy(workload, task.space)):
-        yield f"without strategy: {words}"
     if "ep" in knobs and "capacity_factor" not in knobs:
         yield "without capacity_factor: it is lossy, since experts drop rows; --fix capacity_factor=1.25 sets it"
     if "zero" in knobs and "hsdp" not in knobs:

@@ -69,6 +69,8 @@ class Check:
 
     trainer: TrainerConfig
     model: str
+    sample: str
+    """A sample in words, such as `sequences of 4,096 tokens`; empty if unknown."""
     parameters: int
     hardware: Hardware
     estimate: Estimate
@@ -214,9 +216,11 @@ def check(
         )
     findings = [*notes, *_findings(asked, estimate, machine, faster)]
     conventions = asked.conventions(trainer.config)
+    sample = (found.trains.get("workload") or {}).get("sample")
     return Check(
         trainer=replace(trainer, conventions=conventions),
         model=found.name,
+        sample=str(sample or (f"sequences of {found.seq_len:,} tokens" if found.seq_len else "")),
         parameters=_parameters(asked.estimator),
         hardware=machine,
         estimate=estimate,

@@ -16,6 +16,7 @@ from .. import __version__
 from ..base.device import Device
 from ..base.errors import SpaceError
 from ..models.architecture import class_of, shape_of
+from ..models.data import ImageBatches
 from ..models.fingerprint import digest
 from ..models.presets import PRESETS
 from ..models.request import ModelRequest, Resolved, TrainingRequest
@@ -78,6 +79,8 @@ def kept_model(workload: Workload) -> KeptModel:
     what = {"id": workload.id, "spec": str(workload.spec), **({"lora": str(lora)} if lora is not None else {})}
     if class_name := class_of(workload.model):
         what["class"] = class_name
+    if isinstance(images := workload.batch, ImageBatches):
+        what["sample"] = f"images of {images.height} x {images.width}"
     return KeptModel(
         name=workload.name,
         model_id=workload.model_id,

@@ -72,7 +72,7 @@ def render(
     comments = [*_head(chosen, setup), *use]
     if notes:
         comments += [
-            "Not carried over, or to be known:",
+            "You must set these yourself:",
             *(line for note in notes for line in _wrapped(note)),
         ]
     return Export(

@@ -426,7 +426,10 @@ RULES: Sequence[Rule] = (
         "global batch",
         "micro_batch dp grad_accum",
         _global_batch,
-        lambda context: f"micro_batch * dp * grad_accum must equal the global batch ({context.global_batch})",
+        lambda context: (
+            f"micro_batch * {'' if context.devices == 1 else 'dp * '}grad_accum must equal "
+            f"the global batch ({context.global_batch})"
+        ),
         general=True,
     ),
     _rule(

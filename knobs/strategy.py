@@ -26,6 +26,11 @@ SPLITS = ("tp", "pp", "cp", "sp")
 BLOCK_KNOBS = ("strategy", "stage_blocks")
 """Knobs that name blocks, as texts with commas. No default space varies them: they come from a refinement block by block,
 or are given."""
+OF_SEVERAL = (
+    *(*DEGREES, "ep", "etp", "zero", "hsdp", "sequence_parallel"),
+    *("pipeline_schedule", "virtual_stages", "reduce_dtype"),
+)
+"""Knobs without an effect on one device."""
 ON_REQUEST = (*BLOCK_KNOBS, "capacity_factor")
 """Knobs that no default space has: one that is given joins it."""
 

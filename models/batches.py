@@ -30,7 +30,12 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
         raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must contain tensors")
     for key, value in entries(batch).items():
         if not isinstance(value, torch.Tensor):
-            raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
+            flat = (
+                '; flatten the batch into one dict of tensors, such as {"image": ..., "boxes": ...}'
+                if isinstance(value, (Mapping, list, tuple))
+                else ""
+            )
+            raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}{flat}")
         if value.device.type != "cpu":
             raise WorkloadError(
                 f"{where}: entry {key!r} must be on the CPU, but is on {value.device}; batches are made there, "

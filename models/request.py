@@ -197,11 +197,11 @@ class TrainingRequest(SpaceRequest, ModelRequest):
         """
         check_options(self)
         checked_allowance(self.allow, own_space=self.given_space is not None)
-        if self.data is not None and isinstance(self.target, (str, Path)):
-            text_bytes(Path(self.data))
         named = isinstance(self.target, ServerModel) or (
             isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
         )
+        if named and self.data is not None:
+            text_bytes(Path(self.data))
         if not named or self.space is not None:
             return
         fixed = {name: [value] for name, value in (self.fix or {}).items()}

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -84,16 +85,18 @@ def workload(
         raise _no_python_file(named["path"])
     if text.endswith((".json", ".yaml", ".yml")) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise WorkloadError(
-            f"there is no file or folder {text}; give a folder or config.json, or one of {', '.join(PRESETS)}"
+            f"there is no file or folder {text}; give a folder or config.json, or a name that `redline models` lists"
         )
     if _HUB_ID.fullmatch(text):
         name = text.rpartition("/")[2]
         return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
-    # A family's name refers to a model of full size.
+    # A family's name refers to models of full size.
     full = [name for name in PRESETS if len(text) > 2 and name.startswith(text.lower()) and not name.endswith("-tiny")]
+    near = (full + [name for name in get_close_matches(text.lower(), PRESETS, n=3, cutoff=0.5) if name not in full])[:3]
+    meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
     raise WorkloadError(
-        f"{unknown('model', text, PRESETS, like=full[0] if full else None)} "
-        "A folder or config.json, a hub id (owner/name) or FILE.py:NAME works too."
+        f"unknown model '{text}'{meant} `redline models` lists the names. A folder or config.json, a hub id (owner/name) or "
+        "FILE.py:NAME works too."
     )
 
 

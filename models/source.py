@@ -135,10 +135,10 @@ class FileSource:
 
 
 def _candidates(module: ModuleType) -> list[str]:
-    """Names of workloads, or otherwise of functions and classes defined in the file."""
+    """Names of workloads, or without any of functions in the file that may return one."""
     from .workload import Workload
 
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     found = [name for name, value in public.items() if isinstance(value, Workload)]
     made_here = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
-    return sorted({*found, *(name for name in made_here if callable(public[name]))})
+    return sorted(found or (name for name in made_here if inspect.isfunction(public[name])))

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..base.device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from ..base.errors import SpaceError, UsageError, nearest, unknown
-from ..knobs.layers import ITEMS, Run, of_blocks, printed
+from ..knobs.layers import of_blocks
 from ..knobs.lossy import LOSSY
 from ..knobs.meaning import FLOAT8, REDUCED, recomputed
 from ..knobs.rules import RULES, Rule, RuleContext
-from ..knobs.strategy import ON_REQUEST, STANDARD, checked
+from ..knobs.strategy import OF_SEVERAL, ON_REQUEST, STANDARD, checked
 from ..space import Expression, Knob, Space
 from ..space.expression import negation
 from ..space.knob import DerivedKnob
@@ -294,6 +294,9 @@ def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = Fal
         SpaceError: unknown knob, a value of another kind, or no configuration is left.
     """
     if name not in ON_REQUEST or name in space.by_name:
+        context = space.beyond
+        if name in OF_SEVERAL and name not in space.by_name and getattr(context, "devices", None) == 1:
+            raise SpaceError(f"{name} needs two devices or more: --devices 2")
         if fixed:
             space.fix(name, values[0])
         else:
@@ -390,24 +393,6 @@ def precisions(
 def without_float8(workload: Workload, device: Device) -> str:
     """Reason why a workload's default space lacks fp8; empty if it has it."""
     return float8_obstacle(device) or workload.once_here(_schedule_facts).parallel.float8(1)
-
-
-def without_strategy(workload: Workload, space: Space) -> str:
-    """How to get the knob `strategy`, which no default space has; empty if the model has no runs of blocks."""
-    if workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule):
-        return ""
-    runs = runs_of(workload)
-    blocks, missing = runs.blocks, {"sp": runs.no_sequences or runs.no_runs, "cp": runs.no_ring or runs.no_runs}
-    items = [name for name in ITEMS if name == "ckpt" or (name in space.by_name and not missing.get(name))]
-    if blocks < 2:
-        return ""
-    middle = blocks // 2
-    example = printed([Run(0, middle - 1, ckpt=True), Run(middle, blocks - 1)])
-    differing = f"; {runs.no_runs}, so that runs cannot differ in tp" if runs.no_runs and "tp" in items else ""
-    return (
-        f'its values are texts without end. --fix "strategy={example}" treats runs of the {blocks} blocks unlike each '
-        f"other ({', '.join(items)}), and tune --layerwise finds one{differing}"
-    )
 
 
 def runs_of(workload: Workload) -> Runs:

@@ -1,6 +1,7 @@
 """A run's folder: the files that a search writes to `--out`, and how it is resumed."""
 
 import contextlib
+import shlex
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -149,8 +150,8 @@ class RunFolder:
         resumed = holds_run(path)
         if resumed and not resume:
             raise StudyError(
-                f"'{path}' already contains a run{_of(path)}; continue it with --resume, "
-                "or give another --out for a new one"
+                f"'{path}' already contains a run{_of(path)}; continue it with --resume (`redline tune --out "
+                f"{shlex.quote(str(path))} --resume`), or give another --out for a new one"
             )
         if resume and not resumed:
             raise StudyError(f"'{path}' contains no run to resume; leave --resume out to start one there")

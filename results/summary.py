@@ -125,7 +125,7 @@ class Gain:
         if self.half_width is None:
             return f"{self.ratio:.2f}x"
         text = f"{self.ratio:.2f}x ± {self.half_width:.2f}"
-        return text if self.shown else f"none shown: {text} includes 1"
+        return text if self.shown else f"no measurable gain ({text})"
 
 
 def gain(trials: Sequence[Trial]) -> Gain | None:
@@ -201,6 +201,15 @@ def smallest_need(trials: Sequence[Trial]) -> Trial | None:
         if not trial.pending and trial.measured.did_not_fit and trial.measured.peak_memory_mib is not None
     }
     return known[min(known)] if known else None
+
+
+def fails_everywhere(trials: Sequence[Trial]) -> str:
+    """Returns the reason for which every finished trial crashed, with the first one's log; empty if they ended otherwise."""
+    finished = [trial.measured for trial in trials if not trial.pending]
+    reasons = {each.reason.strip() for each in finished if each.status is Status.CRASH}
+    if len(finished) < 2 or len(reasons) != 1 or any(each.status is not Status.CRASH for each in finished):
+        return ""
+    return f"{reasons.pop()}{f' ({log})' if (log := finished[0].log) else ''}"
 
 
 def why_nothing(trials: Sequence[Trial]) -> str:

@@ -241,18 +241,15 @@ def _possible(knobs: Mapping[str, Knob], constraints: Sequence[Constraint]) -> b
 # -- the whole -----------------------------------------------------------------------------------------------
 
 
-def describe(knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int | None, combinations: int) -> str:
+def describe(knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int | None) -> str:
     """See `Space.describe`.
 
     Args:
         knobs: all knobs, including derived ones.
         constraints: constraints of the space.
         size: number of valid configurations; None if they are too many to list.
-        combinations: number of combinations of the knobs' values without rules.
     """
-    free = sum(1 for knob in knobs if not knob.derived and len(knob.values) > 1)
-    count = f"{size:,}" if size is not None else "an unknown number, more than can be listed,"
-    lines = [f"{free} free knobs; {count} of {combinations:,} combinations are valid", ""]
+    lines = ["more configurations to try than can be listed" if size is None else f"{size:,} configurations to try", ""]
     width = max((len(knob.name) for knob in knobs), default=0)
     for knob in knobs:
         if isinstance(knob, DerivedKnob):

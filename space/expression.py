@@ -140,6 +140,13 @@ class Expression:
     def __invert__(self) -> "Expression":
         return operation("~", self)
 
+    def _without_value(self, *digits: Any) -> Any:
+        raise SpaceError(
+            f"`{self}` has no value yet, as it differs between configurations: use // for whole numbers, as in a // 2"
+        )
+
+    __int__ = __float__ = __index__ = __round__ = __trunc__ = __floor__ = __ceil__ = _without_value
+
     def __contains__(self, item: Any) -> bool:
         raise SpaceError(f"'in' cannot ask `{self}`: it is an expression over knobs, not a collection")
 

@@ -89,7 +89,7 @@ def check_name(name: str) -> str:
         SpaceError: not an ASCII identifier, or a reserved word of the grammar or of Python.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise SpaceError(f"a knob's name is made of letters, digits and underscores, but got {name!r}")
+        raise SpaceError(f"a knob's name is made of ASCII letters, digits and underscores, but got {name!r}")
     if name in _RESERVED:
         raise SpaceError(f"'{name}' is a reserved word; name the knob otherwise")
     return name

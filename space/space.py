@@ -22,6 +22,9 @@ from .structure import Structure, reaching
 from .valid_set import ValidSet
 from .values import listing, nearest
 
+DECLARING = ("choice", "integer", "flag", "derive")
+"""Methods of a space that declare a knob."""
+
 
 class Space:
     """Knobs and constraints, and the set of configurations they allow.
@@ -52,6 +55,15 @@ class Space:
         self._valid: ValidSet | None = None
         # Choices that were valid at the last check: they answer most checks.
         self._witness: Mapping[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        example = 'space.choice("lr", [1e-4, 3e-4])'
+        raise AttributeError(
+            f"a Space has no method '{name}'; {', '.join(DECLARING[:-1])} and {DECLARING[-1]} declare knobs; for other kinds, "
+            f"give a list of values: {example}"
+        )
 
     # -- declaration -----------------------------------------------------------------------------------------
 
@@ -498,7 +510,7 @@ class Space:
     def describe(self) -> str:
         """Description of knobs, derived knobs, constraints and sizes."""
         size = self.size if self.enumerable else None
-        return describe(self.knobs, self._constraints, size, self.combinations)
+        return describe(self.knobs, self._constraints, size)
 
     def __repr__(self) -> str:
         chosen = ", ".join(knob.name for knob in self._chosen)

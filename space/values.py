@@ -95,8 +95,8 @@ def kind_of_all(values: Iterable[Value], what: str) -> str:
     if set(first) == NUMERIC:
         return NUMBER
     if len(first) > 1:
-        shown = " and ".join(f"{value!r} ({_ARTICLE[kind]})" for kind, value in first.items())
-        raise SpaceError(f"{what} mixes kinds: {shown}; a knob's values must be of one kind")
+        shown = [f"{value!r}" if value is None else f"{value!r} ({_ARTICLE[kind]})" for kind, value in first.items()]
+        raise SpaceError(f"{what}: {' and '.join(shown)} are of different kinds; a knob's values must be of one kind")
     return next(iter(first))
 
 

@@ -87,7 +87,7 @@ class Stopwatch:
 
 
 def parse_duration(text: str | float | None, what: str = "time") -> float | None:
-    """Converts `30m`, `1h30m`, `90s`, `5 min` or a number of seconds to seconds; None stays None.
+    """Converts `30m`, `1h30m`, `90s`, `5 min`, or a number, which counts seconds, to seconds; None stays None.
 
     Raises:
         UsageError: it is not a duration, or not positive.
@@ -99,8 +99,8 @@ def parse_duration(text: str | float | None, what: str = "time") -> float | None
     else:
         compact = re.sub(r"\s+", "", str(text)).lower()
         if re.fullmatch(r"-?\d+(\.\d+)?", compact):
-            seconds = float(compact)
-        elif re.fullmatch(r"-(\d+(\.\d+)?(ms|s|min|m|h|d))+", compact):
+            raise UsageError(f"{what} must be an amount with a unit: {compact}s or {compact}m?")
+        if re.fullmatch(r"-(\d+(\.\d+)?(ms|s|min|m|h|d))+", compact):
             seconds = -1.0
         elif re.fullmatch(r"(\d+(\.\d+)?(ms|s|min|m|h|d))+", compact):
             parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d)", compact)

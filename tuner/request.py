@@ -334,12 +334,12 @@ Answer = TypeVar("Answer")
 
 _PYTHON = {"set": "override"}
 """Arguments of `redline.tune` by the name of their option, if that differs."""
-_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?: (\w+)(?=`))?")
-"""An option and, at the end of a quoted one, its value."""
+_OPTION = re.compile(r" \(`redline [^`]*`\)|(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?: (\w+)(?=`))?")
+"""A command in parentheses, or an option and, at the end of a quoted one, its value."""
 
 
 def in_python(message: str) -> str:
-    """Replaces the command line's options in a message by arguments of `redline.tune`.
+    """Replaces the command line's options in a message by arguments of `redline.tune`, and leaves commands out.
 
     >>> in_python("continue it with --resume, or give another --out")
     'continue it with resume=True, or give another out'
@@ -349,6 +349,8 @@ def in_python(message: str) -> str:
     defaults = {each.name: each.default for each in fields(Request)}
 
     def argument(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return ""
         name = _PYTHON.get(match[1], match[1].replace("-", "_"))
         if name not in defaults:
             return match[0]

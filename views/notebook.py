@@ -35,7 +35,7 @@ def html(trials: Sequence[Trial], *, reason: str = "") -> str:
         gain = summary.gain(trials)
         speed_text = speed(winner.throughput, winner.measured.unit)
         head = f"<b>{escape(speed_text)}</b> (trial {winner.number}" + (
-            f"; gain over the default configuration: {escape(str(gain))})" if gain else ")"
+            f"; {'gain over the default configuration: ' if gain.shown else ''}{escape(str(gain))})" if gain else ")"
         )
         if winner.measured.unconfirmed:
             head += f"<br/>unconfirmed: {escape(winner.measured.unconfirmed)}"

@@ -150,7 +150,9 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
         reason = summary.only_default(trials)
         lines[-1] += f", the default configuration{f': {reason}' if reason else ''}"
     elif base is not None and gain is not None:
-        lines[-1] += f"; the default configuration (trial {base.number}): {speed_of(base)}; gain {gain}"
+        lines[-1] += (
+            f"; the default configuration (trial {base.number}): {speed_of(base)}; {'gain ' if gain.shown else ''}{gain}"
+        )
     elif base is not None and not base.pending and not base.ok:
         lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
     if winner.remeasured and winner.first is not None:

@@ -17,7 +17,6 @@ from redline.models.spaces import (
     nothing_allowed,
     ratios,
     set_values,
-    without_strategy,
 )
 from redline.space import Space
 
@@ -445,19 +444,6 @@ def test_expert_rows_are_dropped_only_on_request(cpu, compiler):
     dense = default_space(workload("llama-tiny"), cpu)
     with pytest.raises(SpaceError, match="the model has no experts, so capacity_factor must be 0"):
         set_values(dense, "capacity_factor", [1.25])
-
-
-@pytest.mark.parametrize(
-    ("model", "items"),
-    [
-        ("llama-tiny", "(tp, sp, cp, zero, ckpt)"),
-        ("mixtral-tiny", "(tp, sp, cp, ep, zero, ckpt)"),
-        ("t5-tiny", "(tp, zero, ckpt)"),
-    ],
-)
-def test_the_items_of_a_strategy_are_those_that_the_model_supports(cpu, compiler, model, items):
-    task = workload(model)
-    assert items in without_strategy(task, default_space(task, cpu, 2))
 
 
 @pytest.mark.parametrize(

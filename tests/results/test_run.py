@@ -75,7 +75,7 @@ def test_a_folder_with_a_run_is_refused_with_both_ways_out(tmp_path, open_run):
     open_run(tmp_path).close()
     before = snapshot(tmp_path)
     with pytest.raises(
-        StudyError, match=r"already contains a run of gpt2-tiny; continue it with --resume, or .* --out"
+        StudyError, match=r"already contains a run of gpt2-tiny; continue it with --resume .*, or .* --out"
     ):
         open_run(tmp_path)
     assert snapshot(tmp_path) == before

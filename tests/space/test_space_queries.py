@@ -258,7 +258,7 @@ def test_an_unlistable_space_says_so_and_works_otherwise(unlisted):
     default = unlisted.default()
     assert default in unlisted and default["k0"] * default["k1"] == 36
     assert unlisted.config(**default) == default
-    assert "an unknown number" in unlisted.describe()
+    assert "more configurations to try than can be listed" in unlisted.describe()
 
 
 def summing(knobs, values, divisor):
@@ -365,7 +365,7 @@ def test_columns_are_the_enumeration_in_codes(space):
 
 def test_describe_tells_people_what_there_is(space):
     text = space.describe()
-    assert text.splitlines()[0] == "5 free knobs; 153 of 216 combinations are valid".replace("153", str(len(space)))
+    assert text.splitlines()[0] == f"{len(space)} configurations to try"
     assert "tp * pp <= 8  devices" in text and "= 8 // (tp * pp)" in text and "when tp > 1" in text
 
 

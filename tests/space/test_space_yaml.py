@@ -222,7 +222,7 @@ def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
         ("knobs:\n- {name: tp}\n", "line 2: knob 'tp' needs 'values'"),
         ("knobs:\n- {name: tp, values: []}\n", "line 2: knob 'tp' has no values"),
         ("knobs:\n- {name: tp, values: 3}\n", "must be a list, but got 3"),
-        ("knobs:\n- {name: tp, values: [1, a]}\n", "mixes kinds"),
+        ("knobs:\n- {name: tp, values: [1, a]}\n", "are of different kinds"),
         ("knobs:\n- {name: tp, values: [1, 2020-01-01]}\n", "must be a bool, an int"),
         ("knobs:\n- {name: tp, values: [1, 2020-31-01]}\n", "not valid YAML"),
         ("knobs:\n- {name: tp, values: [1], value: [2]}\n", "unknown key 'value'; did you mean 'values'"),
