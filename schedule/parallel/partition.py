@@ -112,6 +112,14 @@ class Board:
     """True while the forms of the tensors that cross the cuts are inferred; no unit runs then."""
     forms: list[Form] = field(default_factory=list)
     """The form of the tensors that cross each cut."""
+    checking: bool = False
+    """True while values that bypass the cut are looked for."""
+    passed: bool = False
+    """True from the cut on that the stage begins with."""
+    late: list[str] = field(default_factory=list)
+    """Modules of earlier stages that the model calls after that cut."""
+    lacking: str = ""
+    """The first module of the stage that is given a placeholder, or what is computed from one."""
     stages: int = 1
 
 
@@ -141,9 +149,14 @@ class Gate:
             )
         if unit.stage < board.stage:
             if unit.ends and unit.stage == board.stage - 1:
+                board.passed = True
                 return board.forms[unit.stage].fill(board.received)
+            if board.passed and unit.path not in board.late:
+                board.late.append(unit.path)
             form = self.form(args, kwargs)
             return form.fill(form.tensors(board.device, fill=True))
+        if board.checking and not board.lacking and _any_nan((args, kwargs)):
+            board.lacking = unit.path
         output = self.inner(*args, **kwargs)
         if unit.ends:
             raise StageEnd(output)
@@ -166,6 +179,11 @@ class Gate:
                     f"stage of a pipeline must: {error}"
                 ) from error
         return self.known[key]
+
+
+def _any_nan(values: Any) -> bool:
+    tensors = (each for each in tree_flatten(values)[0] if isinstance(each, torch.Tensor) and each.is_floating_point())
+    return any(bool(each.isnan().any()) for each in tensors)
 
 
 def units_of(tree: Tree) -> list[Unit]:

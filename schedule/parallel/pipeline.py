@@ -138,13 +138,18 @@ class Pipeline:
                 target = self._factors(factors, size)
             elif target is None:
                 target = anchor
-            self.schedule.step(
-                *((anchor,) if first else ()),
-                target=target if last else None,
-                losses=losses if last else None,
-                return_outputs=False,
-                **kwargs,
-            )
+            try:
+                self.schedule.step(
+                    *((anchor,) if first else ()),
+                    target=target if last else None,
+                    losses=losses if last else None,
+                    return_outputs=False,
+                    **kwargs,
+                )
+            except RuntimeError as error:
+                if isinstance(error.__cause__, ScheduleError):  # torch describes only the arguments of the stage
+                    raise error.__cause__ from None
+                raise
         self.watch = None
         if not self.keep_outputs:
             self.outputs.clear()
@@ -310,6 +315,8 @@ class Stage(nn.Module):
         The last stage returns the model's own loss, of shape (1,), or the first tensor of its output for `loss`."""
         pipeline, board = self.pipeline, self.pipeline.board
         board.stage, board.received = self.index, received
+        board.passed, board.lacking, board.checking = False, "", self.index > 0 and not self.checked
+        board.late.clear()
         try:
             output = pipeline.model(**inputs)
         except StageEnd as end:
@@ -323,7 +330,7 @@ class Stage(nn.Module):
                 self._divide(tensors, received)
             return tensors
         finally:
-            board.stage, board.received = None, ()
+            board.stage, board.received, board.checking = None, (), False
         if self.index != pipeline.num_stages - 1:
             raise ScheduleError(f"pipeline stage {self.index} did not reach its cut")
         if not pipeline.keep_outputs:
@@ -360,10 +367,21 @@ class Stage(nn.Module):
         if any(each.isnan().any() for each in received if each.is_floating_point()):
             return
         if any(each.isnan().any() for each in tensors if each.is_floating_point()):
-            raise ScheduleError(
-                f"pipeline stage {self.index} uses a value from before its cut other than what the module "
-                "at the cut returns; cut elsewhere"
+            raise ScheduleError(self._bypassing())
+
+    def _bypassing(self) -> str:
+        """Describes the value from before the cut that this stage uses."""
+        board = self.pipeline.board
+        cut = next(unit.path for unit in self.pipeline.units if unit.ends and unit.stage == self.index - 1)
+        words = f"pipeline stage {self.index} uses a value from before its cut other than what '{cut}' returns"
+        if board.late and self.index == self.pipeline.num_stages - 1:
+            listed = ", ".join(repr(each) for each in board.late)
+            return (
+                f"{words}: that of {listed}, which the model registers before the cut and calls after it; "
+                f"cut_pipeline_stage(late=[{listed}])"
             )
+        lacking = f": '{board.lacking}' is given it, or what is computed from it" if board.lacking else ""
+        return f"{words}{lacking}; cut elsewhere"
 
 
 def _nothing() -> None:

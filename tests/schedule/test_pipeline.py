@@ -1,5 +1,7 @@
 """Pipelines on real ranks: values, gradients, training steps, tied weights, refusals."""
 
+import re
+
 import numeric
 import numerics_table as numerics
 import pytest
@@ -405,6 +407,65 @@ def check_order(kind):
     with pytest.raises(ScheduleError, match=r"uses a value from before its cut"):
         stage(torch.randn(2, 4), x=x[:2])
     return "refused"
+
+
+class LateNorm(nn.Module):
+    """Calls a norm after its blocks that it registers before them, as OPT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.norm(self.b(self.a(self.enter(x))))
+
+
+class SkipsInto(nn.Module):
+    """Gives a module after the cut a value from before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        skipped = self.enter(x)
+        return self.b(self.a(x) + skipped)
+
+
+def check_lacking(kind):
+    sch = create_schedule(kind(), mesh(pp=2))
+    sch["a"].cut_pipeline_stage()
+    built, _ = build(sch, loss=lambda out, target: out.sum())
+    if dist.get_rank() == 0:
+        return "the other rank runs alone"
+    x = torch.randn(4, 4)
+    built.pipeline._prepare({"x": x}, 4)
+    stage = built.pipeline.schedule._stage.submod
+
+    def step(*args, **kwargs):
+        """Runs the stage on the input that stage 0 would send, and wraps its error as torch does."""
+        try:
+            stage(torch.randn(2, 4), x=x[:2])
+        except ScheduleError as error:
+            raise RuntimeError("[Stage 1] failed to run forward") from error
+
+    built.pipeline.schedule.step = step
+    with pytest.raises(ScheduleError) as caught:
+        built.pipeline.step(x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (LateNorm, "that of 'norm', which the model registers before .*; cut_pipeline_stage.late=.'norm'"),
+        (SkipsInto, "other than what 'a' returns: 'b' is given it, or what is computed from it; cut elsewhere"),
+    ],
+)
+def test_the_module_that_lacks_a_value_is_named_in_place_of_torch_s_error(two, kind, message):
+    _, last = two.run(check_lacking, kind)
+    assert last.startswith("pipeline stage 1 uses a value from before its cut") and re.search(message, last)
 
 
 def test_values_that_by_pass_the_cut_are_noticed(two):
