@@ -35,7 +35,9 @@ def space():
 
 
 def test_parameters_of_a_rule_are_names_of_knobs(space):
-    with pytest.raises(SpaceError, match=r"unknown knob 'c'.*; the parameters of a callable are names of knobs"):
+    with pytest.raises(
+        SpaceError, match=r"unknown knob 'c'.* The parameters of a callable are knobs, or one named config"
+    ):
         space.require(lambda c: c["a"] > 1)
 
 
