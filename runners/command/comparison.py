@@ -41,8 +41,11 @@ def observed_facts(training: ObservedTraining, speed: Speed, samples_per_step: f
     """
     replicas = training.replicas
     passes = speed.backwards_per_step * replicas
+    usual_step, usual_batch = training.usual("step_sizes"), training.usual("batch_sizes")
     return {
         "samples_per_step": samples_per_step,
+        "usual_step": None if usual_step is None else usual_step * replicas,
+        "usual_batch": usual_batch,
         "samples_seen": speed.samples_per_step is not None,
         "tokens_per_step": speed.tokens_per_step,
         "micro_batch": speed.samples_per_step / passes if speed.samples_per_step is not None and passes else None,
@@ -103,7 +106,8 @@ class TrainingComparison:
     def _not_asked(self, observed: Mapping[str, Any], asked: Asked) -> str:
         """Returns how an observed training differs from the one that was asked; empty if it does not."""
         samples, ranks = observed["samples_per_step"], observed["ranks"]
-        accepted = [samples]
+        # The mean, or the usual step: the last one of an epoch may be smaller.
+        accepted = [samples, observed.get("usual_step")]
         if observed["same_data"] and samples is not None:  # replicas with the same data, such as a synthetic one
             accepted.append(samples / observed["replicas"] * ranks)
         if (
@@ -118,7 +122,10 @@ class TrainingComparison:
             ratio = observed["micro_batch"] / asked.micro_batch
             if self.micro_ratio is None:
                 self.micro_ratio = ratio
-            if not _near([1.0, self.micro_ratio], ratio):
+            # A batch may have several passes, and the last one of an epoch may be smaller.
+            if not _near([1.0, self.micro_ratio], ratio) and not _near(
+                [observed.get("usual_batch")], asked.micro_batch
+            ):
                 return (
                     f"it trains with {observed['micro_batch']:,.6g} samples a pass, not {asked.micro_batch:,.6g}"
                     + self._reduced(observed, asked)

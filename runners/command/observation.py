@@ -219,6 +219,13 @@ class ObservedTraining:
                 current = None
         return steps
 
+    def usual(self, name: str) -> float | None:
+        """The most common number of samples of a batch (`batch_sizes`) or of a step (`step_sizes`) of the lead, the larger
+        of two that are as common; None if no loader was seen. The last batch of an epoch may be smaller.
+        """
+        sizes: Mapping[str, int] = self.lead.facts.get(name, {})
+        return max(((count, float(size)) for size, count in sizes.items()), default=(0, None))[1]
+
     @property
     def trained(self) -> Mapping[str, int]:
         """Parameters of the lead's optimizers, by format: its shard, where they are sharded."""

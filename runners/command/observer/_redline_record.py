@@ -39,6 +39,8 @@ MOST_NODES = 4000
 """Nodes of the autograd graph that are looked at, once, for the formats of its matrix products."""
 FINGERPRINTS = 4
 """Batches of each loader whose values are compared between ranks."""
+SIZES = 16
+"""Different sizes of batches and of steps that are counted: the usual one is among them."""
 MOST_LEAVES = 12
 """Tensors of a batch that are looked at."""
 TOKEN_NAMES = ("input_ids", "tokens", "input", "text", "decoder_input_ids")
@@ -60,12 +62,24 @@ _clock = time.monotonic
 class _Loader:
     """One iterator of a DataLoader."""
 
-    __slots__ = ("batches", "buffered", "fingerprints", "indices", "replicas", "samples", "source", "tokens", "trains")
+    __slots__ = (
+        "batches",
+        "buffered",
+        "fingerprints",
+        "indices",
+        "replicas",
+        "samples",
+        "sizes",
+        "source",
+        "tokens",
+        "trains",
+    )
 
     def __init__(self, iterator):
         self.source = id(getattr(iterator, "_dataset", None))
         self.indices = []  # numbers of samples that were requested and not delivered yet
         self.batches, self.samples, self.tokens = 0, 0, 0  # since the last step
+        self.sizes = []  # samples of each of these batches
         self.trains = False  # a backward pass followed its latest batch since the last step
         self.fingerprints = []
         self.buffered = getattr(iterator, "_num_workers", 0) * (getattr(iterator, "_prefetch_factor", 0) or 0)
@@ -100,6 +114,7 @@ class Record:
         self.sources = set()  # data sets of which a backward pass has followed
         self.fingerprints, self.replicas, self.buffered = [], None, 0  # of the loaders that led to one
         self.waiting = 0  # depth of calls of loaders
+        self.batch_sizes, self.step_sizes = {}, {}  # how many batches and steps had so many samples
         self.evaluation = None  # begin of an evaluation, and the parts at that time
         self.optimizers, self.names = {}, []
         self.trained, self.autocast, self.products = {}, set(), {}
@@ -191,7 +206,10 @@ class Record:
                 row["samples"] += loader.samples
                 row["tokens"] += loader.tokens
                 row["batches"] += loader.batches
+                for size in loader.sizes:
+                    _count(self.batch_sizes, size)
             loader.samples = loader.tokens = loader.batches = 0
+            loader.sizes = []
             loader.trains = False
         row["backwards"] += self.backwards
         if self.loss is not None:
@@ -207,6 +225,7 @@ class Record:
         row, self.pending = self.pending, None
         if row is None:
             return
+        _count(self.step_sizes, row["samples"])
         row["optimizers"] = ",".join(sorted(str(self.optimizers[number]) for number in self.stepped))
         self.stepped = set()
         previous = self.rows[-1] if self.rows else None
@@ -258,6 +277,7 @@ class Record:
         leading, tokens, leaf = _describe(batch, self.torch)
         loader.batches += 1
         loader.samples += indices or leading or 0
+        loader.sizes.append(indices or leading or 0)
         loader.tokens += tokens or 0
         if len(loader.fingerprints) < FINGERPRINTS:
             loader.fingerprints.append(_fingerprint(leaf))
@@ -352,7 +372,12 @@ class Record:
         if rows:
             # Short times are written to the microsecond.
             self.write(
-                {"steps": [[round(v, 6) if isinstance(v, float) else v for v in map(row.get, FIELDS)] for row in rows]}
+                {
+                    "facts": {"batch_sizes": self.batch_sizes, "step_sizes": self.step_sizes},
+                    "steps": [
+                        [round(v, 6) if isinstance(v, float) else v for v in map(row.get, FIELDS)] for row in rows
+                    ],
+                }
             )
         self.written = now
 
@@ -445,6 +470,11 @@ class Record:
         self.raised(getattr(sys, "last_value", None), "process")
         self._end_step()
         self._flush(_clock())
+
+
+def _count(sizes, size):
+    if size and (size in sizes or len(sizes) < SIZES):
+        sizes[size] = sizes.get(size, 0) + 1
 
 
 def _describe(batch, torch):
