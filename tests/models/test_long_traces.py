@@ -77,5 +77,4 @@ def test_the_space_of_a_small_mamba_does_not_wait_for_its_scan(monkeypatch):
     matmul = torch.matmul
     monkeypatch.setattr(torch, "matmul", lambda *args, **kwargs: (calls.append(1), matmul(*args, **kwargs))[1])
     assert kernels_obstacle(made) == ""
-    assert 0 < len(calls) < tokens // 2, "one call for each position and block"
-    assert 2 * tokens > skeleton.LEAST_CALLS
+    assert 0 < len(calls) < tokens // 2, "there is one for each position and block"
