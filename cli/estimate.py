@@ -19,10 +19,9 @@ from ..estimator.facts.model_facts import Shape
 from ..models.request import ModelRequest, SpaceRequest
 from ..tuner.budget import parse_memory
 from .options import TRAINERS, command_line, options_of, request_of, values_of
+from .status import Status
 
 if TYPE_CHECKING:
-    from rich.live import Live
-
     from ..estimator.document import EstimateDocument
     from ..estimator.request import EstimateRequest
     from ..results import Trial
@@ -101,7 +100,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     limit_mib = parse_memory(asked.memory_limit)
     trials = None if asked.trials_from is None else _trials_of(asked.trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
-    with _Status() as status, without_collection():
+    with Status() as status, without_collection():
         status.update("reading the model")
         terms: dict[str, Any] = {
             "hardware": asked.hardware,
@@ -178,40 +177,6 @@ def _first_answer(asked: dict[str, Any], width: int) -> None:
         text = "\n".join(estimate_text.first(best, width))
         # A terminal shows the status on the line, and the answer below.
         click.echo(f"\r\x1b[2K{text}\n" if sys.stderr.isatty() else text, err=True)
-
-
-class _Status:
-    """A line on standard error with the current step; no output if that is not a terminal.
-
-    No thread redraws it: variants are traced in forked processes, and forking is unsafe beside threads.
-    """
-
-    def __enter__(self) -> "_Status":
-        from rich.console import Console
-
-        self._console = Console(stderr=True)
-        self._live: Live | None = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-    def update(self, doing: str) -> None:
-        """Shows another text."""
-        from rich.live import Live
-
-        if self._live is None:
-            self._live = Live(
-                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-            )
-            self._live.start()
-        self._live.update(f"{doing} ...", refresh=True)
-
-    def clear(self) -> None:
-        """Removes the line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
 
 def _next_commands(again: str, output: str | None, target: str, *, tunable: bool) -> list[str]:

@@ -9,6 +9,7 @@ import click
 from ..knobs.text import config_text
 from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
 from .options import options_of, request_of
+from .status import Status
 
 if TYPE_CHECKING:
     from ..models import Workload
@@ -32,7 +33,9 @@ def space(output: str | None, as_json: bool, **options: Any) -> None:
     from ..tuner.task import resolve_task
 
     request = TrainingRequest(**request_of(options))
-    task = resolve_task(request)
+    with Status() as status:
+        status.update("reading the model, and tracing it by its shapes")
+        task = resolve_task(request)
     if output:
         task.space.to_yaml(output)
     class_name = class_of(task.workload.model) if task.workload is not None else None

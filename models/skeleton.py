@@ -3,11 +3,13 @@
 import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base._torch import parameters_of
 from ..base._transformers import quiet
 from .batches import ForwardPass, each_tensor
+from .data import TokenBatches
 from .user_code import user_code_errors
 from .workload import Batch, Workload
 
@@ -33,6 +35,43 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
             return workload.build_model(config)
 
 
+LEAST_CALLS, CALLS_A_MODULE = 3000, 30
+"""Limit on the calls of torch in a forward pass: more than three times those of the largest models whose code has no loop over
+the sequence. A thousand take about a second."""
+
+
+class TooManyCalls(RuntimeError):
+    """A pass over one sample calls torch more often than that of a model without a loop over the sequence."""
+
+
+@contextmanager
+def _bounded(model: "nn.Module") -> Iterator[None]:
+    """Context in which calls of torch are counted.
+
+    Calls, not operators: an exception while an operator is dispatched can end the process.
+
+    Raises:
+        TooManyCalls: there are more than the limit.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    class Counted(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            if self.count % 1000 == 0:
+                limit = LEAST_CALLS + CALLS_A_MODULE * sum(1 for _ in model.modules())
+                if self.count > limit:
+                    raise TooManyCalls(
+                        f"a pass over one sample calls torch more than {limit:,} times, as a loop over the sequence does"
+                    )
+            return func(*args, **(kwargs or {}))
+
+    with Counted():
+        yield
+
+
 @contextmanager
 def fake_pass(
     workload: Workload, config: Mapping[str, Any], batch: Batch
@@ -41,6 +80,9 @@ def fake_pass(
 
     Yields:
         The model in training mode, its forward pass, and the batch as fake tensors.
+
+    Raises:
+        TooManyCalls: the model loops over the sequence, which would take minutes.
     """
     import torch
     from transformers.initialization import no_init_weights
@@ -53,7 +95,16 @@ def fake_pass(
     with torch.random.fork_rng(devices=[]), quiet(), fake:
         with no_init_weights():  # some read the values that they draw
             model = by_shapes_alone(workload.build_model(config).train())
-        yield model, ForwardPass(workload, model), each_tensor(batch, fake.from_tensor)
+        fakes = each_tensor(batch, fake.from_tensor)
+        with _bounded(model):
+            yield model, ForwardPass(workload, model), fakes
+
+
+def with_tokens(workload: Workload, tokens: int) -> Workload | None:
+    """Returns the workload with fewer tokens a sample; None if it has no more, or if the length of its samples is its own."""
+    if not isinstance(workload.batch, TokenBatches) or workload.batch.seq_len <= tokens:
+        return None
+    return replace(workload, seq_len=tokens, batch=replace(workload.batch, seq_len=tokens))
 
 
 def experts_of(workload: Workload) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def block_calls(workload: Workload, paths: Sequence[str]) -> dict[str, Call]:
             raise _AllSeen
 
     try:
-        with fake_pass(workload, workload.probe, make_batch(workload, 1, 0)) as (model, step, batch), torch.no_grad():
+        with fake_pass(workload, workload.probe, make_batch(workload, 1, 0)) as (model, step, batch):
             for path in firsts:
                 model.get_submodule(path).register_forward_pre_hook(
                     lambda module, args, kwargs, path=path: see(path, args, kwargs), with_kwargs=True
