@@ -385,8 +385,11 @@ def test_folders_without_a_readable_request_are_refused(tmp_path):
 def test_a_run_does_not_start_from_its_own_folder(tmp_path):
     run_of(tmp_path / "a", trials=2)
     before = (tmp_path / "a" / "run.yaml").read_text()
-    for resume in (False, True):
-        with pytest.raises(rl.UsageError, match=r"/a is this run's own folder; resume continues it"):
+    for resume, message in (
+        (False, "/a' already contains a run"),
+        (True, "/a is this run's own folder; resume continues it"),
+    ):
+        with pytest.raises(rl.UsageError, match=message):
             run_of(tmp_path / "a", trials=4, warm_start=tmp_path / "a", resume=resume)
     assert (tmp_path / "a" / "run.yaml").read_text() == before
 
