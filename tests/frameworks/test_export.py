@@ -605,7 +605,7 @@ def test_every_header_says_what_is_not_what_it_seems(target, form, case):
     made = render(target, trial(**{"micro_batch": 1, "grad_accum": 1, **knobs}), document, form=form)
     assert any(message in note for note in made.notes)
     if made.comments_inside:
-        head = made.text.partition("Not carried over")[0]
+        head = made.text.partition("You must set these yourself")[0]
         assert message in " ".join(
             head.replace('"', " ").replace("\n", " ").replace("#", " ").replace(",  ", " ").split()
         )

@@ -111,7 +111,7 @@ def test_a_device_count_at_which_nothing_fits_is_reported():
 
 def test_a_knob_missing_at_some_device_counts_is_reported():
     found = rl.scale("gpt2-tiny", "1,2", global_batch=8, predict_to=2, **SIMULATED, fix={"tp": 2})
-    assert "unknown knob 'tp'" in found.points[0].why and found.points[1].config["tp"] == 2
+    assert "tp needs two devices or more" in found.points[0].why and found.points[1].config["tp"] == 2
 
 
 def test_an_interrupt_ends_it_with_what_was_found(tmp_path):
