@@ -114,7 +114,7 @@ class DefaultPrior(ShapePrior):
         for estimator, blocks, flops in self._estimators:
             # A configuration with more stages than this model has blocks gets one stage per block.
             found = estimator.table({**columns, "pp": np.minimum(columns["pp"], blocks)})
-            speeds.append(np.log(found.throughput) + flops)
+            speeds.append(np.log(found.preference) + flops)
             needs.append(np.log(found.fullest_memory_mib))
             own.append(found.log_throughput_effects / math.sqrt(len(MODELS)))
         speed, effects = _mean_and_effects(speeds)

@@ -10,7 +10,8 @@ from redline.results import Measurement, Status, Trial
 from redline.space import Space
 from redline.testing.samplers import boundless_space, failed, finished, ok, search
 from redline.tuner.samplers import make_sampler
-from redline.tuner.samplers.posterior import SearchPosterior, SurrogatePrior
+from redline.tuner.samplers.posterior import WITHOUT, SearchPosterior, SurrogatePrior
+from redline.tuner.samplers.surrogate import PriorModel, _compressed, throughput_model
 
 LIMIT = 1000.0
 
@@ -420,3 +421,20 @@ def test_a_risk_lowers_the_preference_and_not_what_a_trial_is_compared_with():
     done = finished([space.config(pp=2)], lambda config: ok(110.0, unit="tokens/s"))
     posterior = SearchPosterior(prior, done)
     assert posterior.speed.mean[0] == pytest.approx(np.log(100 / 110), abs=0.02)
+
+
+def test_without_an_estimate_a_fast_trial_is_never_an_outlier():
+    """A stall cannot make a run fast: the model explains the best trials, also those that contradict additivity."""
+    points = np.array([[a, b] for a in range(5) for b in range(5)], dtype=float) / 4
+    values = points.sum(axis=1) + np.random.default_rng(0).normal(0, 0.01, 25)
+    values[6] = 3.0  # one combination of middling values is the best by far
+    model = PriorModel(mean=np.zeros(49), basis=np.ones((49, 1)), scales=WITHOUT)
+    mean = throughput_model([model], points[:24], values[:24], points).mean
+    assert mean[6] > 2.5
+
+
+def test_without_an_estimate_slow_trials_do_not_decide_the_scales():
+    values = np.array([-9.0, -5.0, -1.0, 0.0, 0.5, 1.0, 2.0])
+    compressed = _compressed(values)
+    assert (np.diff(compressed) > 0).all() and (compressed[3:] == values[3:]).all()
+    assert compressed[0] > -5.0

@@ -143,7 +143,7 @@ def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(tiny):
 def test_the_risk_of_failure_reduces_the_expected_throughput():
     table = SimpleNamespace(
         step_ms=np.array([1.0, 1.0, np.inf, 1.0]),
-        throughput=np.array([100.0, 95.0, 0.0, 200.0]),
+        preference=np.array([100.0, 95.0, 0.0, 200.0]),
         fullest_memory_mib=np.array([90.0, 50.0, 1.0, 101.0]),
         probability_runs=np.array([0.6, 1.0, 1.0, 0.5]),
     )

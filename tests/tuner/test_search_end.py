@@ -116,7 +116,7 @@ def test_one_oom_that_excludes_the_rest_is_nothing_feasible():
 
 def test_crashes_do_not_count_as_not_feasible():
     def fn(config):
-        raise KeyError("a bug, which can be mended")
+        raise KeyError(f"a bug with {config.id}, which can be mended")
 
     result = tune(fn, make_space(), trials=20)
     assert len(result.all_trials) == 20

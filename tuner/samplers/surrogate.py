@@ -13,6 +13,8 @@ LIMIT = 400
 """Largest number of trials that a posterior is conditioned on."""
 FEW = 64
 """Number of trials up to which the scales are fitted again after outliers are known."""
+ENOUGH = 12
+"""Number of values from which the worse half of them is compressed. With fewer every value informs about the best."""
 SOFTNESS = 0.1
 """Scale of the logistic likelihood of an OOM, in log memory. It tolerates outliers: a single fluke changes the
 posterior by a bounded amount.
@@ -104,12 +106,17 @@ def throughput_model(models: Sequence[PriorModel], points: np.ndarray, values: n
     """
     count = len(values)
     kept = _subset(values, LIMIT)
+    # Rivals are weighted by how well they explain the same values, so that only a model alone may change them.
+    trusted = np.zeros(count, dtype=bool)
+    if len(models) == 1 and count >= ENOUGH:
+        trusted = values >= np.median(values)
+        values = _compressed(values)
     posteriors, means, evidence, noises = [], [], [], []
     for model in models:
         residual = values - model.mean[:count]
         basis = model.basis[:count]
         own = np.zeros(count + len(at)) if model.own is None else model.own
-        scales, score, inflation = _robust_scales(points, residual, basis, model.scales, own[:count])
+        scales, score, inflation = _robust_scales(points, residual, basis, model.scales, own[:count], trusted)
         kernel = Kernel(scales, points.shape[1])
         noise = ((scales.noise**2 + own[:count]) * inflation)[kept]
         posteriors.append(Posterior(kernel, points[kept], residual[kept], noise, basis[kept], at, model.basis[count:]))
@@ -119,10 +126,22 @@ def throughput_model(models: Sequence[PriorModel], points: np.ndarray, values: n
     return Mixture(posteriors, means, _softmax(evidence), noises)
 
 
+def _compressed(values: np.ndarray) -> np.ndarray:
+    """Values whose distance below the median is compressed logarithmically, in quartile ranges, shape (n,).
+
+    The worst configurations say little about the best ones, and would otherwise decide the scales.
+    """
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+    unit = max(high - low, 1e-3)
+    return np.where(values < middle, middle - unit * np.log1p(np.maximum(middle - values, 0.0) / unit), values)
+
+
 def _robust_scales(
-    points: np.ndarray, values: np.ndarray, basis: np.ndarray, prior: Scales, own: np.ndarray
+    points: np.ndarray, values: np.ndarray, basis: np.ndarray, prior: Scales, own: np.ndarray, trusted: np.ndarray
 ) -> tuple[Scales, float, np.ndarray]:
     """Scales, log evidence, and the factor by which the noise of each value is inflated (n,), 1 or more.
+
+    It is 1 for `trusted` values: what slows a run down cannot have made a good one fast.
 
     A Student t is a Gaussian whose variance has an inverse gamma distribution. The result maximises over those
     variances and the scales alternately (Rasmussen and Williams 2006, section 9.3).
@@ -138,6 +157,7 @@ def _robust_scales(
             away = left_out(Kernel(scales, points.shape[1]), points, values, noise, basis)
             # The noise explains part of the leave-one-out residual; for an outlier, nearly all of it.
             inflation = np.maximum(1.0, (DEGREES + away**2 * inflation) / (DEGREES + 1.0))
+            inflation[trusted] = 1.0
         scales, score = fit_scales(points, values, basis, prior, extra=own, inflation=inflation)
     penalty = (DEGREES / 2 + 1) * np.log(inflation) + DEGREES / 2 * (1.0 / inflation - 1.0)
     return scales, score - float(np.minimum(penalty, STALL).sum()), inflation
