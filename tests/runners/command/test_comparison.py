@@ -39,6 +39,15 @@ def measured(throughput=640.0, peak=100.0, **changes):
             "it trains with 16 samples a step, not 64: the trainer reduced its batch",
         ),
         (Asked(samples_per_step=16), {}, "it trains with 64 samples a step, not 16"),
+        # Short last batches of epochs, and several passes over a batch.
+        (Asked(samples_per_step=64), {"samples_per_step": 50.0, "usual_step": 64.0}, ""),
+        (Asked(micro_batch=32), {"samples_per_step": 25.0, "micro_batch": 25.0, "usual_batch": 32.0}, ""),
+        (Asked(micro_batch=8), {"samples_per_step": 8.0, "micro_batch": 2.0, "usual_batch": 8.0}, ""),
+        (
+            Asked(samples_per_step=64, micro_batch=64),
+            {"samples_per_step": 31.0, "micro_batch": 31.0, "usual_step": 32.0, "usual_batch": 32.0},
+            "it trains with 31 samples a step, not 64: the trainer reduced its batch",
+        ),
         (Asked(samples_per_step=16), {"samples_seen": False}, ""),
         # Ranks that all read the same synthetic batches, as replicas of a data-parallel training may.
         (Asked(samples_per_step=128), {"same_data": True, "ranks": 2}, ""),

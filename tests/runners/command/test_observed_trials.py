@@ -67,6 +67,26 @@ def test_a_training_that_prints_nothing_is_measured_and_ended(run):
     assert measured.peak_memory_mib > 50 and measured.seconds_measure >= 1
 
 
+def test_the_last_batch_of_an_epoch_may_be_smaller(run):
+    text = """
+    batch = int(sys.argv[1])
+    data = TensorDataset(torch.randn(6, 8))
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for epoch in range(4000):
+        for (rows,) in DataLoader(data, batch_size=batch):
+            time.sleep(0.004 * len(rows))
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    for size, steps, measured in zip((2, 4), (3, 2), run(text, micro_batches=(2, 4)), strict=True):
+        assert measured.status is Status.OK, measured.reason
+        observed = measured.observed
+        assert (observed["usual_batch"], observed["usual_step"]) == (size, size)
+        assert observed["samples_per_step"] == pytest.approx(6 / steps, rel=0.05)
+
+
 def test_what_is_printed_does_not_count_where_steps_are_observed(run):
     text = """
     from tqdm import tqdm
