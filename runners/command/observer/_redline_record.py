@@ -30,6 +30,7 @@ FIELDS = (
     "compiling",  # part of the others
 )
 """Columns of a step's row."""
+SUMMED = tuple(name for name in FIELDS if name not in ("end", "optimizers", "loss"))
 PARTS = ("forward", "backward", "optimizer", "data", "evaluation", "saving", "other")
 FLUSH_S = 0.3
 """Shortest time between two lines of steps, s."""
@@ -214,9 +215,9 @@ class Record:
         row["backwards"] += self.backwards
         if self.loss is not None:
             row["loss"] = (row["loss"] or 0.0) + self.loss
-        for part in PARTS:
-            row[part] += self.parts[part]
-            self.parts[part] = 0.0
+        for part, seconds in self.parts.items():
+            row[part] += seconds
+        self.parts = dict.fromkeys(PARTS, 0.0)
         row["compiling"] += self.compiling
         self.compiling, self.backwards, self.loss = 0.0, 0, None
 
@@ -226,15 +227,14 @@ class Record:
         if row is None:
             return
         _count(self.step_sizes, row["samples"])
-        row["optimizers"] = ",".join(sorted(str(self.optimizers[number]) for number in self.stepped))
+        row["optimizers"] = ",".join(sorted([str(self.optimizers[number]) for number in self.stepped]))
         self.stepped = set()
         previous = self.rows[-1] if self.rows else None
         row["seconds"], self.closed = row["end"] - self.closed, row["end"]
         if previous is not None and previous["optimizers"] == row["optimizers"] and previous["seconds"] < SHORT_S:
             row["seconds"] += previous["seconds"]
-            for name in FIELDS[1:]:
-                if name not in ("optimizers", "loss"):
-                    row[name] += previous[name]
+            for name in SUMMED:
+                row[name] += previous[name]
             self.rows[-1] = row
         else:
             self.rows.append(row)
@@ -483,6 +483,8 @@ def _describe(batch, torch):
     """
     leaves, tokens = [], None
     pending = [("", batch, 0)]
+    if type(batch) is torch.Tensor:
+        leaves, pending = [batch] if batch.dim() > 0 else [], []
     while pending and len(leaves) < MOST_LEAVES:
         name, value, depth = pending.pop(0)
         if isinstance(value, torch.Tensor):
