@@ -45,7 +45,7 @@ class TooManyCalls(RuntimeError):
 
 
 @contextmanager
-def _bounded(model: "nn.Module") -> Iterator[None]:
+def bounded(model: "nn.Module") -> Iterator[None]:
     """Context in which calls of torch are counted.
 
     Calls, not operators: an exception while an operator is dispatched can end the process.
@@ -96,7 +96,7 @@ def fake_pass(
         with no_init_weights():  # some read the values that they draw
             model = by_shapes_alone(workload.build_model(config).train())
         fakes = each_tensor(batch, fake.from_tensor)
-        with _bounded(model):
+        with bounded(model):
             yield model, ForwardPass(workload, model), fakes
 
 

@@ -19,7 +19,7 @@ from ...models.batches import ForwardPass, each_tensor, make_batch
 from ...models.families import generic_schedule
 from ...models.families.standard import StandardSchedule
 from ...models.lora import frozen_format
-from ...models.skeleton import skeleton
+from ...models.skeleton import bounded, skeleton
 from .device_operators import function_mode
 from .recorder import Recorder, Split
 from .stand_ins import StandIns
@@ -97,7 +97,7 @@ def trace_step(
             stack.enter_context(recorder.operators)
             stack.enter_context(stand_ins.standing_in())
             try:
-                with autocast, recorder.saving():
+                with autocast, recorder.saving(), bounded(model):
                     loss = step(inputs)
                 recorder.turn()
                 loss.backward()

@@ -1,6 +1,8 @@
 """Models that loop over the sequence in Python: traces of them are bounded, and their operations follow from short samples."""
 
+import pytest
 import torch
+from redline.estimator.facts.traced import TracingError, trace_facts
 from redline.models import Workload
 from redline.models.architecture import Architecture
 from redline.models.data import TokenBatches
@@ -78,3 +80,10 @@ def test_the_space_of_a_small_mamba_does_not_wait_for_its_scan(monkeypatch):
     monkeypatch.setattr(torch, "matmul", lambda *args, **kwargs: (calls.append(1), matmul(*args, **kwargs))[1])
     assert kernels_obstacle(made) == ""
     assert 0 < len(calls) < tokens // 2, "there is one for each position and block"
+
+
+def test_an_estimate_of_a_loop_over_the_sequence_is_refused_at_the_bound(tmp_path):
+    Looping.steps = 0
+    with pytest.raises(TracingError, match="calls torch more than .* as a loop over the sequence does"):
+        trace_facts(looping(LONG), folder=tmp_path)
+    assert Looping.steps < LONG
