@@ -20,7 +20,7 @@ from redline.space import Config, Space
 from redline.tuner.budget import Budget
 from redline.tuner.refinement import refiner
 from redline.tuner.search import Refinement, Search
-from redline.tuner.transfer import read_runs
+from redline.tuner.warm_start import read_runs
 
 
 class Memory:

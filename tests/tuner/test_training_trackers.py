@@ -272,9 +272,12 @@ def test_numbers_without_a_value_are_left_out():
 
 
 def test_an_unknown_tracker_is_named_before_anything_is_written(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UsageError, match="unknown tracker 'wandbb'; did you mean 'wandb'"):
-        train(TrainRequest("llama-tiny", out=tmp_path / "x", log_to="wandbb", paths=(str(tmp_path),), steps=1))
-    assert list(tmp_path.iterdir()) == []
+        train(
+            TrainRequest("llama-tiny", out=tmp_path / "x", log_to="wandbb", paths=(str(tmp_path / "a.txt"),), steps=1)
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -282,6 +285,7 @@ def test_a_missing_package_is_named_before_anything_is_written(name, monkeypatch
     for module in [each for each in sys.modules if each.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.txt").write_text("text")
     with pytest.raises(MissingDependency, match=f"--log-to {name} needs .*: pip install {name}"):
-        train(TrainRequest("llama-tiny", out=tmp_path / "x", log_to=[name], paths=(str(tmp_path),), steps=1))
-    assert list(tmp_path.iterdir()) == []
+        train(TrainRequest("llama-tiny", out=tmp_path / "x", log_to=[name], paths=(str(tmp_path / "a.txt"),), steps=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
