@@ -48,7 +48,7 @@ setup: $(TEST_STAMP)
 $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redline needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dashboard,service,hebo]"
+	$(PIP) --editable ".[dashboard,service,hebo,data]"
 	$(PIP) --no-deps HEBO==0.3.6
 	@$(MAKE) --no-print-directory types
 	touch $(STAMP)

@@ -186,8 +186,10 @@ class Transfer:
         self._runs, self._kernel = len(weights), None
         if not len(rows):
             return
+        # Scales fitted to less similar runs would mostly reflect their differences.
+        similar = weights[owner] == weights[owner].max()
+        scales, _ = fit_scales(points[similar], values[similar], np.zeros((int(similar.sum()), 0)), EXPECTED)
         none = np.zeros((len(rows), 0))
-        scales, _ = fit_scales(points, values, none, EXPECTED)
         self._kernel, self._points = Kernel(scales, points.shape[1]), Points.of(points)
         correlation = np.where(owner[:, None] == owner, 1.0, np.outer(weights[owner], weights[owner]))
         covariance = self._kernel.between(self._points, self._points, none, none) * correlation

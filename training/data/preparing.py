@@ -1,7 +1,8 @@
 """Prepares samples from a request: reads, tokenises and checks the data once, then maps it into memory."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,7 @@ def _check_size(plan: DataPlan, layout: SampleLayout, count: int) -> None:
 
 def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path, on_read: OnRead) -> Path:
     """Returns the folder of the tokens, and creates it if necessary."""
-    stamps = [[source.reader, *map(list, source.stamps())] for source in sources]
+    stamps = _stamps(sources)
     wanted = {
         "format": FORMAT,
         "sources": stamps,
@@ -139,7 +140,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
     def make(folder: Path) -> StoreInfo:
         (folder / ROWS).mkdir()
         encoder = encoder_of(plan.tokenizer)
-        with _Quiet():
+        with _without_progress_bars():
             read = [(source, *read_rows(source, plan.field, folder / "raw")) for source in sources]
             kinds = {kind for _, _, kind in read}
             _check_kinds(plan, kinds, vocab_size)
@@ -157,11 +158,16 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
         if not about.tokens:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} has no token: its texts are empty")
         shutil.rmtree(folder / "raw", ignore_errors=True)
-        if [[source.reader, *map(list, source.stamps())] for source in sources] != stamps:
+        if _stamps(sources) != stamps:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} changed while it was read; start again")
         return about
 
     return made_once(cache, wanted, make)
+
+
+def _stamps(sources: list[Source]) -> list[Any]:
+    """What changes if a source does, JSON-ready."""
+    return [[source.reader, *map(list, source.stamps())] for source in sources]
 
 
 def _check_kinds(plan: DataPlan, kinds: set[RowKind], vocab_size: int) -> None:
@@ -211,17 +217,14 @@ def _mapped(rows: "datasets.Dataset", encode: Callable[..., Any], path: Path) ->
     )  # fmt: skip
 
 
-class _Quiet:
-    """Turns the progress bars of `datasets` off for a block, if they are on."""
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    def __enter__(self) -> None:
-        from datasets.utils import are_progress_bars_disabled, disable_progress_bars
-
-        self._off = are_progress_bars_disabled()
-        disable_progress_bars()
-
-    def __exit__(self, *exception: object) -> None:
-        from datasets.utils import enable_progress_bars
-
-        if not self._off:
+    were_off = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_off:
             enable_progress_bars()

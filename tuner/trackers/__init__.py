@@ -45,11 +45,12 @@ def logging_to(
         UsageError: a tracker is unknown, or the folder is missing.
         MissingDependency: a tracker's package is not installed.
     """
-    tracking = SearchTracking(_opened(names, folder), listener)
-    try:
+    trackers = _opened(names, folder)
+    if not trackers:
+        yield listener
+        return
+    with contextlib.closing(SearchTracking(trackers, listener)) as tracking:
         yield tracking
-    finally:
-        tracking.close()
 
 
 @contextlib.contextmanager
@@ -57,8 +58,9 @@ def logging_training_to(
     names: str | Sequence[str] | None, folder: str | Path, listener: TrainListener
 ) -> Iterator[TrainListener]:
     """As `logging_to`, for a training."""
-    tracking = TrainTracking(_opened(names, folder), listener)
-    try:
+    trackers = _opened(names, folder)
+    if not trackers:
+        yield listener
+        return
+    with contextlib.closing(TrainTracking(trackers, listener)) as tracking:
         yield tracking
-    finally:
-        tracking.close()

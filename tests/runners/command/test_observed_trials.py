@@ -126,8 +126,10 @@ def test_another_accumulation_than_the_global_batch_asks_for_is_wrong(run, space
 
 def test_stalls_count_and_are_named(run):
     (measured,) = run("for step in train(int(sys.argv[1]), cost=0.01): time.sleep(0.2 if step % 10 == 0 else 0)")
-    # Ten steps take 0.3 s: 66 samples/s, where the median step has 200.
-    assert measured.status is Status.OK and 20 < measured.throughput < 75
+    # Ten steps take 0.3 s at least: 66 samples/s at most, where the median step has up to 200.
+    assert measured.status is Status.OK and measured.throughput < 67
+    median = 2e3 / measured.observed["median_step_ms"]
+    assert median < 200 and 0.2 < measured.throughput / median < 0.5
     assert measured.reason.startswith("stalls take ") and "of the time: the median step takes 1" in measured.reason
 
 
