@@ -2,7 +2,7 @@
 
     python bench/reshard.py                                     # the whole table, half an hour on two cores
     python bench/reshard.py --family t5 --strategy tp2+sp       # from and to one strategy
-    python bench/reshard.py --keep cells.json --write docs/checkpoints.md    # in several runs, if needed
+    python bench/reshard.py --keep cells.json --write bench/results/reshard.md    # in several runs, if needed
 
 Each cell trains a tiny model for four steps in one strategy, resumes it in another, on up to four ranks (gloo), saves
 it again at once, and trains five more steps. It passes if both checkpoints are equal bit for bit, including optimizer

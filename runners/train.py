@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import StudyError, WorkloadError
+from ..base.errors import WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
+from ..models.layouts.dcp import dcp_tensors
 from ..models.layouts.find import find_weights
 from ..models.layouts.weights import Weights
 from ..results import Measurement, Status
@@ -23,8 +24,7 @@ from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..space import Config
 from ..training import Training
 from ..training.checkpoint.folder import CheckpointFolder
-from ..training.checkpoint.restoring import frozen_damage, keep_again, latest, restore
-from ..training.checkpoint.saver import Saver, patient_group
+from ..training.checkpoint.saver import Saver, gathered, latest, patient_group
 from ..training.checkpoint.state import State
 from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
@@ -36,8 +36,6 @@ from .rank import RankContext
 from .work import Work
 
 if TYPE_CHECKING:
-    import torch
-
     from .runner import TrialRequest
     from .work import CommonFields, TrialTerms
 
@@ -104,14 +102,29 @@ class TrainRank:
             )
             _check_packing(training, samples)
             average = averages(training) if self.hyperparameters.average is not None else None
-            state = State(training, average)
             context.phase("checkpoint")
             folder = CheckpointFolder(self.folder / CHECKPOINTS, self.plan.keep)
             saver = Saver(folder, context.rank, group)
             stack.callback(saver.close)
-            step, position = self._begin(training, state, saver, group, log)
+            checkpoint = latest(folder, group)
+            if context.rank == 0:
+                folder.prepare()
+            from_weights = frozenset[str]()
+            if self.weights is not None and (checkpoint is None or training.outline.frozen):
+                weights = weights_to_begin_with(self.workload, self.weights)
+                from_weights = frozenset(training.outline.frozen) & weights.tensors.keys()
+                if checkpoint is None:
+                    for note in weights.notes:
+                        log({"kind": "note", "text": note})
+                State(training, average).load_weights(weights)
+            step, position = 0, 0
+            if checkpoint is not None:
+                State(training, average, from_weights).load(dcp_tensors(checkpoint.path), checkpoint.path.name, log)
+                training.precision.restore(checkpoint.manifest)
+                step, position = checkpoint.step, int(checkpoint.manifest["samples"])
+                log({"kind": "resumed", "step": step, "checkpoint": checkpoint.path.name})
             # Waits here: collectives of steps have a shorter timeout for a rank that reads more than others.
-            saver.gathered(None)
+            gathered(None, group)
             loop = Loop(
                 training,
                 samples,
@@ -120,58 +133,23 @@ class TrainRank:
                 saver=saver,
                 step=step,
                 position=position,
-                facts={**self.facts, "configuration": dict(self.config), "devices": context.world_size},
+                facts={
+                    **self.facts,
+                    "configuration": dict(self.config),
+                    "devices": context.world_size,
+                    "from_weights": bool(from_weights),
+                },
                 log=log,
                 stop=stack.enter_context(_stop_requested(self.folder if context.rank == 0 else None)),
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
                 average=average,
+                from_weights=from_weights,
                 phase=context.phase,
             )
             context.phase("training")
             end = loop.run()
             return replace(end, unlogged=written.unwritten) if written is not None else end
-
-    def _begin(
-        self,
-        training: Training,
-        state: State,
-        saver: Saver,
-        group: "torch.distributed.ProcessGroup | None",
-        log: Callable[[Mapping[str, Any]], None],
-    ) -> tuple[int, int]:
-        """Loads or initialises the weights. Returns the number of steps done and of samples used."""
-
-        def say(note: str) -> None:
-            log({"kind": "note", "text": note})
-
-        folder, damaged = saver.folder, list[str]()
-        try:
-            checkpoint = latest(folder, group, damaged.append, log)
-        except StudyError:
-            repairable = self.weights is not None and state.frozen is not None
-            if not repairable or not (damage := frozen_damage(folder, group)):
-                raise
-            say(f"the frozen weights are read from '{self.weights}' again: {damage}")
-            weights = weights_to_begin_with(self.workload, str(self.weights))
-            keep_again(state, weights, folder, saver, training.world.rank)
-            damaged.clear()
-            checkpoint = latest(folder, group, damaged.append, log)
-        for note in damaged:
-            say(note)
-        if training.world.rank == 0:
-            folder.prepare(checkpoint)
-        if checkpoint is None:
-            if self.weights is not None:
-                weights = weights_to_begin_with(self.workload, self.weights)
-                for note in weights.notes:
-                    log({"kind": "note", "text": note})
-                state.load_weights(weights)
-            return 0, 0
-        restore(state, checkpoint, log)
-        training.precision.restore(checkpoint.manifest)
-        log({"kind": "resumed", "step": checkpoint.step, "checkpoint": checkpoint.path.name})
-        return checkpoint.step, int(checkpoint.manifest["samples"])
 
 
 def weights_to_begin_with(workload: Workload, path: str) -> Weights:

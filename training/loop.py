@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from statistics import median
@@ -119,6 +119,7 @@ class Loop:
         stop: returns True to stop; called on every rank at every step.
         peak_flops: peak FLOP/s of a device, for the utilisation; None if unknown.
         average: moving averages of parameters, if any; see `averages`.
+        from_weights: frozen parameters that checkpoints leave out; see `State`.
         phase: receives the name of the next phase, so that a failure can report it.
     """
 
@@ -139,6 +140,7 @@ class Loop:
         memory_mib: Callable[[], float] | None = None,
         peak_flops: float | None = None,
         average: "Mapping[nn.Parameter, torch.Tensor] | None" = None,
+        from_weights: Collection[str] = (),
         phase: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._phase = phase
@@ -147,6 +149,7 @@ class Loop:
         self._hyper = hyperparameters
         self.until = self._hyper.steps if until is None else until
         self.average = average or {}
+        self._from_weights = from_weights
         self._facts = dict(facts or {})
         self._log = log if training.world.rank == 0 else lambda line: None
         self._stop, self._memory_mib, self._peak_flops = stop, memory_mib, peak_flops
@@ -177,7 +180,7 @@ class Loop:
                 following = self._fetch(self.step + 1)
                 self._one(share)
                 if self.saver is not None and self.step == self._first:
-                    State(self.training, self.average).tensors()  # fails now rather than at the first checkpoint
+                    self._state().tensors()  # fails now rather than at the first checkpoint
                 stopped, save = self._next_actions()
                 self.step += 1
                 last = self.step == self.until
@@ -371,7 +374,7 @@ class Loop:
                 tried.append("an evaluation")
         if self.saver is not None:
             self._log_saved(self.saver.wait())
-            saved = self.saver.rehearse(State(training, self.average), self.step)
+            saved = self.saver.rehearse(self._state(), self.step)
             if saved.failure:
                 raise StudyError(
                     f"no checkpoint can be saved in '{self.saver.folder.path}', as a trial after the first step shows: "
@@ -386,6 +389,9 @@ class Loop:
         text = f"soaked for {seconds:.1f} s{peak}: {listed} succeeded, without an effect on the training"
         self._log({"kind": "note", "step": self.step, "text": text, "seconds": seconds, "memory_mib": memory_mib})
 
+    def _state(self) -> State:
+        return State(self.training, self.average, self._from_weights)
+
     def _save(self) -> None:
         """Starts to save a checkpoint of this step."""
         if self.saver is None or self._saved_step == self.step:
@@ -394,7 +400,7 @@ class Loop:
         self._check()
         position = self._position(self.step)
         facts = {**self._facts, "samples": position, **self.training.precision.facts}
-        self._log_saved(self.saver.save(State(self.training, self.average), self.step, facts))
+        self._log_saved(self.saver.save(self._state(), self.step, facts))
         self._saved_step, self._saved_at = self.step, time.monotonic()
         self._idle_s += time.perf_counter() - begin
 

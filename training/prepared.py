@@ -1,7 +1,6 @@
 """Parts of the user's training loop that `redline.accelerate` returns: model, optimizer, loader, info."""
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from ..base.device import one_thread
 from ..base.errors import StudyError, UsageError
 from ..knobs.text import config_text
 from ..models.batches import batch_slice, entries, to_device
+from ..models.layouts.dcp import dcp_tensors
 from ..models.workload import Batch
 from . import gradients
-from .checkpoint.folder import Checkpoint, CheckpointFolder
-from .checkpoint.restoring import latest, restore
-from .checkpoint.saver import Saver
+from .checkpoint.folder import CheckpointFolder
+from .checkpoint.saver import Saver, latest
 from .checkpoint.state import State
 from .data.samples import TrainingData
 from .gradients import factors
@@ -341,6 +340,7 @@ class Info:
         notes: parts of the strategy that could not be followed, one sentence each.
         predicted: throughput, measured in a dry run or estimated; None if neither was done.
         group: gloo group of all ranks; None for one rank.
+        from_weights: frozen parameters that checkpoints leave out; see `State`.
     """
 
     def __init__(
@@ -352,13 +352,13 @@ class Info:
         notes: tuple[str, ...] = (),
         predicted: float | None = None,
         group: dist.ProcessGroup | None = None,
+        from_weights: Collection[str] = (),
     ) -> None:
         self.why, self.notes, self.predicted = why, notes, predicted
         self.training = steps.training
         """Model, optimizer and sizes in this configuration."""
         self._steps, self._loader, self._group = steps, loader, group
-        self._found: Checkpoint | None = None
-        """The latest checkpoint that was loaded or saved."""
+        self._from_weights = from_weights
 
     @property
     def config(self) -> dict[str, Any]:
@@ -445,14 +445,16 @@ class Info:
             "devices": self.world.size,
         }
         try:
-            saver.save(State(self.training), self.step, about)
+            saver.save(self._state(), self.step, about)
             saved = saver.wait()
         finally:
             saver.close()
         if saved is not None and saved.failure:
             raise StudyError(f"no checkpoint of step {self.step} could be saved in '{path}': {saved.failure}")
-        self._found = folder.checkpoint(self.step)
-        return self._found.path
+        return folder.checkpoint(self.step).path
+
+    def _state(self) -> State:
+        return State(self.training, from_weights=self._from_weights)
 
     def _prepare(self, folder: CheckpointFolder) -> None:
         """Creates the folder on rank 0, before any rank writes into it."""
@@ -464,14 +466,13 @@ class Info:
 
     def _create_folder(self, folder: CheckpointFolder) -> str:
         """Creates a folder. Returns the reason why it cannot take a checkpoint of this step, or an empty text."""
-        here = self._found if self._found is not None and self._found.path.parent == folder.path else None
         try:
-            folder.prepare(here)
+            folder.prepare()
         except StudyError as error:
             return str(error)
         except OSError as error:
             return f"the folder '{folder.path}' for checkpoints cannot be made: {error.strerror or error}"
-        later = [str(each.step) for each in folder.all() if each.step > self.step]
+        later = [str(checkpoint.step) for checkpoint in folder.all() if checkpoint.step > self.step]
         if not later:
             return ""
         return (
@@ -487,21 +488,15 @@ class Info:
             True if there was one.
 
         Raises:
-            StudyError: all checkpoints are damaged.
-            WorkloadError: it is of another model.
+            StudyError: its description cannot be read.
+            WorkloadError: it is of another model, or damaged.
         """
-
-        def say(note: str) -> None:
-            if self.main:
-                warnings.warn(note, RuntimeWarning, stacklevel=3)
-
-        found = latest(CheckpointFolder(Path(path).absolute()), self._group, say)
-        if found is None:
+        checkpoint = latest(CheckpointFolder(Path(path).absolute()), self._group)
+        if checkpoint is None:
             return False
-        self._found = found
-        restore(State(self.training), found)
-        self.training.precision.restore(found.manifest)
-        self._steps.step, self._loader.position = found.step, int(found.manifest["samples"])
+        self._state().load(dcp_tensors(checkpoint.path), checkpoint.path.name)
+        self.training.precision.restore(checkpoint.manifest)
+        self._steps.step, self._loader.position = checkpoint.step, int(checkpoint.manifest["samples"])
         return True
 
     def state_dict(self) -> dict[str, torch.Tensor]:

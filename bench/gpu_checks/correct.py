@@ -277,9 +277,9 @@ def resume(setting: Setting) -> Iterator[Row]:
     """A training that is saved and resumed is equal bit for bit to an uninterrupted one."""
     from dataclasses import replace
 
+    from redline.models.layouts.dcp import dcp_tensors
     from redline.training.checkpoint.folder import CheckpointFolder
-    from redline.training.checkpoint.restoring import latest, restore
-    from redline.training.checkpoint.saver import Saver
+    from redline.training.checkpoint.saver import Saver, latest
     from redline.training.checkpoint.state import State
     from redline.training.data import FromWorkload
     from redline.training.hyperparameters import Hyperparameters
@@ -298,13 +298,13 @@ def resume(setting: Setting) -> Iterator[Row]:
         training = Training(
             workload, {"micro_batch": 8, "precision": "bf16"}, torch.device(setting.device), own_data=False
         )
-        found = latest(folder, None, print) if begin else None
-        if found is not None:
-            restore(State(training), found)
+        checkpoint = latest(folder, None) if begin else None
+        if checkpoint is not None:
+            State(training).load(dcp_tensors(checkpoint.path))
         if save:
-            folder.prepare(found)
+            folder.prepare()
         saver = Saver(folder) if save else None
-        step, position = (found.step, found.manifest["samples"]) if found else (0, 0)
+        step, position = (checkpoint.step, checkpoint.manifest["samples"]) if checkpoint else (0, 0)
         plan = replace(LoopPlan(), save_minutes=0)
         data = FromWorkload(workload, seed=0, num_evaluation=16)
         loop = Loop(training, data, hyper, plan, saver=saver, step=step, position=position, until=until)

@@ -3,8 +3,7 @@
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = read_metadata(folder)
+    _check_sizes(folder, metadata)
     return {
         name: _stored(folder, metadata, name)
         for name, each in metadata.state_dict_metadata.items()
@@ -71,6 +71,19 @@ def read_metadata(folder: Path) -> "Metadata":
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise WorkloadError(f"'{path}' contains no metadata of torch.distributed.checkpoint")
     return found
+
+
+def _check_sizes(folder: Path, metadata: "Metadata") -> None:
+    """Raises WorkloadError if a file is missing or shorter than the metadata says, as after a copy that was interrupted."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or size < end:
+            state = "is missing" if size is None else f"is damaged: it has {size} bytes, and had {end} or more when saved"
+            raise WorkloadError(f"'{path}' {state}; copy the checkpoint again, or remove its folder to use an earlier one")
 
 
 class _Careful(pickle.Unpickler):
@@ -140,45 +153,39 @@ def _placing() -> Any:
     return Placing
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor to write."""
+def save_planner(shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """Returns a planner with which torch.distributed.checkpoint writes parts of tensors, each in pieces (`boxes`).
 
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    offset: tuple[int, ...]
-    """Offset of the box in the tensor."""
-    size: tuple[int, ...]
-    dtype: "torch.dtype"
-    read: "Callable[[], torch.Tensor]"
-    """Returns the contents when the box is written."""
+    The state dict has a part for each pair of a tensor's name and the part's offset in the tensor.
 
-
-def save_planner(pieces: Sequence[Piece]) -> Any:
-    """Returns a planner with which torch.distributed.checkpoint writes these pieces."""
+    Args:
+        shapes: shape of each whole tensor.
+    """
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-    at = {(each.name, tuple(each.offset)): each for each in pieces}
-
-    def item(each: Piece) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.size))
-        about = TensorWriteData(chunk, TensorProperties(dtype=each.dtype), torch.Size(each.shape))
-        return WriteItem(MetadataIndex(each.name, chunk.offsets), WriteItemType.SHARD, tensor_data=about)
-
     class Planner(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
-            self.plan = SavePlan([*map(item, at.values())])
+            self.pieces: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+            items = []
+            for (name, offset), part in self.state_dict.items():
+                for box in boxes(part):
+                    piece = part[box]
+                    begin = tuple(first + cut.start for first, cut in zip(offset, box))
+                    chunk = ChunkStorageMetadata(torch.Size(begin), piece.shape)
+                    tensor_data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(shapes[name]))
+                    items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=tensor_data))
+                    self.pieces[name, begin] = piece
+            self.plan = SavePlan(items)
             return self.plan
 
         def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-            index = write_item.index
-            return at[index.fqn, tuple(index.offset)].read()
+            assert write_item.index.offset is not None, "pieces have offsets"
+            return self.pieces[write_item.index.fqn, tuple(write_item.index.offset)]
 
-    return Planner(flatten_state_dict=False)
+    return Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def boxes(tensor: "LazyTensor | torch.Tensor") -> Iterable[Box]:

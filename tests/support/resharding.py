@@ -96,8 +96,9 @@ def part(
     """
     import torch
     import torch.distributed as dist
+    from redline.models.layouts.dcp import dcp_tensors
     from redline.training.checkpoint.folder import CheckpointFolder
-    from redline.training.checkpoint.restoring import latest, restore
+    from redline.training.checkpoint.saver import latest
     from redline.training.checkpoint.state import State
     from redline.training.data import FromWorkload
     from redline.training.hyperparameters import Hyperparameters
@@ -119,10 +120,10 @@ def part(
     state = State(training, average := averages(training))
     step = 0
     if begin is not None:
-        found = latest(CheckpointFolder(begin), group, print)
-        assert found is not None, "there is a checkpoint to load"
-        restore(state, found)
-        step = found.step
+        checkpoint = latest(CheckpointFolder(begin), group)
+        assert checkpoint is not None, "there is a checkpoint to load"
+        state.load(dcp_tensors(checkpoint.path))
+        step = checkpoint.step
     if copy is not None:
         saver = _saver(copy, rank, group)
         saver.save(state, step, {"samples": step * SAMPLES})

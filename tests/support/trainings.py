@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from redline.models.layouts.dcp import dcp_tensors
 from redline.training import Training
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.restoring import latest, restore
-from redline.training.checkpoint.saver import Saver
+from redline.training.checkpoint.saver import Saver, latest
 from redline.training.checkpoint.state import State
 from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
@@ -33,8 +33,6 @@ class Part:
     failure: str
     found: int | None
     """Step of the checkpoint that it resumed from."""
-    messages: list[str] = field(default_factory=list)
-    """Messages about checkpoints that were skipped."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Weights at its end, if the model is whole on this rank."""
 
@@ -65,7 +63,7 @@ def built(workload, config, hyper, seed=0):
 
 
 def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, save=None, seed=0, stop=None,
-         watch=None, **plan):  # fmt: skip
+         watch=None, from_weights=(), **plan):  # fmt: skip
     """Trains on every rank; all ranks make the same call.
 
     Args:
@@ -74,6 +72,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
         save: folder for checkpoints.
         stop: returns True to end, given the loop; called on every rank at every step.
         watch: called with the training before its first step.
+        from_weights: frozen parameters that checkpoints leave out.
     """
     hyper = hyper or Hyperparameters(steps=8, lr=1e-3, warmup=2)
     plan = LoopPlan(**{**QUIET, **plan})
@@ -81,16 +80,16 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     group = dist.new_group(backend="gloo") if size > 1 else None
     training = built(workload, config, hyper, seed)
     average = averages(training) if hyper.average is not None else None
-    found, messages = None, []
+    found = None
     if begin is not None:
-        found = latest(CheckpointFolder(begin), group, messages.append)
+        found = latest(CheckpointFolder(begin), group)
         if found is not None:
-            restore(State(training, average), found)
+            State(training, average, from_weights).load(dcp_tensors(found.path))
     saver = None
     if save is not None:
         folder = CheckpointFolder(save, plan.keep)
         if rank == 0:
-            folder.prepare(found)
+            folder.prepare()
         if group is not None:
             dist.barrier(group)
         saver = Saver(folder, rank, group)
@@ -101,7 +100,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     loop = Loop(
         training, samples or FromWorkload(workload, seed=seed, num_evaluation=2 * workload.global_batch), hyper, plan,
         saver=saver, step=step, position=position, until=until, log=lines.append,
-        stop=lambda: stop(loop) if stop else False, average=average,
+        stop=lambda: stop(loop) if stop else False, average=average, from_weights=from_weights,
     )  # fmt: skip
     ended = loop.run()
     KNOWN[workload.id].update(training.workload.known)
@@ -111,7 +110,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     weights = {name: each.detach().clone() for name, each in training.model.state_dict().items()} if whole else {}
     return Part(
         lines=lines, step=ended.step, stopped=ended.stopped, failure=ended.failure,
-        found=found.step if found else None, messages=messages, weights=weights,
+        found=found.step if found else None, weights=weights,
     )  # fmt: skip
 
 

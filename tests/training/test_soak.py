@@ -142,12 +142,12 @@ def test_a_short_training_has_none_nor_one_that_is_asked_for_none(small, steps, 
 
 
 def test_a_checkpoint_that_cannot_be_saved_ends_it_at_once(small, tmp_path, monkeypatch):
-    from redline.training.checkpoint import saver
+    from torch.distributed.checkpoint import FileSystemWriter
 
     def refused(*given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver, "write", refused)
+    monkeypatch.setattr(FileSystemWriter, "write_data", refused)
     with pytest.raises(StudyError, match=r"no checkpoint can be saved in '.*', as a trial.*No space left on device"):
         part(small("llama"), {"micro_batch": 8}, HYPER, save=tmp_path / "here")
     assert place() == (0, 1) and list((tmp_path / "here").iterdir()) == []

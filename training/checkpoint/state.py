@@ -10,15 +10,14 @@
 Random numbers and the order of samples are functions of the seed and the step, so they are not saved.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkloadError
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import Weights, shape_differences
 from ..hyperparameters import NUMBERS, group_numbers
-from .folder import Reading, Report, ignore
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +30,10 @@ MODEL, OPTIMIZER, GROUP, AVERAGE = "model", "optimizer", "group", "average"
 _NUMBERS: Mapping[str, Callable[[float], Any]] = {each.__name__: each for each in NUMBERS}
 """Kinds of numbers that optimizers keep as numbers rather than as tensors; their keys end in `:KIND`."""
 Located = dict[str, "tuple[torch.Tensor, Region]"]
+PROGRESS_S = 5.0
+"""Interval between reports of a load, s. Faster loads are not reported."""
+Report = Callable[[Mapping[str, Any]], None]
+"""Receives lines of a training's log."""
 
 
 class State:
@@ -38,28 +41,34 @@ class State:
 
     Args:
         average: moving averages of its parameters on this rank, each sharded like its parameter.
+        from_weights: names of frozen parameters that the weights which the training began with contain, and which a
+            checkpoint therefore leaves out.
     """
 
-    def __init__(self, training: "Training", average: "Mapping[nn.Parameter, torch.Tensor] | None" = None) -> None:
+    def __init__(
+        self,
+        training: "Training",
+        average: "Mapping[nn.Parameter, torch.Tensor] | None" = None,
+        from_weights: Collection[str] = (),
+    ) -> None:
         from ...schedule.parallel.weights import regions_of
 
         self._training = training
         self._average = average or {}
+        self._from_weights = frozenset(from_weights)
         self._model = regions_of(training.model, training.outline.names)
         self._names: dict[Any, str] = {tensor: name for name, (tensor, _) in self._model.items()}
         for param, host in getattr(training.optimizer, "pairs", ()):
             self._names[host] = self._names[param]
 
     def tensors(self) -> Located:
-        """Current tensors of this rank that steps change, and their parts of the whole.
+        """Current tensors of this rank that a checkpoint contains, and their parts of the whole.
 
         Raises:
             WorkloadError: the optimizer's state of a parameter is neither of its shape nor a number, on a rank with
                 only a part of the parameter; or steps change numbers of its groups, and each stage has its own.
         """
-        out = {
-            f"{MODEL}/{name}": each for name, each in self._model.items() if name not in self._training.outline.frozen
-        }
+        out = self._of_model()
         for param, name in self._updated():
             region = self._model[name][1]
             for key, value in self._training.optimizer.state.get(param, {}).items():
@@ -74,15 +83,10 @@ class State:
             out[f"{AVERAGE}/{name}"] = value, self._model[name][1]
         return out
 
-    @property
-    def frozen(self) -> "Frozen | None":
-        """Parameters that no step changes, which are saved once and not in every checkpoint; None on all ranks if
-        there are none.
-        """
-        names = self._training.outline.frozen
-        return (
-            Frozen({f"{MODEL}/{name}": each for name, each in self._model.items() if name in names}) if names else None
-        )
+    def _of_model(self) -> Located:
+        return {
+            f"{MODEL}/{name}": located for name, located in self._model.items() if name not in self._from_weights
+        }
 
     def check(self, stored: LazyTensors) -> None:
         """Refuses a checkpoint of another model.
@@ -90,13 +94,16 @@ class State:
         Raises:
             WorkloadError: the tensors differ; the message names them.
         """
-        expected = self._training.outline.shapes
+        shapes = self._training.outline.shapes
+        expected = {name: shape for name, shape in shapes.items() if name not in self._from_weights}
         prefix = f"{MODEL}/"
         its = {name.removeprefix(prefix): each.shape for name, each in stored.items() if name.startswith(prefix)}
         if found := shape_differences(expected, its):
             raise WorkloadError(f"the checkpoint is of another model than {self._training.workload.name}: {found}")
 
-    def load(self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = ignore) -> None:
+    def load(
+        self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = lambda line: None
+    ) -> None:
         """Loads this rank's part of a checkpoint.
 
         Args:
@@ -107,7 +114,7 @@ class State:
             WorkloadError: it is of another model, or damaged.
         """
         self.check(stored)
-        targets = {f"{MODEL}/{name}": each for name, each in self._model.items()}
+        targets = self._of_model()
         averages = {f"{AVERAGE}/{self._names[param]}": param for param in self._average}
         for full, param in averages.items():
             if full in stored:
@@ -214,27 +221,17 @@ class State:
                     kept[key] = value.to(kept[key].device)
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    """Parameters that no step changes."""
-
-    parameters: Located
-    """Parts of this rank."""
-    frozen: None = None
-    """Always None."""
-
-    def tensors(self) -> Located:
-        return self.parameters
-
-
-def _fill(targets: Located, stored: LazyTensors, what: str = "", report: Report = ignore) -> None:
+def _fill(targets: Located, stored: LazyTensors, task: str = "", report: Report = lambda line: None) -> None:
     """Loads the stored values into this rank's parts of tensors."""
-    parts = [(name, *each) for name, (tensor, region) in targets.items() for each in region.parts(tensor)]
+    parts = [(name, *part) for name, (tensor, region) in targets.items() for part in region.parts(tensor)]
     sizes = [stored[name].dtype.itemsize * here.numel() for name, _, here in parts]
-    reading = Reading(what, sum(sizes), report)
+    bytes_read, reported_at = 0, time.monotonic()
     for (name, box, here), size in zip(parts, sizes):
         here.copy_(stored[name].read(box.of_whole))
-        reading(size)
+        bytes_read += size
+        if time.monotonic() - reported_at >= PROGRESS_S:
+            reported_at = time.monotonic()
+            report({"kind": "progress", "what": task, "bytes": bytes_read, "of": sum(sizes)})
 
 
 def _whole_number(value: float) -> "tuple[torch.Tensor, Region]":

@@ -141,7 +141,7 @@ def _prepared(
     )
     # The loop may pad, or cut, the samples of each rank to a length of their own.
     expect_unequal_tokens(training.model)
-    _begin(training, resolved, weights)
+    from_weights = _begin(training, resolved, weights)
     samples = resolved.samples
     if isinstance(
         samples, FromWorkload
@@ -149,12 +149,15 @@ def _prepared(
         samples = FromWorkload(resolved.workload, seed=arguments.seed, samples_per_step=training.samples_per_step)
     steps = Steps(training, samples, clip)
     loader = Loader(steps, samples)
-    info = Info(steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group)
+    info = Info(
+        steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group,
+        from_weights=from_weights,
+    )  # fmt: skip
     return Accelerated(PreparedModel(steps), PreparedOptimizer(steps), loader, info)
 
 
-def _begin(training: "Training", resolved: Resolved, weights: str | Path | None) -> None:
-    """Loads weights that the model's constructor does not set."""
+def _begin(training: "Training", resolved: Resolved, weights: str | Path | None) -> frozenset[str]:
+    """Loads weights that the model's constructor does not set. Returns the names of frozen ones among `weights`."""
     from ...models.architecture import Architecture
     from ...models.layouts.find import find_weights
     from ...training.checkpoint.state import State
@@ -166,9 +169,12 @@ def _begin(training: "Training", resolved: Resolved, weights: str | Path | None)
                 f"weights={str(weights)!r} goes with a Hugging Face model given by its name; load them into your module, whose "
                 "weights are kept"
             )
-        State(training).load_weights(find_weights(str(weights), architecture))
-    elif resolved.module is not None and resolved.loads:
+        initial = find_weights(str(weights), architecture)
+        State(training).load_weights(initial)
+        return frozenset(training.outline.frozen) & initial.tensors.keys()
+    if resolved.module is not None and resolved.loads:
         State(training).load_weights(_of_module(resolved.module))
+    return frozenset()
 
 
 def _of_module(module: "torch.nn.Module") -> Any:

@@ -9,15 +9,14 @@ from ...base.option import Option, either
 from ...base.reading import path_of
 from ...models.architecture import Architecture
 from ...models.layouts.adapters import merged
-from ...models.layouts.find import LAYOUTS
+from ...models.layouts.dcp import dcp_tensors
+from ...models.layouts.find import LAYOUTS, find_weights
 from ...models.layouts.hugging_face import own_generation, own_tokenizer
-from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.save import main_dtype
 from ...models.layouts.weights import Weights
 from ...models.lora import AdaptedArchitecture
 from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
-from ...training.checkpoint.restoring import check, stored_in
 from ...training.checkpoint.state import AVERAGE, MODEL
 from ...training.data.order import BYTES
 from .request import TrainRequest
@@ -101,11 +100,12 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
             f"{workload.name} is built by the user's code, for which no other tool has a format; its weights are in the "
             "folders of checkpoints, which torch.distributed.checkpoint reads"
         )
-    found = _checkpoint(path, request.step)
-    if damage := check(found, None):
-        raise StudyError(damage)
+    checkpoint = _checkpoint(path, request.step)
     _check_adapters(request, workload.model, folder)
-    weights = _weights(found, stored_in(found), request.average)
+    weights = _weights(checkpoint, request.average)
+    if checkpoint.manifest.get("from_weights") and request.to != "peft":  # frozen ones are not in the checkpoint
+        initial = find_weights(str(trained.weights), workload.model)
+        weights = Weights({**initial.tensors, **weights.tensors})
     if request.merge and isinstance(workload.model, AdaptedArchitecture):
         weights = merged(weights, workload.model)
     began_in = document.get("weights_dtype")
@@ -114,13 +114,13 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
     try:
         LAYOUTS[request.to](weights, workload.model, path_of(out), **options)
     except (WorkloadError, OSError) as error:
-        if found.path.exists():
+        if checkpoint.path.exists():
             raise
         raise StudyError(
-            f"the training has removed '{found.path.name}' meanwhile: convert its latest checkpoint, or resume it with a "
+            f"the training has removed '{checkpoint.path.name}' meanwhile: convert its latest checkpoint, or resume it with a "
             "larger --keep"
         ) from error
-    return Converted(checkpoint=found, rounded_to=began_in if rounded else None)
+    return Converted(checkpoint=checkpoint, rounded_to=began_in if rounded else None)
 
 
 def _dtype_of(weights: Weights) -> str:
@@ -155,20 +155,21 @@ def _options(request: ConvertRequest, trained: TrainRequest, dtype: str | None) 
 
 
 def _checkpoint(path: Path, step: int | None) -> Checkpoint:
-    there = CheckpointFolder(path / CHECKPOINTS).all()
-    found = next((each for each in there if step in (None, each.step)), None)
-    if found is None:
-        steps = ", ".join(str(each.step) for each in there) or "none"
-        raise StudyError(f"'{path}' has no checkpoint{'' if step is None else f' of step {step}'}; there are: {steps}")
-    return found
+    checkpoints = CheckpointFolder(path / CHECKPOINTS).all()
+    for checkpoint in checkpoints:
+        if step in (None, checkpoint.step):
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
+    raise StudyError(f"'{path}' has no checkpoint{'' if step is None else f' of step {step}'}; there are: {steps}")
 
 
-def _weights(found: Checkpoint, stored: LazyTensors, average: bool) -> Weights:
+def _weights(checkpoint: Checkpoint, average: bool) -> Weights:
     """The model's weights among the tensors of a checkpoint."""
+    stored = dcp_tensors(checkpoint.path)
     names = {name.removeprefix(f"{MODEL}/"): name for name in stored if name.startswith(f"{MODEL}/")}
     if average:
         averages = {name.removeprefix(f"{AVERAGE}/"): name for name in stored if name.startswith(f"{AVERAGE}/")}
         if not averages:
-            raise UsageError(f"'{found.path}' has no moving average of the weights; train with --average")
+            raise UsageError(f"'{checkpoint.path}' has no moving average of the weights; train with --average")
         names |= averages
     return Weights({name: stored[full] for name, full in names.items()})

@@ -45,7 +45,6 @@ from ...runners.runner import Runner, TrialRequest
 from ...runners.train import Trainings, TrainRank, weights_to_begin_with
 from ...space import Config
 from ...training.checkpoint.folder import CheckpointFolder
-from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.data.corpus import find_sources
 from ...training.hyperparameters import Hyperparameters
@@ -165,16 +164,14 @@ class Driver:
 
     @property
     def done(self) -> bool:
-        """True if the training in the folder has reached its last step, with a whole checkpoint."""
-        last = next(iter(self.checkpoints.all()), None)
-        return last is not None and last.step >= self.request.steps and not check(last, None)
+        """True if the training in the folder has a checkpoint of its last step."""
+        return self.step >= self.request.steps
 
     def reports_done(self) -> bool:
         """Returns True, with a message, if the training is `done`."""
-        done = self.done  # reads the whole checkpoint
-        if done:
+        if self.done:
             self.listener.on_message(f"all {self.step} steps are done already; a higher --steps continues")
-        return done
+        return self.done
 
     @property
     def strategy(self) -> TrainingStrategy:

@@ -11,8 +11,7 @@ import torch
 from redline.models.layouts.dcp import dcp_tensors
 from redline.schedule.parallel.sharding import local
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.restoring import check, latest
-from redline.training.checkpoint.saver import Saver
+from redline.training.checkpoint.saver import Saver, latest
 from redline.training.checkpoint.state import State
 from redline.training.hyperparameters import Hyperparameters
 from trainings import built
@@ -34,7 +33,7 @@ def training(small):
 def saving(training, where, finished, rank=0, group=None):
     """Saves checkpoints in a loop, each tensor filled with its step's number; writes finished steps to the pipe `finished`."""
     folder = CheckpointFolder(where, KEEP)
-    found = latest(folder, group, lambda note: os.write(finished, note.encode() + b"\n"))
+    found = latest(folder, group)
     if rank == 0:
         folder.prepare()
     state, saver = State(training), Saver(folder, rank, group)
@@ -86,16 +85,13 @@ def killed_once(training, where, chance):
 def holds(where, finished):
     """Checks the folder after a kill; returns the suffixes of the remaining temporary folders."""
     folder = CheckpointFolder(where, KEEP)
-    notes = []
-    found = latest(folder, None, notes.append)
-    # A folder with a checkpoint's name is always complete: none is skipped.
-    assert notes == [] and [each for each in folder.all() if check(each, None)] == []
-    assert found.step >= finished and found.manifest["samples"] == 8 * found.step
-    assert len(folder.all()) <= KEEP + 1
-    tensors = dcp_tensors(found.path)
-    assert len(tensors) > 60
-    mixed = [name for name, each in tensors.items() if not (each.read() == found.step).all()]
-    assert mixed == []
+    assert folder.all()[0].step >= finished and len(folder.all()) <= KEEP + 1
+    # A folder with a checkpoint's name is always complete.
+    for checkpoint in folder.all():
+        assert checkpoint.manifest["samples"] == 8 * checkpoint.step
+        tensors = dcp_tensors(checkpoint.path)
+        assert len(tensors) > 60
+        assert [name for name, tensor in tensors.items() if not (tensor.read() == checkpoint.step).all()] == []
     return {each.name.rpartition(".")[2] for each in folder.path.iterdir() if each.name.startswith(".")}
 
 

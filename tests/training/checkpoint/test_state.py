@@ -1,6 +1,6 @@
 """A checkpoint contains all state that a training's future depends on, for any optimizer, adapters and buffers."""
 
-import shutil
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -12,14 +12,14 @@ from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.layouts.weights import Weights
 from redline.models.lora import Lora, with_lora
-from redline.training.checkpoint import saver
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.saver import parts_of, shared_out, write
+from redline.training.checkpoint.saver import parts_of, shared_out
 from redline.training.checkpoint.state import State
 from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
 from redline.training.loop import averages
 from tiers import tiered
+from torch.distributed.checkpoint.staging import DefaultStager
 from trainings import built, part, unequal
 
 HYPER = Hyperparameters(steps=6, lr=1e-2, warmup=2)
@@ -201,22 +201,41 @@ def test_only_adapters_have_optimizer_state(small, tmp_path):
     held = goes_on_bit_for_bit(with_lora(small("llama"), Lora(r=4)), {"micro_batch": 8}, tmp_path)
     states = [name for name in held if name.startswith("optimizer/")]
     assert states and all(".lora_" in name for name in states)
-    # Frozen weights are stored once, not in every checkpoint.
-    assert all(".lora_" in name for name in held if name.startswith("model/"))
+    assert any(".lora_" not in name for name in held if name.startswith("model/"))
 
 
-def test_frozen_weights_are_written_once_for_each_training(small, tmp_path):
-    workload, where = with_lora(small("llama"), Lora(r=4)), tmp_path / "here"
-    frozen = where / "frozen" / "step-00000000"
-    part(workload, {"micro_batch": 8}, HYPER, until=2, save=where)
-    first, written = (frozen / "manifest.json").read_bytes(), frozen.stat().st_mtime_ns
-    part(workload, {"micro_batch": 4}, HYPER, until=4, begin=where, save=where)
-    assert (frozen / "manifest.json").read_bytes() == first and frozen.stat().st_mtime_ns == written
-    for each in CheckpointFolder(where).all():
-        shutil.rmtree(each.path)
-    part(workload, {"micro_batch": 8}, HYPER, until=2, save=where, seed=1)
-    assert (frozen / "manifest.json").read_bytes() != first
-    assert CheckpointFolder(where).all()[0].frozen is not None
+def test_frozen_weights_that_the_training_began_with_are_not_saved_again(small, tmp_path):
+    workload = with_lora(small("llama"), Lora(r=4))
+    frozen = built(workload, {"micro_batch": 8}, HYPER).outline.frozen
+    whole = part(workload, {"micro_batch": 8}, HYPER)
+    part(workload, {"micro_batch": 8}, HYPER, until=3, save=tmp_path, from_weights=frozen)
+    names = dcp_tensors(CheckpointFolder(tmp_path).all()[0].path)
+    assert all(".lora_" in name for name in names)
+    again = part(workload, {"micro_batch": 8}, HYPER, begin=tmp_path, from_weights=frozen)
+    assert again.found == 3 and unequal(whole.weights, again.weights) == []
+    with pytest.raises(WorkloadError, match="tensors are missing"):
+        part(workload, {"micro_batch": 8}, HYPER, begin=tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(small, tmp_path):
+    part(small("llama"), {"micro_batch": 8}, HYPER, until=1, save=tmp_path)
+    with pytest.raises(WorkloadError) as refused:
+        part(small("llama", intermediate_size=80), {"micro_batch": 8}, HYPER, begin=tmp_path)
+    text = str(refused.value)
+    assert text.startswith("the checkpoint is of another model than small-llama: 6 tensors have another shape:")
+    assert "model.layers.0.mlp.gate_proj.weight with (64, 32) there, (80, 32) in the model" in text
+    with pytest.raises(WorkloadError, match="9 tensors are missing: model.layers.2.self_attn.q_proj.weight; "):
+        part(small("llama", num_hidden_layers=3), {"micro_batch": 8}, HYPER, begin=tmp_path)
+    with pytest.raises(WorkloadError, match="9 tensors are not in the model: .*model.layers.1."):
+        part(small("llama", num_hidden_layers=1), {"micro_batch": 8}, HYPER, begin=tmp_path)
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_name(small, tmp_path):
+    part(small("llama"), {"micro_batch": 8}, HYPER, until=1, save=tmp_path)
+    (data,) = CheckpointFolder(tmp_path).all()[0].path.glob("*.distcp")
+    os.truncate(data, data.stat().st_size // 2)
+    with pytest.raises(WorkloadError, match="step-00000001/.* is damaged: it has [0-9]+ bytes, and had"):
+        part(small("llama"), {"micro_batch": 8}, HYPER, begin=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +310,7 @@ def written(workload, config):
     training = built(workload, config, HYPER)
     training.passes(training.micro_batches(training.share(FromWorkload(workload), 0)))
     training.update()
-    return {each.place: each.data.numel() * each.data.element_size() for each in parts_of(State(training).tensors())}
+    return {key: part.nbytes for key, part in parts_of(State(training).tensors()).items()}
 
 
 @pytest.mark.parametrize(
@@ -324,13 +343,11 @@ def test_every_part_is_copied_and_written_by_one_rank_also_what_was_not_there_be
     workload = replace(small("llama"), optimizer=lambda params: Late(params, lr=1e-2))
 
     def places():
-        given = []
-        monkeypatch.setattr(
-            saver, "write", lambda folder, parts, group: given.append(parts) or write(folder, parts, group)
-        )
+        staged, stage = [], DefaultStager.stage
+        monkeypatch.setattr(DefaultStager, "stage", lambda self, parts: staged.append([*parts]) or stage(self, parts))
         part(workload, config, HYPER, until=2, save=tmp_path, save_every=1)
-        assert len(given) == 2
-        return [[each.place for each in parts] for parts in given]
+        assert len(staged) == 2
+        return staged
 
     one, other = two.run(places)
     for number, kinds in enumerate(({"model"}, {"model", "optimizer"})):
@@ -347,12 +364,8 @@ def test_every_part_is_copied_and_written_by_one_rank_also_what_was_not_there_be
 def test_a_replicated_training_s_files_are_no_larger_than_one_process_s(two, small, tmp_path):
     part(small("llama"), {"micro_batch": 8}, HYPER, until=2, save=tmp_path / "one")
     two.run(lambda: part(small("llama"), {"dp": 2}, HYPER, until=2, save=tmp_path / "two"))
-    (one,), (both) = (
-        [
-            record["bytes"]
-            for name, record in CheckpointFolder(tmp_path / each).all()[0].manifest["files"].items()
-            if name[0] == "_"
-        ]
-        for each in ("one", "two")
+    (one,), both = (
+        [path.stat().st_size for path in CheckpointFolder(tmp_path / name).all()[0].path.glob("*.distcp")]
+        for name in ("one", "two")
     )
     assert sum(both) < 1.05 * one and max(both) < 0.55 * one

@@ -8,7 +8,6 @@ import torch
 import yaml
 from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
-from redline.training.checkpoint.restoring import stored_in
 from safetensors.torch import load_file
 from texts import TOPICS
 from train_commands import ended, trained, words
@@ -91,27 +90,21 @@ def test_text_by_bytes_needs_a_request_or_no_tokenizer(run, here, checkpoint, tm
     assert "bare' has no tokenizer and none is given: text is read by bytes" in text
 
 
-def test_a_damaged_copy_of_weights_that_are_not_trained_is_made_again(run, here, checkpoint, tmp_path):
-    lora = ("--from", "begun", "--lora", "r=2", "--save-every", 2, "--lr", "1e-2")
-    words(run(*trained("train", "llama", "mended", *lora, steps=4)))
-    shutil.copytree(here / "mended", here / "never-damaged")
-    where = here / "mended" / "checkpoints"
-    assert [each.manifest["frozen"] for each in CheckpointFolder(where).all()] == [
-        CheckpointFolder(where).frozen.all()[0].manifest["sha256"]
-    ] * 2
-    (damaged,) = (where / "frozen" / "step-00000000").glob("*.distcp")
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    code, _, err = run("convert", "mended", tmp_path / "hf", "--merge")
-    assert code != 0 and "--resume takes them from there again" in " ".join(err.split())
-    more = ("--steps", 6, "--lr-steps", 6)
-    text = words(run("train", "mended", "--resume", *more))
-    assert "the frozen weights are read from '" in text and "is damaged: it has" in text
+def test_weights_that_are_not_trained_are_read_from_the_beginning_s_again(run, here, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, here / "base-of-adapters")
+    lora = ("--from", "base-of-adapters", "--lora", "r=2", "--save-every", 2, "--lr", "1e-2")
+    words(run(*trained("train", "llama", "adapters", *lora, steps=4)))
+    (saved, _) = CheckpointFolder(here / "adapters" / "checkpoints").all()
+    assert all(".lora_" in name for name in dcp_tensors(saved.path))
+    words(run(*trained("train", "llama", "uninterrupted", *lora, steps=6)))
+    text = words(run("train", "adapters", "--resume", "--steps", 6, "--lr-steps", 6))
     assert "continuing from step-00000004" in text
-    words(run("train", "never-damaged", "--resume", *more))
-    one, other = (
-        {name: each.read() for name, each in stored_in(CheckpointFolder(here / name / "checkpoints").all()[0]).items()}
-        for name in ("mended", "never-damaged")
-    )
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    shutil.rmtree(where / "frozen")
-    assert "that are gone now" in words(run("train", "mended", "--resume", "--steps", 7))
+    words(run("convert", "adapters", tmp_path / "hf", "--merge"))
+    base, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "hf"))
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed and all("proj" in name for name in changed)
+    shutil.rmtree(here / "base-of-adapters")
+    for command in (("train", "adapters", "--resume", "--steps", 7), ("convert", "adapters", "merged", "--merge")):
+        code, _, err = run(*command)
+        assert code != 0 and "base-of-adapters" in err
+    words(run("convert", "adapters", tmp_path / "peft", "--to", "peft"))
