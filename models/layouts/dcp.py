@@ -82,8 +82,12 @@ def _check_sizes(folder: Path, metadata: "Metadata") -> None:
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or size < end:
-            state = "is missing" if size is None else f"is damaged: it has {size} bytes, and had {end} or more when saved"
-            raise WorkloadError(f"'{path}' {state}; copy the checkpoint again, or remove its folder to use an earlier one")
+            state = (
+                "is missing" if size is None else f"is damaged: it has {size} bytes, and had {end} or more when saved"
+            )
+            raise WorkloadError(
+                f"'{path}' {state}; copy the checkpoint again, or remove its folder to use an earlier one"
+            )
 
 
 class _Careful(pickle.Unpickler):
@@ -176,7 +180,9 @@ def save_planner(shapes: Mapping[str, tuple[int, ...]]) -> Any:
                     begin = tuple(first + cut.start for first, cut in zip(offset, box))
                     chunk = ChunkStorageMetadata(torch.Size(begin), piece.shape)
                     tensor_data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(shapes[name]))
-                    items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=tensor_data))
+                    items.append(
+                        WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=tensor_data)
+                    )
                     self.pieces[name, begin] = piece
             self.plan = SavePlan(items)
             return self.plan

@@ -84,9 +84,7 @@ class State:
         return out
 
     def _of_model(self) -> Located:
-        return {
-            f"{MODEL}/{name}": located for name, located in self._model.items() if name not in self._from_weights
-        }
+        return {f"{MODEL}/{name}": located for name, located in self._model.items() if name not in self._from_weights}
 
     def check(self, stored: LazyTensors) -> None:
         """Refuses a checkpoint of another model.
@@ -101,9 +99,7 @@ class State:
         if found := shape_differences(expected, its):
             raise WorkloadError(f"the checkpoint is of another model than {self._training.workload.name}: {found}")
 
-    def load(
-        self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = lambda line: None
-    ) -> None:
+    def load(self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = lambda line: None) -> None:
         """Loads this rank's part of a checkpoint.
 
         Args:

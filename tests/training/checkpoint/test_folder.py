@@ -29,7 +29,8 @@ def damage_of(folder):
     return [
         checkpoint.path.name
         for checkpoint in folder.all()
-        if {path.name for path in checkpoint.path.iterdir()} != {"manifest.json", ".metadata", "__0_0.distcp", "__1_0.distcp"}
+        if {path.name for path in checkpoint.path.iterdir()}
+        != {"manifest.json", ".metadata", "__0_0.distcp", "__1_0.distcp"}
         or checkpoint.manifest["samples"] != 8 * checkpoint.step
     ]
 
