@@ -1,4 +1,4 @@
-"""Writing into a run's folder: atomic replacement, appending, and a reserve of disk space for the last record."""
+"""Writing into a run's folder: atomic replacement and appending."""
 
 import contextlib
 import enum
@@ -146,41 +146,6 @@ def free_mib(path: Path) -> float:
 def cannot_write(path: Path, error: OSError) -> StudyError:
     """Returns the error for a folder that cannot be written, with the system's message."""
     return StudyError(f"cannot write to '{path}': {error.strerror or error}; make it writable or give another --out")
-
-
-class Reserve:
-    """A file that reserves disk space, so that the last results can be written when the disk is full.
-
-    Args:
-        path: the file.
-        size: bytes to reserve; a record of a finished trial takes some KiB.
-    """
-
-    def __init__(self, path: Path, size: int = MIB) -> None:
-        self.path = path
-        self.size = size
-        self.held = False
-
-    def fill(self) -> None:
-        """Reserves the space.
-
-        Raises:
-            OSError: there is not enough space; nothing is reserved.
-        """
-        try:
-            with open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-                write_all(file, os.urandom(self.size))  # random, so that no file system compresses it away
-        except OSError:
-            self.path.unlink(missing_ok=True)
-            raise
-        self.held = True
-
-    def release(self) -> bool:
-        """Frees the space; returns True if any was reserved."""
-        reserved, self.held = self.held, False
-        with contextlib.suppress(OSError):  # on a read-only disk the retry reports the error
-            self.path.unlink(missing_ok=True)
-        return reserved
 
 
 def as_data(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """The ledger: all trials of a study, in an Optuna storage."""
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,6 @@ from .storage import contained, is_path, open_storage, open_study, quiet, words
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.storages import BaseStorage
-
-    from .journal import Journal
 
 
 def distribution(values: Sequence[Any]) -> "BaseDistribution":
@@ -93,13 +90,11 @@ class Ledger:
         storage: "BaseStorage | None" = None,
         study_id: int = -1,
         knobs: Mapping[str, Sequence[Any] | None] | None = None,
-        journal: "Journal | None" = None,
         lossy: Lossy | None = None,
     ) -> None:
         self._storage = storage
         self._study_id = study_id
         self._where = where
-        self._journal = journal
         self._lossy = lossy or {}
         self._distributions = {name: distribution(values) for name, values in (knobs or {}).items() if values}
         self._lock = threading.RLock()
@@ -118,7 +113,7 @@ class Ledger:
                 "with another --out"
             )
         for entry in study.entries:
-            # The process was killed between outcome and state: they are one write, but it may be incomplete.
+            # The process was killed between outcome and state.
             if entry.number in self._trials and not entry.finished and entry.attributes.get("measurement"):
                 outcome = self._first.get(entry.number) or self._trials[entry.number].measured
                 self._store(entry.id, outcome)
@@ -137,7 +132,7 @@ class Ledger:
     ) -> "Ledger":
         """Opens the ledger of the study `name`, created if it does not exist.
 
-        A journal file is repaired first (see `journal.repair`), so the caller must have the lock of its folder.
+        An unfinished last record of a journal file is removed first, so the caller must have the lock of its folder.
 
         Args:
             source: path of a journal file, URL of an Optuna storage, such a storage, or None for memory only.
@@ -155,23 +150,17 @@ class Ledger:
         """
         where = words(source)
         with quiet(), contained(where):
-            storage, journal = open_storage(source, writable=True)
-            try:
-                study_id = open_study(storage, where, name, as_data(metadata), exist_ok)
-                return cls(
-                    stored(storage, study_id, name),
-                    where=where,
-                    make_config=make_config,
-                    storage=storage,
-                    study_id=study_id,
-                    knobs=knobs,
-                    journal=journal,
-                    lossy=lossy,
-                )
-            except BaseException:
-                if journal is not None:
-                    journal.close()
-                raise
+            storage = open_storage(source, writable=True)
+            study_id = open_study(storage, where, name, as_data(metadata), exist_ok)
+            return cls(
+                stored(storage, study_id, name),
+                where=where,
+                make_config=make_config,
+                storage=storage,
+                study_id=study_id,
+                knobs=knobs,
+                lossy=lossy,
+            )
 
     @classmethod
     def load(
@@ -204,7 +193,7 @@ class Ledger:
                 raise StudyError(f"cannot read {where}: {error.strerror or error}") from error
             return cls.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
         with quiet(), contained(where):
-            storage, _ = open_storage(source, writable=False)
+            storage = open_storage(source, writable=False)
             names = study_ids(storage)
             name = _named(name, names, where)
             study = stored(storage, names[name], name)
@@ -274,8 +263,6 @@ class Ledger:
             raise StudyError(f"configuration {values} does not belong to this study: {error}") from error
         with self._lock, contained(self._where):
             storage = self._writable()
-            if self._journal is not None:
-                self._journal.recover()
             trial_id = storage.create_new_trial(self._study_id, template)
             trial = Trial(
                 number=storage.get_trial_number_from_id(trial_id),
@@ -307,8 +294,7 @@ class Ledger:
 
         Raises:
             StudyError: the pending trial does not exist; an `ok` lacks a finite throughput; or the storage could not be
-                written. In the last case `trials()` has the outcome nevertheless, and so has the storage if the
-                reserve sufficed: the message states which.
+                written. In the last case `trials()` has the outcome nevertheless.
         """
         if measurement.ok and (measurement.throughput is None or not math.isfinite(measurement.throughput)):
             raise StudyError(
@@ -321,11 +307,10 @@ class Ledger:
                 raise StudyError(f"trial {number} has already finished ({trial.measured.status})")
             done = self._trials[number] = replace(trial, measurement=measurement)
             try:
-                with contained(self._where), self._together():
+                with contained(self._where):
                     self._store(self._ids[number], measurement)
             except StudyError as error:
                 raise StudyError(f"the outcome of trial {number} could not be stored: {error}") from error
-            self._raise_trouble(f"trial {number}")
         return done
 
     def remeasure(self, number: int, throughputs: Sequence[float], failure: Measurement | None = None) -> Trial:
@@ -360,12 +345,11 @@ class Ledger:
                 "fallen": {str(n): each.to_dict() for n, each in self._fallen.items()},
             }
             try:
-                with contained(self._where), self._together():
+                with contained(self._where):
                     for name, value in attributes.items():
                         self._writable().set_study_user_attr(self._study_id, name, value)
             except StudyError as error:
                 raise StudyError(f"the re-measurement of trial {number} could not be stored: {error}") from error
-            self._raise_trouble(f"the re-measurement of trial {number}")
         return done
 
     def trial(self, number: int) -> Trial:
@@ -387,9 +371,7 @@ class Ledger:
         return [trial for trial in self.trials() if trial.pending]
 
     def close(self) -> None:
-        """Releases the reserved disk space and the connection. May be called twice."""
-        if self._journal is not None:
-            self._journal.close()
+        """Releases the connection. May be called twice."""
         if self._storage is not None:
             self._storage.remove_session()
 
@@ -409,9 +391,6 @@ class Ledger:
             storage.set_trial_user_attr(trial_id, "reason", measurement.reason)
         storage.set_trial_state_values(trial_id, state, values)
 
-    def _together(self) -> contextlib.AbstractContextManager[None]:
-        return self._journal.together() if self._journal is not None else contextlib.nullcontext()
-
     def _known(self, number: int) -> Trial:
         if number not in self._trials:
             raise StudyError(f"there is no trial {number} among the {len(self._trials)} of {self._where}")
@@ -426,14 +405,6 @@ class Ledger:
         if self._storage is None:
             raise StudyError(f"{self._where} was opened for reading only")
         return self._storage
-
-    def _raise_trouble(self, what: str) -> None:
-        trouble = self._journal.trouble if self._journal is not None else None
-        if trouble is not None:
-            raise StudyError(
-                f"{what} is stored, but there is no space for another in {self._where} "
-                f"({trouble.strerror or trouble}); free some and continue with --resume"
-            ) from trouble
 
 
 def _named(name: str | None, studies: Mapping[str, Any], where: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import re
 import time
 import warnings
@@ -10,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import MissingDependency, StudyError, unknown
-from ..base.writing import Reserve
+from ..base.interrupts import late_interrupts
+from ..base.writing import open_plain
+from .records import replay
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
+    from optuna.storages.journal import JournalFileBackend
 
-    from .journal import Journal
-
-RESERVE = ".reserve"
-"""Name of the file that reserves disk space, beside the journal."""
+LOCK_S = 3
+"""Time after which the lock of a killed process beside the journal is removed, s; the least that Optuna accepts."""
 
 
 def is_path(source: Any) -> bool:
@@ -76,13 +78,13 @@ def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[
     return study_id
 
 
-def open_storage(source: Any, *, writable: bool) -> "tuple[BaseStorage, Journal | None]":
-    """Opens the Optuna storage of a source (see `Ledger.open`). Also returns its journal if it is a file.
+def open_storage(source: Any, *, writable: bool) -> "BaseStorage":
+    """Opens the Optuna storage of a source (see `Ledger.open`).
 
     Args:
         source: a path, a URL, a storage, or None for memory.
-        writable: repair a journal file first and reserve disk space for its last record. Otherwise the storage is opened
-            for reading: a database file must exist, and is opened read-only.
+        writable: False to open a database for reading: its file must exist, and is opened read-only. A journal file is
+            always opened for writing.
 
     Raises:
         StudyError: the file is damaged, or the URL is invalid.
@@ -92,36 +94,48 @@ def open_storage(source: Any, *, writable: bool) -> "tuple[BaseStorage, Journal 
     import optuna
 
     if source is None:
-        return optuna.storages.InMemoryStorage(), None
+        return optuna.storages.InMemoryStorage()
     if not isinstance(source, (str, Path)):
-        return source, None
+        return source
     if not is_path(source):
-        return _remote(str(source), read_only=not writable), None
-    from .journal import Journal, break_stale_lock, damage, repair
-
+        return _remote(str(source), read_only=not writable)
     path = Path(source).absolute()
-    reserve = None
-    if writable:
-        if path.is_symlink():
-            raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
-        if path.exists():
-            repair(path)
-            break_stale_lock(path)
-        reserve = Reserve(path.with_name(RESERVE))
-        reserve.fill()
-    journal = Journal(path, reserve)
-    try:
-        return optuna.storages.JournalStorage(journal), journal
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        RecursionError,
-    ) as error:  # raised by Optuna for a damaged record
-        journal.close()
-        raise damage(path, error) from error
+    if path.is_symlink():
+        raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
+    if path.exists():
+        replay(_whole_records(path), words(source))  # names a damaged line, which Optuna does not
+    return optuna.storages.JournalStorage(_journal(path))
+
+
+def _whole_records(path: Path) -> bytes:
+    """Returns a journal's contents, and removes a last record that a killed process left unfinished."""
+    with open_plain(path, os.O_RDWR) as file:
+        data = file.read()
+        end = data.rfind(b"\n") + 1
+        if end < len(data):
+            file.truncate(end)
+    return data[:end]
+
+
+def _journal(path: Path) -> "JournalFileBackend":
+    """Returns Optuna's journal file, which every change is appended and synced to.
+
+    Args:
+        path: an absolute path: Optuna's lock is a link to it, and waiting for a link that dangles would never end.
+    """
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    class Journal(JournalFileBackend):
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            size = path.stat().st_size
+            try:
+                with late_interrupts():  # one while Optuna releases its lock would leave it behind
+                    super().append_logs(logs)
+            except OSError:
+                os.truncate(path, size)  # a full disk may have taken a part of the record
+                raise
+
+    return Journal(str(path), JournalFileSymlinkLock(str(path), grace_period=LOCK_S))
 
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "mssql", "oracle")

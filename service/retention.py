@@ -58,7 +58,7 @@ def _forget_ledger(url: str, name: str) -> None:
     from ..results.storage import contained, open_storage, quiet, words
 
     with quiet(), contained(words(url)):
-        storage, _ = open_storage(url, writable=True)
+        storage = open_storage(url, writable=True)
         try:
             optuna.delete_study(study_name=name, storage=storage)
         except KeyError:

@@ -10,7 +10,6 @@ import optuna
 import pytest
 from redline.base.errors import StudyError
 from redline.results import Ledger
-from redline.results.journal import RENAME_FILE_SUFFIX, Journal, repair
 
 
 @pytest.fixture
@@ -34,16 +33,6 @@ def written(tmp_path, make_config, ok, oom):
         return Ledger.open(folder / "study.log", name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config)
 
     return path.read_bytes(), sizes, reopen
-
-
-def test_a_file_cut_off_at_any_byte_is_cut_back_to_whole_records(written, tmp_path):
-    data, (_, _, _, started_1, *_), _ = written
-    path = tmp_path / "cut.log"
-    for length in [0, 1, 100, *range(started_1 - 1, len(data) + 1)]:
-        path.write_bytes(data[:length])
-        whole = data[: data.rfind(b"\n", 0, length) + 1]
-        assert repair(path) == length - len(whole)
-        assert path.read_bytes() == whole
 
 
 def test_a_file_cut_off_loses_no_finished_trial_and_can_be_continued(written, tmp_path, make_config, ok):
@@ -89,20 +78,12 @@ def test_an_outcome_whose_state_was_cut_off_counts_and_is_completed(written, tmp
     assert study.best_value == 10.0
 
 
-def test_zeros_from_a_power_cut_are_cut_off(written, tmp_path):
+def test_an_unfinished_record_is_cut_off(written, tmp_path):
     data, _, reopen = written
-    for tail in (b"\0" * 5000, b'{"op_code"' + b"\0" * 100, b"\0\0\0\n", b'{"op\0\0":\n{"x"'):
+    for tail in (b"", b'{"op_code"', b"x" * 200_000):
         assert len(reopen(data + tail, tmp_path / "cut").trials()) == 3
         assert (tmp_path / "cut" / "study.log").read_bytes() == data
         shutil.rmtree(tmp_path / "cut")
-
-
-def test_repair_touches_no_whole_record(tmp_path):
-    path = tmp_path / "study.log"
-    for data, cut in [(b"", 0), (b"x", 1), (b"x\n", 0), (b"x\ny", 1), (b"x\n" + b"y" * 200_000, 200_000)]:
-        path.write_bytes(data)
-        assert repair(path) == cut
-        assert path.read_bytes() == data[: len(data) - cut]
 
 
 @pytest.mark.parametrize("bad", [b"not a record\n", b"[1, 2]\n", b'{"op_code": 4}\n', b'{"op_code": 99}\n'])
@@ -110,24 +91,22 @@ def test_damage_in_the_middle_is_reported_and_left_as_it_is(bad, written, tmp_pa
     data, _, reopen = written
     lines = data.splitlines(keepends=True)
     damaged = b"".join([*lines[:3], bad, *lines[3:]])
-    with pytest.raises(StudyError, match=r"line 4 of .*study.log|not a journal that Optuna can read"):
+    with pytest.raises(StudyError, match=r"line 4 of .*study.log"):
         reopen(damaged, tmp_path / "bad")
     assert (tmp_path / "bad" / "study.log").read_bytes() == damaged
     assert [each.name for each in (tmp_path / "bad").iterdir()] == ["study.log"]
 
 
-def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(tmp_path, knobs, make_config, point, monkeypatch):
+def test_the_lock_of_a_killed_process_is_removed_in_seconds(tmp_path, knobs, make_config, point):
     path = tmp_path / "study.log"
     Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config).close()
     os.symlink(str(path), f"{path}.lock")
-    os.symlink(str(path), f"{path}.lock1234.rename")
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    begin = time.monotonic()
     ledger = Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config)
     ledger.start(point(9), sampler="tpe")
-    assert sum(waited) < 1  # Optuna itself would wait 30 s
+    assert time.monotonic() - begin < 20, "Optuna would wait 30 s by default"
     ledger.close()
-    assert [each.name for each in tmp_path.iterdir()] == ["study.log"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["study.log"]
 
 
 def test_a_note_made_in_the_dashboard_meanwhile_is_kept(tmp_path, knobs, make_config, point, ok):
@@ -141,23 +120,6 @@ def test_a_note_made_in_the_dashboard_meanwhile_is_kept(tmp_path, knobs, make_co
     study = optuna.load_study(study_name="a", storage=other)
     assert study.best_value == 1000.0
     assert study._storage.get_study_system_attrs(0)["dashboard:note"] == "look at this"
-
-
-def test_records_that_belong_together_are_one_write(tmp_path, monkeypatch):
-    journal = Journal(tmp_path / "study.log")
-    writes = []
-    append = journal._append
-    monkeypatch.setattr(journal, "_append", lambda records, **more: (writes.append(records), append(records, **more)))
-    journal.append_logs([{"a": 1}])
-    with journal.together():
-        journal.append_logs([{"b": 1}])
-        journal.append_logs([{"c": 1}])
-    with pytest.raises(RuntimeError), journal.together():
-        journal.append_logs([{"d": 1}])
-        raise RuntimeError
-    journal.append_logs([{"e": 1}])
-    assert writes == [[{"a": 1}], [{"b": 1}, {"c": 1}], [{"e": 1}]]
-    assert list(journal.read_logs(0)) == [{"a": 1}, {"b": 1}, {"c": 1}, {"e": 1}]
 
 
 def test_a_relative_path_works_from_wherever_the_process_goes(tmp_path, monkeypatch, knobs, make_config, point):
@@ -176,7 +138,7 @@ def test_an_interrupt_while_a_lock_is_given_back_comes_when_it_is(tmp_path, monk
 
     def interrupted(path, **more):
         unlink(path, **more)
-        if str(path).endswith(RENAME_FILE_SUFFIX):
+        if str(path).endswith(".rename"):
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(os, "unlink", interrupted)
