@@ -223,7 +223,7 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
             loader.dispose()
     if node is None:
         raise SpaceError(f"{path} is empty; a space has at least the key 'knobs'")
-    places = _Places(str(path), text, node)
+    places = _Places(str(path), node)
     places.refuse_duplicates()
     _Reader(space, places).read(data)
 
@@ -231,9 +231,8 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
 class _Places:
     """Places of entries, for messages: line in a file, otherwise the path of keys."""
 
-    def __init__(self, file: str = "", text: str = "", root: Any = None) -> None:
+    def __init__(self, file: str = "", root: Any = None) -> None:
         self.file = file
-        self.text = text
         self.root = root
 
     def locate(self, path: KeyPath) -> str:
@@ -242,16 +241,6 @@ class _Places:
             return f"{self.file}, line {self._node(path).start_mark.line + 1}: "
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
         return f"{keys}: " if keys else ""
-
-    def message(self, path: KeyPath, error: SpaceError) -> str:
-        """Message of an error about the entry at `path`, or about a place inside its text."""
-        if self.root is not None and isinstance(error, GrammarError):
-            inside = self._inside(self._node(path), error)
-            if inside is not None:
-                line, column = inside
-                shown = error.text.strip()
-                return f"{self.file}, line {line}, column {column}: {error.problem}, in `{shown}`"
-        return f"{self.locate(path)}{error}"
 
     def refuse_duplicates(self) -> None:
         """Refuses duplicate keys. In YAML a later key silently replaces an earlier one."""
@@ -281,20 +270,6 @@ class _Places:
             else:
                 node = next((value for name, value in node.value if name.value == key), node)
         return node
-
-    def _inside(self, node: Any, error: GrammarError) -> tuple[int, int] | None:
-        """Line and column of an error in a scalar's text; None if YAML folded or escaped the text."""
-        start, raw = node.start_mark, self.text[node.start_mark.index : node.end_mark.index]
-        if "\n" not in raw:
-            quote = 1 if node.style in ("'", '"') else 0
-            if raw[quote : len(raw) - quote] == error.text:
-                return start.line + 1, start.column + 1 + quote + error.offset
-        if node.style == "|":
-            lines, inner = raw.split("\n")[1:], error.text.split("\n")
-            if error.line <= min(len(lines), len(inner)):
-                indent = len(lines[error.line - 1]) - len(inner[error.line - 1])
-                return start.line + 1 + error.line, indent + error.column
-        return None
 
 
 class _Reader(Mapping[str, Knob]):
@@ -465,7 +440,7 @@ class _Reader(Mapping[str, Knob]):
         except _Located:
             raise
         except SpaceError as error:
-            raise _Located(self.places.message(path, error)) from error
+            raise _Located(f"{self.places.locate(path)}{error}") from error
 
     def error(self, path: KeyPath, problem: str) -> SpaceError:
         return _Located(self.places.locate(path) + problem)

@@ -1,85 +1,60 @@
-"""Rules as text: a grammar of Python's operators over knobs. Nothing is ever evaluated as Python.
+"""Rules as text: Python's expressions over knobs, of which only the nodes listed here are accepted.
 
-    expression  : or-test
-    or-test     : and-test ('or' and-test)*            'or', 'and', 'not' are read as |, &, ~
-    and-test    : not-test ('and' not-test)*
-    not-test    : 'not' not-test | comparison
-    comparison  : sum [('<' | '<=' | '>' | '>=' | '==' | '!=') sum | ['not'] 'in' list]      no chaining
-    sum         : operands joined by  |  &  + -  * / // %  (loosest first), signs - ~, and **, as in Python
-    operand     : number | 'text' | True | False | None | knob | min(...) | max(...) | '(' expression ')'
-    list        : '[' value (',' value)* ']' | '(' value (',' value)* ')'
+A text is parsed by Python's `ast` and translated; nothing is ever evaluated as Python. Accepted are numbers, texts, True,
+False, None, knobs, `min(...)` and `max(...)`, the operators + - * / // % **, comparisons (without chaining), `in` and
+`not in` with a list of values, and the conditions & | ~, also written `and`, `or`, `not`.
 
-The text of an expression can be parsed here: `parse(expression.text, knobs)` is the same tree. Python's own `ast` is
-not suitable: it does not record operators' places, drops comments, joins 'a' 'b', and accepts 0x10 and letters of
-other scripts (docs/decisions.md).
+The text of an expression can be parsed here: `parse(expression.text, knobs)` is the same tree.
 """
 
+import ast
 import keyword
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ..base.errors import SpaceError, unknown
 from .expression import Constant, Expression, maximum, membership, minimum, operation
-from .operators import ATOM, COMPARISON, OPERATORS, POWER, UNARY
 from .values import Value
 
 MAX_LENGTH = 10_000
 """Largest number of characters of an expression."""
 MAX_NESTING = 50
-"""Deepest nesting of parentheses and powers in a text, and largest number of signs before an operand."""
+"""Deepest nesting of an expression; a sum or product of many terms counts once."""
 
 CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False}
 """Words for values."""
 _FUNCTIONS = {"min": minimum, "max": maximum}
 _RESERVED = frozenset({*keyword.kwlist, *CONSTANTS, *_FUNCTIONS})
-_WORDS = frozenset({"and", "or", "not", "in"})
-_OR, _AND, _NOT = 1, 2, 3
-_LEVELS = {"or": _OR, "and": _AND, "not": COMPARISON} | {
-    sign: each.precedence for sign, each in OPERATORS.items() if each.precedence not in (UNARY, ATOM)
+_BINARY = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+    ast.BitAnd: "&", ast.BitOr: "|",
+}  # fmt: skip
+_COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
+_PREFIXED = {ast.USub: "neg", ast.Invert: "~", ast.Not: "~"}
+_ADVICE: dict[type, str] = {
+    ast.Attribute: "attributes cannot be read",
+    ast.Subscript: "there is no indexing; a list may only follow 'in'",
+    ast.List: "a list may only follow 'in'",
+    ast.Tuple: "a list may only follow 'in'",
+    ast.Set: "write a list as [1, 2]",
+    ast.BitXor: "there is no ^; write ** for a power",
 }
-"""Precedence of binary operators, as in Python; `not` here is that of `not in`."""
-_JOINED = {"or": "|", "and": "&"}
-_PREFIXED = {"not": "~", "~": "~", "-": "neg"}
-
-_TOKEN = re.compile(
-    r"""\s*(?:
-        (?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
-      | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
-      | (?P<text>'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")
-      | (?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>&|~()\[\],])
-      | (?P<end>\Z)
-      | (?P<stray>.))""",
-    re.VERBOSE,
-)
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
-_ADVICE = {
-    "=": "'=' assigns; write == to compare",
-    ".": "attribute access is not part of the grammar",
-    "!": "write ~ or not to negate, != to compare",
-    "^": "there is no ^; write ** for a power",
-    "{": "braces are not part of the grammar; write a list as [1, 2]",
-    "'": "the text has no closing quote",
-    '"': "the text has no closing quote",
-}
+"""Advice for nodes that are not accepted."""
 
 
 class GrammarError(SpaceError):
     """A text is not an expression. `line` and `column` count from 1; `problem` is the message without them."""
 
-    def __init__(self, problem: str, text: str, offset: int) -> None:
-        self.problem = problem
-        self.text = text
-        self.offset = offset
-        self.line = text.count("\n", 0, offset) + 1
-        self.column = offset - (text.rfind("\n", 0, offset) + 1) + 1
+    def __init__(self, problem: str, text: str, line: int, column: int) -> None:
+        self.problem, self.text, self.line, self.column = problem, text, line, column
         shown = text if len(text) <= 200 else text[:200] + "..."
-        super().__init__(f"line {self.line}, column {self.column}: {problem}, in `{shown}`")
+        place = f"line {line}, column {column}" if "\n" in text else f"column {column}"
+        super().__init__(f"{place}: {problem}, in `{shown}`")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GrammarError, (self.problem, self.text, self.offset)
+        return GrammarError, (self.problem, self.text, self.line, self.column)
 
 
 def check_name(name: str) -> str:
@@ -105,228 +80,128 @@ def parse(text: str, knobs: Mapping[str, Expression]) -> Expression:
     if not isinstance(text, str):
         raise SpaceError(f"an expression is written as text, but got {text!r}")
     if len(text) > MAX_LENGTH:
-        raise GrammarError(f"an expression has at most {MAX_LENGTH} characters, but got {len(text)}", text, 0)
-    return _Parser(text, knobs).whole()
+        raise GrammarError(f"an expression has at most {MAX_LENGTH} characters, but got {len(text)}", text, 1, 1)
+    if not text.strip():
+        raise GrammarError("an expression is empty", text, 1, 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an unknown escape such as '\\q' is an error
+            # In parentheses, so that an expression may start with spaces and go over several lines.
+            tree = ast.parse(f"(\n{text}\n)", mode="eval")
+    except SyntaxError as error:
+        lines = text.split("\n")
+        line, column = (error.lineno or 2) - 1, error.offset or 1
+        if not 1 <= line <= len(lines):  # at the parenthesis
+            line, column = len(lines), len(lines[-1]) + 1
+        raise GrammarError(f"not an expression: {error.msg.partition(' (detected')[0]}", text, line, column) from None
+    except (ValueError, RecursionError, MemoryError):  # a null character; a deep nesting
+        raise GrammarError("not an expression, or nested too deep", text, 1, 1) from None
+    return _Translation(text, knobs).expression(tree.body)
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
-    """`number`, `name`, `text`, `sign`, `end`, or `stray` for anything else."""
-    text: str
-    """As written; for a stray token, the problem."""
-    offset: int
-
-    def __str__(self) -> str:
-        return "the end" if self.kind == "end" else f"'{self.text}'"
-
-
-class _Parser:
-    """Parses from left to right with one token of lookahead, by operator precedence."""
+class _Translation:
+    """Translates the nodes of one text."""
 
     def __init__(self, text: str, knobs: Mapping[str, Expression]) -> None:
         self.text = text
+        self.lines = text.split("\n")
         self.knobs = knobs
-        self.nesting = 0
-        self.token = self._read(0)
-        self.level = self._level()
 
-    # -- tokens ----------------------------------------------------------------------------------------------
+    def fail(self, problem: str, node: Any) -> NoReturn:
+        line = node.lineno - 1
+        before = self.lines[line - 1].encode()[: node.col_offset] if 1 <= line <= len(self.lines) else b""
+        raise GrammarError(problem, self.text, line, len(before.decode(errors="ignore")) + 1)
 
-    def _read(self, offset: int) -> _Token:
-        found = _TOKEN.match(self.text, offset)
-        assert found is not None and found.lastgroup is not None  # any text matches at least stray
-        kind = found.lastgroup
-        text, start, end = found[kind], found.start(kind), found.end()
-        if kind == "stray":
-            advice = _ADVICE.get(text)
-            return _Token(kind, f"unexpected {text!r}" + (f": {advice}" if advice else ""), start)
-        if kind == "number" and self.text[end : end + 1].isidentifier():
-            return _Token("stray", f"unexpected {self.text[end]!r} after the number {text}", end)
-        return _Token(kind, text, start)
+    def refuse(self, node: Any, kind: type | None = None) -> NoReturn:
+        source = ast.get_source_segment(f"(\n{self.text}\n)", node) or ""
+        advice = _ADVICE.get(kind or type(node))
+        shown = f"'{source[:60]}'" + (f": {advice}" if advice else "")
+        self.fail(f"not part of the grammar: {shown}", node)
 
-    def _level(self) -> int:
-        return _LEVELS.get(self.token.text, 0) if self.token.kind in ("sign", "name") else 0
-
-    def take(self) -> _Token:
-        token = self.token
-        self.token = self._read(token.offset + len(token.text))
-        self.level = self._level()
-        return token
-
-    def sees(self, *texts: str) -> bool:
-        return self.token.text in texts and self.token.kind in ("sign", "name")
-
-    def expect(self, text: str, reason: str) -> None:
-        if not self.sees(text):
-            self.fail(f"expected '{text}' {reason}, but got {self.token}", self.token)
-        self.take()
-
-    def fail(self, problem: str, token: _Token, inside: int = 0) -> NoReturn:
-        raise GrammarError(token.text if token.kind == "stray" else problem, self.text, token.offset + inside)
-
-    def build(self, token: _Token, make: Callable[..., Expression], *arguments: Any) -> Expression:
+    def build(self, node: Any, make: Any, *arguments: Any) -> Expression:
         try:
-            return make(*arguments)
+            expression: Expression = make(*arguments)
         except SpaceError as error:
-            self.fail(str(error), token)
+            self.fail(str(error), node)
+        return expression
 
-    # -- the grammar -----------------------------------------------------------------------------------------
+    def expression(self, node: Any, depth: int = 0) -> Expression:
+        if depth > MAX_NESTING:
+            self.fail(f"nested more than {MAX_NESTING} deep", node)
+        match node:
+            case ast.Constant():
+                return self.build(node, Constant, self.value(node))
+            case ast.Name():
+                return self.name(node)
+            case ast.BinOp():
+                return self.joined(node, depth)
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _PREFIXED:
+                return self.build(node, operation, _PREFIXED[type(op)], self.expression(operand, depth + 1))
+            case ast.BoolOp(op=op, values=values):
+                sign = "&" if isinstance(op, ast.And) else "|"
+                joined = self.expression(values[0], depth + 1)
+                for condition in values[1:]:
+                    joined = self.build(condition, operation, sign, joined, self.expression(condition, depth + 1))
+                return joined
+            case ast.Compare():
+                return self.compared(node, depth)
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+                return self.build(node, _FUNCTIONS[name], *(self.expression(each, depth + 1) for each in arguments))
+            case ast.Call():
+                self.fail("only min(...) and max(...) can be called", node)
+        self.refuse(node)
 
-    def whole(self) -> Expression:
-        if self.token.kind == "end":
-            raise GrammarError("an expression is empty", self.text, 0)
-        out = self.nested()
-        if self.token.kind != "end":
-            self.leftover()
-        return out
+    def joined(self, node: Any, depth: int) -> Expression:
+        """Translates operators between operands; those of a long sum without recursion."""
+        later = []
+        while isinstance(node, ast.BinOp):
+            if type(node.op) not in _BINARY:
+                self.refuse(node, type(node.op))
+            later.append(node)
+            node = node.left
+        joined = self.expression(node, depth + 1)
+        for operator in reversed(later):
+            right = self.expression(operator.right, depth + 1)
+            joined = self.build(operator, operation, _BINARY[type(operator.op)], joined, right)
+        return joined
 
-    def leftover(self) -> NoReturn:
-        reason = ""
-        if self.token.text == "(":
-            reason = ": only min(...) and max(...) can be called"
-        elif self.token.text == "[":
-            reason = ": there is no indexing; a list may only follow 'in'"
-        self.fail(f"unexpected {self.token}{reason}", self.token)
+    def compared(self, node: ast.Compare, depth: int) -> Expression:
+        operator, right = node.ops[0], node.comparators[0]
+        left = self.expression(node.left, depth + 1)
+        if len(node.ops) > 1:
+            self.expression(right, depth + 1)  # tp > 1 & pp > 1 is one of these: what is wrong there is the operand
+            self.fail("comparisons do not chain; write (1 < tp) & (tp < 8) for 1 < tp < 8", node)
+        if isinstance(operator, (ast.In, ast.NotIn)):
+            if not isinstance(right, (ast.List, ast.Tuple)):
+                self.fail("expected a list such as [1, 2] after 'in'", right)
+            contained = self.build(node, membership, left, [self.value(element) for element in right.elts])
+            return contained if isinstance(operator, ast.In) else self.build(node, operation, "~", contained)
+        if type(operator) not in _COMPARED:
+            self.refuse(node)
+        return self.build(node, operation, _COMPARED[type(operator)], left, self.expression(right, depth + 1))
 
-    def nested(self, least: int = _OR) -> Expression:
-        self.nesting += 1
-        if self.nesting > MAX_NESTING:
-            self.fail(f"nested more than {MAX_NESTING} deep", self.token)
-        out = self.expression(least)
-        self.nesting -= 1
-        return out
+    def name(self, node: ast.Name) -> Expression:
+        if node.id in CONSTANTS:
+            return self.build(node, Constant, CONSTANTS[node.id])
+        knob = self.knobs.get(node.id)
+        if knob is None:
+            problem = unknown("knob", node.id, self.knobs).rstrip(".")
+            owners = [name for name, owner in self.knobs.items() if node.id in getattr(owner, "values", ())]
+            hint = f". '{node.id}' is a value of {owners[0]}: texts need quotes" if owners else ""
+            self.fail(problem + hint, node)
+        return knob
 
-    def expression(self, least: int) -> Expression:
-        """Parses an operand and all operators of at least this precedence after it."""
-        most = POWER  # after an operator only operators of at most its precedence can follow: the rest is parsed
-        if least <= _NOT and self.sees("not"):
-            left, most = self.prefixed(("not",), COMPARISON), _NOT
-        elif least <= UNARY and self.sees("-", "~"):
-            left = self.prefixed(("-", "~"), POWER)
-        else:
-            left = self.operand()
-        while least <= self.level <= most:
-            level, token = self.level, self.take()
-            if level == COMPARISON:
-                left, most = self.compared(left, token), _NOT
-            elif level == POWER:  # binds less tightly than a sign on its right
-                left = self.build(token, operation, token.text, left, self.nested(UNARY))
-            else:
-                right, most = self.expression(level + 1), level
-                left = self.build(token, operation, _JOINED.get(token.text, token.text), left, right)
-        return left
-
-    def prefixed(self, signs: tuple[str, ...], least: int) -> Expression:
-        tokens = []
-        while self.sees(*signs):
-            tokens.append(self.take())
-            if len(tokens) > MAX_NESTING:
-                self.fail(f"nested more than {MAX_NESTING} deep", self.token)
-        out = self.expression(least)
-        for token in reversed(tokens):
-            out = self.build(token, operation, _PREFIXED[token.text], out)
-        return out
-
-    def compared(self, left: Expression, token: _Token) -> Expression:
-        if token.text in ("in", "not"):
-            if token.text == "not":
-                self.expect("in", "after 'not'")
-            out = self.build(token, membership, left, self.values())
-            if token.text == "not":
-                out = self.build(token, operation, "~", out)
-        else:
-            out = self.build(token, operation, token.text, left, self.expression(COMPARISON + 1))
-        if self.level == COMPARISON and not self.sees("not"):
-            self.fail("comparisons do not chain; write (1 < tp) & (tp < 8) for 1 < tp < 8", self.token)
-        return out
-
-    def operand(self) -> Expression:
-        token = self.token
-        if token.kind in ("number", "text") or (token.kind == "name" and token.text in CONSTANTS):
-            return self.build(token, Constant, self.literal())
-        if token.kind == "name" and token.text not in _WORDS:
-            self.take()
-            return self.call(token) if token.text in _FUNCTIONS or self.sees("(") else self.knob(token)
-        if self.sees("("):
-            self.take()
-            inner = self.nested()
-            self.expect(")", "to close the parenthesis")
-            return inner
-        if self.sees("["):
-            self.leftover()
-        if self.sees("+"):
-            self.fail("a number needs no '+' before it", token)
-        self.fail(f"expected a knob, a number or a text, but got {token}", token)
-
-    def call(self, token: _Token) -> Expression:
-        if token.text not in _FUNCTIONS:
-            self.fail(f"'{token.text}' cannot be called: only min(...) and max(...) can", token)
-        self.expect("(", f"after '{token.text}'")
-        arguments = [self.nested()]
-        while self.sees(","):
-            self.take()
-            arguments.append(self.nested())
-        self.expect(")", f"to close '{token.text}('")
-        return self.build(token, _FUNCTIONS[token.text], *arguments)
-
-    def knob(self, token: _Token) -> Expression:
-        if token.text in _RESERVED:
-            self.fail(f"'{token.text}' is not part of the grammar", token)
-        found = self.knobs.get(token.text)
-        if found is None:
-            problem = unknown("knob", token.text, self.knobs).rstrip(".")
-            owners = [name for name, each in self.knobs.items() if token.text in getattr(each, "values", ())]
-            hint = f". '{token.text}' is a value of {owners[0]}: texts need quotes" if owners else ""
-            self.fail(problem + hint, token)
-        return found
-
-    # -- values ----------------------------------------------------------------------------------------------
-
-    def values(self) -> list[Value]:
-        if not self.sees("[", "("):
-            self.fail(f"expected a list such as [1, 2] after 'in', but got {self.token}", self.token)
-        closing = "]" if self.take().text == "[" else ")"
-        values = [self.literal()]
-        while self.sees(","):
-            self.take()
-            if not self.sees(closing):
-                values.append(self.literal())
-        self.expect(closing, "to close the list")
-        return values
-
-    def literal(self) -> Value:
-        minus = self.take() if self.sees("-") else None
-        token = self.token
-        value: Value
-        if token.kind == "number":
-            magnitude = self.number(token)
-            value = -magnitude if minus else magnitude
-        elif token.kind == "text":
-            value = self.unquoted(token)
-        elif token.kind == "name" and token.text in CONSTANTS:
-            value = CONSTANTS[token.text]
-        else:
-            self.fail(f"expected a value, but got {token}", token)
-        if minus and token.kind != "number":
-            self.fail(f"'-' needs a number, but got {token}", minus)
-        self.take()
-        return value
-
-    def number(self, token: _Token) -> int | float:
-        if not token.text.isdigit():
-            return float(token.text)
-        if len(token.text) > 19:
-            self.fail(f"an integer must fit 64 bits, but got {token.text[:30]}", token)
-        return int(token.text)
-
-    def unquoted(self, token: _Token) -> str:
-        def character(match: re.Match[str]) -> str:
-            code = match[1] or match[2] or match[3]
-            if code and int(code, 16) <= 0x10FFFF:
-                return chr(int(code, 16))
-            if match[4] in _ESCAPED:
-                return _ESCAPED[match[4]]
-            self.fail(f"unknown escape {match[0]!r} in a text", token, match.start() + 1)
-
-        return _ESCAPE.sub(character, token.text[1:-1])
+    def value(self, node: Any) -> Value:
+        """The value that a node writes: a number, a text, True, False or None."""
+        match node:
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if not isinstance(
+                number, bool
+            ):
+                return -number
+            case ast.Constant(value=int() as number) if abs(number) >= 1 << 63:
+                self.fail("an integer must fit 64 bits", node)
+            case ast.Constant(value=bool() | int() | float() | str() | None as value):
+                return value
+            case ast.Name(id=word) if word in CONSTANTS:
+                return CONSTANTS[word]
+        self.fail("expected a value: a number, a text in quotes, True, False or None", node)

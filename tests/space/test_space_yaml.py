@@ -177,27 +177,27 @@ def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
     [
         (
             TP + "constraints:\n- require: __import__('os').system('true') == 0\n",
-            "line 4, column 12: '__import__' cannot be called",
+            "line 4: column 1: only min",
         ),
         (
             TP + "constraints:\n- require: 'tp.values == 1'\n",
-            "line 4, column 15: unexpected '.': attribute access is not part",
+            "line 4: column 1: .* attributes cannot be read",
         ),
         (
             TP + "constraints:\n- require: |\n    tp > 0 and\n      tpp < 3\n",
-            "line 6, column 7: unknown knob 'tpp'; did you mean 'tp'",
+            "line 4: line 2, column 3: unknown knob 'tpp'; did you mean 'tp'",
         ),
         (
             TP + "constraints:\n- require: tp > 0 and\n    tpp < 3\n",
-            "line 4: line 1, column 12: unknown knob 'tpp'",
+            "line 4: column 12: unknown knob 'tpp'",
         ),
         (
             TP + "- {name: x, type: flag, when: tp >}\n",
-            "line 3, column 35: expected a knob",
+            "line 3: column 5: not an expression",
         ),
         (
             TP + "derived:\n- {name: dp, value: 8 / / tp}\n",
-            "line 4, column 25: expected",
+            "line 4: column 5: not an expression",
         ),
         ("knobs: [", r"line [12], column \d: not valid YAML"),
         (TP + "  x: 1\n", "not valid YAML"),
@@ -296,7 +296,7 @@ def test_a_bad_file_is_refused_with_its_name_and_place(write, text, message):
 
 
 def test_bad_data_is_refused_with_its_place():
-    with pytest.raises(SpaceError, match=r"^constraints\[0\].require: line 1, column 6: expected a knob"):
+    with pytest.raises(SpaceError, match=r"^constraints\[0\].require: column 6: not an expression"):
         Space.from_dict({"knobs": [{"name": "tp", "values": [1]}], "constraints": [{"require": "tp > "}]})
     with pytest.raises(SpaceError, match=r"^knobs\[0\]: knob 'tp' has no values"):
         Space.from_dict({"knobs": [{"name": "tp", "values": []}]})

@@ -142,9 +142,9 @@ def test_shown_commands_are_quoted_for_a_shell(space, name):
     [
         ("train {micro_bach}", r"unknown placeholder '\{micro_bach\}'; did you mean '\{micro_batch\}'\?"),
         ("train {1 if micro_batch else 2}", "`micro_batch` is not a condition"),
-        ("train {1 if fusion else}", r"\{1 if fusion else\}: .*line 1"),
+        ("train {1 if fusion else}", r"\{1 if fusion else\}: .*column"),
         ("train {1 if trial else 2}", "`trial` is not a condition"),
-        ("train {micro_batch +}", r"\{micro_batch \+\}: .*line 1"),
+        ("train {micro_batch +}", r"\{micro_batch \+\}: .*column"),
         ("train {micro_batch", r"the brace '\{' has no counterpart in '\{micro_batch'"),
         ("train }", r"the brace '\}' has no counterpart"),
         ('train {"a": 1}', "Write literal braces as"),
