@@ -1,6 +1,6 @@
 """Attacks are sent repeatedly while fifty workers send requests: each attack is refused, and no worker waits long.
 
-Bounds are wide, as the machine may be busy; docs/security.md has figures (`bench/attacks.py`).
+Bounds are wide, as the machine may be busy.
 """
 
 import contextlib

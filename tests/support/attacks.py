@@ -1,4 +1,4 @@
-"""Attack requests on a server, for tests and `bench/attacks.py`."""
+"""Attack requests on a server."""
 
 import contextlib
 import json

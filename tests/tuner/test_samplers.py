@@ -308,7 +308,7 @@ class TestHEBO:
 
 
 def test_learners_find_faster_configurations_than_chance_does():
-    """A small version of `bench/samplers.py`: the best of 14 trials, mean over seeds."""
+    """The best of 14 trials, mean over seeds."""
     space = wide_space()
     gains = {"eager": 1.0, "sdpa": 1.5, "flash_attention_2": 1.6}
 

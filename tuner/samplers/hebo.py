@@ -35,7 +35,7 @@ class HEBOSampler(ModelSampler):
         seed: seed of every random choice.
         startup: see `ModelSampler`.
         epochs: steps in which the surrogate is fitted. HEBO takes 100 steps of a fifth of the size, which gives the
-            same quality (`bench/samplers.py`) in twice the time.
+            same quality in twice the time.
 
     Raises:
         UsageError: an argument is out of range.

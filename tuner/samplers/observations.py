@@ -41,7 +41,7 @@ class Observations:
         """Lower quartile of the objectives: the value that models get for a failure.
 
         The lowest value would be safer, but the fastest configurations are mostly next to those that run out of
-        memory, and a model that sees a cliff avoids its edge. `bench/samplers.py` confirms this.
+        memory, and a model that sees a cliff avoids its edge.
         """
         return float(np.nanquantile(self.objective, 0.25))
 
