@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import redline
 from redline.base.errors import UsageError
-from redline.models import make_space
 from redline.results import Measurement, Status
 from redline.space import Space
 
@@ -135,25 +134,3 @@ def test_a_failure_that_a_hungrier_run_outlived_was_no_lack_of_memory():
     assert found.tolist() == [False, True, False, False, True, False, False]
     alone = bench("estimator").outlived(table[["micro_batch"]], table.ran.to_numpy())
     assert np.flatnonzero(alone).tolist() == [1, 2, 4, 5, 6]
-
-
-def test_dry_runs_that_were_kept_are_compared_again_without_trying_any(tmp_path, capsys, monkeypatch):
-    from redline.base.device import detect
-    from redline.results import Trial
-
-    dry_runs = bench("dry_runs")
-    space = make_space(redline.workload("gpt2-tiny"), detect())
-    trials = [
-        Trial(
-            number=number,
-            config=space.config(micro_batch=micro, precision="fp32"),
-            measurement=Measurement(status=Status.OK, step_ms=1000.0, peak_memory_mib=1e6, reason="", loss=2.5),
-        )
-        for number, micro in enumerate((1, 2, 4, 8))
-    ]
-    dry_runs.save(tmp_path / "kept.json", trials)
-    assert dry_runs.load(tmp_path / "kept.json", space) == trials
-    monkeypatch.setattr("sys.argv", ["dry_runs.py", "--load", str(tmp_path / "kept.json"), "--calibrate", "2"])
-    dry_runs.main()
-    output = capsys.readouterr().out
-    assert output.count("  1000000") == 4 and "uncalibrated: memory 100.0 %" in output and "after 2 of them" in output
