@@ -1,6 +1,6 @@
 """Holds emulated ranks against real ones: memory of each rank, step time, and the order of configurations.
 
-    python bench/emulate.py                              # all parts, and the tables of docs/emulation.md
+    python bench/emulate.py                              # all parts, and the tables of bench/results/emulate.md
     python bench/emulate.py --parts memory --models llama-tiny
     python bench/emulate.py --write                      # the tables alone, from bench/results/emulate.json
 
@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 KEPT = HERE / "results" / "emulate.json"
-PAGE = HERE.parent / "docs" / "emulation.md"
+PAGE = HERE / "results" / "emulate.md"
 MODELS = ("llama-tiny", "gpt2-tiny", "bert-tiny", "t5-tiny", "mixtral-tiny")
 ORDERS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -95,7 +95,7 @@ class Sides:
         from redline.estimator.measuring import this_machine
         from redline.runners import TimingPlan, TrialTerms
         from redline.runners.dispatch import DryRuns
-        from redline.runners.emulate import EmulateRunner, EmulationTerms, wire_here
+        from redline.runners.emulate import EmulateRunner, EmulationTerms
         from redline.runners.local import LocalRunner
 
         workload = rl.workload(model, global_batch=batch)
@@ -104,12 +104,9 @@ class Sides:
         terms = TrialTerms(device=detect(), devices=devices, memory_limit_mib=LIMIT_MIB, threads=threads, plan=plan)
         work = DryRuns(workload, compiles=False)
         hardware = this_machine().shared(devices)
-        wire = wire_here(hardware, devices, threads)
         self.real = LocalRunner(work, terms, agent=agent)
         self.emulated, self.deciding = (
-            EmulateRunner(
-                workload, terms, EmulationTerms(hardware=hardware, ranks=ranks), wire=wire, compiles=False, agent=agent
-            )
+            EmulateRunner(workload, terms, EmulationTerms(hardware=hardware, ranks=ranks), compiles=False, agent=agent)
             for ranks in ("all", "deciding")
         )
 

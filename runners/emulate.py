@@ -8,15 +8,14 @@ hardware. Results are not compared with a reference, since a rank without peers 
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..base.device import usable_cores
 from ..base.errors import UsageError, WorkloadError, unknown
 from ..estimator.estimate import Z80
 from ..estimator.fullest import fullest_rank
-from ..estimator.wire import Price, Wire
+from ..estimator.wire import Wire
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
 from ..results.again import Z95
@@ -79,7 +78,6 @@ class EmulateRunner(Runner):
         workload: the training.
         terms: devices of a trial, limits and deadlines; its device is the one here.
         emulation: hardware and ranks to emulate.
-        wire: prices communications; called once, before the first trial.
         estimator: of trials that measure memory only, predicts the step time and the fullest stage.
         compiles: True if any configuration may compile.
         agent: an agent that is already running; this runner closes it.
@@ -94,36 +92,23 @@ class EmulateRunner(Runner):
         terms: TrialTerms,
         emulation: EmulationTerms,
         *,
-        wire: "Callable[[HostAgent], Wire] | None" = None,
         estimator: "Estimator | None" = None,
         compiles: bool = True,
         agent: HostAgent | None = None,
     ) -> None:
         self.workload, self.terms, self.emulation = workload, terms, emulation
         self._runs = DryRuns(workload, compiles=compiles)
-        self._make_wire, self._estimator = wire, estimator
-        self._wire: Wire | None = None
+        self._estimator = estimator
+        self._wire = Wire.on(emulation.hardware, terms.devices)
+        """Prices of communications."""
         if agent is None:
             agent = HostAgent(self._runs.imports)
         else:
             agent.also_import(self._runs.imports)
         self._agent = agent
 
-    @property
-    def wire(self) -> Wire:
-        """Prices of communications; measured among real ranks if the hardware is this CPU."""
-        if self._wire is None:
-            self._wire = (
-                Wire.on(self.emulation.hardware, self.terms.devices)
-                if self._make_wire is None
-                else self._make_wire(self._agent)
-            )
-        return self._wire
-
     def wait_ready(self) -> None:
         self._agent.wait_ready()
-        if not self.emulation.memory_only:
-            self.wire  # noqa: B018  # measured before the first trial
 
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
@@ -260,7 +245,7 @@ class EmulateRunner(Runner):
             seconds, scatter = median_interval([each.seconds for each in played])
             middle = min(played, key=lambda each: abs(each.seconds - seconds))
             at = played.index(middle)
-            factor = math.exp(Z95 * self.wire.log_std)
+            factor = math.exp(Z95 * self._wire.log_std)
             ends = [self._play([each[at] for each in traces], scale).seconds for scale in (1 / factor, factor)]
             spread = math.hypot(scatter, (ends[1] - ends[0]) / 2)
             if best is None or seconds > best[0]:
@@ -269,24 +254,20 @@ class EmulateRunner(Runner):
         return best
 
     def _play(self, steps: "Sequence[StepTrace]", scale: float) -> ReplayedStep:
-        wire, threads = self.wire, max(1, self.terms.threads or 1)
-        cores, table = self.emulation.hardware.cores, wire.table
+        threads, cores = max(1, self.terms.threads or 1), self.emulation.hardware.cores
 
-        def price(message: "Message", computed_s: float) -> Price:
+        def price(message: "Message") -> float:
             # A send needs both of its ends; a group needs all of its ranks.
             ranks = message.ranks if message.peer is None else (message.ranks[0], message.peer)
             if message.peer is not None and message.peer == ranks[0]:
                 ranks = (message.ranks[-1], message.peer)
-            found = wire.price(message.kind.value, message.num_bytes, ranks, computed_s)
-            return Price(scale * found.seconds, scale * found.core_s / threads)
+            return scale * self._wire.price(message.kind.value, message.num_bytes, ranks)
 
-        busy = cores is not None and self.terms.devices > 1 and table is not None
         return play(
             steps,
             price,
             cores=None if cores is None else cores / threads,
             world_size=self.terms.devices,
-            slower=table.company if busy and table is not None else 1.0,
         )
 
     def beside_mib(self, world: World, report: EmulatedReport) -> float:
@@ -373,17 +354,3 @@ def _rank_report(outcome: RankOutcome, step: float | None, beside_mib: float = 0
         build_memory_mib=report.build_memory_mib if report else None,
         allocation_retries=report.allocation_retries if report else 0,
     )
-
-
-def wire_here(hardware: "Hardware", devices: int, threads: int) -> "Callable[[HostAgent], Wire]":
-    """Returns how communications are priced on this machine: on a CPU by a table that is measured once and cached, on GPUs by the
-    links of the hardware."""
-
-    def make(agent: HostAgent) -> Wire:
-        if hardware.kind != "cpu" or devices < 2:
-            return Wire.on(hardware, devices)
-        from .measured_wire import cached_wire
-
-        return Wire.on(hardware, devices, cached_wire(agent, devices, threads, usable_cores()))
-
-    return make

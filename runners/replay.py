@@ -6,7 +6,7 @@ group are done, and the rank waits where it waited. Communication that a rank ov
 
 Recorded ranks synchronise: a transfer between two stages of a pipeline starts when both have reached it, so the bubble follows
 from the actual order of the stages. Ranks that were not recorded behave like a recorded one and arrive with it. If ranks share
-the cores of a CPU, those that compute and the threads that communicate share them evenly.
+the cores of a CPU, those that compute share them evenly.
 
 Source: trace-driven simulation, as in ASTRA-sim (Rashidi et al., ISPASS 2020).
 """
@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..estimator.wire import Price
     from ..training.emulation import Message, StepTrace
 
 _Action = tuple[str, float, "Message | None"]
 """`compute` for a number of seconds; `begin` a communication; `wait` for one, `record` an event, or wait for an `event`."""
-PriceOf = Callable[["Message", float], "Price"]
-"""Returns the price of a communication, given the most that one of its ranks computed since its previous communication, s."""
+PriceOf = Callable[["Message"], float]
+"""Returns the time of a communication once all its ranks have reached it, s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,6 @@ class _Transfer:
 
     left: float
     """Seconds left."""
-    cores: float
-    """Cores that it uses meanwhile."""
     keys: tuple[object, ...]
     """Items that are done when it ends."""
     channel: object
@@ -81,10 +78,6 @@ class _Player:
     over: set[object] = field(default_factory=set)
     """Communications and events that are done."""
     waiting: dict[object, list[_Thread]] = field(default_factory=dict)
-    computed: dict[int, float] = field(default_factory=dict)
-    """Seconds that each rank has computed since it last began a communication."""
-    most: dict[object, float] = field(default_factory=dict)
-    """The most of these at each communication that waits for ranks."""
     meeting: dict[object, list[tuple[int, int]]] = field(default_factory=dict)
     """Ranks that have reached a communication of several recorded ranks: rank and number."""
     count: dict[object, int] = field(default_factory=dict)
@@ -96,7 +89,7 @@ class _Player:
         for each in threads:
             self._go_on(each)
         while self.running or self.transfers:
-            busy = (len(self.running) + sum(each.cores for each in self.transfers)) * self.copies
+            busy = len(self.running) * self.copies
             rate = min(1.0, self.cores / busy) if self.cores is not None and busy else 1.0
             active: list[_Thread | _Transfer] = [*self.running, *self.transfers]
             first = min(active, key=lambda each: each.left)
@@ -119,7 +112,6 @@ class _Player:
             what, value, message = thread.todo.pop()
             if what == "compute":
                 thread.left = value
-                self.computed[thread.rank] = self.computed.get(thread.rank, 0.0) + value
                 self.running.append(thread)
                 return
             if what == "begin":
@@ -162,17 +154,13 @@ class _Player:
         turn = self.count[rank, meeting] = self.count.get((rank, meeting), 0) + 1
         there = self.meeting.setdefault((meeting, turn), [])
         there.append((rank, number))
-        self.most[meeting, turn] = max(self.most.get((meeting, turn), 0.0), self.computed.pop(rank, 0.0))
         if len(there) < len(members):
             return
         del self.meeting[meeting, turn]
-        computed = self.most.pop((meeting, turn))
         # If only one rank of a group is recorded, the group has a separate channel for each recorded rank.
         channel = channel if len(members) > 1 else (channel, rank)
-        price = self.price(message, computed)
-        cores = len(there) * price.core_s / price.seconds if price.seconds > 0 else 0.0
         queue = self.queues.setdefault(channel, deque())
-        queue.append(_Transfer(price.seconds, cores, tuple(("wait", *each) for each in there), channel))
+        queue.append(_Transfer(self.price(message), tuple(("wait", *each) for each in there), channel))
         if len(queue) == 1:
             self.transfers.append(queue[0])
 
@@ -183,7 +171,6 @@ def play(
     *,
     cores: float | None = None,
     world_size: int | None = None,
-    slower: float = 1.0,
 ) -> ReplayedStep:
     """Replays the step of all ranks from one recorded step of each of some of them.
 
@@ -192,17 +179,16 @@ def play(
         price: of each communication.
         cores: cores that all ranks share, as on a CPU; None if each has its own device.
         world_size: of the training; by default the number of recorded ranks.
-        slower: factor by which computing is slower among the other ranks than alone.
     """
     ranks = frozenset(each.rank for each in steps)
     player = _Player(price, cores, (world_size or len(steps)) / len(steps))
-    threads = [thread for each in steps for thread in _threads(each, slower)]
+    threads = [thread for each in steps for thread in _threads(each)]
     player.play(threads, ranks)
     last = max(steps, key=lambda each: player.done[each.rank])
     return ReplayedStep(player.done[last.rank], last.own_seconds)
 
 
-def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
+def _threads(step: "StepTrace") -> list[_Thread]:
     """Actions of each stream of a step, in order."""
     from ..training.emulation import Act
 
@@ -214,7 +200,7 @@ def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
         stream = todo.setdefault(entry.stream, [])
         stretch = entry.at - reached.get(entry.stream, 0.0)
         if stretch > 0:
-            stream.append(("compute", stretch * slower, None))
+            stream.append(("compute", stretch, None))
         reached[entry.stream] = entry.left
         if entry.act is Act.BEGIN:
             started.add(("wait", entry.number))
@@ -228,5 +214,5 @@ def _threads(step: "StepTrace", slower: float) -> list[_Thread]:
             stream.append((what, entry.number, None))
     rest = step.seconds - reached.get(step.stream, 0.0)
     if rest > 0:
-        todo[step.stream].append(("compute", rest * slower, None))
+        todo[step.stream].append(("compute", rest, None))
     return [_Thread(step.rank, actions[::-1]) for actions in todo.values()]

@@ -19,7 +19,7 @@ from ..models.families.standard import StandardSchedule
 from ..results import Measurement, Status, Trial
 from ..runners import Runner, TimingPlan, TrialTerms
 from ..runners.command.command import Command
-from ..runners.emulate import EmulateRunner, EmulationTerms, wire_here
+from ..runners.emulate import EmulateRunner, EmulationTerms
 from ..runners.host import HostAgent
 from ..runners.runner import TrialRequest, WrappingRunner
 from ..space import Space
@@ -109,7 +109,6 @@ def emulator(
         task.workload,
         terms,
         EmulationTerms(hardware=hardware, ranks=request.ranks, memory_only=memory_only),
-        wire=wire_here(hardware, task.devices, threads or 1),
         estimator=estimator,
         compiles=may_compile(task.workload, task.space),
         agent=agent,

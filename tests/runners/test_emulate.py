@@ -6,11 +6,10 @@ from redline.base.device import detect
 from redline.base.errors import UsageError
 from redline.estimator.fullest import fullest_rank
 from redline.estimator.hardware import find_hardware
-from redline.estimator.wire import Wire, WireTable
+from redline.estimator.wire import Wire
 from redline.results import Status
 from redline.runners import TimingPlan, TrialTerms
 from redline.runners.emulate import EmulateRunner, EmulationTerms, emulated_ranks, pipelines
-from redline.runners.measured_wire import smoothed
 from redline.runners.runner import TrialRequest
 from redline.space import Config
 from redline.training.world import World
@@ -190,49 +189,8 @@ def test_prices_of_links_grow_with_bytes_and_ranks_and_between_nodes():
     wire = Wire.on(H100, 64)
     near, far = range(8), range(0, 64, 8)
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send"):
-        assert (
-            wire.price(kind, 1 << 20, near).seconds
-            < wire.price(kind, 1 << 26, near).seconds
-            < wire.price(kind, 1 << 26, far).seconds
-        ), kind
+        assert wire.price(kind, 1 << 20, near) < wire.price(kind, 1 << 26, near) < wire.price(kind, 1 << 26, far), kind
     # A ring sends each byte 2 (n - 1) / n times: 64 MiB over 450 GB/s at 80 %.
-    large = wire.price("all-reduce", 1 << 30, near).seconds - wire.price("all-reduce", 1 << 29, near).seconds
+    large = wire.price("all-reduce", 1 << 30, near) - wire.price("all-reduce", 1 << 29, near)
     assert large == pytest.approx(2 * 7 / 8 * (1 << 29) / (450e9 * 0.8), rel=1e-6)
-    assert wire.price("all-reduce", 1 << 20, [3]).seconds == 0.0
-
-
-def test_a_measured_table_is_read_between_its_sizes_and_beyond():
-    table = WireTable(
-        ranks=4, seconds={"send": {2: ((1000, 1e-3, 5e-4), (2000, 2e-3, 7e-4))}, "barrier": {2: ((0, 5e-4, 0.0),)}}
-    )
-    wire = Wire.on(H100, 4, table)
-    assert wire.price("send", 1500, (0, 1)).seconds == pytest.approx(1.5e-3)
-    assert wire.price("send", 1500, (0, 1)).core_s == pytest.approx(6e-4)
-    assert wire.price("receive", 4000, (0, 1)).seconds == pytest.approx(4e-3)
-    assert wire.price("send", 10, (0, 1)).seconds == pytest.approx(1e-3)
-    assert wire.price("barrier", 0, (0, 1)).seconds == pytest.approx(5e-4)
-    assert WireTable.from_dict(table.to_dict()) == table
-
-
-def test_a_communication_after_computing_takes_longer_as_measured():
-    late = {"send": {2: ((1e-3, 1e-4), (3e-3, 5e-4)), 4: ((1e-3, 2e-4), (3e-3, 8e-4))}}
-    table = WireTable(ranks=4, seconds={"send": {2: ((1000, 1e-3, 0.0), (2000, 1e-3, 0.0))}}, late=late)
-    wire = Wire.on(H100, 4, table)
-    assert wire.price("send", 1000, (0, 1)).seconds == pytest.approx(1e-3)
-    assert wire.price("send", 1000, (0, 1), 2e-3).seconds == pytest.approx(1.3e-3)
-    assert wire.price("send", 1000, (0, 1), 1.0).seconds == pytest.approx(1.5e-3)
-    assert wire.price("send", 1000, (0, 1, 2, 3), 5e-4).seconds == pytest.approx(1.1e-3)
-    assert WireTable.from_dict(table.to_dict()) == table
-
-
-def test_measured_delays_are_smoothed_without_becoming_negative():
-    computed = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-    exact = [2e-4 + 1e-2 * each**0.5 for each in computed]
-    assert [extra for _, extra in smoothed(computed, exact)] == pytest.approx(exact)
-    falling = [extra for _, extra in smoothed(computed, [2e-3, 1e-3, 1e-3, 5e-4, 1e-4])]
-    assert len(set(falling)) == 1
-    assert 1e-3 < falling[0] < 2e-3, "the first three count most"
-    below = [extra for _, extra in smoothed(computed, [-1e-3, 0.0, 1e-3, 3e-3, 6e-3])]
-    assert 0 < below[0] < 6e-3
-    assert below[-1] == pytest.approx(10 * below[0]), "by the root of the time alone"
-    assert {extra for _, extra in smoothed(computed, [-1e-3] * 5)} == {0.0}
+    assert wire.price("all-reduce", 1 << 20, [3]) == 0.0

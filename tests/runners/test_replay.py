@@ -1,7 +1,6 @@
 """Replays steps of emulated ranks with the time of their communication."""
 
 import pytest
-from redline.estimator.wire import Price
 from redline.runners.replay import play
 from redline.training.emulation import Act, Entry, Kind, Message, StepTrace
 
@@ -25,12 +24,12 @@ def step(rank, seconds, *entries):
     return StepTrace(rank, seconds, tuple(made), 0)
 
 
-def second(message, computed_s):
-    return Price(1.0)
+def second(message):
+    return 1.0
 
 
-def free(message, computed_s):
-    return Price(0.0)
+def free(message):
+    return 0.0
 
 
 def test_a_communication_that_is_waited_for_adds_its_price():
@@ -107,34 +106,6 @@ def test_ranks_that_share_cores_take_turns_and_one_that_waits_leaves_its_core():
     first = step(0, 2.0, (2.0, Act.BEGIN, 1, hop(Kind.SEND, 1)), (2.0, Act.WAIT, 1))
     behind = step(1, 3.0, (0.0, Act.BEGIN, 1, hop(Kind.RECEIVE, 0)), (0.0, Act.WAIT, 1))
     assert play([first, behind], free, cores=1).seconds == pytest.approx(5.0)
-
-
-def test_a_price_gets_what_its_ranks_computed_since_their_last_communication():
-    later = reduction()
-    asked = []
-    traces = [
-        step(0, 3.0, (1.0, Act.BEGIN, 1, later), (1.0, Act.WAIT, 1), (1.5, Act.BEGIN, 2, later), (1.5, Act.WAIT, 2)),
-        step(1, 3.0, (2.0, Act.BEGIN, 1, later), (2.0, Act.WAIT, 1), (2.1, Act.BEGIN, 2, later), (2.1, Act.WAIT, 2)),
-    ]
-    play(traces, lambda message, computed_s: asked.append(computed_s) or Price(0.0))
-    assert asked == pytest.approx([2.0, 0.5])
-
-
-def test_threads_that_communicate_take_cores_from_computing():
-    # Two ranks compute 4 s each on two cores, during a reduction of 1 s that takes half a core of each rank.
-    traces = [step(rank, 4.0, (1.0, Act.BEGIN, 1, reduction()), (4.0, Act.WAIT, 1)) for rank in (0, 1)]
-
-    def price(message, computed_s):
-        return Price(1.0, 0.5)
-
-    assert play(traces, price).seconds == pytest.approx(4.0)
-    assert play(traces, price, cores=2).seconds == pytest.approx(4.5)
-    assert play(traces, price, cores=3).seconds == pytest.approx(4.0)
-
-
-def test_computing_in_company_takes_longer_and_communication_does_not():
-    trace = step(0, 3.0, (1.0, Act.BEGIN, 1, reduction()), (1.0, Act.WAIT, 1))
-    assert play([trace], second, slower=1.5).seconds == pytest.approx(5.5)
 
 
 def test_a_stream_delays_only_streams_that_wait_for_its_event():
