@@ -1,6 +1,6 @@
 """Counterparts of Slapo's multi-rank tests: sharding, exchanges, weights, stages; one section per file of Slapo's.
 
-docs/schedule.md lists all of Slapo's tests; the other counterparts are among the other tests of this folder.
+SLAPO.md lists all of Slapo's tests; the other counterparts are among the other tests of this folder.
 """
 
 import copy
