@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from redline.results import Trial
+from redline.results import Status, Trial
 from redline.space import Config
 from redline.tuner.samplers.candidates import remaining
 from redline.tuner.samplers.encoding import Encoding
@@ -17,7 +17,10 @@ Ask = Callable[[list[Trial]], Config | None]
 
 
 def peer_optuna(surface: Surface, seed: int, kind: str) -> Ask:
-    """Optuna's own sampler, with failures as violated constraints."""
+    """Optuna's own sampler, with failures as violated constraints.
+
+    Without failed rows there is no constraint: its model would only double the time of a proposal.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -31,7 +34,9 @@ def peer_optuna(surface: Surface, seed: int, kind: str) -> Ask:
         return (trial.user_attrs["failed"],)
 
     cls = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}[kind]
-    study = optuna.create_study(sampler=cls(seed=seed, constraints_func=constraints), direction="maximize")
+    fails = any(row.status is not Status.OK for row in surface.rows.values())
+    options = {"constraints_func": constraints} if fails else {}
+    study = optuna.create_study(sampler=cls(seed=seed, **options), direction="maximize")
     rng = np.random.default_rng(seed)
 
     def ask(done: list[Trial]) -> Config | None:
@@ -46,7 +51,7 @@ def peer_optuna(surface: Surface, seed: int, kind: str) -> Ask:
                     distributions=space,
                     value=value,
                     user_attrs={"failed": -1.0 if last.ok else 1.0},
-                    system_attrs={"constraints": (-1.0 if last.ok else 1.0,)},
+                    system_attrs={"constraints": (-1.0 if last.ok else 1.0,)} if fails else {},
                 )
             )
         left = remaining(encoding, done, rng, sample=1)

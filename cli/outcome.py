@@ -1,5 +1,6 @@
 """Output of the result of a search: the winner beside the default configuration, and the next commands."""
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -187,10 +188,12 @@ def _next(result: Result, launcher: str | None, storage: str | None) -> list[str
         return [f"next     redline tune --out {folder}{where} --resume"]
     if result.best is None:
         failed = (each.measured for each in result.all_trials if not each.pending)
-        log = next((each.log for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
-        if log is None or result.folder is None:
+        crash = next((each for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
+        if crash is None or result.folder is None:
             return [f"next     redline show {folder}"]
-        return [*_end_of(result.folder, log), f"next     read {shlex.quote(f'{result.folder}/{log}')}"]
+        rank = re.match(r"rank \d+(?=: )", crash.reason)
+        lines = _end_of(result.folder, crash.log, f"[{rank[0]}] " if rank else "")
+        return [*lines, f"next     read {shlex.quote(f'{result.folder}/{crash.log}')}"]
     from ..frameworks.export import export_targets, suited_target
 
     report = f"next     redline report {folder}"
@@ -200,10 +203,12 @@ def _next(result: Result, launcher: str | None, storage: str | None) -> list[str
     return [report, f"         redline export {folder} --to {target}   (or --list)"]
 
 
-def _end_of(folder: Path, log: str) -> list[str]:
-    """Returns the last lines of a trial's log; none if it cannot be read."""
+def _end_of(folder: Path, log: str, beginning: str) -> list[str]:
+    """Returns the last lines of a trial's log that begin like this; none if it cannot be read.
+
+    Other ranks, which lose the connection to the one that failed, print their errors after its own."""
     try:
-        text, _ = tail_inside(folder, log, at_most=4096)
+        text, _ = tail_inside(folder, log, at_most=65536)
     except OSError:
         return []
-    return [f"  {fold(line)}" for line in text.splitlines() if line.strip()][-LOG_LINES:]
+    return [f"  {fold(line)}" for line in text.splitlines() if line.strip() and line.startswith(beginning)][-LOG_LINES:]

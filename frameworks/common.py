@@ -31,9 +31,21 @@ def adamw(setup: ExportInput) -> Mapping[str, Any]:
 
 def optimizer_text(setup: ExportInput, parameters: str = "") -> str:
     """The workload's own optimizer as a call, such as `SGD(lr=0.1, momentum=0.9)`."""
-    settings = [f"{name}={value}" for name, value in setup.optimizer.items() if name != "class"]
-    name = setup.optimizer["class"] if parameters else setup.optimizer["class"].rpartition(".")[2]
-    return f"{name}({', '.join([*([parameters] if parameters else []), *settings])})"
+    path = str(setup.optimizer.get("class") or "")
+    if not path:
+        return "the workload's own"
+    settings = [f"{name}={value}" for name, value in setup.optimizer.items() if name not in ("class", "groups")]
+    name = path if parameters else path.rpartition(".")[2]
+    groups = f" with {setup.optimizer['groups']} groups of parameters" if "groups" in setup.optimizer else ""
+    return f"{name}({', '.join([*([parameters] if parameters else []), *settings])}){groups}"
+
+
+def torch_optimizer(setup: ExportInput) -> tuple[str, dict[str, Any]] | None:
+    """Returns the name in torch.optim of the workload's own optimizer, and its settings; None if a file cannot state it: a class
+    of the user's own, settings that differ between groups of parameters, or an optimizer that could not be read."""
+    settings = dict(setup.optimizer)
+    module, _, name = str(settings.pop("class", "")).rpartition(".")
+    return (name, settings) if module == "torch.optim" and "groups" not in settings else None
 
 
 def note_adamw(setup: ExportInput) -> None:

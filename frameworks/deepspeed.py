@@ -7,7 +7,17 @@ from typing import Any
 from ..base.errors import UsageError
 from ..knobs.strategy import Strategy
 from ..knobs.text import value_text
-from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order, note_tf32, optimizer_text
+from .common import (
+    adamw,
+    note_attention,
+    note_hsdp,
+    note_kernels,
+    note_lora,
+    note_order,
+    note_tf32,
+    optimizer_text,
+    torch_optimizer,
+)
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
 from .launcher import MICRO_BATCHES, Launcher
@@ -174,14 +184,13 @@ def _optimizer(setup: ExportInput, zero: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own_optimizer(setup: ExportInput) -> dict[str, Any]:
     """The optimizer of the user's workload: DeepSpeed makes any of torch.optim by its name."""
-    module, _, name = str(setup.optimizer["class"]).rpartition(".")
-    if module != "torch.optim":
+    optimizer = torch_optimizer(setup)
+    if optimizer is None:
         call = optimizer_text(setup, "model.parameters()")
         setup.missing.append(f"the optimizer: give deepspeed.initialize(optimizer={call})")
         return {}
-    return {
-        "optimizer": {"type": name, "params": {key: value for key, value in setup.optimizer.items() if key != "class"}}
-    }
+    name, settings = optimizer
+    return {"optimizer": {"type": name, "params": settings}}
 
 
 def _note_the_rest(setup: ExportInput) -> None:

@@ -15,6 +15,8 @@ from .common import (
     note_pipeline,
     note_reduction,
     note_tf32,
+    optimizer_text,
+    torch_optimizer,
 )
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
@@ -145,8 +147,13 @@ def _optimizer(setup: ExportInput) -> dict[str, Any]:
     fused, settings = setup.knob("fused_optimizer"), dict(adamw(setup))
     class_path = "torch.optim.AdamW"
     if setup.optimizer:
-        class_path = str(setup.optimizer["class"])
-        settings = {name: value for name, value in setup.optimizer.items() if name != "class"}
+        optimizer = torch_optimizer(setup)
+        if optimizer is None:
+            call = optimizer_text(setup, "self.parameters()")
+            setup.missing.append(f"the optimizer: let configure_optimizers() of your module return {call}")
+            return {}
+        name, settings = optimizer
+        class_path = f"torch.optim.{name}"
     elif fused:
         settings["fused"] = True
     if not settings:

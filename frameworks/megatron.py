@@ -9,7 +9,7 @@ from ..knobs.meaning import recomputed
 from ..knobs.pipeline import blocks_of_stages
 from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
-from .common import note_order, note_tf32
+from .common import note_order, note_tf32, optimizer_text
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, number
 from .launcher import Launcher
@@ -138,7 +138,9 @@ def flags(setup: ExportInput) -> list[str]:
         setup.note(f"lora={setup.lora}: Megatron-LM itself has no adapters; all weights would be trained")
     if setup.knob("fusion"):
         setup.note("fusion=true: Megatron does not use torch.compile; its own fused kernels are on by default")
-    if setup.knob("fused_optimizer") is False:
+    if setup.optimizer:
+        setup.missing.append(f"the optimizer, {optimizer_text(setup)}: set --optimizer and its values")
+    elif setup.knob("fused_optimizer") is False:
         setup.note("fused_optimizer=false has no counterpart here: Megatron's Adam is fused")
     setup.note_unless_neutral("kernels", "Megatron has its own fused kernels, on by default")
     return model_flags(setup) + out

@@ -4,7 +4,6 @@ import pprint
 
 from ..base.errors import UsageError
 from ..base.writing import as_data
-from .common import ADAMW
 from .export_input import MEASURED_WITH, ExportInput
 from .target import Target, hashed
 
@@ -34,7 +33,7 @@ CONFIG = <config>
 def main():
     parser = argparse.ArgumentParser(description=f"Trains {MODEL} in the configuration redline found.")
 <data_option>    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--lr", type=float, default=<lr>, help="learning rate")
+    parser.add_argument("--lr", type=float, help="learning rate; by default the optimizer's own")
     parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
     parser.add_argument("--clip", type=float, help="largest norm of all gradients together")
     parser.add_argument("--seed", type=int, default=<seed>, help="of weights and data")
@@ -52,13 +51,14 @@ def main():
     model, optimizer, loader, info = rl.accelerate(
         workload<data>, strategy=CONFIG, clip=args.clip, seed=args.seed
     )
+    rates = [(group, args.lr or group["lr"]) for group in optimizer.param_groups if args.lr or group.get("lr")]
     if args.checkpoints and info.load(args.checkpoints) and info.main:
         print(f"continuing from step {info.step}", flush=True)
     begin, reported = time.perf_counter(), info.step
     for batch in batches(loader, info, args.steps):
         step = info.step + 1
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        for group, rate in rates:
+            group["lr"] = rate * min(1.0, step / max(1, args.warmup))
         loss = model(**batch) if isinstance(batch, dict) else model(*batch)
         loss.backward()
         optimizer.step()
@@ -127,7 +127,6 @@ def _python(setup: ExportInput, comment: str) -> str:
         "start": repr(setup.torchrun()),
         "seed": repr(int(setup.seed)),
         "config": config,
-        "lr": repr(ADAMW["lr"]),
         "data_option": "" if own else _DATA,
         "lora": f", lora={setup.lora!r}" if setup.lora else "",
         "data": "" if own else ", args.data",

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
-from .common import FSDP_ZERO_1, note_lora, note_partial_checkpointing, note_reduction, note_tf32
+from .common import FSDP_ZERO_1, note_lora, note_partial_checkpointing, note_reduction, note_tf32, optimizer_text
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, plain
 from .launcher import Launcher
@@ -174,6 +174,8 @@ def flags(setup: ExportInput) -> list[str]:
     fused = setup.knob("fused_optimizer")
     if fused is not None:
         say("fused_optimizer", fused)
+    if setup.optimizer:
+        setup.missing.append(f"the optimizer, {optimizer_text(setup)}: torchtitan has AdamW and Adam")
     say("fusion", bool(setup.knob("fusion")))
     # By default torchtitan captures a step as a CUDA graph, unlike redline, and then refuses pipelines.
     out.append("--training.disable_cuda_graphs")

@@ -21,6 +21,7 @@ from .common import (
     note_reduction,
     note_stage,
     optimizer_text,
+    torch_optimizer,
     read_lora,
 )
 from .export_input import ExportInput
@@ -150,9 +151,8 @@ _ADAM_SETTINGS = {**_SETTINGS, "eps": "adam_epsilon"}
 def _own_optimizer(setup: ExportInput, fused: Any) -> dict[str, Any]:
     """The optimizer of the user's workload, as far as arguments can state it; the first line names one that they cannot."""
     out: dict[str, Any] = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-    settings = {name: value for name, value in setup.optimizer.items() if name != "class"}
-    module, _, name = str(setup.optimizer["class"]).rpartition(".")
-    optim = _OWN.get(name) if module == "torch.optim" else None
+    name, settings = torch_optimizer(setup) or ("", {})
+    optim = _OWN.get(name)
     if optim == "adamw_torch":
         betas = settings.pop("betas", None)
         out |= dict(zip(("adam_beta1", "adam_beta2"), betas)) if betas else {}

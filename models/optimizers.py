@@ -12,7 +12,8 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 def optimizer_settings(workload: Workload) -> dict[str, Any] | None:
     """Returns the `class` of a workload's own optimizer, and its settings by name: the learning rate, and others that are not the
-    class's defaults. None for the AdamW of workloads without one, or if its function cannot make one of a single parameter."""
+    class's defaults. `groups` is the number of its groups of parameters if their settings differ. None for the AdamW of workloads
+    without one; the class is empty if its function cannot make one of a single parameter."""
     import torch
 
     if workload.optimizer is None:
@@ -20,7 +21,7 @@ def optimizer_settings(workload: Workload) -> dict[str, Any] | None:
     try:
         optimizer = workload.make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))], fused=False)
     except UNABLE:
-        return None  # it reads the model; trials report actual errors
+        return {"class": ""}  # it reads the model; trials report actual errors
     parameters = inspect.signature(type(optimizer).__init__).parameters
     settings = {
         name: list(value) if isinstance(value, tuple) else value
@@ -30,6 +31,8 @@ def optimizer_settings(workload: Workload) -> dict[str, Any] | None:
         and name in parameters
         and (name == "lr" or value != parameters[name].default)
     }
+    if any(group[name] != value for group in optimizer.param_groups for name, value in optimizer.defaults.items()):
+        settings["groups"] = len(optimizer.param_groups)
     module = type(optimizer).__module__
     name = type(optimizer).__qualname__
     return {"class": f"torch.optim.{name}" if module.startswith("torch.optim.") else f"{module}.{name}", **settings}

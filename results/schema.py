@@ -97,7 +97,7 @@ _KNOB = {
 _ASKED = {
     "model": text,
     "name": text,
-    "workload": {...: text},
+    "workload": {"optimizer": {"class": text, ...: option}, ...: text},
     "shape": {
         "family": text,
         "layers": blocks,

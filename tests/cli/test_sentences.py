@@ -119,6 +119,16 @@ def test_the_same_crash_everywhere_is_shown_with_the_end_of_its_log(capsys, tmp_
     assert summary.fails_everywhere(other) == ""
 
 
+def test_the_end_of_a_log_is_that_of_the_rank_that_failed(capsys, tmp_path):
+    (tmp_path / "logs").mkdir()
+    lines = ["[rank 1] ScheduleError: 'norm' is late", *("[rank 0] Connection closed by peer" for _ in range(20))]
+    (tmp_path / "logs" / "0.log").write_text("\n".join(lines))
+    trials = [trial(0, Status.CRASH, "rank 1: ScheduleError: 'norm' is late", log="logs/0.log")]
+    print_result(make_result(trials, ["a"], folder=tmp_path, ended="done", interrupted=False))
+    out = capsys.readouterr().out
+    assert "  [rank 1] ScheduleError: 'norm' is late\n" in out and "Connection closed" not in out
+
+
 def test_a_nested_batch_is_to_be_flattened():
     workload = rl.Workload(
         model=lambda config: torch.nn.Linear(1, 1),
