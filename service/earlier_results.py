@@ -12,11 +12,12 @@ from ..base.errors import UsageError
 from ..results import Measurement, Status, Trial, request as run_yaml
 from ..results.names import RUN
 from ..space import Config
+from ..tuner.history import read_runs
 from ..tuner.predicting import described
 from ..tuner.record import asked_of
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
-from ..tuner.warm_start import read_runs, take
+from ..tuner.warm_start import take
 from .placing import Placed, suits
 from .records import Search, SearchState
 from .store import Store

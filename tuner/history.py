@@ -1,17 +1,20 @@
-"""Trials of a run, and changes of the machine's speed since the search began."""
+"""Trials of this run and of earlier ones, and changes of the machine's speed since the search began."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, count
 from operator import is_not
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..results import Measurement, Trial
+from ..base.errors import StudyError, UsageError
+from ..results import Measurement, Trial, View
 from ..results.measurement import REFINEMENT
 from ..runners import Reference
 from ..runners.load import CHANGED_CORES
+from ..space import Config
 from .listener import SearchListener
 
 WORTH_SAYING = 0.1
@@ -32,6 +35,49 @@ def at_first_speed(trial: Trial) -> Trial:
         name: value * factor for name, factor in factors.items() if (value := getattr(measured, name)) is not None
     }
     return replace(trial, measurement=replace(measured, machine_speed=None, **corrected))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierRun:
+    """A run to learn from."""
+
+    name: str
+    """Its folder, for messages."""
+    trials: Sequence[Trial]
+    """Finished trials, in the conditions at the start of that run."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Its request, as in run.yaml."""
+
+
+def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> list[EarlierRun]:
+    """Reads the finished trials of earlier runs, and their requests.
+
+    Args:
+        folders: folders of the runs.
+        own: folder of the run that learns from them.
+
+    Raises:
+        UsageError: a folder contains no run, or no request, or is given twice, or is this run's own.
+    """
+    runs: list[EarlierRun] = []
+    places: set[Path] = set()
+    for folder in folders:
+        place = Path(folder).resolve()
+        if own is not None and place == Path(own).resolve():
+            raise UsageError(f"warm start: {folder} is this run's own folder; resume continues it")
+        if place in places:
+            raise UsageError(f"warm start: {folder} is given twice; its trials count once")
+        places.add(place)
+        try:
+            view = View(folder, Config)
+        except StudyError as error:
+            raise UsageError(f"warm start: {error}") from error
+        if view.document is None:
+            raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
+        # A refined configuration names single blocks and is outside every space.
+        trials = [at_first_speed(trial) for trial in view.trials() if not trial.pending and trial.sampler != REFINEMENT]
+        runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
+    return runs
 
 
 def unsteady(trials: Sequence[Trial]) -> bool:

@@ -20,6 +20,7 @@ from ..runners import Runner
 from ..runners.command.command import Command
 from ..runners.registry import RUNNERS
 from .budget import Budget, parse_duration, parse_memory
+from .history import EarlierRun, read_runs
 from .listener import SearchListener
 from .samplers import sampler_names
 from .trackers import TRACKERS, check_trackers
@@ -308,8 +309,15 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
             )
         return IN_PROCESS
 
+    @cached_property
+    def earlier_runs(self) -> list[EarlierRun]:
+        """Runs of `warm_start`. Raises UsageError if one cannot be read."""
+        folders = self.warm_start
+        return read_runs([folders] if isinstance(folders, (str, Path)) else folders, own=self.out)
+
     def check_values(self) -> None:
         super().check_values()
+        _ = self.earlier_runs
         assert self.runs_on, "a runner has a name"
         if self.hardware is not None:
             find_hardware(self.hardware)

@@ -51,7 +51,7 @@ from .samplers.bayes import BayesSampler
 from .samplers.judge import Judge
 from .samplers.posterior import SurrogatePrior
 from .task import Task, resolve_task
-from .warm_start import Transferred, WarmStart, read_runs, take
+from .warm_start import Transferred, WarmStart, take
 
 if TYPE_CHECKING:
     from ..estimator import Estimator
@@ -125,8 +125,6 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         environment = HUGE_PAGES if request.runs_on == EMULATE and other else {}
         return stack.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
 
-    warm = request.warm_start
-    earlier = read_runs([warm] if isinstance(warm, (str, Path)) else warm, own=request.out)
     agent, driver = None, None
     if request.runs_on in ("local", EMULATE) and imports_early(request.target):
         agent = started()
@@ -148,7 +146,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         agent = started()
 
     asked = asked_of(request, task)
-    transferred = [take(run, task.space, asked, task.own.unit if task.own else "") for run in earlier]
+    transferred = [take(run, task.space, asked, task.own.unit if task.own else "") for run in request.earlier_runs]
     _check(request, task, asked)
     resumed = RunFolder.asked(request.out) if request.resume and request.out is not None else {}
 

@@ -19,18 +19,16 @@ given. The search learns from its own trials how far each f_r holds.
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from ..base.errors import SpaceError, StudyError, UsageError
-from ..results import Trial, View
-from ..results.measurement import REFINEMENT
+from ..base.errors import SpaceError, UsageError
+from ..results import Trial
 from ..space import Config, Space
-from .history import at_first_speed
+from .history import EarlierRun
 from .samplers.encoding import Encoding, Features
 from .samplers.gaussian_process import Kernel, Points, Scales, fit_scales
 from .samplers.prior import Correction, Prior
@@ -45,18 +43,6 @@ EXPECTED = Scales(joint=0.3, additive=0.3, noise=0.05)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EarlierRun:
-    """A run to learn from."""
-
-    name: str
-    """Its folder, for messages."""
-    trials: Sequence[Trial]
-    """Finished trials, in the conditions at the start of that run."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    """Its request, as in run.yaml."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Transferred:
     """The part of an earlier run that counts."""
 
@@ -68,37 +54,6 @@ class Transferred:
     """Correlation with this search, 0 to 1."""
     summary: str
     """What counts of the run, and the knobs of only one of both, in a line."""
-
-
-def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> list[EarlierRun]:
-    """Reads the finished trials of earlier runs, and their requests.
-
-    Args:
-        folders: folders of the runs.
-        own: folder of the run that learns from them.
-
-    Raises:
-        UsageError: a folder contains no run, or no request, or is given twice, or is this run's own.
-    """
-    runs: list[EarlierRun] = []
-    places: set[Path] = set()
-    for folder in folders:
-        place = Path(folder).resolve()
-        if own is not None and place == Path(own).resolve():
-            raise UsageError(f"warm start: {folder} is this run's own folder; resume continues it")
-        if place in places:
-            raise UsageError(f"warm start: {folder} is given twice; its trials count once")
-        places.add(place)
-        try:
-            view = View(folder, Config)
-        except StudyError as error:
-            raise UsageError(f"warm start: {error}") from error
-        if view.document is None:
-            raise UsageError(f"warm start: {folder} has no run.yaml, so the request of its run is unknown")
-        # A refined configuration names single blocks and is outside every space.
-        trials = [at_first_speed(trial) for trial in view.trials() if not trial.pending and trial.sampler != REFINEMENT]
-        runs.append(EarlierRun(name=str(folder), trials=trials, asked=view.document["asked"]))
-    return runs
 
 
 def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = "") -> Transferred:

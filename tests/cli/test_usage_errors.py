@@ -36,6 +36,7 @@ OF_A_SEARCH = [
     ["--sampler", "tpee"],
     ["--runner", "rays"],
     ["--memory-limit", "big"],
+    ["--warm-start", "empty"],
 ]
 CASES = {
     "tune": [[MODEL, *options] for options in (*OF_A_MODEL, *OF_A_SEARCH)],

@@ -13,7 +13,7 @@ import yaml
 from damage import ASKED, KNOBS, copied, make_run
 from redline.base.errors import StudyError
 from redline.results import RunFolder, View
-from redline.tuner.warm_start import read_runs
+from redline.tuner.history import read_runs
 from redline.views.report import RunFiles, write_report
 
 

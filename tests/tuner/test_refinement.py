@@ -18,9 +18,9 @@ from redline.results.measurement import REFINEMENT
 from redline.runners import Runner
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
+from redline.tuner.history import read_runs
 from redline.tuner.refinement import refiner
 from redline.tuner.search import Refinement, Search
-from redline.tuner.warm_start import read_runs
 
 
 class Memory:

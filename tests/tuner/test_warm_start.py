@@ -9,9 +9,10 @@ import redline as rl
 import yaml
 from redline.results import Measurement, Status, Trial, View
 from redline.space import Config, Space
+from redline.tuner.history import EarlierRun, read_runs
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.judge import Judge
-from redline.tuner.warm_start import ELSEWHERE, EarlierRun, WarmStart, read_runs, take
+from redline.tuner.warm_start import ELSEWHERE, WarmStart, take
 
 HERE = {
     "model": "gpt2",
