@@ -17,6 +17,7 @@ import time
 import psutil
 import pytest
 import yaml
+from clusters import joined
 from processes import left_of
 
 pytestmark = pytest.mark.slow
@@ -124,39 +125,6 @@ def test_a_search_survives_the_loss(search, tmp_path, name, number, request):
     assert [row["status"] for row in rows] == ["ok"] * 3
 
 
-CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-for _ in range(int(sys.argv[1])):
-    cluster.add_node(num_cpus=1)
-print(cluster.address, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def joined(more_nodes=0, **environment):
-    """Starts a cluster and returns its address and processes."""
-    # Ray records the machine's cluster there, and a killed cluster cannot remove the record.
-    place = tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    environment = {**os.environ, "TMPDIR": place.name, **environment}
-    cluster = subprocess.Popen([sys.executable, "-c", CLUSTER, str(more_nodes)], text=True, env=environment, **pipes)
-    nodes = []
-    try:
-        address = cluster.stdout.readline().strip()
-        nodes = psutil.Process(cluster.pid).children(recursive=True)
-        yield address, nodes
-    finally:
-        cluster.kill()
-        cluster.communicate()
-        for each in nodes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        place.cleanup()
-
-
 FILLS = """
 import sys, time
 import redline as rl
@@ -190,7 +158,7 @@ def test_a_candidate_that_the_memory_monitor_of_a_cluster_kills_is_oom(tmp_path)
 
 @pytest.mark.exhaustive
 def test_a_node_that_stays_away_leaves_the_trials_of_the_others(search):
-    with joined(more_nodes=1) as (address, nodes):
+    with joined(nodes=2) as (address, nodes):
         process, _ = search(RAY_ADDRESS=address, AT_ONCE="2", SILENCE_S="60", seconds=50)
         named(list(reversed(nodes)), "raylet").kill()
         out, errors = process.communicate(timeout=280)
