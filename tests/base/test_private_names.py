@@ -16,7 +16,7 @@ OF_OTHERS = {*_torch.OF_MODULES, *_transformers.OF_MODELS, "_erased", "_schema",
 
 @pytest.mark.parametrize(
     ("names", "name"),
-    [(each, name) for each in (_torch, _optuna) for name in each.NAMES],
+    [(_torch, name) for name in _torch.NAMES],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_name_is_there(names, name):

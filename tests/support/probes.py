@@ -13,7 +13,9 @@ def part(squares=(1.0, 3.5), logits=(), *, changed=0.0, size=0.0, quiet_only=Fal
     norms = [math.sqrt(each) for each in squares]
     computed = Computed(loss=9.0, gradient=math.hypot(*norms), blocks=tuple(norms[:-1]), vectors=(0.0, 0.5), samples=2)
     given = {"depth": 3, "roundoff": FP32, "loss_roundoff": FP32, **values}
-    return ProbePart(share=Probe(quiet=computed, logits=logits, **given), changed=changed, size=size, quiet_only=quiet_only)
+    return ProbePart(
+        share=Probe(quiet=computed, logits=logits, **given), changed=changed, size=size, quiet_only=quiet_only
+    )
 
 
 def probe(roundoff=FP32, **values):
