@@ -21,8 +21,8 @@ from .common import (
     note_reduction,
     note_stage,
     optimizer_text,
-    torch_optimizer,
     read_lora,
+    torch_optimizer,
 )
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, Stated, nested
