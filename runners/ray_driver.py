@@ -216,7 +216,7 @@ def _authenticate(address: str) -> None:
 
 def _refuses(address: str) -> bool:
     """Returns True if a cluster refuses this process's token, or that it has none."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # of Cython
     from ray.exceptions import AuthenticationError
 
     try:
