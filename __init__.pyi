@@ -27,7 +27,6 @@ from .schedule import (
     build as build,
     collectives as collectives,
     create_schedule as create_schedule,
-    deferred as deferred,
     list_primitives as list_primitives,
     register_primitive as register_primitive,
     seed_ranks as seed_ranks,

@@ -102,6 +102,12 @@ def change_attention(model: "nn.Module", make: Callable[[str], str]) -> None:
         config._attn_implementation_internal = make(config._attn_implementation)
 
 
+def initialises(module: "nn.Module") -> bool:
+    """True if a module is a model of transformers, which initialises the modules below it."""
+    # A wrapper that forwards attributes, such as peft's, is not.
+    return hasattr(type(module), "_init_weights") and hasattr(type(module), "initialize_weights")
+
+
 def initialise(model: Any, module: "nn.Module") -> None:
     """Initialises a module's weights as its model family does."""
     model._init_weights(module)

@@ -49,7 +49,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     x = torch.randn(256, 512, device=device)
-    with rl.deferred():
+    with torch.device("meta"):
         model, same = Net(), Net()
 
     sch = rl.create_schedule(model)

@@ -20,7 +20,7 @@ def gpt2() -> nn.Module:
 
     sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
     dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    with rl.deferred():
+    with torch.device("meta"):
         return GPT2LMHeadModel(GPT2Config(**sizes, **dropped, bos_token_id=1, eos_token_id=2))
 
 

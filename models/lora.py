@@ -196,12 +196,22 @@ def _materialise(model: "nn.Module") -> None:
                 f"{type(layer.base_layer).__name__}"
             )
         weight = layer.base_layer.weight
-        for name in ("lora_A", "lora_B"):
-            for each in getattr(layer, name).values():
-                each.weight = nn.Parameter(torch.empty_like(each.weight, device=weight.device, dtype=weight.dtype))
-                each.reset_parameters()
-                if name == "lora_B":  # adapters start at zero
-                    nn.init.zeros_(each.weight)
+        for adapter in (*layer.lora_A.values(), *layer.lora_B.values()):
+            adapter.weight = nn.Parameter(torch.empty_like(adapter.weight, device=weight.device, dtype=weight.dtype))
+        initialise_adapter(layer)
+
+
+def initialise_adapter(module: "nn.Module") -> bool:
+    """Initialises the adapter of a layer as peft does; returns False for a module without one. A rule for `build(init=...)`."""
+    from torch import nn
+
+    if not hasattr(module, "lora_A"):
+        return False
+    for adapter in module.lora_A.values():
+        adapter.reset_parameters()
+    for adapter in module.lora_B.values():
+        nn.init.zeros_(adapter.weight)
+    return True
 
 
 def _linear(module: "nn.Module") -> bool:

@@ -60,7 +60,7 @@ class Workload:
     """
 
     model: "Callable[..., nn.Module]"
-    """`model()` or `model(config)`: the module, built without memory (`redline.deferred`) if possible."""
+    """`model()` or `model(config)`: the module, built on the CPU, or on the meta device for its rules to initialise."""
     batch: Callable[[int, int], Batch]
     """`batch(size, seed)`: CPU tensors whose first dimension is `size`; equal for equal seeds. The model gets, from a
     dict, the entries named by the arguments of its `forward`; from a tuple, everything but the last entry, which

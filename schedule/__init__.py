@@ -2,7 +2,6 @@
 
 from . import collectives
 from .build import build
-from .deferred import deferred
 from .graph.pattern import call_module
 from .parallel.sharding import full_state_dict, load_full_state_dict
 from .random_state import seed_ranks
@@ -17,7 +16,6 @@ __all__ = [
     "call_module",
     "collectives",
     "create_schedule",
-    "deferred",
     "full_state_dict",
     "list_primitives",
     "load_full_state_dict",

@@ -57,12 +57,11 @@ def build(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Makes the scheduled model ready to train; the schedule accepts no primitives afterwards.
 
-    Weights are moved to the device. Those of a model made within `deferred` get the values that its constructor gives
-    them after `torch.manual_seed(seed)`; other weights on the meta device are initialised from the seed by the Hugging
-    Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal weights for any schedule. Then
-    casts, checkpointing, compilation and data sharding take effect, in this order. Names in `state_dict` stay those of
-    the original model. New weights of a model made without memory are cast one at a time and sharded over replicas
-    block by block, so that the whole model never exists in its original form.
+    Weights are moved to the device. Those on the meta device are initialised from the seed by the Hugging Face model's own
+    rule, or by `reset_parameters` or `init_weights`. The same seed gives bit-equal weights for any schedule. Then casts,
+    checkpointing, compilation and data sharding take effect, in this order. Names in `state_dict` stay those of the original
+    model. New weights of a model on the meta device are cast one at a time and sharded over replicas block by block, so that
+    the whole model never exists in its original form.
 
     Args:
         sch: the schedule at its root, or at a module below that is to be trained alone; the rest of the model is then
@@ -71,7 +70,7 @@ def build(
             optimizer.
         loss: `loss(output, target)`, for a model cut into pipeline stages that returns no loss itself.
         device: device to train on; by default that of the weights, or the CPU for a model on the meta device.
-        seed: seed of the initial weights.
+        seed: seed of the initial weights of a model on the meta device.
         init: `init(module)` or `init(module, path)` sets a module's own tensors and returns true, for modules without
             a rule.
         broadcast: if replicated tensors differ between ranks of the `tp` or `dp` axis, copy those of the first rank;
@@ -144,7 +143,7 @@ def prepare(
     if sch.tree.cuts and axis is not None and axis.size > 1:
         context.pipeline = Pipeline(sch.tree, axis, context.device, context.loss)
     arrived = _Arrivals(sch, context, early)
-    made = materialise(sch.tree.module, context.device, seed, init, arrived)
+    made = materialise(sch.tree.module, context.device, seed, init, arrived, sch.tree.hub)
     check_weights(sch.tree.module, sch.mesh, made, seed, broadcast)
     sch.tree.built = True
 

@@ -1,29 +1,57 @@
-"""Weights for a model that was made without memory: those of its constructor, or by rule."""
+"""Memory and initial values for tensors on the meta device, by the rules of the model.
+
+Notation: a *key* is a tensor on the meta device with the whole shape, in place of each tensor (or piece) that is to be made; a
+*rule* sets the values of keys. Every rule first runs on the meta device, which shows the keys that it uses. A key gets memory
+before the first rule that uses it, and is cut and given to the model after the last one.
+"""
 
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from ..base._torch import buffers_of, parameters_of
-from ..base._transformers import initialise
+from ..base._torch import TorchDispatchMode, schema_of, tree_leaves
+from ..base._transformers import initialise, initialises
 from ..base.errors import ScheduleError
 from . import held
-from .deferred import going_on
 from .parallel import sharding
 from .random_state import full
-from .recording import Recording, View, recording_of
-from .replay import replay, tensor_of
 from .tree import called_with_path, join
 
 Init = Callable[..., Any]
 """`init(module)` or `init(module, path)`."""
 Arrived = Callable[[nn.Module, str], None]
 """`arrived(module, name)`: a module's own tensor now has memory and values."""
+Place = tuple[nn.Module, str]
+"""A module, and the name of a tensor of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Attribute `_replaces` of a module that replaces one on the meta device: its initial values are those of `old`."""
+
+    old: nn.Module
+    path: str
+    factory: Callable[..., Any] | None
+    """Made the module from `old`, and makes it again from `old` with values; None if the module was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    path: str
+    steps: tuple[Callable[[], Any], ...]
+    uses: tuple[torch.Tensor, ...]
+    """Keys that it reads or sets."""
+    keeps: tuple[torch.Tensor, ...]
+    """Keys among them that keep their values, which a replaced module has set."""
 
 
 def materialise(
@@ -32,18 +60,20 @@ def materialise(
     seed: int,
     init: Init | None = None,
     arrived: Arrived = lambda module, name: None,
+    hub: nn.Module | None = None,
 ) -> list[torch.Tensor]:
     """Moves a model to a device; tensors on the meta device get memory and seeded initial values.
 
-    A model made within `deferred` gets the values that its constructor would have given it after
-    `torch.manual_seed(seed)`; each rank gets its part. Other models on the meta device are initialised by rules:
-    `init(module)` if given and it returns true, a Hugging Face model's own `_init_weights`, or `reset_parameters`.
-    There the random stream of each module depends only on the seed and its path, so that any part of a model is
-    initialised like the whole. Sharded tensors are made whole and cut at once. The global random state is restored.
+    A module's tensors are set by `init(module)` if given and it returns true, by the Hugging Face model's own
+    `_init_weights`, or by `reset_parameters` or `init_weights`, children first. The random stream of each module depends only
+    on the seed and its path, so that any part of a model is initialised like the whole, whatever the schedule: a module that
+    was replaced is initialised as before, and its replacement made from it again. Sharded tensors are made whole and cut at
+    once. The global random state is restored.
 
     Args:
         arrived: called for each tensor that was on the meta device, in the order of initialisation. It may replace the
             tensor, whose memory is then freed before the next is made.
+        hub: the Hugging Face model that contains `root`.
 
     Returns:
         The new parameters and buffers.
@@ -51,67 +81,29 @@ def materialise(
     Raises:
         ScheduleError: tensors have no initialisation; the message names them.
     """
-    recording = recording_of(root)
-    missing = [
+    places = [
         (module, name) for module in root.modules() for name, tensor in held.own_tensors(module) if tensor.is_meta
     ]
-    held.exchange(root, lambda tensor, path: _moved(tensor, device), _kept)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        if recording is None:
-            recording = Recording(device)
-            _Rules(root, recording, seed, init).follow()
-        _replay(root, recording, device, seed, arrived)
-    return [dict(held.own_tensors(module))[name] for module, name in missing]
+    held.exchange(root, lambda tensor, path: _moved(tensor, device), _same)
+    if places:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            _Initialisation(root, init, hub).run(device, seed, arrived)
+    return [dict(held.own_tensors(module))[name] for module, name in places]
 
 
-def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int, arrived: Arrived) -> None:
-    """Replaces the model's tensors on the meta device by recorded ones, each as soon as it is made."""
-    views: dict[torch.Tensor, View] = {}
-    homes: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
-    loose: set[torch.Tensor] = set()
-    for path, module in root.named_modules():
-        for name, tensor in held.own_tensors(module):
-            if tensor.is_meta and recording.view(tensor) is None:
-                raise ScheduleError(
-                    f"build: {join(path, name)} is on the meta device, and nothing is known of its values"
-                )
-        elsewhere = held.loose(module)
-        for name, tensor in held.own_tensors(module) + elsewhere:
-            if (view := recording.view(tensor)) is None:
-                continue
-            if not tensor.is_leaf:
-                raise ScheduleError(
-                    f"build: {join(path, name)} has a gradient to pass on, which only a model made in place can"
-                )
-            views[tensor] = view
-        for name, tensor in held.own_tensors(module):
-            if tensor in views:
-                homes.setdefault(tensor, []).append((module, name))
-        loose.update(tensor for _, tensor in elsewhere if tensor in views)
-    of_memory: dict[int, list[torch.Tensor]] = {}
-    for tensor, view in views.items():
-        of_memory.setdefault(view.memory, []).append(tensor)
-    kept: dict[torch.Tensor, torch.Tensor] = {}
-
-    def made(number: int, storage: torch.UntypedStorage) -> None:
-        here = []
-        for tensor in of_memory[number]:
-            new = _with(tensor, tensor_of(views[tensor], storage).to(device))
-            if tensor in loose:
-                kept[tensor] = new
-            for module, name in homes.get(tensor, ()):
-                held.replace_tensor(module, name, new)
-                here.append((module, name))
-        del storage, new
-        for module, name in here:
-            arrived(module, name)
-
-    replay(recording, of_memory, device, seed, made)
-
-    def change(tensor: torch.Tensor, path: str) -> torch.Tensor:
-        return kept.get(tensor, tensor)
-
-    held.exchange(root, _kept, change)
+def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
+    """Returns the path of a tensor on the meta device that `materialise` cannot initialise; None if there is none."""
+    own = {tensor for module in model.modules() for _, tensor in held.own_tensors(module)}
+    for path, module in model.named_modules():
+        for name, tensor in held.loose(module):
+            if tensor.is_meta and tensor not in own:
+                return join(path, name)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        plan = _Initialisation(model, init, None)
+    for original, places in plan.originals.items():
+        for holder, name in places:
+            held.replace_tensor(holder, name, original)
+    return next(iter(plan.unset), None)
 
 
 def _with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -123,7 +115,7 @@ def _with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _kept(tensor: torch.Tensor, path: str) -> torch.Tensor:
+def _same(tensor: torch.Tensor, path: str) -> torch.Tensor:
     return tensor
 
 
@@ -135,126 +127,352 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _with(tensor, tensor.detach().to(device))
 
 
-class _Rules:
-    """Records what a model's own rules do to its tensors."""
+class _Initialisation:
+    """Keys and rules of a model, which has keys in place of its tensors on the meta device afterwards.
 
-    def __init__(self, root: nn.Module, recording: Recording, seed: int, init: Init | None) -> None:
-        self.root, self.recording, self.seed, self.init = root, recording, seed, init
+    A tied tensor has a key at each of its places, as if it were not tied yet, and gets the values of the first.
+    """
+
+    def __init__(self, root: nn.Module, init: Init | None, hub: nn.Module | None) -> None:
+        self.root, self.init = root, init
+        self.homes: dict[torch.Tensor, list[Place]] = {}
+        """Places of each key: in the model, in replaced modules, and in those of other pipeline stages."""
+        self.keys: dict[Place, torch.Tensor] = {}
+        """The key at each place in the model."""
+        self.originals: dict[torch.Tensor, list[Place]] = {}
+        """Places in the model of each tensor or piece that was on the meta device."""
         self.paths: dict[torch.Tensor, str] = {}
-        """First path of each adopted tensor."""
-        self.visited: set[nn.Module] = set()
-        self.seen: set[torch.Tensor] = set()
+        """Path of each key in the model."""
+        self.rules: list[_Rule] = []
+        self._by_storage: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._numbers: dict[torch.Tensor, int] = {}
+        self._owned: set[torch.Tensor] = set()
+        """Keys that a rule of a module which owns them sets."""
+        self._visited: set[nn.Module] = set()
+        for path, module in root.named_modules():
+            for name, tensor in held.own_tensors(module):
+                if tensor.is_meta:
+                    places = self.originals.setdefault(tensor, [])
+                    self.keys[module, name] = key = self._add_key(module, name, tensor, again=bool(places))
+                    self.paths[key] = join(path, name)
+                    places.append((module, name))
+        for module in root.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and value.is_meta and value not in self.originals:
+                    self._add_key(module, name, value)
+        with self._real_ones_guarded():
+            self._visit(root, "", hub)
+        used = {key for rule in self.rules for key in rule.uses}
+        firsts = [self.keys[places[0]] for places in self.originals.values()]
+        self.unset = [self.paths[key] for key in firsts if key.numel() and key not in used]
+        """Paths of tensors that no rule sets."""
 
-    def follow(self) -> None:
-        """Makes the model's tensors on the meta device recorded ones, initialised and cut."""
-        kept = [
-            tensor for module in self.root.modules() for _, tensor in held.own_tensors(module) if not tensor.is_meta
-        ]
-        for tensor in kept:
-            tensor.__dict__["_is_hf_initialized"] = True
-        held.exchange(self.root, self.adopted, _kept)
-        try:
-            with going_on(self.recording), _guarded(), self.stand_ins():
-                self.visit(self.root, "", None)
-        finally:
-            for tensor in kept:
-                tensor.__dict__.pop("_is_hf_initialized", None)
-        self.check_initialised()
-        _cut(self.root, self.paths)
+    # -- keys ------------------------------------------------------------------------------------------------
 
-    def adopted(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        """A recorded tensor in place of one on the meta device, whole if that is a piece."""
-        if not tensor.is_meta:
-            return tensor
-        module, name = sharding.owner(self.root, path)
+    def _add_key(self, module: nn.Module, name: str, tensor: torch.Tensor, again: bool = False) -> torch.Tensor:
         shard = sharding.shards_of(module).get(name)
-        new = _with(tensor, self.recording.adopt(tensor.shape if shard is None else shard.shape, tensor.dtype))
-        self.paths[new] = path
-        return new
+        key = tensor
+        if shard is not None or again or tensor in self.homes:
+            shape = tensor.shape if shard is None else shard.shape
+            key = _with(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        storage = key.untyped_storage()
+        self._by_storage[id(storage)] = storage, key
+        self._numbers[key] = len(self._numbers)
+        self.homes[key] = [(module, name)]
+        _set(module, name, key)
+        return key
+
+    def _inside(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Keys at and below a module, by path."""
+        tensors = (
+            (join(path, name), tensor)
+            for path, each in module.named_modules()
+            for name, tensor in held.own_tensors(each)
+        )
+        return {path: tensor for path, tensor in tensors if tensor in self.homes}
 
     @contextmanager
-    def stand_ins(self) -> Iterator[None]:
-        """Provides recorded tensors for those of other ranks: a module's initialisation may set its children's (T5's
-        does), and must draw as many random numbers as there.
-        """
-        absent = [
-            (module, name, value)
-            for module in self.root.modules()
-            for name, value in module.__dict__.items()
-            if isinstance(value, torch.Tensor) and value.is_meta
+    def _real_ones_guarded(self) -> Iterator[None]:
+        """Lets `_init_weights` of Hugging Face models skip tensors that have values."""
+        real = [
+            tensor for module in self.root.modules() for _, tensor in held.own_tensors(module) if not tensor.is_meta
         ]
-        for module, name, value in absent:
-            module.__dict__[name] = self.recording.adopt(value.shape, value.dtype)
+        transformers: Any = sys.modules.get("transformers.initialization")
+        for tensor in real:
+            tensor.__dict__["_is_hf_initialized"] = True
         try:
-            yield
+            with ExitStack() as stack:
+                if transformers is not None:
+                    stack.enter_context(transformers.guard_torch_init_functions())
+                yield
         finally:
-            for module, name, value in absent:
-                module.__dict__[name] = value
+            for tensor in real:
+                tensor.__dict__.pop("_is_hf_initialized", None)
 
-    def visit(self, module: nn.Module, path: str, hub: nn.Module | None) -> bool:
-        """Initialises a subtree, children first; returns True if anything in it was adopted."""
-        if module in self.visited:
-            return False
-        self.visited.add(module)
-        if hasattr(module, "_init_weights") and hasattr(module, "initialize_weights"):
-            hub = module
-        fresh = False
-        for name, child in module.named_children():
-            fresh |= self.visit(child, join(path, name), hub)
-        own = [tensor for _, tensor in held.own_tensors(module) if tensor in self.paths]
-        if fresh or own:
-            self.initialise(module, path, hub, own)
-        return bool(fresh or own)
+    # -- rules -----------------------------------------------------------------------------------------------
 
-    def initialise(self, module: nn.Module, path: str, hub: nn.Module | None, own: list[torch.Tensor]) -> None:
-        digest = hashlib.sha256(f"{self.seed}/{path}".encode()).digest()
-        self.recording.reseed(int.from_bytes(digest[:8], "big") >> 1)
-        # Tied tensors keep the values of the first module that has them.
-        values = [(tensor, tensor.clone()) for tensor in own if tensor in self.seen]
-        self.apply(module, path, hub, own)
-        for tensor, value in values:
-            tensor.copy_(value)
-        self.seen.update(own)
-
-    def apply(self, module: nn.Module, path: str, hub: nn.Module | None, own: list[torch.Tensor]) -> None:
-        if self.init is not None and called_with_path(self.init, module, path):
+    def _visit(self, module: nn.Module, path: str, hub: nn.Module | None) -> None:
+        """Finds the rules of a subtree, children first."""
+        if module in self._visited:
             return
-        if hub is not None:
-            initialise(hub, module)
-            if not any(map(self.recording.lacks, own)):
+        self._visited.add(module)
+        replaced = module.__dict__.get("_replaces")
+        if replaced is not None:
+            if replaced.old not in set(module.modules()):
+                self._link(replaced.old, module)
+            self._visit(replaced.old, path, hub)
+            if replaced.factory is not None:
+                self._make_again(replaced, module, path)
+        if initialises(module):
+            hub = module
+        for name, child in module.named_children():
+            self._visit(child, join(path, name), hub)
+        inside = self._inside(module)
+        if inside and not (replaced is not None and self._owned.issuperset(inside.values())):
+            self._initialise(module, path, hub, inside)
+
+    def _link(self, old: nn.Module, new: nn.Module) -> None:
+        """Gives a replaced module the keys of the tensors that its replacement has kept, and others of its own."""
+        kept = self._inside(new)
+        for path, module in old.named_modules():
+            for name, tensor in held.own_tensors(module):
+                if not tensor.is_meta:
+                    continue
+                key = kept.get(join(path, name))
+                if key is None or key.shape != tensor.shape:
+                    self._add_key(module, name, tensor)
+                else:
+                    self.homes[key].append((module, name))
+                    _set(module, name, key)
+
+    def _make_again(self, replaced: Replaced, module: nn.Module, path: str) -> None:
+        """Adds the rule of a replacement: the tensors of another, made from the replaced module when that has values."""
+        wanted = {name: key for name, key in self._inside(module).items() if key not in self._owned}
+        factory = replaced.factory
+        assert factory is not None
+
+        def make() -> None:
+            again = called_with_path(factory, replaced.old, replaced.path)
+            made = {
+                join(at, name): tensor for at, each in again.named_modules() for name, tensor in held.own_tensors(each)
+            }
+            for name in wanted:
+                holder, own = sharding.owner(module, name)
+                tensor = dict(held.own_tensors(holder))[own]
+                if name in made and made[name] is not tensor and made[name].shape == tensor.shape:
+                    tensor.copy_(made[name])
+
+        if wanted:
+            self._add(path, [make], list(wanted.values()), [*self._inside(replaced.old).values(), *wanted.values()])
+
+    def _initialise(self, module: nn.Module, path: str, hub: nn.Module | None, inside: dict[str, torch.Tensor]) -> None:
+        """Adds the rule of a module."""
+        own = [inside[name] for name, _ in held.own_tensors(module) if name in inside]
+        if own and self._owned.issuperset(own):
+            return
+        if self.init is not None:
+            rule = partial(called_with_path, self.init, module, path)
+            with _Touched():
+                taken = rule()
+            if taken:
+                self._add(path, [rule], own, list(inside.values()))
                 return
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if reset is not None:
-            reset()
+        reset = _reset_of(module)
+        if hub is None:
+            self._add(path, [reset] if reset is not None else [], own, list(inside.values()))
+            return
+        steps: list[Callable[[], Any]] = [partial(initialise, hub, module)]
+        if reset is not None and not self._uses(steps, list(inside.values())).issuperset(own):
+            steps.append(reset)
+        self._add(path, steps, own, list(inside.values()))
 
-    def check_initialised(self) -> None:
-        """Refuses tensors that no rule has initialised."""
-        missed = [path for tensor, path in self.paths.items() if tensor.numel() and self.recording.lacks(tensor)]
-        if missed:
-            shown = ", ".join(missed[:5]) + (f" and {len(missed) - 5} more" if len(missed) > 5 else "")
-            raise ScheduleError(
-                f"build: the model was made on the meta device, and nothing initialises {shown}; make it within "
-                "redline.deferred, give the module a reset_parameters method, or pass build(init=...)"
-            )
+    def _add(
+        self, path: str, steps: list[Callable[[], Any]], own: list[torch.Tensor], inside: list[torch.Tensor]
+    ) -> None:
+        uses = self._uses(steps, inside)
+        if uses:
+            keeps = tuple(key for key in own if key in self._owned and key in uses)
+            # All ranks use the keys in the same order.
+            self.rules.append(_Rule(path, tuple(steps), tuple(sorted(uses, key=self._numbers.__getitem__)), keeps))
+            self._owned.update(key for key in own if key in uses)
+
+    def _uses(self, steps: list[Callable[[], Any]], inside: list[torch.Tensor]) -> set[torch.Tensor]:
+        """Keys that steps use when they run on the meta device; all inside of the module if they need values."""
+        touched = _Touched()
+        try:
+            with touched, torch.device("meta"):
+                for step in steps:
+                    step()
+        except RuntimeError:
+            return set(inside)
+        return {self._by_storage[storage][1] for storage in touched.storages if storage in self._by_storage}
+
+    # -- values ----------------------------------------------------------------------------------------------
+
+    def run(self, device: torch.device, seed: int, arrived: Arrived) -> None:
+        """Replaces the keys by tensors with values, each as soon as it has its final ones."""
+        _check_set(self.unset)
+        needed = {self.keys[places[0]] for places in self.originals.values()}
+        empty = [key for key in needed if not key.numel()]
+        rules = [_Rule("", (), (key,), ()) for key in sorted(empty, key=self._numbers.__getitem__)]
+        for rule in reversed(self.rules):
+            if not needed.isdisjoint(rule.uses):
+                needed.update(rule.uses)
+                rules.append(rule)
+        rules.reverse()
+        last = {key: number for number, rule in enumerate(rules) for key in rule.uses}
+        values = _Values(self, set(last), device, arrived)
+        with self._real_ones_guarded():
+            for number, rule in enumerate(rules):
+                for key in rule.uses:
+                    values.allocate(key)
+                copies = [(values.live[key], values.live[key].clone()) for key in rule.keeps]
+                torch.manual_seed(_seed_at(seed, rule.path))
+                with device:
+                    for step in rule.steps:
+                        step()
+                for tensor, original in copies:
+                    tensor.copy_(original)
+                for key in rule.uses:
+                    if last[key] == number:
+                        values.give(key)
+        for module in self.root.modules():
+            module.__dict__.pop("_replaces", None)
+        held.exchange(self.root, _same, lambda tensor, path: values.listed.get(tensor, tensor))
 
 
-def _cut(root: nn.Module, fresh: dict[torch.Tensor, str]) -> None:
-    """Cuts whole tensors that are to be sharded; ties remain."""
-    cut: dict[torch.Tensor, torch.Tensor] = {}
-    for module in root.modules():
-        for name, shard in sharding.shards_of(module).items():
-            tensor = parameters_of(module).get(name, buffers_of(module).get(name))
-            if tensor in fresh:
-                if tensor not in cut:
-                    cut[tensor] = sharding.cut_tensor(tensor, shard)
-                held.replace_tensor(module, name, cut[tensor])
+class _Values:
+    """Tensors with values, while they are made."""
+
+    def __init__(self, plan: _Initialisation, used: set[torch.Tensor], device: torch.device, arrived: Arrived) -> None:
+        self.plan, self.used, self.device, self.arrived = plan, used, device, arrived
+        self.live: dict[torch.Tensor, torch.Tensor] = {}
+        """Whole tensors, by key, that a rule is yet to use; `used` are all keys of which this is so."""
+        self.final: dict[torch.Tensor, torch.Tensor] = {}
+        """Tensors that not all of their places have, by what was on the meta device before."""
+        self.listed: dict[torch.Tensor, torch.Tensor] = {}
+        """Tensors that modules also hold in other attributes, as an LSTM does, by what those hold."""
+        self._listed = {tensor for module in plan.root.modules() for _, tensor in held.loose(module)}
+        self._waiting: dict[Place, torch.Tensor] = {
+            place: each for each, places in plan.originals.items() for place in places
+        }
+
+    def allocate(self, key: torch.Tensor) -> None:
+        """Gives a key memory, if it has none."""
+        if key in self.live:
+            return
+        tensor = self.live[key] = _with(key, torch.empty(key.shape, dtype=key.dtype, device=self.device))
+        if _may_be_nan(tensor):
+            tensor.fill_(torch.nan)  # a rule that sets only a part of it is found
+        for module, name in self.plan.homes[key]:
+            _set(module, name, tensor)
+
+    def give(self, key: torch.Tensor) -> None:
+        """Gives the model a tensor, or this rank's piece of it, at all of its places that no other rule is to use."""
+        tensor = self.live.pop(key)
+        self.used.discard(key)
+        place = self.plan.homes[key][0]
+        for module, name in self.plan.homes[key]:
+            _set(module, name, key)
+        original = self._waiting.get(place)
+        if original is None:
+            return
+        places = self.plan.originals[original]
+        if place == places[0]:
+            if _may_be_nan(tensor) and tensor.sum().isnan():
+                _check_set([self.plan.paths[key]])
+            shard = sharding.shards_of(place[0]).get(place[1])
+            data = tensor.detach() if shard is None else shard.cut(tensor.detach()).contiguous()
+            self.final[original] = _with(original, data)
+        del tensor
+        if original not in self.final:
+            return
+        ready = [each for each in places if each in self._waiting and self.plan.keys[each] not in self.used]
+        for module, name in ready:
+            del self._waiting[module, name]
+            held.replace_tensor(module, name, self.final[original])
+        if original in self._listed:
+            self.listed[original] = self.final[original]
+        if all(each not in self._waiting for each in places):
+            del self.final[original]  # or its memory would be kept if it is cut further
+        for module, name in ready:
+            self.arrived(module, name)
 
 
-@contextmanager
-def _guarded() -> Iterator[None]:
-    """Lets `_init_weights` of Hugging Face models skip initialised tensors."""
-    module: Any = sys.modules.get("transformers.initialization")
-    with ExitStack() as stack:
-        if module is not None:
-            stack.enter_context(module.guard_torch_init_functions())
-        yield
+class _Touched(TorchDispatchMode):
+    """Notes the storages of the tensors that operators get, or that are asked for being on the meta device: functions of
+    `torch.nn.init` may do nothing there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+        self._asked = _Asked(self.storages)
+
+    def __enter__(self) -> Self:
+        self._asked.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._asked.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self.storages.add(id(leaf.untyped_storage()))
+        if torch.Tag.nondeterministic_seeded in func.tags and schema_of(func).name.endswith("_"):
+            return args[0]  # a draw in place, which is slow on the meta device
+        return func(*args, **(kwargs or {}))
+
+
+class _Asked(TorchFunctionMode):
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.storages = storages
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_meta.__get__:
+            self.storages.add(id(args[0].untyped_storage()))
+        return func(*args, **(kwargs or {}))
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    """The method by which a module initialises itself, if it has one without arguments."""
+    if initialises(module):
+        return None
+    for name in ("reset_parameters", "_reset_parameters", "init_weights"):
+        method = getattr(module, name, None)
+        if method is not None:
+            try:
+                inspect.signature(method).bind()
+            except TypeError:
+                continue
+            return method
+    return None
+
+
+def _seed_at(seed: int, path: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:8], "big") >> 1
+
+
+def _may_be_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Replaces a tensor of a module, or one among its other attributes."""
+    if name in vars(module):
+        module.__dict__[name] = tensor
+    else:
+        held.replace_tensor(module, name, tensor)
+
+
+def _check_set(missed: list[str]) -> None:
+    """Refuses tensors that no rule has initialised."""
+    if missed:
+        shown = ", ".join(missed[:5]) + (f" and {len(missed) - 5} more" if len(missed) > 5 else "")
+        raise ScheduleError(
+            f"build: the model was made on the meta device, and nothing initialises {shown}; make it on the CPU, give the "
+            "module a reset_parameters method, or pass build(init=...)"
+        )

@@ -12,9 +12,9 @@ from typing import Any, Self, overload
 from torch import fx, nn
 
 from ..base._torch import children_of
+from ..base._transformers import initialises
 from ..base.errors import MissingModuleError, ScheduleError, unknown
 from .calls import PrimitiveCall, to_recipe
-from .deferred import recorded_operations
 from .forward import layers_of
 from .graph.operations import Call, SubgraphCall, SyncCall
 from .graph.trace import ITSELF, Traced
@@ -61,6 +61,8 @@ class Tree:
         self.pipeline: tuple[str, int | None] | None = None
         self.examples: dict[str, Any] = {}
         """Example inputs, as (args, kwargs), of modules by path: tracing derives those of other modules from them."""
+        self.hub: nn.Module | None = None
+        """The Hugging Face model that contains the root and initialises its modules."""
         self.built = False
 
     def below(self, path: str) -> "Tree":
@@ -77,6 +79,9 @@ class Tree:
             return full[len(path) + 1 :]
 
         new = Tree(find_module(self.module, path), self.mesh)
+        names = path.split(".")
+        above = (find_module(self.module, ".".join(names[:count])) for count in range(len(names)))
+        new.hub = next((module for module in reversed(list(above)) if initialises(module)), self.hub)
         new.steps = [replace(each, path=rest(each.path)) for each in self.steps if is_within(each.path, path)]
         new.deferred = [replace(each, path=rest(each.path)) for each in self.deferred if is_within(each.path, path)]
         new.examples = {rest(at): each for at, each in self.examples.items() if is_within(at, path)}
@@ -86,11 +91,10 @@ class Tree:
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
-        with recorded_operations(*self.module.parameters(), *self.module.buffers()):
-            new = Tree(copy.deepcopy(self.module, memo), self.mesh)
+        new = Tree(copy.deepcopy(self.module, memo), self.mesh)
         new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
         new.pipeline, new.late, new.examples = self.pipeline, list(self.late), dict(self.examples)
-        new.shared = dict(self.shared)
+        new.shared, new.hub = dict(self.shared), self.hub
         new.deferred = [Deferred(d.path, d.phase, d.apply, dict(d.arguments)) for d in self.deferred]
         new.annotations = {key: dict(value) for key, value in self.annotations.items()}
         return new

@@ -3,19 +3,20 @@
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..base.device import liger_obstacle
-from ..base.errors import ScheduleError, UsageError, WorkloadError
+from ..base.errors import UsageError, WorkloadError
 from ..knobs.meaning import pipeline_schedule_of
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import Strategy
+from ..models.architecture import Architecture
 from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, step_seed, to_device
 from ..models.families import StandardSchedule, generic_schedule
 from ..models.flops import flops_of
-from ..models.lora import frozen_format, lora_of
+from ..models.lora import frozen_format, initialise_adapter, lora_of
 from ..models.skeleton import experts_of
 from ..models.spaces import runs_of
 from ..models.workload import Batch, Workload
@@ -288,32 +289,32 @@ class Training:
         """Seed of a step's data, by the step's number."""
         return step_seed(self._seed, number)
 
+    def _make_model(self) -> "nn.Module":
+        """Returns the model on the meta device if it is an architecture whose rules initialise all of it there, and otherwise
+        what the workload's function makes on the CPU.
+        """
+        import torch
+
+        from ..schedule.materialise import uninitialised
+
+        # The CPU's random numbers are the same for all devices and all configurations.
+        cpu = torch.device("cpu")
+        if isinstance(self.workload.model, Architecture):
+            with seeded(self._seed, cpu), torch.device("meta"):
+                module = self.workload.build_model(self.config)
+            if uninitialised(module, initialise_adapter) is None:
+                return module
+        with seeded(self._seed, cpu), cpu:
+            return self.workload.build_model(self.config)
+
     def _build(self) -> tuple["nn.Module", "torch.optim.Optimizer"]:
-        from ..schedule import deferred
-
-        try:
-            with seeded(self._seed, self.device):
-                return self._build_within(deferred(self.device))
-        except ScheduleError:
-            # Not every model can be made without its weights: its constructor may read values. Such a model is
-            # made in place; actual errors show again.
-            pass
-        with seeded(self._seed, self.device):
-            return self._build_within(self.device)
-
-    def _build_within(self, making: AbstractContextManager[Any]) -> tuple["nn.Module", "torch.optim.Optimizer"]:
-        """Builds a model whose constructor runs in the context `making`."""
         import torch
 
         from ..schedule import build, create_schedule
-        from ..schedule.deferred import unmaterialised
         from ..schedule.liger import replace_modules
         from ..schedule.primitives.formats import store_frozen
 
-        with making:
-            module = self.workload.build_model(self.config)
-        if left := unmaterialised(module):
-            raise ScheduleError(f"{left} is a tensor on the meta device that is neither a parameter nor a buffer")
+        module = self._make_model()
         sch = create_schedule(module, self._mesh)
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
@@ -337,6 +338,7 @@ class Training:
             loss=loss,
             device=self.device,
             seed=self._seed,
+            init=initialise_adapter,
         )
 
     def _passes_of(self, module: "nn.Module") -> "tuple[Callable[..., torch.Tensor] | None, Accumulation | Pipelined]":

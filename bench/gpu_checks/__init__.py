@@ -50,7 +50,7 @@ def _checks() -> dict[str, Check]:
         "versions": Check(correct.versions, 30),
         "tests": Check(correct.tests, 120),
         "attention": Check(correct.attention, 30),
-        "deferred": Check(correct.deferred, 40),
+        "weights": Check(correct.weights, 40),
         "trials": Check(faults.trials, 90),
         "exhaustion": Check(faults.exhaustion, 90),
         "timing": Check(speed.timing, 30),

@@ -17,7 +17,7 @@ from redline.base.host_memory import MIB, shared_memory
 from redline.models.resolve import workload as preset
 from redline.runners.numerics_check import comparisons, numerics_mismatch, together
 from redline.runners.runner import Reference
-from redline.schedule import build, create_schedule, deferred as made_without_memory
+from redline.schedule import build, create_schedule
 from redline.schedule.parallel import block_attention
 from redline.schedule.parallel.block_attention import AttentionOptions, Queries
 from redline.schedule.parallel.sharding import is_dtensor
@@ -155,25 +155,26 @@ def _exactly(
     return output.detach(), q.grad, k.grad, v.grad
 
 
-def deferred(setting: Setting) -> Iterator[Row]:
-    """A model that was created without memory and then built is equal bit for bit to one created on the device."""
+def weights(setting: Setting) -> Iterator[Row]:
+    """The weights of a model on the meta device are equal bit for bit for another schedule: in bf16, with modules replaced."""
     device = torch.device(setting.device)
     for family in FAMILIES:
-        workload = numerics.tiny(family)
-        with made_without_memory(device):
-            model = workload.build_model({})
-        model, _ = build(create_schedule(model), device=device, seed=3)
-        torch.manual_seed(3)
-        with device:
-            expected = workload.build_model({})
-        found = model.state_dict()
-        other = [name for name, each in expected.state_dict().items() if not torch.equal(each.to(device), found[name])]
+        states = []
+        for changed in (False, True):
+            with torch.device("meta"):
+                sch = create_schedule(numerics.tiny(family).build_model({}))
+            if changed:
+                sch.cast(torch.bfloat16)
+                sch.replace_all(torch.nn.Embedding, lambda old: torch.nn.Embedding(*old.weight.shape))
+            states.append(build(sch, device=device, seed=3)[0].state_dict())
+        expected, found = states
+        other = [name for name, each in found.items() if not torch.equal(each, expected[name].to(each.dtype))]
         yield {
             "what": family,
             "tensors": len(found),
             "differ": len(other),
             "first": next(iter(other), None),
-            "holds": not other,
+            "holds": not other and len(found) == len(expected),
         }
 
 
@@ -224,7 +225,7 @@ def fsdp(setting: Setting) -> Iterator[Row]:
             results = []
             for cut in (False, True):
                 workload = numerics.tiny("llama")
-                with made_without_memory(setting.device):
+                with torch.device("meta"):
                     model = workload.build_model({"attention": "eager"})
                 sch = create_schedule(model, mesh)
                 if cut:

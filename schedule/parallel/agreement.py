@@ -45,7 +45,7 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
             way = (
                 "build(sch, broadcast=True) takes the first rank's"
                 if all(each in whole for each in differ)
-                else "give every rank the same before it is cut: by the same seed, a checkpoint, or redline.deferred"
+                else "give every rank the same before it is cut: by the same seed, a checkpoint, or torch.device('meta')"
             )
             raise ScheduleError(
                 f"build: the {axis.size} ranks of the {axis.name} axis must begin with the same values, but of "

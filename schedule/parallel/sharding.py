@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ...base._torch import buffers_of, children_of, parameters_of
-from ..deferred import recorded_operations
 from .checksums import NOTHING, Checksum
 from .collectives import Axis, all_gather
 
@@ -101,8 +100,7 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     """Returns this rank's piece as a parameter or buffer of its own, with the attributes of the whole tensor."""
-    with recorded_operations(tensor):
-        data = shard.cut(tensor.detach()).contiguous()
+    data = shard.cut(tensor.detach()).contiguous()
     new = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     new.__dict__.update(tensor.__dict__)
     return new

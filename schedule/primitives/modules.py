@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,13 +11,12 @@ from torch import nn
 
 from ...base._torch import children_of
 from ...base.errors import ScheduleError, unknown
-from ..deferred import recorded_operations
 from ..forward import layers_of
 from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
 from ..held import own_tensors, transfer
+from ..materialise import Replaced
 from ..primitive import primitive
-from ..recording import recording_of
 from ..tree import ScheduledModule, called_with_path, places
 
 
@@ -69,6 +69,7 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
                 f"but '{path or sch.name}' already is"
             )
     if isinstance(new, nn.Module):
+        _initialised_as(new, Replaced(old, sch.path, None))
         return new
     if not callable(new):
         raise ScheduleError(
@@ -78,17 +79,20 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
     if isinstance(new, type) and issubclass(new, nn.Module):
         _check_class(sch, old, new)
     held = [*old.parameters(), *old.buffers()]
-    if held and recording_of(old) is None:
-        with torch.device(held[0].device):
-            made = called_with_path(new, old, sch.path)
-    else:
-        with recorded_operations(*held):
-            made = called_with_path(new, old, sch.path)
+    with torch.device(held[0].device) if held else nullcontext():
+        made = called_with_path(new, old, sch.path)
     if not isinstance(made, nn.Module):
         raise ScheduleError(
             f"replace on '{sch.name}': the factory must return a module, but returned {type(made).__name__}"
         )
+    _initialised_as(made, Replaced(old, sch.path, new))
     return made
+
+
+def _initialised_as(new: nn.Module, replaced: Replaced) -> None:
+    """Leaves to `build` how a module on the meta device is initialised."""
+    if new is not replaced.old and any(each.is_meta for each in [*new.parameters(), *new.buffers()]):
+        new.__dict__["_replaces"] = replaced
 
 
 def _check_class(sch: ScheduledModule, old: nn.Module, new: type[nn.Module]) -> None:

@@ -69,9 +69,7 @@ def test_no_other_file_takes_such_a_name():
         for path in sources(ROOT).values()
         if path.name not in FILES
     }
-    # The random function of `nn.init` is temporarily replaced in place.
-    allowed = {"schedule/deferred.py": ["nn.init._no_grad_trunc_normal_"]}
-    assert {name: names for name, names in found.items() if names and names != allowed.get(name)} == {}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 def test_the_check_of_private_names_can_fail():

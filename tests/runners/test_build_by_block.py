@@ -16,7 +16,7 @@ from redline.runners.local import LocalRunner
 from redline.runners.runner import TrialRequest
 from redline.runners.timing import TimingPlan
 from redline.runners.work import TrialTerms
-from redline.schedule import build, create_schedule, deferred
+from redline.schedule import build, create_schedule, materialise
 from redline.space import Config
 from redline.training import Training
 from torch import nn
@@ -61,8 +61,14 @@ def sgd(params):
     return torch.optim.SGD(params, lr=1e-9)
 
 
+def without_memory(width, blocks):
+    """A model that its layers' own rules initialise."""
+    with torch.device("meta"):
+        return Stack(width, blocks)
+
+
 def workload():
-    return Workload(model=lambda: Stack(WIDTH, BLOCKS), batch=batch, loss=loss, optimizer=sgd, global_batch=4)
+    return Workload(model=lambda: without_memory(WIDTH, BLOCKS), batch=batch, loss=loss, optimizer=sgd, global_batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +109,16 @@ def test_weights_without_a_float32_copy_never_have_one(agent):
     assert rank.build_memory_mib > WHOLE_MIB
 
 
-def same_as_in_place(zero, precision):
+def other_than_whole(zero, precision):
     """Names of the weights that differ from those of a model that was built as a whole."""
     made = Workload(
-        model=lambda: Stack(64, 4), batch=batch, loss=loss, optimizer=sgd, global_batch=4, name="small stack"
+        model=lambda: without_memory(64, 4), batch=batch, loss=loss, optimizer=sgd, global_batch=4, name="small stack"
     )
     import torch.distributed as dist
 
     config = {"dp": 2, "zero": zero, "precision": precision, "micro_batch": 2}
     training = Training(made, config, torch.device("cpu"), seed=5, rank=dist.get_rank(), world_size=2, own_data=False)
-    torch.manual_seed(5)
-    expected = Stack(64, 4)
+    expected = Training(made, {"micro_batch": 4}, torch.device("cpu"), seed=5, own_data=False).model
     if precision == "bf16_pure":
         expected = expected.to(torch.bfloat16)
     found = {name: each.full_tensor() for name, each in training.model.state_dict().items()}
@@ -123,11 +128,11 @@ def same_as_in_place(zero, precision):
 
 @pytest.mark.parametrize(("zero", "precision"), [(2, "fp32"), (3, "bf16"), (3, "bf16_pure")])
 def test_weights_cut_block_by_block_are_those_of_the_whole_model(two, zero, precision):
-    assert two.run(same_as_in_place, zero, precision) == [[], []]
+    assert two.run(other_than_whole, zero, precision) == [[], []]
 
 
 def test_a_part_is_cast_and_cut_before_the_next_is_made(monkeypatch):
-    """Records the weights that exist each time values are drawn."""
+    """Records the weights that exist each time memory is allocated."""
     seen = []
 
     class Watched(nn.Module):
@@ -138,26 +143,17 @@ def test_a_part_is_cast_and_cut_before_the_next_is_made(monkeypatch):
         def forward(self, x):
             return x
 
-    with deferred():
+    with torch.device("meta"):
         model = Watched()
     sch = create_schedule(model)
     sch.cast(torch.bfloat16)
-    real = torch.Tensor.uniform_
+    allocate = materialise._Values.allocate
 
-    def drawn(tensor, *args, **kwargs):
+    def allocated(self, key):
         seen.append([each.weight.dtype if not each.weight.is_meta else None for each in model.parts])
-        return real(tensor, *args, **kwargs)
+        allocate(self, key)
 
-    from redline.schedule import replay
-
-    original = replay._Player.play
-
-    def play(self, operation):
-        if operation.draws:
-            drawn(torch.empty(1))
-        return original(self, operation)
-
-    monkeypatch.setattr(replay._Player, "play", play)
+    monkeypatch.setattr(materialise._Values, "allocate", allocated)
     build(sch)
     half = torch.bfloat16
     assert seen == [[None, None, None], [half, None, None], [half, half, None]]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import mesh
 from redline.base.errors import ScheduleError
-from redline.schedule import build, create_schedule, deferred, full_state_dict, verify
+from redline.schedule import build, create_schedule, full_state_dict, verify
 from redline.schedule.parallel.sharding import shards_of
 from redline.schedule.rounding import allowance
 from torch import nn
@@ -36,7 +36,7 @@ def columns_then_rows(sch):
 
 
 def check_annotated():
-    with deferred():
+    with torch.device("meta"):
         sch = create_schedule(Pair(), mesh(tp=2))
     columns_then_rows(sch)
     sch["fc1"].annotate("weight", "kind", "wide")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import mesh
 from redline.base.errors import ScheduleError, TraceError
-from redline.schedule import build, call_module, create_schedule, deferred, list_primitives, verify
+from redline.schedule import build, call_module, create_schedule, list_primitives, verify
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -256,7 +256,7 @@ def test_attention_of_a_deferred_model_is_traced_by_the_roots_example(family, pa
     more = {"attention_types": [[["global", "local"], 1]]} if family == "gpt_neo" else {}
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(family, **{**sizes, **heads, **more, **special})
-    with deferred("cpu"):
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     sch = create_schedule(model)
     tokens = torch.randint(3, 60, (2, 16))

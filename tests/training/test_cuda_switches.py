@@ -9,7 +9,6 @@ from redline.base.errors import WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.kernels import products_of
 from redline.schedule.parallel.sharding import scale_gradients
-from redline.schedule.random_state import RandomState
 from redline.training import Training
 from redline.training.loop import HostCopy
 from redline.training.precision import Precision
@@ -49,14 +48,6 @@ def test_convolutions_have_a_switch_of_their_own(switches, asked, roundoff):
     matmul.fp32_precision, conv.fp32_precision = "ieee", asked
     assert Precision("fp32", CUDA).roundoff(nn.Conv2d(2, 2, 2)) == roundoff
     assert Precision("fp32", CUDA).roundoff(nn.Linear(2, 2)) == IEEE
-
-
-def test_the_generators_of_a_device_exist_before_they_are_taken(monkeypatch):
-    """A process that has not used CUDA has no generators, as with `deferred("cuda:0")` in its first line."""
-    generator = torch.Generator()
-    monkeypatch.setattr(torch.cuda, "default_generators", ())
-    monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", (generator,)))
-    assert RandomState(CUDA).generators == [torch.default_generator, generator]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Presets and transformers' architectures: deferred construction gives bit for bit the weights of the constructors.
+"""Presets and transformers' architectures: weights by rules have the values and the spread that constructors give them.
 
 Architectures are made small from their configuration classes alone: numbers of layers, vocabularies and experts are
 reduced to a few, and widths are divided by a common factor, so that heads still fit their widths. The first of FACTORS
@@ -17,8 +17,8 @@ import torch
 from redline.base._transformers import quiet
 from redline.models import Workload, workload
 from redline.models.presets import PRESETS
-from redline.schedule import build, create_schedule, deferred, full_state_dict
-from redline.schedule.deferred import unmaterialised
+from redline.schedule import build, create_schedule, full_state_dict
+from redline.schedule.materialise import uninitialised
 from redline.training import Training
 from redline.training.training import seeded
 from same_model import assert_same, held
@@ -137,66 +137,76 @@ def small(name):
     return f"no small configuration: {' '.join(reason[0].split())[:120]}"
 
 
-@pytest.fixture(autouse=True)
-def unset_memory_is_alike():
-    """Fills memory that a constructor leaves unset with one value."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def check(make, seed=5):
+    """Checks that constants and computed buffers are equal, and that drawn weights have the same spread."""
     with seeded(seed, CPU), CPU, quiet():
-        expected = make()
-    with seeded(seed, CPU), deferred(), quiet():
+        expected = held(make())
+    with torch.device("meta"), quiet():
         model = make()
-    assert all(each.is_meta for each in model.parameters()) and not unmaterialised(model)
-    with seeded(seed, CPU):
-        made, _ = build(create_schedule(model), seed=seed)
-    assert_same(made, expected)
+    assert all(each.is_meta for each in model.parameters())
+    if (path := uninitialised(model)) is not None:
+        return path
+    made = held(build(create_schedule(model), seed=seed)[0])
+    assert list(made) == list(expected)
+    for name, tensor in made.items():
+        values, constructed = tensor.detach().double(), expected[name].detach().double()
+        assert tensor.dtype == expected[name].dtype and values.shape == constructed.shape, name
+        drawn = isinstance(expected[name], nn.Parameter) and constructed.numel() > 1 and constructed.std() > 0
+        if drawn and not torch.equal(values, constructed):
+            # The standard error of a standard deviation, of a uniform or normal distribution, is below 0.71 by sqrt(n).
+            assert values.std() == pytest.approx(float(constructed.std()), rel=0.02 + 7 / constructed.numel() ** 0.5), (
+                name
+            )
+        else:
+            assert torch.equal(values, constructed), name
+    return None
+
+
+BY_CONSTRUCTORS: dict[str, str] = {}
+"""Architectures that are built on the CPU, with a tensor that no rule of theirs sets."""
 
 
 # -- presets and named architectures -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_the_weights_of_its_constructor(name):
+def test_a_preset_has_weights_as_its_constructor_gives(name):
     model = workload(name).model
     if PRESETS[name].model_type == "wide_resnet":
-        check(model if name.endswith("tiny") else partial(model, width=1))
+        assert check(model if name.endswith("tiny") else partial(model, width=1)) is None
     elif name.endswith("tiny"):
-        check(lambda: model({}))
+        assert check(lambda: model({})) is None
     else:
         kind = type(model.configuration())
         hidden, heads = (model.arguments.get(each, 0) for each in ("hidden_size", "num_attention_heads"))
         odd = heads and hidden // 16 % heads  # Gemma 3 refuses a width that its heads do not divide
         factor = 12 if odd and hidden % 12 == 0 and hidden // 12 % heads == 0 else 16
         configuration = small_configuration(kind, factor, **model.arguments)
-        check(lambda: replace(model, arguments=configuration.to_dict())({}))
+        assert check(lambda: replace(model, arguments=configuration.to_dict())({})) is None
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_an_architecture_has_the_weights_of_its_constructor(name):
+def test_an_architecture_has_weights_as_its_constructor_gives(name):
     make = small(name)
     assert callable(make), make
-    check(make)
+    assert check(make) == BY_CONSTRUCTORS.get(name)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted({*all_architectures(), *NAMED} - set(QUICK)))
-def test_every_architecture_has_the_weights_of_its_constructor(name):
+def test_every_architecture_has_weights_as_its_constructor_gives(name):
     make = small(name)
     if isinstance(make, str) and name not in NAMED:
         pytest.skip(make)
     assert callable(make), make
-    check(make)
+    assert check(make) == BY_CONSTRUCTORS.get(name)
 
 
 # -- weights in training -------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """A model that creates weights in more ways than redline's rules cover."""
+    """A model that creates weights in more ways than rules cover."""
 
     def __init__(self):
         super().__init__()
@@ -237,7 +247,7 @@ def of_model(model):
 
 
 @pytest.mark.parametrize("model", [Net, Looking])
-def test_training_starts_from_the_constructor_s_weights_also_where_it_looks_at_them(model):
+def test_training_starts_from_the_weights_of_a_constructor_of_ones_own(model):
     made = [Training(of_model(model), {"micro_batch": 8}, CPU, seed=seed).model for seed in (7, 7, 8)]
     with seeded(7, CPU), CPU:
         expected = model()
@@ -245,21 +255,6 @@ def test_training_starts_from_the_constructor_s_weights_also_where_it_looks_at_t
     assert_same(made[1], expected)
     assert made[0].shift == expected.shift and made[0].mask.sum() == 36 and made[0].steps.tolist() == [3] * 8
     assert not any(torch.equal(a, b) for a, b in zip(made[0].blocks.parameters(), made[2].blocks.parameters()))
-
-
-def test_a_model_is_made_in_place_only_where_it_must_be():
-    made = []
-
-    def counting(model):
-        def make():
-            made.append(model)
-            return model()
-
-        return make
-
-    for model in (Net, Looking):
-        Training(of_model(counting(model)), {"micro_batch": 8}, CPU)
-    assert made == [Net, Looking, Looking]
 
 
 def test_the_generators_of_python_and_numpy_are_left_as_they_were():
@@ -293,32 +288,62 @@ def test_an_lstm_trains_with_the_weights_it_shows():
     assert all(each is mine for each, mine in zip(training.model.lstm._flat_weights, training.model.lstm.parameters()))
 
 
+def weights(made, spread):
+    """Whole parameters, and buffers, of a rank."""
+    import torch.distributed as dist
+
+    distributed = {"rank": dist.get_rank(), "world_size": 2} if spread else {}
+    model = Training(made, {"micro_batch": 2, **spread}, CPU, seed=5, **distributed).model
+    return {**full_state_dict(model), **dict(model.named_buffers())}
+
+
 @pytest.mark.parametrize(
-    ("family", "spread"), diagonal(["gpt2", "llama"], [{"tp": 2}, {"pp": 2}, {"zero": 3}]), ids=str
+    ("family", "spread"),
+    [*diagonal(["gpt2", "llama"], [{"tp": 2}, {"pp": 2}, {"zero": 3}]), (Net, {"zero": 3}), (Net, {"zero": 1})],
+    ids=str,
 )
-def test_ranks_have_their_parts_of_the_constructor_s_weights(two, small, family, spread):
-    made = small(family)
-
-    def weights(made, spread):
-        import torch.distributed as dist
-
-        config = {"micro_batch": 2, **spread}
-        model = Training(made, config, CPU, seed=5, rank=dist.get_rank(), world_size=2).model
-        return {**full_state_dict(model), **dict(model.named_buffers())}
-
-    with seeded(5, CPU), CPU:
-        expected = held(made.build_model({}))
+def test_ranks_have_their_parts_of_the_same_weights(two, small, family, spread):
+    made = of_model(Net) if family is Net else small(family)
+    expected = weights(made, {})
     found = two.run(weights, made, spread)
     assert set().union(*found) == set(expected)
     for rank in found:
         assert all(torch.equal(value.cpu(), expected[name]) for name, value in rank.items())
 
 
-def test_adapters_are_those_that_peft_makes(small):
+class Ruled(Net):
+    """A model that states, by being on the meta device, that its rules initialise it."""
+
+    def __init__(self):
+        with torch.device("meta"):
+            super().__init__()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.gain, 0.5)
+        self.mask.copy_(torch.tril(torch.ones(8, 8)).bool())
+        self.steps.fill_(3)
+        self.noise.zero_()
+
+
+def test_a_model_of_ones_own_on_the_meta_device_is_initialised_by_its_rules():
+    made = [Training(of_model(Ruled), {"micro_batch": 8}, CPU, seed=seed).model for seed in (7, 7, 8)]
+    assert_same(made[0], made[1])
+    assert made[0].mask.sum() == 36 and made[0].gain.eq(0.5).all() and made[0].blocks[0].weight.abs().max() <= 8**-0.5
+    assert not torch.equal(made[0].blocks[0].weight, made[2].blocks[0].weight)
+
+
+def test_adapters_are_initialised_as_by_peft(small):
     pytest.importorskip("peft")
     from redline.models.lora import Lora, with_lora
 
     made = with_lora(small("llama"), Lora(r=4, target=("all-linear",)))
     with seeded(5, CPU), CPU:
-        expected = made.build_model({})
-    assert_same(Training(made, {"micro_batch": 4}, CPU, seed=5).model, expected)
+        expected = held(made.build_model({}))
+    found = held(Training(made, {"micro_batch": 4}, CPU, seed=5).model)
+    adapters = [name for name in expected if "lora_" in name]
+    assert list(found) == list(expected) and adapters
+    for name in adapters:
+        assert found[name].shape == expected[name].shape and found[name].requires_grad
+        spread = expected[name].detach().double().std()
+        assert float(found[name].detach().double().std()) == pytest.approx(float(spread), rel=0.4), name
+        assert bool(spread) is ("lora_A" in name)
