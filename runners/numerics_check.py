@@ -27,7 +27,7 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
     """
     shares, steps = [each.share for each in parts], [each for each in firsts if each is not None]
     changed, size = sum(each.changed for each in parts), sum(each.size for each in parts)
-    comparable = steps and not any(each.quiet_only for each in parts)
+    comparable = steps and not any(each.by_batch for each in parts)
     return replace(
         shares[0],
         quiet=Computed.together([each.quiet for each in shares]),

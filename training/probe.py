@@ -21,8 +21,6 @@ results.
 
 import contextlib
 import math
-import pickle
-import random
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,10 +28,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from ..models.batches import batch_slice, each_tensor, make_batch, to_device
-from ..models.mixing import mixing_of
 from ..models.workload import Batch
 from ..results.probe import Computed, Probe
 from .gradients import computed
@@ -138,9 +133,9 @@ class ProbePart:
     """Its part of the squared change of the logits in training."""
     size: float
     """Its part of the squared logits."""
-    quiet_only: bool
-    """True if only the pass without randomness can be compared: training computes statistics over the samples of a
-    micro-batch, like batch normalisation, drops rows of experts by them, or leaves out blocks at random.
+    by_batch: bool
+    """True if training computes statistics over the samples of a micro-batch, like batch normalisation, or drops rows
+    of experts by them, so that results depend on their number. Then only results without that can be compared.
     """
     rows: Mapping[str, list[int]] = field(default_factory=dict)
     """Number of its rows routed to each expert, by the path of the mixture; replicas and stages add up."""
@@ -198,12 +193,12 @@ def take(training: "Training") -> ProbePart:
     probed = _Probed(training)
     from ..schedule.parallel.experts import counted_rows, dropped_rows
 
-    quiet_only = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
-    quiet_only = quiet_only or dropped_rows(training.model) is not None or _leaves_out_blocks(training.model)
+    by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
+    by_batch = by_batch or dropped_rows(training.model) is not None
 
     counted = counted_rows(training.model, hooks=not training.compiled)
     with _undisturbed(training), perturbed(training), counted as rows:
-        active_pass = None if quiet_only else probed.run(as_trained=True)
+        active_pass = None if by_batch else probed.run(as_trained=True)
         if active_pass is not None and not probed.agree(active_pass.random):
             quiet = active_pass
         else:
@@ -231,14 +226,7 @@ def take(training: "Training") -> ProbePart:
         loss_roundoff=probed.loss_roundoff if training.workload.loss is None else roundoff,
     )
     sent = {path: each.tolist() for path, each in rows.items()}
-    return ProbePart(share=share, changed=changed, size=size, quiet_only=quiet_only, rows=sent)
-
-
-def _leaves_out_blocks(model: "nn.Module") -> bool:
-    """True if training leaves out blocks at random (LayerDrop), by a rate in a module or in its configuration."""
-    holders = (each for module in model.modules() for each in (module, getattr(module, "config", None)))
-    rates = (getattr(each, "layerdrop", 0.0) for each in holders)
-    return any(isinstance(rate, float) and rate > 0.0 for rate in rates)
+    return ProbePart(share=share, changed=changed, size=size, by_batch=by_batch, rows=sent)
 
 
 def _rates(model: "nn.Module") -> tuple[str, ...]:
@@ -277,8 +265,6 @@ class _Probed:
         self.first = world.dp_rank * self.num_own
         batch = make_batch(training.workload, self.total, training.seed_of(-1))
         self.share = batch_slice(batch, self.first, self.first + self.num_own)
-        self.mixes = bool(mixing_of(training.workload).reason)
-        """True if the result depends on the number of samples in a micro-batch: it is that of training then."""
         self.width = 0
         """V."""
         self.loss_roundoff = 0.0
@@ -288,7 +274,7 @@ class _Probed:
         """Runs one pass over the samples. The gradients are gone after it.
 
         Args:
-            as_trained: run compiled code, for which micro-batches have the compiled size, as they have if samples mix.
+            as_trained: run compiled code, for which micro-batches have the compiled size.
         """
         import torch
 
@@ -310,7 +296,7 @@ class _Probed:
 
     def _cut(self, as_trained: bool) -> Cut:
         training, pp = self.training, self.training.world.pp
-        exact = self.mixes or (as_trained and training.compiled)
+        exact = as_trained and training.compiled
         # Uncompiled code keeps more activations than compiled code.
         micro = 1 if training.compiled and not exact else training.micro_batch
         accumulates = training.grad_accum > 1 and not exact
@@ -452,6 +438,4 @@ def _random_state(device: "torch.device") -> tuple[bytes, ...]:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    # Masks of spectrograms are drawn by numpy.
-    others = pickle.dumps((random.getstate(), numpy.random.get_state()))
-    return (*(each.numpy().tobytes() for each in states), others)
+    return tuple(each.numpy().tobytes() for each in states)

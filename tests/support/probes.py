@@ -8,14 +8,12 @@ from redline.training.probe import ProbePart
 FP32, BF16 = 2.0**-24, 2.0**-8
 
 
-def part(squares=(1.0, 3.5), logits=(), *, changed=0.0, size=0.0, quiet_only=False, **values):
+def part(squares=(1.0, 3.5), logits=(), *, changed=0.0, size=0.0, by_batch=False, **values):
     """A rank's part of a probe."""
     norms = [math.sqrt(each) for each in squares]
     computed = Computed(loss=9.0, gradient=math.hypot(*norms), blocks=tuple(norms[:-1]), vectors=(0.0, 0.5), samples=2)
     given = {"depth": 3, "roundoff": FP32, "loss_roundoff": FP32, **values}
-    return ProbePart(
-        share=Probe(quiet=computed, logits=logits, **given), changed=changed, size=size, quiet_only=quiet_only
-    )
+    return ProbePart(share=Probe(quiet=computed, logits=logits, **given), changed=changed, size=size, by_batch=by_batch)
 
 
 def probe(roundoff=FP32, **values):
