@@ -51,9 +51,10 @@ def main():
     model, optimizer, loader, info = rl.accelerate(
         workload<data>, strategy=CONFIG, clip=args.clip, seed=args.seed
     )
-    rates = [(group, args.lr or group["lr"]) for group in optimizer.param_groups if args.lr or group.get("lr")]
     if args.checkpoints and info.load(args.checkpoints) and info.main:
         print(f"continuing from step {info.step}", flush=True)
+    # After loading, which replaces the groups.
+    rates = [(group, args.lr or group["lr"]) for group in optimizer.param_groups if args.lr or group.get("lr")]
     begin, reported = time.perf_counter(), info.step
     for batch in batches(loader, info, args.steps):
         step = info.step + 1

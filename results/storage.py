@@ -127,12 +127,11 @@ def _journal(path: Path) -> "JournalFileBackend":
 
     class Journal(JournalFileBackend):
         def append_logs(self, logs: list[dict[str, Any]]) -> None:
-            size = path.stat().st_size
             try:
                 with late_interrupts():  # one while Optuna releases its lock would leave it behind
                     super().append_logs(logs)
             except OSError:
-                os.truncate(path, size)  # a full disk may have taken a part of the record
+                _whole_records(path)  # a full disk may have taken a part of the last one
                 raise
 
     return Journal(str(path), JournalFileSymlinkLock(str(path), grace_period=LOCK_S))

@@ -23,7 +23,7 @@ from ..results import Measurement, Status
 from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..space import Config
 from ..training import Training
-from ..training.checkpoint.folder import CheckpointFolder
+from ..training.checkpoint.folder import Checkpoint, CheckpointFolder
 from ..training.checkpoint.saver import Saver, gathered, latest, patient_group
 from ..training.checkpoint.state import State
 from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
@@ -36,6 +36,8 @@ from .rank import RankContext
 from .work import Work
 
 if TYPE_CHECKING:
+    import torch
+
     from .runner import TrialRequest
     from .work import CommonFields, TrialTerms
 
@@ -109,20 +111,8 @@ class TrainRank:
             checkpoint = latest(folder, group)
             if context.rank == 0:
                 folder.prepare()
-            from_weights = frozenset[str]()
-            if self.weights is not None and (checkpoint is None or training.outline.frozen):
-                weights = weights_to_begin_with(self.workload, self.weights)
-                from_weights = frozenset(training.outline.frozen) & weights.tensors.keys()
-                if checkpoint is None:
-                    for note in weights.notes:
-                        log({"kind": "note", "text": note})
-                State(training, average).load_weights(weights)
-            step, position = 0, 0
-            if checkpoint is not None:
-                State(training, average, from_weights).load(dcp_tensors(checkpoint.path), checkpoint.path.name, log)
-                training.precision.restore(checkpoint.manifest)
-                step, position = checkpoint.step, int(checkpoint.manifest["samples"])
-                log({"kind": "resumed", "step": step, "checkpoint": checkpoint.path.name})
+            from_weights = self._load(training, average, checkpoint, log)
+            step, position = (0, 0) if checkpoint is None else (checkpoint.step, int(checkpoint.manifest["samples"]))
             # Waits here: collectives of steps have a shorter timeout for a rank that reads more than others.
             gathered(None, group)
             loop = Loop(
@@ -150,6 +140,29 @@ class TrainRank:
             context.phase("training")
             end = loop.run()
             return replace(end, unlogged=written.unwritten) if written is not None else end
+
+    def _load(
+        self,
+        training: Training,
+        average: "Mapping[torch.nn.Parameter, torch.Tensor] | None",
+        checkpoint: Checkpoint | None,
+        log: Callable[[Mapping[str, Any]], None],
+    ) -> frozenset[str]:
+        """Loads the weights to begin with and the checkpoint. Returns the names of frozen parameters among the former, which
+        checkpoints leave out.
+        """
+        from_weights = frozenset[str]()
+        if self.weights is not None and (checkpoint is None or training.outline.frozen):
+            weights = weights_to_begin_with(self.workload, self.weights)
+            from_weights = frozenset(training.outline.frozen) & weights.tensors.keys()
+            for note in weights.notes if checkpoint is None else ():
+                log({"kind": "note", "text": note})
+            State(training, average).load_weights(weights)
+        if checkpoint is not None:
+            State(training, average, from_weights).load(dcp_tensors(checkpoint.path), checkpoint.path.name, log)
+            training.precision.restore(checkpoint.manifest)
+            log({"kind": "resumed", "step": checkpoint.step, "checkpoint": checkpoint.path.name})
+        return from_weights
 
 
 def weights_to_begin_with(workload: Workload, path: str) -> Weights:

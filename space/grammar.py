@@ -10,7 +10,6 @@ The text of an expression can be parsed here: `parse(expression.text, knobs)` is
 import ast
 import keyword
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -33,6 +32,7 @@ _BINARY = {
 }  # fmt: skip
 _COMPARED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 _PREFIXED = {ast.USub: "neg", ast.Invert: "~", ast.Not: "~"}
+_UNKNOWN_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\[^\\'\"ntrxuU\n])")
 _ADVICE: dict[type, str] = {
     ast.Attribute: "attributes cannot be read",
     ast.Subscript: "there is no indexing; a list may only follow 'in'",
@@ -83,11 +83,12 @@ def parse(text: str, knobs: Mapping[str, Expression]) -> Expression:
         raise GrammarError(f"an expression has at most {MAX_LENGTH} characters, but got {len(text)}", text, 1, 1)
     if not text.strip():
         raise GrammarError("an expression is empty", text, 1, 1)
+    if escape := _UNKNOWN_ESCAPE.search(text):  # Python warns of it, once
+        before = text[: escape.start(1)].split("\n")
+        raise GrammarError(f"unknown escape {escape[1]}", text, len(before), len(before[-1]) + 1)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # an unknown escape such as '\\q' is an error
-            # In parentheses, so that an expression may start with spaces and go over several lines.
-            tree = ast.parse(f"(\n{text}\n)", mode="eval")
+        # In parentheses, so that an expression may start with spaces and go over several lines.
+        tree = ast.parse(f"(\n{text}\n)", mode="eval")
     except SyntaxError as error:
         lines = text.split("\n")
         line, column = (error.lineno or 2) - 1, error.offset or 1

@@ -130,14 +130,14 @@ def departures(found, expected):
     return [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
 
 
-def exported(target, model, folder, config=CONFIG):
+def exported(target, model, folder, config=CONFIG, steps=STEPS, options=()):
     """Runs an export by the line it names. Returns the values that its training printed."""
     measured = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", devices=2)
     made = render(target, Trial(number=0, config=config, measurement=measured), document(model))
     name = {"python": "train.py", "deepspeed": "deepspeed.json"}.get(target, f"{target}.yaml")
     (folder / name).write_text(made.text)
     start = made.use[-1].removeprefix("Start: ")
-    more = ["--steps", str(STEPS)]
+    more = ["--steps", str(steps), *options]
     if target == "python":
         more += ["--log-every", "1"]
     else:
@@ -187,6 +187,14 @@ def test_an_export_trains_what_the_dry_run_trained(target, model, config, dry_ru
         spared = {0.0} if target == "trainer" else set()
         assert weight_decay in {optimizer["weight_decay"], *spared}
     assert found["optimizer"][0][4] == optimizer["weight_decay"]
+
+
+def test_a_script_that_continues_follows_its_learning_rate(tmp_path):
+    options = ("--lr", "1e-2", "--warmup", "8")
+    whole = exported("python", "llama-tiny", tmp_path, steps=5, options=options)["losses"]
+    kept = (*options, "--checkpoints", "kept")
+    parts = [exported("python", "llama-tiny", tmp_path, steps=steps, options=kept)["losses"] for steps in (2, 5)]
+    assert [*parts[0], *parts[1]] == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])

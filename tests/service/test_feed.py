@@ -151,10 +151,12 @@ def test_a_stream_of_a_retried_search_continues_after_the_earlier_failure(tmp_pa
             store.finish(run.id, attempt, "done", "trials")
             store.change_search(run.id, visibility="own")
 
-        threading.Timer(0.5, end).start()
+        ending = threading.Timer(0.5, end)
+        ending.start()
         states = [each.data.get("state", each.kind) for each in run.events()]
         expected = ["queued", "running", "failed", "queued", "running", "done", "changed"]
         assert states in (expected[:-1], expected)
+        ending.join()
         assert [each.data.get("state", each.kind) for each in run.events()] == expected
         with service.client() as other:
             assert len(read(other, f"/v1/searches/{run.id}/events", 100)) == len(expected)

@@ -93,7 +93,7 @@ def test_text_is_read_as_python_would_group_it(knobs, text, canonical):
         ("tp in ['x']", 1, 1, "is an integer, but got 'x'"),
         ("precision == bf16", 1, 14, "'bf16' is a value of precision: texts need quotes"),
         ("precision == 'bf16", 1, 14, "unterminated string literal"),
-        ("precision == 'a\\q'", 1, 14, "invalid escape sequence"),
+        ("precision == 'a\\q'", 1, 16, "unknown escape \\q"),
         ("precision + 1", 1, 1, "needs numbers"),
         ("tp > 1 & pp > 1", 1, 6, "put comparisons in parentheses"),
         ("tp == 'x'", 1, 1, "never equal"),

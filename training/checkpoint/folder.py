@@ -40,7 +40,7 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Mapping[str, Any]:
-        """Description that was saved with it: samples used, configuration, devices, and for `redline train` in `from_weights`
+        """Description that was saved with it: samples used, configuration, devices. `redline train` adds `from_weights`: true
         if frozen parameters are left out.
 
         Raises:
