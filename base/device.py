@@ -20,6 +20,10 @@ DESCRIBED = "described"
 """Feature of a device that is described and not local: packages missing on this machine are not taken into account."""
 
 
+SHARE_OF_HOST = 0.9
+"""Share of a host's memory that ranks on its CPU may use together: the rest is for the page cache and the agent."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """A device type and its number of devices. Detection creates no CUDA context."""
@@ -116,7 +120,7 @@ def available_memory_mib() -> int:
 
 def share_of_host(ranks: int = 1) -> float:
     """Memory of this host for each of `ranks` ranks, whole MiB: 90 % of what is free, divided evenly."""
-    return float(int(available_memory_mib() * 0.9 / ranks))
+    return float(int(available_memory_mib() * SHARE_OF_HOST / ranks))
 
 
 def one_thread(name: str) -> ThreadPoolExecutor:

@@ -47,6 +47,10 @@ class RunnerError(RedlineError, RuntimeError):
     """The machinery that runs trials failed (a lost agent, a lost node), not the trial."""
 
 
+class NoRoom(RunnerError):
+    """Others use the devices of a cluster, and did so for as long as the search may wait."""
+
+
 class TrainingFailed(RedlineError, RuntimeError):
     """A training ended before its last step. The message states the reason and how to continue."""
 

@@ -5,14 +5,15 @@
 Studies of short calls run on this machine in turn: with the local runner, on a Ray of their own, and on a Ray cluster
 of one node that they join. Every few seconds one of their processes is killed (SIGKILL): the driver, a host agent, the
 supervisor or rank of a trial, and of Ray the process that uses it or its guard, the raylet, the head (GCS) or the
-worker with the agent of a host. A killed driver is restarted with resume. The raylet of a cluster that was joined is
-not restarted: the driver then has to end by itself within two minutes with its results, and is resumed on another
-cluster. The exit code is 1 unless these counts are zero:
+worker with the agent of a host. A killed driver is restarted with resume. The raylet and the head of a cluster that was
+joined are not restarted: the driver then has to end by itself within two minutes with its results, and is resumed on
+another cluster. The exit code is 1 unless these counts are zero:
 
 - lost: results that had been written and are later missing or different, and trials without a result at the end;
 - repeated: calls that started after their result had been written;
 - orphaned: processes and temporary folders left after a driver has ended, or at the next start;
-- hung: drivers without progress for two minutes, or that did not end within two minutes after losing their only node.
+- hung: drivers without progress for two minutes, or that did not end within two minutes after losing their only node;
+- unnamed: drivers that ended with another exit code than 1, or without a sentence about Ray, after losing their cluster.
 """
 
 import argparse
@@ -49,7 +50,11 @@ def fn(config):
     return float(config["x"])
 
 out = folder / "run"
-rl.tune(fn, space, trials=trials, sampler="random", runner=runner, patience=0, out=out, resume=(out / "run.yaml").exists())
+try:
+    rl.tune(fn, space, trials=trials, sampler="random", runner=runner, patience=0, out=out, resume=(out / "run.yaml").exists())
+except rl.RunnerError as error:
+    print(type(error).__name__, " ".join(str(error).split()))
+    sys.exit(1)
 """
 CLUSTER = """
 import sys
@@ -64,7 +69,7 @@ OF_RAY = ("driver", "agent", "supervisor", "rank", "ray driver", "ray guard", "r
 VICTIMS = {
     "local": ("driver", "agent", "supervisor", "rank"),
     "ray": (*OF_RAY, "gcs"),
-    JOINED: OF_RAY,
+    JOINED: (*OF_RAY, "gcs"),
 }
 STILL_S = 120.0
 """Seconds without progress after which a driver counts as hung."""
@@ -172,6 +177,7 @@ class Study:
                 found[self._kind(each)].append(each)
         if self.runner == JOINED and not found["rank"]:
             found["raylet"].clear()  # a driver may wait five minutes for a node while it joins
+            found["gcs"].clear()
         return found
 
     def _kind(self, process: psutil.Process) -> str:
@@ -201,15 +207,20 @@ class Study:
             each.kill()
         self.counts["orphaned"] += len(alive)
 
-    def end_without_node(self, family: list[psutil.Process]) -> None:
-        """Waits until a driver that has lost its only node ends by itself, and counts it if it does not."""
+    def end_without_cluster(self, family: list[psutil.Process]) -> None:
+        """Waits until a driver that has lost its cluster ends by itself, and counts it if it does not."""
         try:
             self.driver.wait(STILL_S)
         except subprocess.TimeoutExpired:
-            print(f"hung without a node: {self.folder}", flush=True)
+            print(f"hung without a cluster: {self.folder}", flush=True)
             self.counts["hung"] += 1
             self.driver.kill()
         self.settle(family)
+        if self.driver.returncode != 0:  # it had finished before
+            sentence = self.last_words()
+            if self.driver.returncode != 1 or not sentence.startswith("RunnerError") or "Ray" not in sentence:
+                print(f"unnamed: exit code {self.driver.returncode}, {sentence}", flush=True)
+                self.counts["unnamed"] += 1
         self.look()
         if any(status == "ok" for _, status, _ in self.known.values()) and not (self.folder / "run/best.yaml").exists():
             print(f"without a best.yaml: {self.folder}", flush=True)
@@ -269,8 +280,10 @@ def inject(study: Study, draw: random.Random, most: int, kills: collections.Coun
                 study.settle(family)
                 study.look()
                 study.start()
-            elif kind == "raylet" and study.runner == JOINED:
-                study.end_without_node(family)
+            elif kind in ("raylet", "gcs") and study.runner == JOINED:
+                study.end_without_cluster(family)
+                if kind == "gcs":
+                    study.end_cluster()
                 if study.driver.returncode != 0:
                     study.start()
                 moved = time.monotonic()
@@ -289,7 +302,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     draw = random.Random(options.seed)
-    counts, kills = collections.Counter(lost=0, repeated=0, orphaned=0, hung=0), collections.Counter()
+    counts, kills = collections.Counter(lost=0, repeated=0, orphaned=0, hung=0, unnamed=0), collections.Counter()
     begin, studies = time.monotonic(), 0
     while kills.total() < options.kills:
         # A short name, as Ray creates sockets in it.

@@ -5,4 +5,6 @@ FAILED = 1
 """A failure of redline itself or of the system, not of the candidates."""
 USAGE = 2
 NOTHING_FEASIBLE = 3
+NO_ROOM = 4
+"""Others used the devices of the cluster for as long as the search could wait."""
 INTERRUPTED = 130

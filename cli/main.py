@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 
 from .. import __version__
-from ..base.errors import NothingFound, RedlineError, UsageError, unknown
+from ..base.errors import NoRoom, NothingFound, RedlineError, UsageError, unknown
 from ..base.removed import replacement
 from . import exit_codes
 from .streams import ReaderGone, standard_streams
@@ -106,6 +106,8 @@ def _main(arguments: Sequence[str] | None) -> None:
         click.echo(f"redline: {printable(str(error))}", err=True)
         if isinstance(error, NothingFound):
             sys.exit(exit_codes.NOTHING_FEASIBLE)
+        if isinstance(error, NoRoom):
+            sys.exit(exit_codes.NO_ROOM)
         sys.exit(exit_codes.USAGE if isinstance(error, (UsageError, ImportError)) else exit_codes.FAILED)
     except (KeyboardInterrupt, click.Abort):
         if debug:

@@ -50,7 +50,17 @@ GROUPS = {
     "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
     "Search space": tuple(each.name for each in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
-    "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "server", "token", "trust"),
+    "Devices": (
+        "runner",
+        "emulate_first",
+        "hardware",
+        "memory_limit",
+        "ray_address",
+        "device_kind",
+        "server",
+        "token",
+        "trust",
+    ),
     "Results": ("out", "resume", "as_json", "log_to"),
     "Your own command": (*(each.name for each in fields(Command)), "command_file", "dry"),
 }
@@ -84,7 +94,7 @@ def tune(
     knobs.yaml`.
 
     Exit codes: 0 found, 1 the machinery failed, such as a lost Ray cluster, 2 bad usage or input, 3 nothing feasible,
-    130 interrupted. Results are kept.
+    4 others use the cluster's devices, 130 interrupted. Results are kept.
     """
     if options["resume"] and options["out"] and not any([command_file, *map(options.get, TARGETS)]):
         command, given = _resumed(options)

@@ -234,9 +234,9 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
         kept = Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
         if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
             return kept
-    known = table_entry(device)
+    known = hardware_of(device)
     if known is not None:
-        return known.replace(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
+        return known
     settle()
     if device.type == "cuda":
         # A process that has used a GPU keeps some of its memory until it exits, and this process may
@@ -293,6 +293,12 @@ def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
 def table_entry(device: Device) -> Hardware | None:
     """The table's entry for a detected GPU, by its marketing name and memory; None if there is none."""
     return recognise(device.name, device.memory_mib) if device.type == "cuda" else None
+
+
+def hardware_of(device: Device) -> Hardware | None:
+    """The table's entry for a detected GPU, with its own memory and number; None if there is none."""
+    entry = table_entry(device)
+    return entry and entry.replace(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
 
 
 def _dtypes(device: Device) -> "dict[str, torch.dtype]":

@@ -7,7 +7,6 @@ its own, killing that process and its descendants leaves nothing behind, whateve
 
 import contextlib
 import os
-import queue
 import select
 import socket
 import sys
@@ -15,33 +14,24 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from ..base.errors import RedlineError, RunnerError, UsageError
+from ..base.errors import RedlineError, RunnerError
 from ..base.forked import die_with_parent
 from ..base.scratch import remove
-from ..results import Status
 from . import failure
-from .job import Job, Outcome
+from .job import Outcome
 from .process import adopt_orphans, kill_descendants
-from .protocol import Channel, keep_alive, receive_call, serve
-from .ray_host import RayHost, RayWorker
-from .worker_group import Layout, WorkerGroup, lay_out
+from .protocol import Channel, Received, keep_alive, receive_call, serve
+from .ray_cluster import Cluster, device_kinds
 
-Found = TypeVar("Found")
-PLACEMENT_TIMEOUT_S = 60.0
-PLACED_AGAIN_S = 30.0
-"""Time for Ray to place a lost host again, s. Without a node left it never does."""
-AGAIN_S = 1.0
-"""Interval between attempts to place a lost host again, s."""
 CLOSE_S = 15.0
 """Time for Ray to shut down, s."""
-ANSWER_S = 15.0
-"""Time for the hosts of a trial to answer, s."""
 BEAT_S = 3.0
 """Interval between checks that Ray and the hosts answer, s."""
 ANY_CLUSTER = "ab" * 28
@@ -61,35 +51,23 @@ class Joining:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RaySetup:
-    """The trials to place."""
-
-    devices: int
-    """Devices of a trial."""
-    cuda: bool
-    """True if these are GPUs."""
-    concurrency: int | None
-    """Trials at once; None for as many as the devices allow, and one on a CPU."""
-    several_hosts: bool
-    """True if the devices of a trial may be on several hosts."""
-    imports: tuple[str, ...]
-    """Modules that host agents import once."""
-    again: bool = False
-    """True if trials were placed before: a cluster that has lost nodes since runs fewer at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedHosts:
     """The reply to `START`, after the hosts of trials are placed."""
 
     per_host: int
     """Devices of a trial on each host."""
     slots: int
+    """Trials at once."""
+    note: str
+    """A sentence about that number; empty for none."""
+    waited_s: float
+    """Time that the first trial waited for devices that others use, s."""
 
 
-JOIN, START, READY, RUN_JOB = "join", "start", "ready", "job"
-"""Calls: the first one, with a `Joining`; the second, with a `RaySetup`, whose reply also has errors of joining; one whose reply
-means that trials can start at once; one with a `Job`."""
+JOIN, KINDS, START, READY, RUN_JOB = "join", "kinds", "start", "ready", "job"
+"""Calls: the first one, with a `Joining`; one that returns `device_kinds()`; one with a `RaySetup` that places trials; one whose
+reply means that trials can start at once; one with a `Job`. Errors of joining are replied to `KINDS` and `START`. Notes of
+`START`, `READY` and `RUN_JOB` state what they wait for."""
 
 
 def main() -> None:
@@ -127,19 +105,37 @@ def _use_ray(parent: Channel) -> NoReturn:
         sys.path[:] = list(dict.fromkeys([*joining.sys_path, *sys.path]))
         sys.argv = [joining.script]
         failed = _join(joining.address)
-        start = receive_call(parent)
-        try:
-            if failed is not None:
-                raise failed
-            cluster = Cluster(*start.arguments, started=joining.address is None)
-        except RedlineError as error:
-            start.fail(error)
-        else:
-            start.done(PlacedHosts(per_host=cluster.layout.per_host, slots=cluster.slots))
+        watched: list[Cluster] = []
+        if failed is None:
+            threading.Thread(target=_watch, args=(parent, watched), daemon=True, name="watch").start()
+        while not watched:
+            call = receive_call(parent)
             try:
-                _serve(cluster, parent)
-            finally:
-                cluster.close()
+                if failed is not None:
+                    raise failed
+                if call.method == KINDS:
+                    call.done(device_kinds())
+                    continue
+                cluster = Cluster(
+                    *call.arguments, started=joining.address is None, say=partial(_note_unless_closed, parent, call)
+                )
+            except RedlineError as error:
+                call.fail(error)
+            else:
+                watched.append(cluster)
+                call.done(
+                    PlacedHosts(
+                        per_host=cluster.layout.per_host,
+                        slots=cluster.slots,
+                        note=cluster.note,
+                        waited_s=cluster.waited_s,
+                    )
+                )
+        try:
+            serve(parent, lambda call: _reply(cluster, call))
+        finally:
+            cluster.close()
+            _leave()
         code = 0
     except EOFError:  # the search ended before its trials were placed
         code = 0
@@ -148,6 +144,56 @@ def _use_ray(parent: Channel) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(code)  # does not wait for threads of Ray
+
+
+def _note_unless_closed(parent: Channel, call: Received, text: str) -> None:
+    """Sends a note.
+
+    Raises:
+        EOFError: the parent has closed the connection.
+    """
+    if parent.poll():  # it calls nothing else before its trials are placed
+        raise EOFError
+    call.note(text)
+
+
+def _reply(cluster: Cluster, call: Received) -> Outcome | None:
+    if call.method == RUN_JOB:
+        (job,) = call.arguments
+        return cluster.dispatch(job, call.note)
+    cluster.wait_ready(call.note)
+    return None
+
+
+def _leave() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _watch(parent: Channel, watched: Sequence[Cluster]) -> None:
+    """Sends signs of life while Ray's head and the hosts of trials answer, and ends this process if the head is gone."""
+    import ray
+
+    head = ray.get_runtime_context().gcs_address
+    while True:
+        if not _listens(head):
+            time.sleep(BEAT_S)  # the head may be restarting at the same address
+            if not _listens(head):
+                _end(f"Ray's head is gone: nothing listens at {head}")
+        ray.nodes()  # does not return if the head is gone
+        try:
+            for cluster in watched:
+                cluster.check_hosts(lambda: keep_alive(parent))
+        except RunnerError as error:
+            _end(str(error))
+        keep_alive(parent)
+        time.sleep(BEAT_S)
+
+
+def _end(reason: str) -> None:
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _join(address: str | None) -> RedlineError | None:
@@ -166,6 +212,7 @@ def _join(address: str | None) -> RedlineError | None:
         else:
             check_listens(address)
             _authenticate(address)
+            _check_node(address)
             options["address"] = address
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -214,6 +261,21 @@ def _authenticate(address: str) -> None:
         raise RunnerError(f"the Ray cluster at {address!r} requires another token than that of {places}")
 
 
+def _check_node(address: str) -> None:
+    """Checks that this host is a node of a Ray cluster: Ray itself would look for one for a minute.
+
+    Raises:
+        RunnerError: no raylet runs on this host.
+    """
+    from ray._private.services import find_node_ids
+
+    if not find_node_ids():
+        raise RunnerError(
+            f"this host is not a node of the Ray cluster at {address!r}. `ray start --address={address} --num-cpus 0 "
+            "--num-gpus 0` makes it one without devices, from which searches can be run; `ray stop` ends that"
+        )
+
+
 def _refuses(address: str) -> bool:
     """Returns True if a cluster refuses this process's token, or that it has none."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # of Cython
@@ -225,231 +287,6 @@ def _refuses(address: str) -> bool:
     except AuthenticationError as error:
         return "InvalidAuthToken" in str(error)
     return False
-
-
-def _serve(cluster: "Cluster", parent: Channel) -> None:
-    def watch() -> None:
-        try:
-            cluster.watch(lambda: keep_alive(parent))
-        except RunnerError as error:
-            print(error, file=sys.stderr, flush=True)
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    serve(
-        parent,
-        lambda call: cluster.dispatch(*call.arguments) if call.method == RUN_JOB else cluster.wait_ready(),
-    )
-
-
-class Cluster:
-    """A placement group for each concurrent trial, with a host agent on each of its hosts.
-
-    A trial runs on one host if one has enough devices, otherwise on as few as possible, with the same number of ranks
-    on each. Ranks are numbered host by host, so that tensor-parallel ranks are neighbours on a host.
-
-    Args:
-        setup: the trials to place.
-        started: True if this process started Ray, on this machine.
-
-    Raises:
-        UsageError: the cluster has fewer devices than a trial needs.
-        RunnerError: Ray placed nothing within a minute.
-    """
-
-    def __init__(self, setup: RaySetup, *, started: bool) -> None:
-        import ray
-
-        self._ray = ray
-        self._setup, self._started = setup, started
-        self._kind = "GPU" if setup.cuda else "CPU"
-        self._groups: list[Any] = []
-        self._worker_groups: dict[int, WorkerGroup] = {}
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._lost: dict[int, float] = {}
-        """Slots with a lost host that is not placed again, with the time of the loss on the monotonic clock."""
-        try:
-            self.layout = self._lay_out()
-            self.slots = self._count_slots()
-            self._place()
-        except BaseException:
-            self.close()
-            raise
-
-    def _lay_out(self) -> Layout:
-        devices = self._setup.devices
-        nodes = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
-        shares = " + ".join(f"{each.get(self._kind, 0):g}" for each in nodes)
-        if not nodes:
-            raise RunnerError("the Ray cluster has no live node; start one, or pass `--runner local`")
-        layout = lay_out(devices, self._setup.cuda, [each.get(self._kind, 0) for each in nodes])
-        if layout is None:
-            raise (RunnerError if self._setup.again else UsageError)(
-                f"a trial needs {devices} devices, the same number on each of its hosts, but the live nodes of the Ray "
-                f"cluster have {shares} {self._kind}s; of a cluster that grows on request, start the nodes first"
-            )
-        if layout.hosts > 1 and not self._setup.several_hosts:
-            raise UsageError(
-                f"a callable is one process on one host, but no host of the Ray cluster has {devices} "
-                f"{self._kind}s ({shares}); request fewer devices"
-            )
-        return layout
-
-    def _count_slots(self) -> int:
-        possible, concurrency = self.layout.at_once, self._setup.concurrency
-        if concurrency is None:
-            return possible if self._setup.cuda else 1
-        if concurrency > possible and not self._setup.again:
-            raise UsageError(
-                f"{concurrency} trials at once need {concurrency * self._setup.devices} {self._kind}s, "
-                f"but the Ray cluster has {int(self._ray.cluster_resources().get(self._kind, 0))}"
-            )
-        return min(concurrency, possible)
-
-    def _place(self) -> None:
-        from ray.util.placement_group import placement_group
-
-        layout = self.layout
-        bundles = [dict(layout.bundle) for _ in range(layout.hosts)]
-        strategy = "STRICT_PACK" if layout.hosts == 1 else "STRICT_SPREAD"
-        self._groups = [placement_group(bundles, strategy=strategy) for _ in range(self.slots)]
-        end = time.monotonic() + PLACEMENT_TIMEOUT_S
-        for group in self._groups:
-            if not group.wait(timeout_seconds=max(1.0, end - time.monotonic())):
-                raise RunnerError(
-                    f"Ray placed only some of {self.slots} groups of {bundles} within {PLACEMENT_TIMEOUT_S:g} s; "
-                    f"free resources: {self._ray.available_resources()}"
-                )
-        for slot in range(self.slots):
-            self._worker_groups[slot] = self._worker_group(slot)
-            self._free.put(slot)
-
-    def _worker_group(self, slot: int) -> WorkerGroup:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        layout = self.layout
-        workers = []
-        for host in range(layout.hosts):
-            make = self._ray.remote(RayHost).options(
-                num_cpus=layout.bundle["CPU"],
-                num_gpus=layout.bundle.get("GPU", 0),
-                # Stops and health checks must be answered while a trial runs.
-                max_concurrency=8,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._groups[slot], placement_group_bundle_index=host
-                ),
-            )
-            workers.append(RayWorker(make.remote(self._setup.imports)))
-        return WorkerGroup(workers, layout.per_host)
-
-    def wait_ready(self) -> None:
-        """Waits until trials can start at once."""
-        while 0 in self._lost:
-            time.sleep(0.05)
-        self._call(0, WorkerGroup.wait_ready)
-
-    def dispatch(self, job: Job) -> Outcome:
-        """Runs a job on free devices and returns its outcome.
-
-        Raises:
-            RunnerError: a host of it was lost.
-        """
-        slot = self._free.get()
-        while slot in self._lost:  # `watch` ends this process if no host of any slot is placed again
-            self._free.put(slot)
-            time.sleep(0.05)
-            slot = self._free.get()
-        try:
-            return self._call(slot, lambda workers: workers.run(job))
-        except RunnerError as error:
-            lost = error.__cause__
-            if isinstance(lost, self._ray.exceptions.OutOfMemoryError):
-                return Outcome(
-                    status=Status.OOM, reason=f"Ray killed it on a host that is short of memory: {_first_line(lost)}"
-                )
-            raise
-        finally:
-            self._free.put(slot)
-
-    def _call(self, slot: int, call: Callable[[WorkerGroup], Found]) -> Found:
-        exceptions = self._ray.exceptions
-        try:
-            return call(self._worker_groups[slot])
-        except exceptions.RayTaskError as error:
-            raise error.cause from error
-        except (exceptions.RayError, TimeoutError) as error:
-            self._lost[slot] = time.monotonic()
-            threading.Thread(target=self._place_again, args=(slot,), daemon=True, name="placing").start()
-            raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
-
-    def _place_again(self, slot: int) -> None:
-        """Places a slot's hosts again, until Ray does not lose them meanwhile."""
-        while slot in self._lost:
-            self._worker_groups[slot].kill()
-            workers = self._worker_groups[slot] = self._worker_group(slot)
-            try:
-                workers.wait_placed()
-                del self._lost[slot]
-            except self._ray.exceptions.RayError:
-                time.sleep(AGAIN_S)
-
-    def _check_placed(self) -> None:
-        """Fails if no trial can run and Ray takes too long to place a lost host again. Ray does not report that no node is
-        left for it.
-
-        Raises:
-            RunnerError: every slot has lost a host, one of them for too long.
-        """
-        lost, now = list(self._lost.values()), time.monotonic()
-        if len(lost) == self.slots and any(now - since > PLACED_AGAIN_S for since in lost):
-            alive = sum(bool(each["Alive"]) for each in self._ray.nodes())
-            raise RunnerError(
-                f"Ray has lost the hosts of all trials and has not placed them again within {PLACED_AGAIN_S:g} s; live "
-                f"nodes: {alive}"
-            )
-
-    def watch(self, beat: Callable[[], None]) -> None:
-        """Calls `beat` every `BEAT_S` while Ray's head answers. A ready host that does not is killed, and placed again.
-
-        Raises:
-            RunnerError: the head is gone, the only node is, or a lost host is not placed again.
-        """
-        head = self._ray.get_runtime_context().gcs_address
-        while True:
-            if not _listens(head):
-                time.sleep(BEAT_S)  # the head may be restarting at the same address
-                if not _listens(head):
-                    raise RunnerError(f"Ray's head is gone: nothing listens at {head}")
-            nodes = self._ray.nodes()  # does not return if the head is gone
-            if self._started and not any(each["Alive"] for each in nodes):
-                raise RunnerError("Ray's node on this machine is gone")  # another Ray is started
-            for workers in list(self._worker_groups.values()):
-                with contextlib.suppress(
-                    self._ray.exceptions.RayError
-                ):  # the caller that waits for its trial gets it too
-                    try:
-                        workers.answer(ANSWER_S)
-                    except TimeoutError:
-                        workers.kill()  # which ends that call, so that the caller places it again
-                beat()
-            self._check_placed()
-            beat()
-            time.sleep(BEAT_S)
-
-    def close(self) -> None:
-        """Ends all trials, and Ray if it was started here."""
-        from ray.util.placement_group import remove_placement_group
-
-        for workers in self._worker_groups.values():
-            workers.close()
-        for group in self._groups:
-            remove_placement_group(group)
-        self._ray.shutdown()
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns the first line of a Ray error, which can be very long."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _listens(address: str) -> bool:

@@ -1,11 +1,15 @@
 """Trials on devices that Ray allocates, of this machine or a cluster."""
 
+import contextlib
 import importlib.util
 import os
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from ..base.errors import MissingDependency, RunnerError
+from ..base.errors import MissingDependency, RunnerError, UsageError
 from ..base.scratch import sweep
 from ..models import Workload
 from . import failure
@@ -13,7 +17,8 @@ from .dispatch import DryRunner
 from .helper_process import HelperProcess
 from .job import Job, Outcome
 from .protocol import Call, Caller
-from .ray_driver import JOIN, READY, RUN_JOB, START, Joining, PlacedHosts, RaySetup
+from .ray_cluster import DeviceKind, RaySetup, choose_kind
+from .ray_driver import JOIN, KINDS, READY, RUN_JOB, START, Joining, PlacedHosts
 from .work import TrialTerms, Work
 
 STARTS = 3
@@ -21,7 +26,7 @@ STARTS = 3
 START_S = 300.0
 """Time to join or start Ray and to place trials, s."""
 SILENCE_S = 30.0
-"""How long Ray may not answer, s; longer than its hosts may (`ray_driver.ANSWER_S`)."""
+"""How long Ray may not answer, s; longer than its hosts may (`ray_cluster.ANSWER_S`)."""
 CLOSE_S = 20.0
 """Time for Ray to shut down, s."""
 
@@ -34,12 +39,19 @@ class RayRunner(DryRunner):
     Args:
         what: the workload, or other work.
         terms: devices, limits and deadlines of every trial.
-        concurrency: trials at once; by default the number of devices over the devices of a trial, and one on a CPU.
+        concurrency: trials at once; by default as many as a Ray started for this run has GPUs for, at most
+            `DEFAULT_AT_ONCE` of a cluster, and one on a CPU.
         address: a Ray cluster to join; by default that of this process, `RAY_ADDRESS`, or a Ray started for this run.
         driver: the process that uses Ray, if it was started beforehand; this runner closes it.
+        kind: the devices of a cluster with several kinds of them; None for any.
+        title: names the trials to other users of the cluster.
+        patience_s: longest wait for devices that others use, s; None for no limit.
+        say: receives what trials wait for.
+        warn: receives a sentence about the number of trials at once.
 
     Raises:
         MissingDependency: ray is not installed.
+        UsageError: the address is one of Ray Client.
     """
 
     name = "ray"
@@ -52,15 +64,23 @@ class RayRunner(DryRunner):
         concurrency: int | None = None,
         address: str | None = None,
         driver: "RayDriver | None" = None,
+        kind: DeviceKind | None = None,
+        title: str = "",
+        patience_s: float | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__(what, terms)
-        self._address = address
+        self._address, self._say, self._warn = address, say, warn
         self._setup = RaySetup(
+            title=title,
             devices=terms.devices,
             cuda=terms.device.type == "cuda",
+            accelerator=None if kind is None else kind.accelerator,
             concurrency=concurrency,
             several_hosts=self.work.several_hosts,
             imports=tuple(self.work.imports),
+            patience_s=patience_s,
         )
         self._lock = threading.Lock()
         sweep()
@@ -73,18 +93,23 @@ class RayRunner(DryRunner):
 
         Raises:
             UsageError: the cluster has fewer devices than a trial needs.
-            RunnerError: Ray did not start, or placed nothing within a minute.
+            NoRoom: others used the devices for longer than the patience.
+            RunnerError: Ray did not start, or placed nothing although devices are free.
         """
         if not self._placed:
             placed = self._wait_placed()
-            self.per_host, self.slots, self._placed = placed.per_host, placed.slots, True
-        self._running().caller.call(READY)
+            self.per_host, self.slots, self.waited_s = placed.per_host, placed.slots, placed.waited_s
+            self._placed = True
+            if placed.note:
+                self._warn(placed.note)
+            self._setup = replace(self._setup, again=True)
+        self._result(self._running().caller.begin(READY))
 
     def _wait_placed(self) -> PlacedHosts:
         """Waits for the first start, which is repeated if the process dies before it can answer."""
         for start in range(1, STARTS + 1):
             try:
-                placed: PlacedHosts = self._driver.start.result()
+                placed: PlacedHosts = self._result(self._driver.start)
                 return placed
             except BaseException as error:
                 self._driver.close(0 if self._driver.lost else CLOSE_S)
@@ -103,8 +128,14 @@ class RayRunner(DryRunner):
         caller = self._running().caller
         with self._lock:
             caller.watch("ray")
-        outcome: Outcome = caller.call(RUN_JOB, job)
+        outcome: Outcome = self._result(caller.begin(RUN_JOB, job))
         return outcome
+
+    def _result(self, call: Call) -> Any:
+        """Returns the result of a call. Says meanwhile what it waits for."""
+        while (waits_for := call.note()) is not None:
+            self._say(waits_for)
+        return call.result()
 
     def _running(self) -> "RayDriver":
         """Returns the process once trials are placed. It is restarted if it was lost."""
@@ -113,7 +144,7 @@ class RayRunner(DryRunner):
                 self._driver.close(0)
                 self._driver = self._driver_again()
             driver = self._driver
-        driver.start.result()
+        self._result(driver.start)
         return driver
 
     def close(self) -> None:
@@ -132,6 +163,7 @@ class RayDriver:
 
     Raises:
         MissingDependency: ray is not installed.
+        UsageError: the address is one of Ray Client.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -141,7 +173,7 @@ class RayDriver:
         self._process = HelperProcess("redline.runners.ray_driver", "ray")
         self.caller = Caller(self._process.connection, self._lost, start_s=START_S, silence_s=SILENCE_S)
         joining = Joining(
-            address=address or _joined() or os.environ.get("RAY_ADDRESS") or None,
+            address=cluster_address(address),
             sys_path=tuple(os.path.abspath(each) for each in sys.path),
             script=sys.argv[0] if sys.argv else "",
         )
@@ -149,6 +181,15 @@ class RayDriver:
         self.start: Call
         """The placement of trials, whose result is a `PlacedHosts`. An error that the process replies would be that of a restart
         too."""
+
+    def kinds(self) -> list[DeviceKind]:
+        """Returns the kinds of devices of the cluster, those with most devices first.
+
+        Raises:
+            RunnerError: the cluster cannot be joined, or a node cannot describe its devices.
+        """
+        kinds: list[DeviceKind] = self.caller.call(KINDS)
+        return kinds
 
     def place(self, setup: RaySetup) -> None:
         """Begins to place trials; called once."""
@@ -171,11 +212,40 @@ class RayDriver:
         self._process.kill()
         return reason
 
-    def close(self, within_s: float) -> None:
+    def close(self, within_s: float = CLOSE_S) -> None:
         """Ends the process and everything it started. Open calls fail with a `RunnerError`."""
         self._closing = True
         self._process.close(within_s)
         self.caller.close()
+
+
+def kind_of_cluster(address: str | None) -> DeviceKind | None:
+    """Returns the devices that a Ray cluster has most of; None if there is no cluster to join (`cluster_address`).
+
+    Raises:
+        RunnerError: the cluster cannot be joined, or a node cannot describe its devices.
+    """
+    if cluster_address(address) is None:
+        return None
+    with contextlib.closing(RayDriver(address)) as driver:
+        return choose_kind(driver.kinds(), None)
+
+
+def cluster_address(address: str | None) -> str | None:
+    """Returns the address of the Ray cluster to join: the given one, that of the cluster that this process has joined or
+    started, or `RAY_ADDRESS`; None to start Ray.
+
+    Raises:
+        UsageError: the address is one of Ray Client.
+    """
+    found = address or _joined() or os.environ.get("RAY_ADDRESS") or None
+    if found is not None and found.startswith("ray://"):
+        raise UsageError(
+            f"{found} is an address of Ray Client, whose connection ends a search when it is interrupted for half a minute. Give "
+            "the head's address, such as HOST:6379, on a host that `ray start --address=HOST:6379 --num-cpus 0 --num-gpus 0` "
+            "has made a node of the cluster"
+        )
+    return None if found == "local" else found
 
 
 def _joined() -> str | None:

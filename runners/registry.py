@@ -7,7 +7,7 @@ from ..base.errors import UsageError, unknown
 from .dispatch import DryRunner
 from .host import HostAgent
 from .local import LocalRunner, SharedDevices
-from .ray_runner import RayDriver, RayRunner
+from .ray_runner import RayRunner
 from .work import TrialTerms, Work
 
 RUNNERS: Mapping[str, type[DryRunner]] = {each.name: each for each in (RayRunner, LocalRunner)}
@@ -22,7 +22,7 @@ def runner_on(
     address: str | None = None,
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
-    driver: RayDriver | None = None,
+    ray: Mapping[str, Any] | None = None,
 ) -> DryRunner:
     """Creates the runner of a name.
 
@@ -34,7 +34,7 @@ def runner_on(
         address: for `ray`, of a cluster.
         agent: for `local`, an agent that was started beforehand.
         shared: for `local`, the devices that it shares with other runners.
-        driver: for `ray`, the process that uses Ray, if it was started beforehand.
+        ray: further arguments of `RayRunner`.
 
     Raises:
         UsageError: the runner does not exist, or it has fewer devices than a trial needs (`ray` in `wait_ready`).
@@ -43,7 +43,7 @@ def runner_on(
     if name not in RUNNERS:
         raise UsageError(unknown("runner", name, RUNNERS))
     own: Mapping[str, Mapping[str, Any]] = {
-        "ray": {"address": address, "driver": driver},
+        "ray": {"address": address, **(ray or {})},
         "local": {"agent": agent, "shared": shared},
     }
     make: Any = RUNNERS[name]

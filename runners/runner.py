@@ -121,6 +121,8 @@ class Runner(ABC):
     """Cores of a host that other processes may keep busy without slowing trials down."""
     per_host: int | None = None
     """Devices of a trial on each host if the runner determines that, after `wait_ready`; None otherwise."""
+    waited_s: float = 0.0
+    """Time that the first trial waited for devices that others use, s; known after `wait_ready`."""
     device: Device | None = None
     """Kind of the trials' devices if they are not this machine's."""
     closed: bool = False

@@ -75,6 +75,10 @@ class Stopwatch:
         self._begin = clock()
         self._seconds = seconds
 
+    def exclude(self, seconds: float) -> None:
+        """Excludes a wait for devices from the time."""
+        self._begin += seconds
+
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""

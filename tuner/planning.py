@@ -198,13 +198,16 @@ def plan(
     return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
 
 
-def adapted(workload: Workload, config: Config, *, devices: int, fixed: Mapping[str, Any], of: str) -> Planned:
+def adapted(
+    workload: Workload, config: Config, device: Device, *, devices: int, fixed: Mapping[str, Any], of: str
+) -> Planned:
     """Returns the configuration of a run, or the valid one nearest to it that has these values of knobs and the workload's
     global batch.
 
     Args:
         workload: what is trained.
         config: the configuration, of a run on as many devices.
+        device: kind of the devices.
         devices: number of devices.
         fixed: values of knobs.
         of: description of the configuration.
@@ -215,7 +218,7 @@ def adapted(workload: Workload, config: Config, *, devices: int, fixed: Mapping[
     same_batch = with_samples_of(workload, config).global_batch == workload.global_batch
     if same_batch and all(config.get(name) == value for name, value in fixed.items()):
         return Planned(config=config, estimate=None, why=of)
-    space, kept = training_space(workload, detect(), devices, config, fixed)
+    space, kept = training_space(workload, device, devices, config, fixed)
     for knob in space.knobs:
         if knob.derived or knob.name in fixed or knob.name not in config:
             continue

@@ -169,6 +169,8 @@ class RunRequest:
             measured if they agree within 2 %, but never fewer than three.
         concurrency: number of concurrent trials.
         ray_address: a Ray cluster to join.
+        device_kind: name, or a part of it, of the devices to use in a cluster with several kinds of them; by default those
+            that it has most of.
     """
 
     runner: Annotated[
@@ -222,6 +224,10 @@ class RunRequest:
     ray_address: Annotated[
         str | None,
         Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS"),
+    ] = None
+    device_kind: Annotated[
+        str | None,
+        Option("Devices to use in a cluster of several kinds.  [default: those it has most of]", metavar="NAME"),
     ] = None
 
     @cached_property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..base.errors import RunnerError
+from ..base.errors import NoRoom, RunnerError
 from ..results import Measurement, RunFolder, Status, Trial
 from ..results.measurement import DEFAULT, FALLBACK, REFINEMENT, USER
 from ..results.summary import best_so_far
@@ -383,6 +383,8 @@ class Search:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._with_mfu(trial.config, self.runner.run(request))
+            except NoRoom:  # it has waited for as long as it may
+                raise
             except RunnerError:
                 if attempt == ATTEMPTS or self.runner.closed:
                     raise

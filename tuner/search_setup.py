@@ -1,18 +1,18 @@
 """Builds the setup of a search: checks, memory, estimate, first trial, sampler, runner."""
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.device import available_memory_mib, share_of_host, usable_cores
+from ..base.device import SHARE_OF_HOST, available_memory_mib, detect, share_of_host, usable_cores
 from ..base.errors import RunnerError, SpaceError, UsageError, unknown
 from ..base.gpus import gpu_use
 from ..base.host_memory import memory_groups
 from ..estimator.constants import Constants
 from ..estimator.hardware import find_hardware
+from ..estimator.measuring import hardware_of
 from ..knobs.text import config_text
 from ..models import Workload
 from ..models.flops import flops_of
@@ -25,7 +25,8 @@ from ..runners.emulate import HUGE_PAGES
 from ..runners.function import Calls
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.local import SharedDevices
-from ..runners.ray_runner import RayDriver, RayRunner
+from ..runners.ray_cluster import DeviceKind, choose_kind, kinds_text
+from ..runners.ray_runner import RayDriver, RayRunner, cluster_address
 from ..runners.registry import runner_on
 from ..runners.work import Work
 from ..space import Config
@@ -128,19 +129,22 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     agent, driver = None, None
     if request.runs_on in ("local", EMULATE) and imports_early(request.target):
         agent = started()
-    if request.runs_on == RayRunner.name and imports_early(request.target) and not request.emulate_first:
+    on_ray = request.runs_on == RayRunner.name
+    joins = on_ray and cluster_address(request.ray_address) is not None
+    if on_ray and not request.emulate_first and (joins or imports_early(request.target)):
         # Ray starts while the task is resolved.
         driver = RayDriver(request.ray_address)
         stack.callback(driver.close, 0)
+    kind = _kind_of_cluster(request, driver, warn) if driver is not None and joins else None
     task = resolve_task(
         request,
-        cluster=request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS")),
+        cluster=joins,
         simulated=described(request.hardware) if request.runs_on == "simulate" else None,
         emulated=request.runs_on == EMULATE or emulates_command(request),
         stands_for=find_hardware(request.hardware)
         if request.runs_on == EMULATE and request.hardware is not None
         else None,
-        device=request.runner.device if isinstance(request.runner, Runner) else None,
+        device=request.runner.device if isinstance(request.runner, Runner) else None if kind is None else kind.device,
     )
     if request.runs_on in ("local", EMULATE) and task.own is not None and agent is None:
         agent = started()
@@ -157,16 +161,33 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
             "a trial that fills the host's memory ends this whole container (memory.oom.group is 1), unless singleProcessOOMKill "
             "of the kubelet is set"
         )
-    limit_mib = memory_of_rank(request, task, warn, earlier_mib=resumed.get("rank_memory_mib"))
+    elsewhere = kind is not None and kind.device != detect()
+    limit_mib = memory_of_rank(request, task, warn, earlier_mib=resumed.get("rank_memory_mib"), elsewhere=elsewhere)
     if limit_mib is not None:
         asked["rank_memory_mib"] = limit_mib
 
     starting = None
     if request.runs_on == RayRunner.name and work is not None and not request.emulate_first:
         # Trials are placed while the space is predicted.
-        starting = _start_runner(request, task, work, limit_mib, driver=driver)
+        say = request.listener.on_wait if request.listener is not None else lambda what: None
+        ray = {
+            "driver": driver,
+            "kind": kind,
+            "title": task.name,
+            "patience_s": request.budget.seconds,
+            "say": say,
+            "warn": warn,
+        }
+        starting = _start_runner(request, task, work, limit_mib, ray=ray)
         stack.callback(starting.close)
-    estimator = _estimator(request, task, limit_mib, starting or agent, warn)
+    hardware = request.hardware if kind is None else request.hardware or hardware_of(kind.device)
+    if kind is not None and hardware is None and elsewhere:
+        estimator = None  # measuring this machine says nothing about it
+        if task.workload is not None:
+            name = kind.device.name
+            warn(f"the search begins without an estimate: {name} is not in the hardware table; --hardware names it")
+    else:
+        estimator = _estimator(task, limit_mib, starting or agent, hardware, warn)
     if request.emulate_first and estimator is not None:
         with emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
             say = request.listener.on_wait if request.listener is not None else lambda what: None
@@ -199,6 +220,24 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         sampler=sampler,
         judge=Judge(surrogate_prior),
     )
+
+
+def _kind_of_cluster(request: Request, driver: RayDriver, warn: Callable[[str], None]) -> DeviceKind:
+    """Returns the kind of devices that the trials use: the requested one, that of the resumed run, or what there is most of.
+
+    Raises:
+        UsageError: the cluster does not have the requested kind.
+        RunnerError: the cluster cannot be joined, or a node cannot describe its devices.
+    """
+    kinds = driver.kinds()
+    name = request.device_kind
+    if name is None and request.resume and request.out is not None:
+        earlier = (RunFolder.asked(request.out).get("devices") or {}).get("name")
+        name = earlier if any(kind.device.name == earlier for kind in kinds) else None
+    chosen = choose_kind(kinds, name)
+    if len(kinds) > 1 and name is None:
+        warn(f"the cluster has {kinds_text(kinds)}: trials use the {chosen.device.name}; --device-kind chooses others")
+    return chosen
 
 
 def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
@@ -238,10 +277,10 @@ def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple
 
 
 def _estimator(
-    request: Request,
     task: Task,
     limit_mib: float | None,
     starting: HostAgent | DryRunner | None,
+    hardware: Any,
     warn: Callable[[str], None],
 ) -> "Estimator | None":
     """Returns the estimator of the task's model. Before this machine is measured, it waits for what is starting, which would
@@ -260,7 +299,7 @@ def _estimator(
         task.space,
         warn,
         devices=task.devices,
-        hardware=request.hardware,
+        hardware=hardware,
         memory_limit_mib=limit_mib,
         free_batch=task.free_batch,
         without=task.without,
@@ -325,12 +364,16 @@ def check_honoured(request: Request, task: Task) -> None:
     Raises:
         UsageError: an option cannot be honoured.
     """
-    given = request.given("trial_timeout", "memory_limit", "measure_time", "concurrency", "ray_address")
+    given = request.given("trial_timeout", "memory_limit", "measure_time", "concurrency", "ray_address", "device_kind")
     at_once = given.get("concurrency", 1)
-    if "ray_address" in given and request.runs_on != "ray":
-        raise UsageError(
-            f"--ray-address has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
-        )
+    for name in ("ray_address", "device_kind"):
+        if name in given and request.runs_on != "ray":
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{flag} has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
+            )
+    if "device_kind" in given and cluster_address(request.ray_address) is None:
+        raise UsageError("--device-kind chooses among the devices of a cluster: --ray-address")
     runs_here = not task.simulated and request.runs_on != EMULATE and task.device.type == "cpu"
     if (
         task.workload is not None
@@ -392,6 +435,7 @@ def memory_of_rank(
     warn: Callable[[str], None] = lambda message: None,
     *,
     earlier_mib: float | None = None,
+    elsewhere: bool = False,
 ) -> float | None:
     """Memory of a rank, MiB; None for all of the device's memory, or if the target handles its own.
 
@@ -402,6 +446,7 @@ def memory_of_rank(
         request, task: the request and its task.
         warn: receives a message about memory used by other processes.
         earlier_mib: limit of the trials of the resumed run, which further trials get too.
+        elsewhere: True if the devices are those of other hosts than this one.
 
     Raises:
         UsageError: this host has less memory left than the earlier trials had.
@@ -418,6 +463,8 @@ def memory_of_rank(
     if given is not None:
         return given
     ranks = task.devices * (request.concurrency or 1)
+    if elsewhere:
+        return float(int(task.device.memory_mib * SHARE_OF_HOST / ranks))
     if earlier_mib is None:
         return share_of_host(ranks)
     if (left := available_memory_mib()) < earlier_mib * ranks:
@@ -519,7 +566,7 @@ def _start_runner(
     *,
     agent: HostAgent | None = None,
     shared: SharedDevices | None = None,
-    driver: RayDriver | None = None,
+    ray: Mapping[str, Any] | None = None,
 ) -> DryRunner:
     """Starts the runner of a task's trials, which may take some time until it is ready."""
     shares = task.command is not None and task.command.shares_metric_file
@@ -542,5 +589,5 @@ def _start_runner(
         address=request.ray_address,
         agent=agent,
         shared=shared,
-        driver=driver,
+        ray=ray,
     )

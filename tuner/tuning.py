@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import RunnerError
+from ..base.errors import NoRoom, RunnerError
 from ..base.scratch import Scratch
 from ..base.writing import cannot_write
 from ..knobs.strategy import BLOCK_KNOBS
@@ -104,6 +104,7 @@ def _search(
     try:
         user_code = "the command" if task.command is not None else "the callable" if task.function is not None else ""
         with setup.runner(folder.trials()) as runner:
+            watch.exclude(runner.waited_s)
             folder.record_hosts(runner.per_host)
             search = Search(
                 run_folder=folder,
@@ -134,7 +135,8 @@ def _search(
     except KeyboardInterrupt as interrupt:
         return "interrupted", interrupt
     except RunnerError as lost:
-        return "the machinery that runs trials failed", lost
+        no_room = isinstance(lost, NoRoom)
+        return "no room on the cluster" if no_room else "the machinery that runs trials failed", lost
     return ended, None
 
 
@@ -179,7 +181,7 @@ def _conclude(
     if isinstance(cause, RunnerError):
         kept = request.out is not None and any(not trial.pending for trial in done)
         note = f"\nThe trials so far are in '{folder.path}'; resuming continues from there." if kept else ""
-        raise RunnerError(f"{cause}{note}") from cause
+        raise type(cause)(f"{cause}{note}") from cause
     if result.best is None and request.listener is None:
         warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=5)
     return result

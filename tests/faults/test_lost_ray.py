@@ -17,7 +17,7 @@ import time
 import psutil
 import pytest
 import yaml
-from clusters import joined
+from clusters import ONE_CORE, joined
 from processes import left_of
 
 pytestmark = pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_candidate_that_the_memory_monitor_of_a_cluster_kills_is_oom(tmp_path)
 
 @pytest.mark.exhaustive
 def test_a_node_that_stays_away_leaves_the_trials_of_the_others(search):
-    with joined(nodes=2) as (address, nodes):
+    with joined([ONE_CORE, ONE_CORE]) as (address, nodes):
         process, _ = search(RAY_ADDRESS=address, AT_ONCE="2", SILENCE_S="60", seconds=50)
         named(list(reversed(nodes)), "raylet").kill()
         out, errors = process.communicate(timeout=280)

@@ -3,15 +3,14 @@
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 from redline.base.errors import RunnerError
 from redline.results import Status
-from redline.runners import worker_group as gang
-from redline.runners.job import Job, Outcome, RankOutcome
-from redline.runners.worker_group import Layout, lay_out, merge
+from redline.runners import ray_host
+from redline.runners.job import Outcome, RankOutcome
+from redline.runners.ray_cluster import Layout, lay_out
+from redline.runners.ray_host import merge
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -216,38 +215,63 @@ def test_cpu_ranks_share_a_host_where_the_cluster_has_too_few_cores():
     assert lay_out(4, False, [2.0]) == Layout(hosts=1, per_host=4, bundle={"CPU": 1.0}, at_once=1)
 
 
-class SlowToStop:
-    """A host whose rank fails at once, or one whose rank takes a while to end after it is stopped."""
+SLOW_TO_STOP = """
+import threading, time
+import ray
+from redline.results import Status
+from redline.runners import job as jobs, ray_host
+from redline.runners.job import Job, Outcome
 
-    here = lost = False
+ray_host.STOP_S = jobs.TEARDOWN_S = 0.2
+jobs.CUDA_TEARDOWN_S = 5.0
+
+class SlowToStop:
+    # A host whose rank fails at once, or one whose rank takes a while to end after it is stopped.
 
     def __init__(self, fails, seconds):
         self.fails, self.seconds, self.stopped = fails, seconds, threading.Event()
 
-    def ask(self, method, *arguments):
-        if method == "meeting_point":
-            return "127.0.0.1", 1
-        if method == "stop":
-            self.stopped.set()
-        if method == "run" and self.fails:
+    def wait_ready(self):
+        pass
+
+    def node_id(self):
+        return "another"
+
+    def meeting_point(self):
+        return "127.0.0.1", 1
+
+    def stop(self, key):
+        self.stopped.set()
+
+    def run(self, job, key, sends_output):
+        if self.fails:
             return Outcome(status=Status.OOM, reason="rank 0: CUDA out of memory"), b""
-        if method == "run":
-            self.stopped.wait()
-            time.sleep(self.seconds)
-            return Outcome(status=Status.CRASH, reason="stopped", secondary=True), b""
-        return None
+        self.stopped.wait()
+        time.sleep(self.seconds)
+        return Outcome(status=Status.CRASH, reason="stopped", secondary=True), b""
+
+ray.init(address="local", num_cpus=0, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+Host = ray.remote(num_cpus=0, max_concurrency=4)(SlowToStop)
+
+def run(job, seconds):
+    group = ray_host.HostGroup([Host.remote(True, 0), Host.remote(False, seconds)], 1)
+    group.wait_ready()
+    return group.run(job)
+
+on_gpus = run(Job(program=b"", ranks=2, device_type="cuda"), 1.0)
+print("GPU", on_gpus.status, on_gpus.reason)
+try:
+    run(Job(program=b"", ranks=2), 30.0)
+except TimeoutError as error:
+    print("CPU", error)
+"""
 
 
-def test_a_host_whose_ranks_take_long_to_leave_their_gpus_is_waited_for(monkeypatch):
-    monkeypatch.setattr(gang, "STOP_S", 0.2)
-    monkeypatch.setattr("redline.runners.job.CUDA_TEARDOWN_S", 5.0)
-    monkeypatch.setattr("redline.runners.job.TEARDOWN_S", 0.2)
-    job = Job(program=b"", ranks=2, device_type="cuda")
-    found = gang.WorkerGroup([SlowToStop(True, 0), SlowToStop(False, 1.0)], 1).run(job)
-    assert (found.status, found.reason) == (Status.OOM, "rank 0: CUDA out of memory")
-    on_cpu = gang.WorkerGroup([SlowToStop(True, 0), SlowToStop(False, 3.0)], 1)
-    with pytest.raises(TimeoutError, match=r"1 hosts did not end a trial within 0\.4 s"):
-        on_cpu.run(Job(program=b"", ranks=2))
+@pytest.mark.slow
+def test_a_host_whose_ranks_take_long_to_leave_their_gpus_is_waited_for(tmp_path):
+    reported = lines_of(SLOW_TO_STOP, tmp_path)
+    assert reported["GPU"] == ["oom rank 0: CUDA out of memory"]
+    assert reported["CPU"] == ["1 hosts did not end a trial after it was stopped"]
 
 
 def test_the_cause_is_told_from_its_echoes_on_other_hosts():
@@ -267,11 +291,11 @@ def test_ranks_of_several_hosts_meet_at_a_free_port(monkeypatch):
         for each in (taken, left):
             each.bind(("127.0.0.1", 0))
         ports = [taken.getsockname()[1], left.getsockname()[1]]
-        monkeypatch.setattr(gang, "PORTS", ports)
+        monkeypatch.setattr(ray_host, "PORTS", ports)
         with pytest.raises(RunnerError, match=rf"no port from {ports[0]} to {ports[1]} is free on 127\.0\.0\.1"):
-            gang.free_port("127.0.0.1")
+            ray_host.free_port("127.0.0.1")
         left.close()
-        assert gang.free_port("127.0.0.1") == ports[1]
+        assert ray_host.free_port("127.0.0.1") == ports[1]
 
 
 def test_a_port_that_only_ipv6_uses_is_taken_for_an_ipv6_address(monkeypatch):
@@ -282,7 +306,7 @@ def test_a_port_that_only_ipv6_uses_is_taken_for_an_ipv6_address(monkeypatch):
         except OSError as error:
             pytest.skip(f"this host has no IPv6: {error}")
         port = taken.getsockname()[1]
-        monkeypatch.setattr(gang, "PORTS", [port])
+        monkeypatch.setattr(ray_host, "PORTS", [port])
         with pytest.raises(RunnerError, match=f"no port from {port} to {port} is free on ::1"):
-            gang.free_port("::1")
-    assert gang.free_port("::1") == port
+            ray_host.free_port("::1")
+    assert ray_host.free_port("::1") == port

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -108,9 +109,9 @@ def test_a_manifest_s_parts_name_each_other():
     assert int(quota["nvidia.com/gpu"]) >= gpus
 
 
-def run(*command, **more):
+def run(*command, timeout=60, **options):
     """Returns the exit code and the output of a checker."""
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
     return found.returncode, found.stdout + found.stderr
 
 
@@ -147,9 +148,28 @@ def test_a_slurm_job_runs_its_command_on_a_ray_cluster_of_all_hosts(tmp_path):
     ]  # fmt: skip
 
 
-def test_ray_has_the_command_of_the_slurm_job():
-    code, output = run(beside_python("ray"), "symmetric-run", "--help")
-    assert code == 0 and "--address" in output and "--min-nodes" in output
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or os.geteuid() != 0, reason="a host of its own needs unshare and root"
+)
+def test_a_slurm_job_searches_on_the_ray_that_it_starts(tmp_path):
+    """With a Slurm that starts one task, on a host of its own: `ray symmetric-run` stops every Ray that it finds."""
+    write_program(tmp_path / "scontrol", "echo 127.0.0.1")
+    write_program(tmp_path / "srun", 'shift 2; exec "$@"')
+    allocation = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "1"}
+    programs = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="rl") as temporary:  # a short name, as Ray creates sockets in it
+        around = {**os.environ, "PATH": programs, "TMPDIR": temporary, "RAY_TMPDIR": temporary, **allocation}
+        code, output = run(
+            *("unshare", "--pid", "--net", "--fork", "--mount-proc"),
+            *("sh", "-c", 'ip link set lo up && exec "$@"', "sh", "bash", str(DEPLOY / "ray.sbatch")),
+            *("redline", "tune", "--command", f"{sys.executable} -c 'print(\"speed {{x}}\")'", "--runner", "ray"),
+            *("--metric", r"speed (?P<score>\d+)", "--set", "x=1,2", "--trials", "2", "--out", str(tmp_path / "run")),
+            env=around,
+            timeout=280,
+        )
+    assert code == 0, output
+    assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["best"]["configuration"] == {"x": 2}
 
 
 def test_systemd_takes_the_unit(tmp_path):

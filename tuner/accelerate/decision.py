@@ -87,7 +87,7 @@ def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int)
     trained = workload if request.global_batch is not None else with_samples_of(workload, source.config)
     if source.devices in (None, size) and request.memory_limit_mib in (None, source.limit_mib):
         of = f"the winner of '{path}'"
-        nearest = adapted(trained, source.config, devices=size, fixed=request.fix or {}, of=of)
+        nearest = adapted(trained, source.config, detect(), devices=size, fixed=request.fix or {}, of=of)
         predicted = source.predicted if nearest.config == source.config else None
         return Decision(config=nearest.config, why=nearest.why, predicted=predicted)
     found = _planned(trained, request, size, like=source.config)

@@ -40,6 +40,7 @@ from ...results.trained import (
 )
 from ...runners import TrialTerms
 from ...runners.dispatch import peak_flops
+from ...runners.ray_runner import RayRunner, kind_of_cluster
 from ...runners.registry import runner_on
 from ...runners.runner import Runner, TrialRequest
 from ...runners.train import Trainings, TrainRank, weights_to_begin_with
@@ -147,7 +148,8 @@ class Driver:
         make_folder(path)
         stack.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
-        self.device = detect()
+        self._kind = kind_of_cluster(request.ray_address) if request.runner == RayRunner.name else None
+        self.device = detect() if self._kind is None else self._kind.device
         self.strategies = [TrainingStrategy.from_dict(each) for each in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}
         """Description of the training data."""
@@ -303,7 +305,7 @@ class Driver:
     def _begin(self) -> TrainingStrategy:
         """Returns the first configuration: the known one, or a plan."""
         request, before = self.request, self.strategies[-1] if self.strategies else None
-        known = winner(request, self.source, self.workload) if before is None else self._as_before(before)
+        known = winner(request, self.source, self.workload, self.device) if before is None else self._as_before(before)
         if known is not None:
             if request.tune_trials and (before is None or request.resume):
                 self.listener.on_message(
@@ -316,10 +318,10 @@ class Driver:
             devices, like = request.devices or self.source.devices or self.device.count, self.source.config
             if like is not None and request.global_batch is not None:
                 like = without_batch(like)
-            return replanned(request, self.workload, devices, like=like, step=0)
+            return replanned(request, self.workload, devices, like=like, step=0, device=self.device)
         self.listener.on_wait("replanning")
         devices = request.devices or before.devices
-        planned = replanned(request, self.workload, devices, like=before.config, step=self.step)
+        planned = replanned(request, self.workload, devices, like=before.config, step=self.step, device=self.device)
         of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
         after = f", after {before.devices}" if devices != before.devices else ""
         self.listener.on_message(f"replanned for {devices_text(devices)}{of}{after}: {planned.why}")
@@ -380,7 +382,8 @@ class Driver:
         )
         self.listener.on_wait("starting ranks")
         work = Trainings(self.program())
-        with runner_on(request.runner, work, terms, address=request.ray_address) as runner:
+        ray = {"kind": self._kind, "title": self.workload.name, "say": self.listener.on_wait}
+        with runner_on(request.runner, work, terms, address=request.ray_address, ray=ray) as runner:
             runner.wait_ready()
             self.listener.on_start(self.training_start())
             measured = self._watched(runner)
@@ -416,7 +419,15 @@ class Driver:
                 fewer = self.strategy.devices // 2
                 self.listener.on_message(f"{error}; planning for {devices_text(fewer)}")
                 self._failed.clear()  # `safer` compares with failures on the same devices
-                self._take(replanned(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
+                strategy = replanned(
+                    self.request,
+                    self.workload,
+                    fewer,
+                    like=self.strategy.config,
+                    step=self.step,
+                    device=self.device,
+                )
+                self._take(strategy)
 
     def _watched(self, runner: Runner) -> Measurement:
         """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""

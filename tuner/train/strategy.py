@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...base.device import Device, detect
 from ...base.errors import NothingFound, StudyError, nearest
 from ...base.reading import path_of
+from ...estimator.measuring import hardware_of
 from ...models import Workload
 from ...models.resolve import workload as resolve_workload
 from ...results import View, summary
@@ -114,7 +116,9 @@ def _source(
     )
 
 
-def winner(request: TrainRequest, source: TrainingSource, workload: Workload) -> TrainingStrategy | None:
+def winner(
+    request: TrainRequest, source: TrainingSource, workload: Workload, device: Device
+) -> TrainingStrategy | None:
     """Returns the run's winner, adapted to the requested knobs and global batch; None if there is none, or if other devices or
     another memory limit are requested.
 
@@ -126,7 +130,9 @@ def winner(request: TrainRequest, source: TrainingSource, workload: Workload) ->
     if request.devices not in (None, source.devices) or request.limit_mib not in (None, source.limit_mib):
         return None
     trained = workload if request.global_batch else with_samples_of(workload, source.config)
-    found = adapted(trained, source.config, devices=source.devices, fixed=request.fix or {}, of="the run's winner")
+    found = adapted(
+        trained, source.config, device, devices=source.devices, fixed=request.fix or {}, of="the run's winner"
+    )
     return TrainingStrategy(config=found.config, devices=source.devices, why=found.why)
 
 
@@ -136,7 +142,7 @@ def without_batch(config: Config) -> Config:
 
 
 def replanned(
-    request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int
+    request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int, device: Device
 ) -> TrainingStrategy:
     """Plans a configuration for devices without a known one.
 
@@ -151,6 +157,7 @@ def replanned(
         trials=request.tune_trials,
         runner=request.runner,
         ray_address=request.ray_address,
+        hardware=None if device == detect() else hardware_of(device),
         fixed=request.fix or {},
         seed=request.seed,
     )
