@@ -35,7 +35,7 @@ class Config(Mapping[str, Value]):
             if not isinstance(name, str):
                 raise SpaceError(f"a knob's name is a text, but got {name!r}")
         _set_row(self, tuple([python_scalar(value, f"the value of '{name}'") for name, value in merged.items()]))
-        _set_places(self, {name: at for at, name in enumerate(merged)})
+        _set_places(self, {name: place for place, name in enumerate(merged)})
 
     @property
     def id(self) -> str:
@@ -84,8 +84,8 @@ class Config(Mapping[str, Value]):
         try:
             return self._hash
         except AttributeError:
-            text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
-            _set_hash(self, int(hashlib.sha256(text.encode()).hexdigest()[:10], 16))
+            canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+            _set_hash(self, int(hashlib.sha256(canonical.encode()).hexdigest()[:10], 16))
             return self._hash
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -110,11 +110,11 @@ _set_row = Config.__dict__["_row"].__set__
 def configs(names: Iterable[str], rows: Iterable[tuple[Value, ...]]) -> list[Config]:
     """Returns a configuration for every row of plain values, one per name."""
     rows = list(rows)
-    out = list(map(object.__new__, repeat(Config, len(rows))))
+    instances = list(map(object.__new__, repeat(Config, len(rows))))
     # Loops in C: this takes most of the time of listing a space.
-    deque(map(_set_row, out, rows), maxlen=0)
-    deque(map(_set_places, out, repeat({name: at for at, name in enumerate(names)})), maxlen=0)
-    return out
+    deque(map(_set_row, instances, rows), maxlen=0)
+    deque(map(_set_places, instances, repeat({name: place for place, name in enumerate(names)})), maxlen=0)
+    return instances
 
 
 def _restore(names: tuple[str, ...], row: tuple[Value, ...]) -> Config:

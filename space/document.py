@@ -28,7 +28,7 @@ MOST_KNOBS, MOST_CONSTRAINTS = 500, 500
 MOST_TERMS = 10_000
 """Largest number of names in the rule of a derived knob after the derived knobs in it are expanded."""
 _MOST_NODES = 20_000
-"""Largest number of nodes of a file that PyYAML itself reads, which alone records the place of each entry."""
+"""Largest number of nodes of a file. PyYAML's own nodes, which record the place of each entry, are slow to build."""
 _LONG = 8  # more integers than this are written as a range if they form one
 _COMPARED = 10_000  # points at which a lambda and its text are compared
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -59,7 +59,7 @@ def write_dict(
 ) -> dict[str, Any]:
     """See `Space.to_dict`."""
 
-    def text(rule: Rule, what: str, *, condition: bool = True) -> Any:
+    def write_rule(rule: Rule, subject: str, *, condition: bool = True) -> Any:
         if isinstance(rule, Expression):
             return rule.text
         same = _as_expression(by_name, rule)
@@ -68,53 +68,53 @@ def write_dict(
         if describe_callables:
             return {"callable": rule.text}
         raise SpaceError(
-            f"{what}, `{rule.text}`, is a Python callable that cannot be written in the grammar; write it "
+            f"{subject}, `{rule.text}`, is a Python callable that cannot be written in the grammar; write it "
             "as an expression over the knobs, with & | ~, minimum, maximum and isin"
         )
 
-    out: dict[str, list[Any]] = {"knobs": [], "derived": [], "constraints": []}
+    sections: dict[str, list[Any]] = {"knobs": [], "derived": [], "constraints": []}
     for knob in knobs:
         if isinstance(knob, DerivedKnob):
-            rule = text(knob.rule, f"the rule of derived knob '{knob.name}'", condition=False)
-            out["derived"].append(_without_empty({"name": knob.name, "value": rule, "help": knob.help}))
+            rule = write_rule(knob.rule, f"the rule of derived knob '{knob.name}'", condition=False)
+            sections["derived"].append(_without_empty({"name": knob.name, "value": rule, "help": knob.help}))
         else:
-            out["knobs"].append(_entry(knob, text))
-    for each in constraints:
-        rule = text(each.rule, "the constraint" + (f" '{each.reason}'" if each.reason else ""))
-        out["constraints"].append(_without_empty({"require": rule, "reason": each.reason}))
-    return {section: entries for section, entries in out.items() if entries or section == "knobs"}
+            sections["knobs"].append(_entry(knob, write_rule))
+    for constraint in constraints:
+        rule = write_rule(constraint.rule, "the constraint" + (f" '{constraint.reason}'" if constraint.reason else ""))
+        sections["constraints"].append(_without_empty({"require": rule, "reason": constraint.reason}))
+    return {section: entries for section, entries in sections.items() if entries or section == "knobs"}
 
 
 def _without_empty(entry: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if value != ""}
 
 
-def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {"name": knob.name}
+def _entry(knob: Knob, write_rule: Callable[[Rule, str], Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": knob.name}
     values = knob.values
-    integers = [each for each in values if isinstance(each, int)] if knob.kind == INTEGER else []
+    integers = [value for value in values if isinstance(value, int)] if knob.kind == INTEGER else []
     step = integers[1] - integers[0] if len(integers) > _LONG else 0
     if knob.kind == FLAG:
-        out["type"] = "flag"
+        entry["type"] = "flag"
         if values != (False, True):
-            out["values"] = list(values)
+            entry["values"] = list(values)
     elif step > 0 and integers == list(range(integers[0], integers[-1] + 1, step)):
-        out |= {"type": "integer", "low": values[0], "high": values[-1]}
+        entry |= {"type": "integer", "low": values[0], "high": values[-1]}
         if step > 1:
-            out["step"] = step
+            entry["step"] = step
     else:
-        out["values"] = list(values)
+        entry["values"] = list(values)
     if knob.default != values[0]:
-        out["default"] = knob.default
+        entry["default"] = knob.default
     if knob.when is not None:
-        out["when"] = text(knob.when, f"when= of knob '{knob.name}'")
+        entry["when"] = write_rule(knob.when, f"when= of knob '{knob.name}'")
     if knob.help:
-        out["help"] = knob.help
+        entry["help"] = knob.help
     if knob.others is not None:
-        out["others"] = list(knob.others)
+        entry["others"] = list(knob.others)
     if knob.monotone_memory:
-        out["monotone_memory"] = knob.monotone_memory
-    return out
+        entry["monotone_memory"] = knob.monotone_memory
+    return entry
 
 
 def _as_expression(knobs: Mapping[str, Knob], rule: Predicate) -> Expression | None:
@@ -157,13 +157,13 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     )
     for entry in data["knobs"]:
         entry.update({key: _Inline(entry[key]) for key in ("values", "others") if key in entry})
-    text = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
+    content = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
     target = path_of(path)
     try:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
             with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
+                file.write(content)
             os.replace(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -179,9 +179,9 @@ class _Inline(list[Any]):
 
 def _with_powers(base: Any) -> Any:
     """Returns a loader or dumper of PyYAML for which `1e-4` is a number, not a text."""
-    made: Any = type(base.__name__, (base,), {})
-    made.add_implicit_resolver("tag:yaml.org,2002:float", POWER, list("-+0123456789"))
-    return made
+    extended: Any = type(base.__name__, (base,), {})
+    extended.add_implicit_resolver("tag:yaml.org,2002:float", POWER, list("-+0123456789"))
+    return extended
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
     import yaml
 
     try:
-        text = read_named(path_of(path), at_most=LARGEST_DOCUMENT).decode("utf-8")
-        measure_yaml(text, nodes=_MOST_NODES)
+        content = read_named(path_of(path), at_most=LARGEST_DOCUMENT).decode("utf-8")
+        measure_yaml(content, nodes=_MOST_NODES)
     except OSError as error:
         raise SpaceError(f"cannot read the space from {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -208,7 +208,7 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
     loader = None
     try:
         # Its nodes have line numbers for messages.
-        loader = _with_powers(getattr(yaml, "CSafeLoader", yaml.SafeLoader))(text)
+        loader = _with_powers(getattr(yaml, "CSafeLoader", yaml.SafeLoader))(content)
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
@@ -313,41 +313,41 @@ class _Reader(Mapping[str, Knob]):
         if "knobs" not in data:
             raise self.error((), "the key 'knobs' is missing")
         knobs, self.derived, constraints = (self.entries(data, section) for section in _SECTIONS)
-        for at, entry in enumerate(self.derived):
-            path = ("derived", at)
+        for index, entry in enumerate(self.derived):
+            path = ("derived", index)
             self.refuse_unknown(path, entry, ("name", "value", "help"))
             name = self.text(path, entry, "name")
             if name in self.pending:
                 raise self.error((*path, "name"), f"knob '{name}' is declared already")
-            self.pending[name] = at
+            self.pending[name] = index
         names = list(self.pending)
-        for at, entry in enumerate(knobs):
-            self.declare(("knobs", at), entry)
+        for index, entry in enumerate(knobs):
+            self.declare(("knobs", index), entry)
         for name in names:
             if name in self.pending:
                 self.derive(name)
         self.space.arrange(names)
-        for at, entry in enumerate(constraints):
-            path = ("constraints", at)
+        for index, entry in enumerate(constraints):
+            path = ("constraints", index)
             self.refuse_unknown(path, entry, ("require", "reason"))
             rule = self.rule(path, entry, "require")
             reason = self.text(path, entry, "reason", "")
             self.located((*path, "require"), self.space.require, rule, reason)
 
     def entries(self, data: Mapping[str, Any], section: str) -> list[Any]:
-        found = data.get(section)
-        if found is None and section != "knobs":
+        entries = data.get(section)
+        if entries is None and section != "knobs":
             return []
-        if not isinstance(found, list | tuple):
-            raise self.error((section,), f"'{section}' must be a list, but got {_short(found)}")
+        if not isinstance(entries, list | tuple):
+            raise self.error((section,), f"'{section}' must be a list, but got {_short(entries)}")
         most = MOST_CONSTRAINTS if section == "constraints" else MOST_KNOBS
-        if len(found) > most:
-            raise self.error((section,), f"'{section}' has {len(found):,} entries; {most} are the most")
-        for at, entry in enumerate(found):
+        if len(entries) > most:
+            raise self.error((section,), f"'{section}' has {len(entries):,} entries; {most} are the most")
+        for index, entry in enumerate(entries):
             if not isinstance(entry, Mapping):
                 problem = f"an entry of '{section}' is a mapping, but got {_short(entry)}{_EXAMPLES[section]}"
-                raise self.error((section, at), problem)
-        return list(found)
+                raise self.error((section, index), problem)
+        return list(entries)
 
     def declare(self, path: KeyPath, entry: Mapping[str, Any]) -> None:
         bounded = "low" in entry or "high" in entry
@@ -379,7 +379,7 @@ class _Reader(Mapping[str, Knob]):
             raise self.error(path, f"knob '{name}' needs 'values'")
         values = entry.get("values", [False, True])
         if kind == "flag":
-            if not isinstance(values, list | tuple) or any(type(each) is not bool for each in values):
+            if not isinstance(values, list | tuple) or any(type(value) is not bool for value in values):
                 problem = f"the values of flag '{name}' are true and false, but got {_short(values)}"
                 raise self.error((*path, "values"), problem)
             options.setdefault("default", False if False in values else None)
@@ -393,7 +393,7 @@ class _Reader(Mapping[str, Knob]):
         entry = self.derived[self.pending[name]]
         self.entered.append(name)
         rule = self.rule(path, entry, "value")
-        terms = self.terms[name] = sum(self.terms.get(each, 1) for each in _NAME.findall(entry["value"]))
+        terms = self.terms[name] = sum(self.terms.get(term, 1) for term in _NAME.findall(entry["value"]))
         if terms > MOST_TERMS:
             problem = f"the rule of derived knob '{name}' has {terms:,} terms; {MOST_TERMS:,} are the most"
             raise self.error((*path, "value"), f"written out, {problem}")
@@ -403,31 +403,31 @@ class _Reader(Mapping[str, Knob]):
 
     # One entry of a mapping.
 
-    def given(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> Any:
+    def required(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> Any:
         if key not in entry:
             raise self.error(path, f"the key '{key}' is missing")
         return entry[key]
 
     def rule(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> Expression:
-        given, place = self.given(path, entry, key), (*path, key)
-        if isinstance(given, Mapping) and "callable" in given:
+        source, place = self.required(path, entry, key), (*path, key)
+        if isinstance(source, Mapping) and "callable" in source:
             raise self.error(
                 place,
-                f"`{given['callable']}` was a Python callable: only its source was kept, "
+                f"`{source['callable']}` was a Python callable: only its source was kept, "
                 "and a file is never run as Python; write it as an expression",
             )
-        if not isinstance(given, str):
-            problem = f"'{key}' is an expression as text, such as tp * pp <= 8, but got {_short(given)}"
+        if not isinstance(source, str):
+            problem = f"'{key}' is an expression as text, such as tp * pp <= 8, but got {_short(source)}"
             raise self.error(place, problem)
-        return self.located(place, parse, given, self)
+        return self.located(place, parse, source, self)
 
     def text(self, path: KeyPath, entry: Mapping[str, Any], key: str, default: str | None = None) -> str:
         if key not in entry and default is not None:
             return default
-        given = self.given(path, entry, key)
-        if not isinstance(given, str):
-            raise self.error((*path, key), f"'{key}' must be a text, but got {_short(given)}")
-        return given
+        value = self.required(path, entry, key)
+        if not isinstance(value, str):
+            raise self.error((*path, key), f"'{key}' must be a text, but got {_short(value)}")
+        return value
 
     def refuse_unknown(self, path: KeyPath, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
         for key in entry:
@@ -451,5 +451,5 @@ class _Located(SpaceError):
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    excerpt = repr(value)
+    return excerpt if len(excerpt) <= 80 else excerpt[:77] + "..."

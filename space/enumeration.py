@@ -30,7 +30,7 @@ MAX_ROWS = 5_000_000
 MAX_PAIRS = 300_000_000
 """Largest number of pairs of row and value that are examined for one component."""
 _SAMPLED = 4096
-"""Partial choices of which the number of rows is predicted."""
+"""Number of partial choices in the sample that predicts the number of rows."""
 _MARGIN = 1.25
 """A table is given up if more than `_MARGIN * MAX_ROWS` rows are predicted; predictions are a few percent off."""
 _CHUNK = 1 << 19  # pairs examined at once: bounds the memory
@@ -65,25 +65,25 @@ class Choices:
 
     def unique(self, without: "Choices | None" = None) -> "Choices":
         """Distinct rows, without those of another table of the same knobs."""
-        first = 0 if without is None else without.rows
-        both = self if without is None else without.followed_by(self)
-        columns = [column.astype(np.int64) - _ABSENT for column in both.codes.values()]
+        skipped = 0 if without is None else without.rows
+        combined = self if without is None else without.followed_by(self)
+        columns = [column.astype(np.int64) - _ABSENT for column in combined.codes.values()]
         keys, _ = _keys(columns, [int(column.max(initial=0)) + 1 for column in columns])
-        _, at = np.unique(keys, return_index=True)
-        return self.take(np.sort(at[at >= first]) - first)
+        _, rows = np.unique(keys, return_index=True)
+        return self.take(np.sort(rows[rows >= skipped]) - skipped)
 
     def changes(self, codes: Mapping[str, int], names: Sequence[str]) -> np.ndarray:
         """Number of joined knobs in which each row differs from `codes`, shape (rows,). A knob that one of the two
         lacks is not counted, because the knob that makes it absent is.
         """
-        out = np.zeros(self.rows, np.uint16)
+        counts = np.zeros(self.rows, np.uint16)
         for name in names:
             column = self.codes.get(name)
             if column is not None and codes[name] != _ABSENT:
                 differs = column != codes[name]
                 differs &= column != _ABSENT
-                out += differs
-        return out
+                counts += differs
+        return counts
 
 
 class Interned:
@@ -97,11 +97,11 @@ class Interned:
     def code(self, value: Value) -> int:
         """Code of a value; a new one for a new value."""
         key = (type(value), value)
-        found = self._codes.get(key)
-        if found is None:
-            found = self._codes[key] = len(self.values)
+        code = self._codes.get(key)
+        if code is None:
+            code = self._codes[key] = len(self.values)
             self.values.append(value)
-        return found
+        return code
 
     def column(self, codes: np.ndarray) -> np.ndarray:
         """Values at `codes`: bool, int64 or float64 if all are, otherwise objects."""
@@ -224,7 +224,7 @@ class Component:
         alive = self._alive[join.name]
         active = self._active(table, join.name)
         computed = [check.computes for check in join.opaque if check.computes]
-        parts, total = [], 0
+        pieces, total = [], 0
         if active is not None:
             absent = table.take(np.flatnonzero(~active))
             table = table.take(np.flatnonzero(active))
@@ -232,21 +232,21 @@ class Component:
                 absent.codes[join.name] = np.full(absent.rows, _ABSENT, alive.dtype)
                 for name in computed:
                     absent.codes[name] = np.full(absent.rows, _ABSENT, np.int32)
-                parts.append(absent)
+                pieces.append(absent)
                 total = absent.rows
         chunk = max(1, _CHUNK // max(1, len(alive)))
         for start in range(0, table.rows, chunk):
             piece = table.take(slice(start, min(start + chunk, table.rows)))
-            parts.append(self._pair(piece, join))
-            total += parts[-1].rows
+            pieces.append(self._pair(piece, join))
+            total += pieces[-1].rows
             if bounded and total > MAX_ROWS:
                 raise self._too_large()
-        if len(parts) == 1:
-            return parts[0]
+        if len(pieces) == 1:
+            return pieces[0]
         names = [*table.codes, join.name, *computed]
-        if not parts:
+        if not pieces:
             return Choices(0, {name: np.zeros(0, np.int32) for name in names})
-        return Choices(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
+        return Choices(total, {name: np.concatenate([piece.codes[name] for piece in pieces]) for name in names})
 
     def _active(self, table: Choices, name: str) -> np.ndarray | None:
         """Rows in which the knob exists; None for all rows."""
@@ -254,10 +254,10 @@ class Component:
         if when is None:
             return None
         present = self._present(table, self.structure.conditionals_of(when.names))
-        out = np.ones(table.rows, bool) if present is None else present
-        rows = np.flatnonzero(out)
-        out[rows] = self._true(table.take(rows), when)
-        return out
+        holding = np.ones(table.rows, bool) if present is None else present
+        rows = np.flatnonzero(holding)
+        holding[rows] = self._true(table.take(rows), when)
+        return holding
 
     def _pair(self, table: Choices, join: Join) -> Choices:
         alive = self._alive[join.name]
@@ -282,20 +282,20 @@ class Component:
         else:
             rows, columns = np.nonzero(np.broadcast_to(ok, (table.rows, len(alive))))
             codes = alive[columns]
-        out = table.take(rows)
-        out.codes[join.name] = codes
+        joined = table.take(rows)
+        joined.codes[join.name] = codes
         for check in join.opaque:
-            out = self._apply(out, check)
-        return out
+            joined = self._apply(joined, check)
+        return joined
 
     def _grid(self, table: Choices, name: str, alive: np.ndarray) -> Callable[[str], np.ndarray | None]:
         """Columns shaped for broadcasting: rows along the first axis, values of the joined knob along the second."""
 
-        def load(each: str) -> np.ndarray | None:
-            if each == name:
-                return self.structure.knobs[each].column(alive)[None, :]
-            codes = table.codes.get(each)
-            return None if codes is None else self.values(each, codes)[:, None]
+        def load(column: str) -> np.ndarray | None:
+            if column == name:
+                return self.structure.knobs[column].column(alive)[None, :]
+            codes = table.codes.get(column)
+            return None if codes is None else self.values(column, codes)[:, None]
 
         return load
 
@@ -311,13 +311,13 @@ class Component:
 
     def _present(self, table: Choices, conditionals: frozenset[str]) -> np.ndarray | None:
         """Rows in which all these knobs exist; None for all rows."""
-        out = None
+        present = None
         for name in conditionals:
             codes = table.codes.get(name)
             if codes is not None:
                 here = codes != _ABSENT
-                out = here if out is None else out & here
-        return out
+                present = here if present is None else present & here
+        return present
 
     @staticmethod
     def _evaluated(check: Check, lookup: Lookup) -> np.ndarray | None:
@@ -337,14 +337,14 @@ class Component:
         }
 
     def _begun(self, table: Choices, name: str, alive: np.ndarray, check: Check) -> np.ndarray:
-        """Mask of the pairs with which one of the listed rows begins, by the knobs chosen so far."""
+        """Mask of the pairs that agree with one of the listed rows in the knobs chosen so far."""
         rows = self._listed[check]
         count, width = len(rows[name]), len(self.structure.knobs[name].values)
-        before = [each for each in rows if each in table.codes]
+        preceding = [column for column in rows if column in table.codes]
         group = np.zeros(count + table.rows, np.int64)
-        if before:
-            columns = [np.concatenate([rows[each], table.codes[each]]) for each in before]
-            _, group = _distinct(columns, [len(self.structure.knobs[each].values) for each in before])
+        if preceding:
+            columns = [np.concatenate([rows[column], table.codes[column]]) for column in preceding]
+            _, group = _distinct(columns, [len(self.structure.knobs[column].values) for column in preceding])
         present, places = np.unique(group[count:], return_inverse=True)
         place = np.minimum(np.searchsorted(present, group[:count]), len(present) - 1)
         begun = np.flatnonzero(present[place] == group[:count])
@@ -356,15 +356,17 @@ class Component:
         self, factors: Sequence[Expression], total: Expression, join: Join, lookup: Lookup
     ) -> np.ndarray | None:
         """Rows in which the product of the factors chosen so far divides the total; None if unknown."""
-        chosen = [each for each in factors if each.names and join.open.isdisjoint(self.structure.bases_of(each.names))]
+        chosen = [
+            factor for factor in factors if factor.names and join.open.isdisjoint(self.structure.bases_of(factor.names))
+        ]
         if not chosen or not join.open.isdisjoint(self.structure.bases_of(total.names)):
             return None
         product = chosen[0]
-        for each in chosen[1:]:
-            product = product * each
-        part, undefined = product.columns(lookup)
-        whole, missing = total.columns(lookup)
-        ok = np.where(part == 0, whole == 0, whole % np.where(part == 0, 1, part) == 0)
+        for factor in chosen[1:]:
+            product = product * factor
+        partial, undefined = product.columns(lookup)
+        complete, missing = total.columns(lookup)
+        ok = np.where(partial == 0, complete == 0, complete % np.where(partial == 0, 1, partial) == 0)
         for mask in (undefined, missing):  # too large to tell
             ok = ok if mask is None else ok | mask
         return ok
@@ -386,8 +388,8 @@ class Component:
                 results, inverse = self._called(here, rule)
                 interned = self.interned[label.name]
                 values = (settled(rule, result) for result in results)
-                found = [_ABSENT if value is UNDEFINED else interned.code(value) for value in values]
-                codes[rows] = np.array(found, np.int32)[inverse]
+                coded = [_ABSENT if value is UNDEFINED else interned.code(value) for value in values]
+                codes[rows] = np.array(coded, np.int32)[inverse]
             keep[rows] = codes[rows] != _ABSENT
             table.codes[label.name] = codes
         else:
@@ -412,8 +414,8 @@ class Component:
         """
         lookup = Lookup(self.structure, self._loader(table))
         arguments = [self._argument(table, name, lookup) for name in rule.names]
-        first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
-        return rule.call_all([objects(values)[codes[first]].tolist() for codes, values in arguments]), inverse
+        rows, inverse = _distinct([codes for codes, _ in arguments], [len(values) for _, values in arguments])
+        return rule.call_all([objects(values)[codes[rows]].tolist() for codes, values in arguments]), inverse
 
     def _argument(self, table: Choices, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
         """Codes of a knob's values in the rows, and their Python values."""
@@ -452,7 +454,7 @@ class Component:
         count = len(knob.values)
         codes = np.arange(count, dtype=np.min_scalar_type(-count - 1))
         ok = np.ones(count, bool)
-        lookup = Lookup(self.structure, lambda each: knob.column(codes) if each == name else None)
+        lookup = Lookup(self.structure, lambda column: knob.column(codes) if column == name else None)
         with np.errstate(all="ignore"):
             for check in self.checks:
                 if check in self._listed and name in check.bases and check.conditionals <= {name}:
@@ -485,9 +487,9 @@ class Component:
 
 def objects(values: Sequence[Value]) -> np.ndarray:
     """The values as numpy objects, unchanged."""
-    out = np.empty(len(values), object)
-    out[:] = values
-    return out
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
 
 
 def _holding(column: Column) -> np.ndarray:
@@ -521,10 +523,10 @@ def _distinct(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.n
     """Row indices of the distinct combinations of code columns, and the index of the combination for every row."""
     key, span = _keys(columns, sizes)
     if span > _DENSE:
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        return first, inverse
+        _, indices, inverse = np.unique(key, return_index=True, return_inverse=True)
+        return indices, inverse
     place = np.full(span, -1, np.int64)
     place[key] = np.arange(len(key))
-    first = place[place >= 0]
-    place[place >= 0] = np.arange(len(first))
-    return first, place[key]
+    indices = place[place >= 0]
+    place[place >= 0] = np.arange(len(indices))
+    return indices, place[key]

@@ -1,4 +1,4 @@
-"""Explains why a point is not in a space, which rules leave nothing of it, and describes the space."""
+"""Explains why a point is not in a space and which rules leave a space empty; describes a space."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,41 +34,41 @@ class Point:
 def resolve(
     knobs: Mapping[str, Knob],
     constraints: Iterable[Constraint],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     *,
     complete: bool = False,
-    first: bool = False,
+    stop_early: bool = False,
 ) -> Point:
-    """Checks `given` against every knob and rule of a space.
+    """Checks `values` against every knob and rule of a space.
 
     Args:
         knobs: by name, each after those it depends on.
         constraints: constraints of the space.
-        given: values by name.
+        values: values by name.
         complete: fill in defaults and derived values instead of reporting them as missing.
-        first: stop at the first problem.
+        stop_early: stop at the first problem.
 
     Raises:
         SpaceError: a callable of the space raised, and there is no other problem.
     """
     point = Point()
     raised: RuleError | None = None
-    for name in given:
+    for name in values:
         if name not in knobs:
             point.problems.append(unknown("knob", name, knobs))
     for name, knob in knobs.items():
-        if first and point.problems:
+        if stop_early and point.problems:
             return point
         try:
             if isinstance(knob, DerivedKnob):
-                _derived(point, knob, given, complete)
+                _derived(point, knob, values, complete)
             else:
-                _chosen(point, knob, given, complete)
+                _chosen(point, knob, values, complete)
         except RuleError as error:
             raised = raised or error
             point.unsettled.add(name)
     for constraint in constraints:
-        if first and point.problems:
+        if stop_early and point.problems:
             return point
         if point.absent.isdisjoint(constraint.names) and point.unsettled.isdisjoint(constraint.names):
             try:
@@ -81,7 +81,7 @@ def resolve(
     return point
 
 
-def _chosen(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) -> None:
+def _chosen(point: Point, knob: Knob, values: Mapping[str, Any], complete: bool) -> None:
     name = knob.name
     if knob.when is not None:
         if not point.unsettled.isdisjoint(knob.when.names):
@@ -90,26 +90,26 @@ def _chosen(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) 
         hidden = point.absent.intersection(knob.when.names)
         if hidden or not holds(knob.when, point.values):
             point.absent.add(name)
-            if name in given:
+            if name in values:
                 point.problems.append(_inapplicable(name, knob.when, point, hidden))
             return
-    if name not in given and not complete:
+    if name not in values and not complete:
         point.problems.append(f"knob '{name}' is missing; its values are {', '.join(map(str, knob.values[:12]))}")
         point.unsettled.add(name)
         return
     try:
-        point.values[name] = knob.check(given[name]) if name in given else knob.default
+        point.values[name] = knob.check(values[name]) if name in values else knob.default
     except SpaceError as error:
         point.problems.append(str(error))
         point.unsettled.add(name)
 
 
-def _derived(point: Point, knob: DerivedKnob, given: Mapping[str, Any], complete: bool) -> None:
+def _derived(point: Point, knob: DerivedKnob, values: Mapping[str, Any], complete: bool) -> None:
     name, rule = knob.name, knob.rule
     hidden = point.absent.intersection(rule.names)
     if hidden:
         point.absent.add(name)
-        if name in given:
+        if name in values:
             point.problems.append(
                 f"knob '{name}' does not apply here: it is derived from {_listed(hidden)}, which does not either"
             )
@@ -125,14 +125,14 @@ def _derived(point: Point, knob: DerivedKnob, given: Mapping[str, Any], complete
         point.unsettled.add(name)
         return
     point.values[name] = value
-    if name in given:
+    if name in values:
         try:
-            agrees = coerce(given[name], kind_of(value), f"knob '{name}'") == value
+            agrees = coerce(values[name], kind_of(value), f"knob '{name}'") == value
         except SpaceError:
             agrees = False
         if not agrees:
             point.problems.append(
-                f"knob '{name}' is {given[name]!r}, but `{rule.text}` gives {value!r} with {_shown(rule, point.values)}"
+                f"knob '{name}' is {values[name]!r}, but `{rule.text}` gives {value!r} with {_shown(rule, point.values)}"
             )
     elif not complete:
         point.problems.append(f"derived knob '{name}' is missing; it is {value!r} here, and config() fills it in")
@@ -146,17 +146,17 @@ def _inapplicable(name: str, when: Rule, point: Point, hidden: set[str]) -> str:
 
 
 def _violation(constraint: Constraint, values: Mapping[str, Value]) -> str:
-    out = f"violates {constraint} with {_shown(constraint.rule, values)}"
+    violation = f"violates {constraint} with {_shown(constraint.rule, values)}"
     rule = constraint.rule
     if isinstance(rule, Operation) and rule.operator.family in ("order", "equality"):
-        left, right = (each.scalar(values.__getitem__) for each in rule.arguments)
+        left, right = (argument.scalar(values.__getitem__) for argument in rule.arguments)
         if left is UNDEFINED or right is UNDEFINED:
             side = rule.arguments[0 if left is UNDEFINED else 1]
-            return f"{out}: `{side}` has no value"
-        return f"{out}: {left!r} {rule.operator.sign} {right!r} is false"
+            return f"{violation}: `{side}` has no value"
+        return f"{violation}: {left!r} {rule.operator.sign} {right!r} is false"
     if isinstance(rule, Expression) and rule.scalar(values.__getitem__) is UNDEFINED:
-        return f"{out}: it has no value"
-    return out
+        return f"{violation}: it has no value"
+    return violation
 
 
 def _shown(rule: Rule, values: Mapping[str, Value]) -> str:
@@ -171,9 +171,9 @@ def _listed(names: set[str]) -> str:
 
 
 def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
-    """Refuses a constraint that never holds with all its knobs present, apart from other constraints.
+    """Checks that a constraint can hold with all its knobs present, without the other constraints.
 
-    Accepts it if its knobs are never present together, or if that is unknown: there are too many combinations, or a
+    Passes if its knobs are never present together, or if that is unknown: there are too many combinations, or a
     callable raises, which other constraints may prevent.
 
     Raises:
@@ -193,18 +193,19 @@ def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
 
 
 def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], start: str) -> str:
-    """`start`, followed by the rules that leave no configuration: a minimal set of constraints."""
-    user_code_errors = list(constraints)
-    if _possible(knobs, user_code_errors):
+    """Returns `start`, followed by the rules that leave no configuration: a minimal set of constraints."""
+    conflicting = list(constraints)
+    if _possible(knobs, conflicting):
         return start
+    # One constraint after the other is left out; those without which a configuration is possible remain.
     for constraint in constraints:
-        fewer = [each for each in user_code_errors if each is not constraint]
+        fewer = [candidate for candidate in conflicting if candidate is not constraint]
         if not _possible(knobs, fewer):
-            user_code_errors = fewer
-    if not user_code_errors:
+            conflicting = fewer
+    if not conflicting:
         return start + _without_value(knobs, start)
-    named = [str(each) for each in user_code_errors if str(each) not in start]
-    return f"{start}: it contradicts {' and '.join(named)}" if named else start
+    contradicting = [str(constraint) for constraint in conflicting if str(constraint) not in start]
+    return f"{start}: it contradicts {' and '.join(contradicting)}" if contradicting else start
 
 
 def has_value(knobs: Mapping[str, Knob], name: str, value: Value) -> bool:
@@ -215,19 +216,23 @@ def has_value(knobs: Mapping[str, Knob], name: str, value: Value) -> bool:
 
 
 def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
-    named = next((knob for name, knob in knobs.items() if knob.derived and f"derived knob '{name}' = " in start), None)
-    if named is not None:
+    without = next(
+        (knob for name, knob in knobs.items() if knob.derived and f"derived knob '{name}' = " in start), None
+    )
+    if without is not None:
         try:
-            problems = resolve(reaching(knobs, [named.name]), (), {}, complete=True).problems
+            problems = resolve(reaching(knobs, [without.name]), (), {}, complete=True).problems
         except RuleError as error:
             problems = [str(error)]
         return f": {problems[0]}" if problems else ""
     for name, knob in knobs.items():
         if isinstance(knob, DerivedKnob) and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
-            mentioned = [knobs[each] for each in knob.rule.names]
-            inner = [f"{each.name} = `{each.rule.text}`" for each in mentioned if isinstance(each, DerivedKnob)]
-            where = f", where {' and '.join(inner)}" if inner else ""
-            return f": derived knob '{name}' = `{knob.rule.text}` has no value{where}"
+            mentioned = [knobs[dependency] for dependency in knob.rule.names]
+            inner = [
+                f"{operand.name} = `{operand.rule.text}`" for operand in mentioned if isinstance(operand, DerivedKnob)
+            ]
+            detail = f", where {' and '.join(inner)}" if inner else ""
+            return f": derived knob '{name}' = `{knob.rule.text}` has no value{detail}"
     return ""
 
 
@@ -238,7 +243,7 @@ def _possible(knobs: Mapping[str, Knob], constraints: Sequence[Constraint]) -> b
         return True
 
 
-# -- the whole -----------------------------------------------------------------------------------------------
+# -- description ---------------------------------------------------------------------------------------------
 
 
 def describe(knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int | None) -> str:
@@ -253,18 +258,18 @@ def describe(knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int
     width = max((len(knob.name) for knob in knobs), default=0)
     for knob in knobs:
         if isinstance(knob, DerivedKnob):
-            parts = [f"= {knob.rule.text}"]
+            columns = [f"= {knob.rule.text}"]
         else:
-            parts = [listing(knob.values)]
+            columns = [listing(knob.values)]
             if len(knob.values) > 1:
-                parts.append(f"default {knob.default}")
+                columns.append(f"default {knob.default}")
             if knob.when is not None:
-                parts.append(f"when {knob.when.text}")
+                columns.append(f"when {knob.when.text}")
         if knob.help:
-            parts.append(knob.help)
-        lines.append(f"  {knob.name:<{width}}  {'  |  '.join(parts)}")
+            columns.append(knob.help)
+        lines.append(f"  {knob.name:<{width}}  {'  |  '.join(columns)}")
     if constraints:
         lines += ["", "constraints"]
-        width = max(len(each.text) for each in constraints)
-        lines += [f"  {each.text:<{width}}  {each.reason}".rstrip() for each in constraints]
+        width = max(len(constraint.text) for constraint in constraints)
+        lines += [f"  {constraint.text:<{width}}  {constraint.reason}".rstrip() for constraint in constraints]
     return "\n".join(lines)

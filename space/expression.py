@@ -30,7 +30,7 @@ from .operators import (
 from .values import FLAG, INTEGER, TEXT, coerce, is_number, kind_of, python_scalar
 
 MAX_DEPTH = 200
-"""Deepest nesting of an expression."""
+"""Deepest nesting of an expression; evaluation recurses, and Python allows 1,000 calls."""
 
 
 Method = Callable[["Expression", Any], "Expression"]
@@ -184,16 +184,16 @@ class Operation(Expression):
     """An operator and its operands."""
 
     def __init__(self, operator: Operator, arguments: tuple[Expression, ...]) -> None:
-        kinds = tuple(each.kind for each in arguments)
-        refusal = operator.refusal(kinds, tuple(f"`{each}`" for each in arguments))
+        kinds = tuple(argument.kind for argument in arguments)
+        refusal = operator.refusal(kinds, tuple(f"`{argument}`" for argument in arguments))
         if refusal:
             raise SpaceError(f"`{_render(operator, arguments)}`: {refusal}")
         self.operator = operator
         self.arguments = arguments
         self.precedence = operator.precedence if _denied(operator, arguments) is None else COMPARISON
         self.kind = operator.kind(kinds)
-        self.names = tuple(dict.fromkeys(name for each in arguments for name in each.names))
-        self.depth = 1 + max(each.depth for each in arguments)
+        self.names = tuple(dict.fromkeys(name for argument in arguments for name in argument.names))
+        self.depth = 1 + max(argument.depth for argument in arguments)
         if self.depth > MAX_DEPTH:
             raise SpaceError(f"an expression may be nested {MAX_DEPTH} deep at most; derive a part of it first")
         # kind None may become floats, whose bounds are wider
@@ -208,12 +208,12 @@ class Operation(Expression):
         if compute is None:
             # Three-valued logic: an undefined side decides nothing, a deciding side settles it.
             decisive = sign == "|"
-            sides = [each.scalar(lookup) for each in self.arguments]
-            left, right = (each if each is UNDEFINED else bool(each) for each in sides)
+            sides = [argument.scalar(lookup) for argument in self.arguments]
+            left, right = (side if side is UNDEFINED else bool(side) for side in sides)
             if left is decisive or right is decisive:
                 return decisive
             return UNDEFINED if left is UNDEFINED or right is UNDEFINED else not decisive
-        values = [each.scalar(lookup) for each in self.arguments]
+        values = [argument.scalar(lookup) for argument in self.arguments]
         if UNDEFINED in values:
             return UNDEFINED
         if self.operator.family in ("arithmetic", "order"):
@@ -223,7 +223,7 @@ class Operation(Expression):
         return compute(*values)
 
     def columns(self, lookup: Callable[[str], Column]) -> Column:
-        sides = [each.columns(lookup) for each in self.arguments]
+        sides = [argument.columns(lookup) for argument in self.arguments]
         vector = self.operator.vector
         if vector is None:
             return _logic(self.operator.sign == "|", *sides)
@@ -234,12 +234,12 @@ class Operation(Expression):
         return values, union(undefined, *(mask for _, mask in sides))
 
     def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
-        intervals = [each.bounds(lookup) for each in self.arguments]
-        bounds = self.operator.whole if self._integral else None
+        intervals = [argument.bounds(lookup) for argument in self.arguments]
+        bounds = self.operator.integer_bounds if self._integral else None
         return (bounds or self.operator.bounds)(*intervals)
 
     def _key(self) -> tuple[Any, ...]:
-        return self.operator.sign, *(each._key() for each in self.arguments)
+        return self.operator.sign, *(argument._key() for argument in self.arguments)
 
 
 def operation(sign: str, *arguments: Any) -> Expression:
@@ -248,11 +248,11 @@ def operation(sign: str, *arguments: Any) -> Expression:
     Raises:
         SpaceError: the operands' kinds do not fit the operator.
     """
-    operands = tuple(each if isinstance(each, Expression) else Constant(each) for each in arguments)
-    first = operands[0]
-    if sign == "neg" and isinstance(first, Constant) and is_number(first.value):
-        return Constant(-first.value)
-    if sign == "**" and first.kind == INTEGER and isinstance(operands[1], Constant):
+    operands = tuple(argument if isinstance(argument, Expression) else Constant(argument) for argument in arguments)
+    base = operands[0]
+    if sign == "neg" and isinstance(base, Constant) and is_number(base.value):
+        return Constant(-base.value)
+    if sign == "**" and base.kind == INTEGER and isinstance(operands[1], Constant):
         exponent = operands[1].value
         if isinstance(exponent, int) and exponent < 0:
             raise SpaceError(
@@ -271,12 +271,12 @@ def membership(subject: Expression, values: Iterable[Any]) -> Expression:
     try:
         if isinstance(values, str | Expression):
             raise TypeError
-        given = sorted(values, key=repr) if isinstance(values, set | frozenset) else list(values)
+        members = sorted(values, key=repr) if isinstance(values, set | frozenset) else list(values)
     except TypeError:
         raise SpaceError(f"isin takes a list of values, but got {values!r}") from None
-    if not given:
+    if not members:
         raise SpaceError(f"`{subject}` is never one of no values; give isin at least one")
-    constants = [Constant(coerce(each, subject.kind, f"`{subject}`")) for each in given]
+    constants = [Constant(coerce(member, subject.kind, f"`{subject}`")) for member in members]
     return Operation(OPERATORS["in"], (subject, *constants))
 
 
@@ -312,9 +312,9 @@ def negation(condition: Any) -> Any:
     if sign in "&|":
         left, right = map(negation, arguments)
         decisive = sign == "&"  # operator whose negation is decided by one side: `|` by True, `&` by False
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, bool):
-                return decisive if one is decisive else other
+        for side, opposite in ((left, right), (right, left)):
+            if isinstance(side, bool):
+                return decisive if side is decisive else opposite
         return left | right if decisive else left & right
     if sign == "~":
         return arguments[0]
@@ -330,9 +330,9 @@ def _without_ones(expression: Expression) -> Expression:
     arguments = tuple(map(_without_ones, expression.arguments))
     if expression.operator.sign == "*":
         left, right = arguments
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, Constant) and one.value == 1 and one.kind == INTEGER:
-                return other
+        for factor, cofactor in ((left, right), (right, left)):
+            if isinstance(factor, Constant) and factor.value == 1 and factor.kind == INTEGER:
+                return cofactor
     return Operation(expression.operator, arguments)
 
 
@@ -352,14 +352,14 @@ def _as_column(value: Any) -> np.ndarray:
 def _logic(decisive: bool, left: Column, right: Column) -> Column:
     (a, a_bad), (b, b_bad) = left, right
     a, b = a.astype(bool, copy=False), b.astype(bool, copy=False)
-    out = a | b if decisive else a & b
+    result = a | b if decisive else a & b
     if a_bad is None and b_bad is None:
-        return out, None
-    settled = np.zeros(out.shape, bool)
+        return result, None
+    settled = np.zeros(result.shape, bool)
     for value, bad in ((a, a_bad), (b, b_bad)):
         side = value if decisive else ~value
         settled = settled | (side if bad is None else side & ~bad)
-    return np.where(settled, decisive, out), union(a_bad, b_bad) & ~settled
+    return np.where(settled, decisive, result), union(a_bad, b_bad) & ~settled
 
 
 def _denied(operator: Operator, arguments: tuple[Expression, ...]) -> Operation | None:
@@ -381,13 +381,13 @@ def _render(operator: Operator, arguments: tuple[Expression, ...]) -> str:
         sign, arguments = "not in", denied.arguments
     if sign in ("in", "not in"):
         subject, *values = arguments
-        return f"{_wrapped(subject, COMPARISON + 1)} {sign} [{', '.join(each.text for each in values)}]"
+        return f"{_wrapped(subject, COMPARISON + 1)} {sign} [{', '.join(value.text for value in values)}]"
     if sign in ("min", "max"):
-        return f"{sign}({', '.join(each.text for each in arguments)})"
+        return f"{sign}({', '.join(argument.text for argument in arguments)})"
     if len(arguments) == 1:
         return f"{'-' if sign == 'neg' else sign}{_wrapped(arguments[0], UNARY)}"
     left, right = arguments
     if level == POWER:  # right-associative, and binds less tightly than a sign on its right
         return f"{_wrapped(left, ATOM)} ** {_wrapped(right, UNARY)}"
-    first = level + 1 if level == COMPARISON else level  # comparisons do not chain
-    return f"{_wrapped(left, first)} {sign} {_wrapped(right, level + 1)}"
+    least = level + 1 if level == COMPARISON else level  # comparisons do not chain
+    return f"{_wrapped(left, least)} {sign} {_wrapped(right, level + 1)}"

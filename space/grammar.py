@@ -49,9 +49,9 @@ class GrammarError(SpaceError):
 
     def __init__(self, problem: str, text: str, line: int, column: int) -> None:
         self.problem, self.text, self.line, self.column = problem, text, line, column
-        shown = text if len(text) <= 200 else text[:200] + "..."
+        excerpt = text if len(text) <= 200 else text[:200] + "..."
         place = f"line {line}, column {column}" if "\n" in text else f"column {column}"
-        super().__init__(f"{place}: {problem}, in `{shown}`")
+        super().__init__(f"{place}: {problem}, in `{excerpt}`")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GrammarError, (self.problem, self.text, self.line, self.column)
@@ -84,8 +84,8 @@ def parse(text: str, knobs: Mapping[str, Expression]) -> Expression:
     if not text.strip():
         raise GrammarError("an expression is empty", text, 1, 1)
     if escape := _UNKNOWN_ESCAPE.search(text):  # Python warns of it, once
-        before = text[: escape.start(1)].split("\n")
-        raise GrammarError(f"unknown escape {escape[1]}", text, len(before), len(before[-1]) + 1)
+        preceding = text[: escape.start(1)].split("\n")
+        raise GrammarError(f"unknown escape {escape[1]}", text, len(preceding), len(preceding[-1]) + 1)
     try:
         # In parentheses, so that an expression may start with spaces and go over several lines.
         tree = ast.parse(f"(\n{text}\n)", mode="eval")
@@ -110,14 +110,14 @@ class _Translation:
 
     def fail(self, problem: str, node: Any) -> NoReturn:
         line = node.lineno - 1
-        before = self.lines[line - 1].encode()[: node.col_offset] if 1 <= line <= len(self.lines) else b""
-        raise GrammarError(problem, self.text, line, len(before.decode(errors="ignore")) + 1)
+        preceding = self.lines[line - 1].encode()[: node.col_offset] if 1 <= line <= len(self.lines) else b""
+        raise GrammarError(problem, self.text, line, len(preceding.decode(errors="ignore")) + 1)
 
     def refuse(self, node: Any, kind: type | None = None) -> NoReturn:
         source = ast.get_source_segment(f"(\n{self.text}\n)", node) or ""
         advice = _ADVICE.get(kind or type(node))
-        shown = f"'{source[:60]}'" + (f": {advice}" if advice else "")
-        self.fail(f"not part of the grammar: {shown}", node)
+        detail = f"'{source[:60]}'" + (f": {advice}" if advice else "")
+        self.fail(f"not part of the grammar: {detail}", node)
 
     def build(self, node: Any, make: Any, *arguments: Any) -> Expression:
         try:
@@ -147,7 +147,9 @@ class _Translation:
             case ast.Compare():
                 return self.compared(node, depth)
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-                return self.build(node, _FUNCTIONS[name], *(self.expression(each, depth + 1) for each in arguments))
+                return self.build(
+                    node, _FUNCTIONS[name], *(self.expression(argument, depth + 1) for argument in arguments)
+                )
             case ast.Call():
                 self.fail("only min(...) and max(...) can be called", node)
         self.refuse(node)
@@ -170,7 +172,7 @@ class _Translation:
         operator, right = node.ops[0], node.comparators[0]
         left = self.expression(node.left, depth + 1)
         if len(node.ops) > 1:
-            self.expression(right, depth + 1)  # tp > 1 & pp > 1 is one of these: what is wrong there is the operand
+            self.expression(right, depth + 1)  # tp > 1 & pp > 1 parses as a chain; the error is in its operand 1 & pp
             self.fail("comparisons do not chain; write (1 < tp) & (tp < 8) for 1 < tp < 8", node)
         if isinstance(operator, (ast.In, ast.NotIn)):
             if not isinstance(right, (ast.List, ast.Tuple)):

@@ -52,12 +52,12 @@ class Knob(Expression):
         self.name = check_name(name)
         self.names = (self.name,)
         self._what = f"knob '{name}'"
-        given = self._scalars(values, "values")
+        declared = self._scalars(values, "values")
         extra = self._scalars(others, "others") if others is not None else None
-        if not given:
+        if not declared:
             raise SpaceError(f"{self._what} has no values; give at least one")
-        self.kind = kind_of_all([*given, *(extra or ())], self._what)
-        self.others = None if extra is None else tuple(coerce(each, self.kind, self._what) for each in extra)
+        self.kind = kind_of_all([*declared, *(extra or ())], self._what)
+        self.others = None if extra is None else tuple(coerce(value, self.kind, self._what) for value in extra)
         """Further values that `fix` and `override` accept; None for any of the kind."""
         self.when = when
         """Condition under which the knob exists; None for always."""
@@ -67,7 +67,7 @@ class Knob(Expression):
             raise SpaceError(f"{self._what}: monotone_memory is -1, 0 or 1, but got {monotone_memory!r}")
         self.monotone_memory = monotone_memory
         """1: larger values need more memory; -1: less; 0: unknown. For a flag, True is larger than False."""
-        self._assign(self._unique(given))
+        self._assign(self._unique(declared))
         self.default: Value = self.check(default) if default is not None else self.values[0]
         """Value before tuning."""
 
@@ -115,10 +115,10 @@ class Knob(Expression):
         """Replaces the values; a default that is missing becomes the nearest remaining value."""
         chosen = self._unique(self._scalars(values, "values"))
         if self.others is not None:
-            known = dict.fromkeys((*self.others, *self.values))
-            if invalid := [value for value in chosen if value not in known]:
+            accepted = dict.fromkeys((*self.others, *self.values))
+            if invalid := [value for value in chosen if value not in accepted]:
                 raise self._unknown(invalid[0], [*self.values, *self.others])
-            self.others = tuple(known)  # replaced values remain available to the next fix or override
+            self.others = tuple(accepted)  # replaced values remain available to the next fix or override
         self._assign(chosen)
         if self.default not in self._codes:
             near = nearest(self.default, self.values) if self.ordered else None
@@ -140,24 +140,24 @@ class Knob(Expression):
         values = self._array[codes]
         return outward(values.min(), values.max())
 
-    def _scalars(self, values: Any, what: str) -> list[Value]:
+    def _scalars(self, values: Any, argument: str) -> list[Value]:
         if isinstance(values, set | frozenset):
-            raise SpaceError(f"{self._what}: {what} must be a list, which has an order, but got a set")
+            raise SpaceError(f"{self._what}: {argument} must be a list, which has an order, but got a set")
         if isinstance(values, str | bytes | Expression) or not hasattr(values, "__iter__"):
-            raise SpaceError(f"{self._what}: {what} must be a list, but got {values!r}")
+            raise SpaceError(f"{self._what}: {argument} must be a list, but got {values!r}")
         if hasattr(values, "__len__") and len(values) > MAX_VALUES:
             raise SpaceError(f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step")
-        return [python_scalar(each, f"{self._what}: a value") for each in values]
+        return [python_scalar(value, f"{self._what}: a value") for value in values]
 
-    def _unknown(self, value: Value, known: Sequence[Value]) -> SpaceError:
-        near = nearest(value, known)
+    def _unknown(self, value: Value, valid_values: Sequence[Value]) -> SpaceError:
+        near = nearest(value, valid_values)
         hint = f"; the nearest is {near!r}" if near is not None else ""
-        return SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(known)}")
+        return SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(valid_values)}")
 
-    def _unique(self, given: Sequence[Value]) -> tuple[Value, ...]:
-        if not given:
+    def _unique(self, plain_values: Sequence[Value]) -> tuple[Value, ...]:
+        if not plain_values:
             raise SpaceError(f"{self._what} has no values; give at least one")
-        values = [coerce(each, self.kind, self._what) for each in given]
+        values = [coerce(value, self.kind, self._what) for value in plain_values]
         seen: set[Value] = set()
         for value in values:
             if value in seen:
@@ -222,20 +222,20 @@ def number_values(name: str, low: Any, high: Any, count: Any, log: bool) -> list
     Raises:
         SpaceError: the bounds are not ascending, not positive with `log`, or too close for `count` values.
     """
-    what = f"knob '{name}'"
-    low, high = (coerce(each, NUMBER, f"{what}: {label}") for each, label in ((low, "low"), (high, "high")))
-    count = coerce(count, INTEGER, f"{what}: count")
+    subject = f"knob '{name}'"
+    low, high = (coerce(bound, NUMBER, f"{subject}: {label}") for bound, label in ((low, "low"), (high, "high")))
+    count = coerce(count, INTEGER, f"{subject}: count")
     if low >= high:
-        raise SpaceError(f"{what}: low < high must hold, but got low={low}, high={high}")
+        raise SpaceError(f"{subject}: low < high must hold, but got low={low}, high={high}")
     if log and low <= 0:
-        raise SpaceError(f"{what}: with log=True low must be above 0, but got {low}")
+        raise SpaceError(f"{subject}: with log=True low must be above 0, but got {low}")
     if not 2 <= count <= MAX_VALUES:
-        raise SpaceError(f"{what}: count must be from 2 to {MAX_VALUES}, but got {count}")
+        raise SpaceError(f"{subject}: count must be from 2 to {MAX_VALUES}, but got {count}")
     grid = np.geomspace(low, high, count) if log else np.linspace(low, high, count)
     values = [low, *(float(f"{value:.4g}") for value in grid[1:-1]), high]
-    if any(first >= second for first, second in itertools.pairwise(values)):
+    if any(lower >= upper for lower, upper in itertools.pairwise(values)):
         raise SpaceError(
-            f"{what}: {count} values from {low} to {high} differ by less than four digits; give a smaller count"
+            f"{subject}: {count} values from {low} to {high} differ by less than four digits; give a smaller count"
         )
     return values
 
@@ -246,21 +246,21 @@ def integer_values(name: str, low: Any, high: Any, step: Any, powers_of_two: boo
     Raises:
         SpaceError: the bounds or the step leave no value.
     """
-    what = f"knob '{name}'"
+    subject = f"knob '{name}'"
     low, high, step = (
-        coerce(each, INTEGER, f"{what}: {label}") for each, label in ((low, "low"), (high, "high"), (step, "step"))
+        coerce(bound, INTEGER, f"{subject}: {label}") for bound, label in ((low, "low"), (high, "high"), (step, "step"))
     )
     if low > high:
-        raise SpaceError(f"{what}: low <= high must hold, but got low={low}, high={high}")
+        raise SpaceError(f"{subject}: low <= high must hold, but got low={low}, high={high}")
     if step < 1:
-        raise SpaceError(f"{what}: step must be at least 1, but got {step}")
+        raise SpaceError(f"{subject}: step must be at least 1, but got {step}")
     if not powers_of_two:
         return range(low, high + 1, step)
     if step != 1:
-        raise SpaceError(f"{what}: give either step or powers_of_two, not both")
+        raise SpaceError(f"{subject}: give either step or powers_of_two, not both")
     if high < 1:
-        raise SpaceError(f"{what}: no power of two lies between {low} and {high}")
+        raise SpaceError(f"{subject}: no power of two lies between {low} and {high}")
     values = [1 << bit for bit in range(high.bit_length()) if low <= 1 << bit <= high]
     if not values:
-        raise SpaceError(f"{what}: no power of two lies between {low} and {high}")
+        raise SpaceError(f"{subject}: no power of two lies between {low} and {high}")
     return values

@@ -54,7 +54,7 @@ class Operator:
     vector: Callable[..., Column] | None
     """None as for `scalar`."""
     bounds: Callable[..., Interval]
-    whole: Callable[..., Interval] | None = None
+    integer_bounds: Callable[..., Interval] | None = None
     """Tighter bounds if all operands are integers or flags."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,23 +70,25 @@ class Operator:
 
     def refusal(self, kinds: tuple[str | None, ...], texts: tuple[str, ...]) -> str | None:
         """Reason why operands of these kinds do not fit, or None if they do."""
-        known = [(kind, text) for kind, text in zip(kinds, texts) if kind is not None]
+        typed = [(kind, operand) for kind, operand in zip(kinds, texts) if kind is not None]
         if self.family == "logic":
-            for kind, text in known:
+            for kind, operand in typed:
                 if kind != FLAG:
                     return (
-                        f"'{self.sign}' joins conditions, but {text} is {article(kind)}; put comparisons in "
+                        f"'{self.sign}' joins conditions, but {operand} is {article(kind)}; put comparisons in "
                         "parentheses, as in (tp > 1) & (pp < 4)"
                     )
         elif self.family == "equality":
-            groups = {NUMBER if kind in NUMERIC else kind: (kind, text) for kind, text in known}
+            groups = {NUMBER if kind in NUMERIC else kind: (kind, operand) for kind, operand in typed}
             if len(groups) > 1:
-                (kind, text), (other, other_text) = groups.values()
-                return f"{text} is {article(kind)} and {other_text} is {article(other)}: they are never equal"
+                (kind, operand), (other_kind, other_operand) = groups.values()
+                return (
+                    f"{operand} is {article(kind)} and {other_operand} is {article(other_kind)}: they are never equal"
+                )
         elif self.family != "membership":  # its values were converted to the operand's kind before
-            for kind, text in known:
+            for kind, operand in typed:
                 if kind == TEXT:
-                    return f"'{self.sign}' needs numbers, but {text} is text"
+                    return f"'{self.sign}' needs numbers, but {operand} is text"
         return None
 
 
@@ -96,11 +98,11 @@ def _by_sign(sign: str) -> Operator:
 
 def union(*masks: np.ndarray | None) -> np.ndarray | None:
     """True where any of the masks is; None means nowhere."""
-    out = None
+    combined = None
     for mask in masks:
         if mask is not None:
-            out = mask if out is None else out | mask
-    return out
+            combined = mask if combined is None else combined | mask
+    return combined
 
 
 # -- numbers -------------------------------------------------------------------------------------------------
@@ -110,8 +112,8 @@ def _same_type(*values: int | float) -> list[Any]:
     """Converts numbers to one type, like numpy: all integers, or all floats."""
     for value in values:
         if isinstance(value, float):
-            return [float(each) for each in values]
-    return [int(each) for each in values]
+            return [float(value) for value in values]
+    return [int(value) for value in values]
 
 
 def _numbers(sign: str, columns: tuple[np.ndarray, ...]) -> list[np.ndarray]:
@@ -128,12 +130,12 @@ def _exactly(exact: Callable[..., Any]) -> Callable[..., Any]:
 
     def scalar(*values: int | float) -> Any:
         try:
-            out = exact(*_same_type(*values))
+            result = exact(*_same_type(*values))
         except (ArithmeticError, ValueError):
             return UNDEFINED
-        if isinstance(out, float):
-            return out + 0.0 if math.isfinite(out) else UNDEFINED
-        return out if abs(out) <= INTEGER_LIMIT else UNDEFINED
+        if isinstance(result, float):
+            return result + 0.0 if math.isfinite(result) else UNDEFINED
+        return result if abs(result) <= INTEGER_LIMIT else UNDEFINED
 
     return scalar
 
@@ -152,8 +154,8 @@ def _one_by_one(scalar: Callable[..., Any], a: np.ndarray, b: np.ndarray) -> Col
     dtype = a.dtype
     a, b = np.broadcast_arrays(a, b)
     results = [scalar(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist())]
-    bad = np.fromiter((each is UNDEFINED for each in results), bool, len(results)).reshape(a.shape)
-    values = np.fromiter((0 if each is UNDEFINED else each for each in results), dtype, len(results))
+    bad = np.fromiter((result is UNDEFINED for result in results), bool, len(results)).reshape(a.shape)
+    values = np.fromiter((0 if result is UNDEFINED else result for result in results), dtype, len(results))
     return values.reshape(a.shape), bad if bad.any() else None
 
 
@@ -188,11 +190,11 @@ def _division(
         a, b = _numbers(sign, columns)
         zero = b == 0
         bad = zero if zero.any() else None
-        out = ufunc(a, b if bad is None else np.where(zero, b.dtype.type(1), b))
-        if out.dtype.kind == "f":
-            out, infinite = _finite(out)
+        quotient = ufunc(a, b if bad is None else np.where(zero, b.dtype.type(1), b))
+        if quotient.dtype.kind == "f":
+            quotient, infinite = _finite(quotient)
             bad = union(bad, infinite)
-        return out, bad
+        return quotient, bad
 
     return Operator(sign, 8, "arithmetic", _exactly(exact), vector, *bounds)
 
@@ -273,8 +275,8 @@ def _corners(function: Callable[[Any, Any], Any], a: Interval, b: Interval) -> I
     return outward(low, high)
 
 
-def _only_where(known: Any, interval: Interval) -> Interval:
-    return np.where(known, interval[0], -np.inf), np.where(known, interval[1], np.inf)
+def _only_where(valid: Any, interval: Interval) -> Interval:
+    return np.where(valid, interval[0], -np.inf), np.where(valid, interval[1], np.inf)
 
 
 def _excludes_zero(b: Interval) -> Any:
@@ -330,8 +332,8 @@ def _fold(ufunc: np.ufunc) -> Callable[..., Interval]:
 COMPARISON, UNARY, POWER, ATOM = 4, 9, 10, 11
 
 OPERATORS: Final[dict[str, Operator]] = {
-    each.sign: each
-    for each in [
+    entry.sign: entry
+    for entry in [
         Operator("|", 5, "logic", None, None, _fold(np.maximum)),
         Operator("&", 6, "logic", None, None, _fold(np.minimum)),
         Operator("~", UNARY, "logic", operator.not_, lambda a: (~a.astype(bool, copy=False), None), _not_bounds),
@@ -352,9 +354,9 @@ OPERATORS: Final[dict[str, Operator]] = {
             "in",
             COMPARISON,
             "membership",
-            lambda a, *values: any(same(a, each) for each in values),
-            lambda a, *values: (reduce(np.logical_or, (_equal(a, each) for each in values)), None),
-            lambda a, *values: _fold(np.maximum)(*(_equal_bounds(a, each) for each in values)),
+            lambda a, *values: any(same(a, value) for value in values),
+            lambda a, *values: (reduce(np.logical_or, (_equal(a, value) for value in values)), None),
+            lambda a, *values: _fold(np.maximum)(*(_equal_bounds(a, value) for value in values)),
         ),
         _arithmetic("+", 7, operator.add, np.add, lambda a, b: outward(a[0] + b[0], a[1] + b[1]), operator.add),
         _arithmetic("-", 7, operator.sub, np.subtract, lambda a, b: outward(a[0] - b[1], a[1] - b[0]), operator.add),

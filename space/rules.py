@@ -38,10 +38,10 @@ class Predicate:
         except (TypeError, ValueError) as error:
             raise SpaceError(f"the parameters of {function!r} cannot be read ({error}); use a lambda") from None
         self.parameters = tuple(signature.parameters.values())
-        for each in self.parameters:
-            if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
+        for parameter in self.parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
                 raise SpaceError(
-                    f"{_named(function)} has the parameter '{each}'; a rule names each of its knobs as an "
+                    f"{_named(function)} has the parameter '{parameter}'; a rule names each of its knobs as an "
                     "ordinary parameter, as in lambda tp, pp: tp <= pp"
                 )
         self.names: tuple[str, ...] = ()
@@ -50,32 +50,32 @@ class Predicate:
         """Source of a lambda's result; None if it is not available."""
         self.grammar = self.body
         """The same over the names of knobs."""
-        listed = ", ".join(each.name for each in self.parameters)
+        listed = ", ".join(parameter.name for parameter in self.parameters)
         self.text = f"{_named(function)}({listed})" if self.body is None else f"lambda {listed}: {self.body}"
 
-    def bind(self, known: Any) -> str | None:
+    def bind(self, knobs: Any) -> str | None:
         """Determines which parameters are knobs. Returns the name of the first that is not, or None.
 
         A parameter with a default that is not a knob keeps its default. A single parameter `config` that is not a knob
         gets a mapping of the knobs whose names occur as texts in the function.
         """
-        self._mapped = [each.name for each in self.parameters] == ["config"] and "config" not in known
+        self._mapped = [parameter.name for parameter in self.parameters] == ["config"] and "config" not in knobs
         if self._mapped:
             texts = _texts(getattr(self.function, "__code__", None))
-            self.names = tuple(name for name in known if name in texts)
+            self.names = tuple(name for name in knobs if name in texts)
             if self.body is not None:
                 self.grammar = _SUBSCRIPT.sub(r"\2", self.body)
             return None if self.names else "config"
         names = []
-        for each in self.parameters:
-            if each.name in known:
-                names.append(each.name)
-            elif each.default is each.empty:
-                return each.name
+        for parameter in self.parameters:
+            if parameter.name in knobs:
+                names.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                return parameter.name
         self.names = tuple(names)
         # If the knobs are the first parameters, they can be passed by position, which is faster.
-        self._by_position = self.names == tuple(each.name for each in self.parameters[: len(names)]) and all(
-            each.kind == each.POSITIONAL_OR_KEYWORD for each in self.parameters[: len(names)]
+        self._by_position = self.names == tuple(parameter.name for parameter in self.parameters[: len(names)]) and all(
+            parameter.kind == parameter.POSITIONAL_OR_KEYWORD for parameter in self.parameters[: len(names)]
         )
         return None
 
@@ -94,19 +94,19 @@ class Predicate:
             RuleError: the callable raised something other than a division by zero.
         """
         function, names = self.function, self.names
-        out: list[Any] = []
+        results: list[Any] = []
         for point in zip(*columns):
             try:
                 if self._mapped:
-                    out.append(function(dict(zip(names, point))))
+                    results.append(function(dict(zip(names, point))))
                     continue
-                out.append(function(*point) if self._by_position else function(**dict(zip(names, point))))
+                results.append(function(*point) if self._by_position else function(**dict(zip(names, point))))
             except ZeroDivisionError:
-                out.append(UNDEFINED)
+                results.append(UNDEFINED)
             except Exception as error:  # raised again with the point, which the traceback does not show
-                shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, point))
-                raise RuleError(f"`{self.text}` raised {type(error).__name__}: {error} for {shown}") from error
-        return out
+                arguments = ", ".join(f"{name}={value!r}" for name, value in zip(names, point))
+                raise RuleError(f"`{self.text}` raised {type(error).__name__}: {error} for {arguments}") from error
+        return results
 
     def __str__(self) -> str:
         return self.text
@@ -132,8 +132,8 @@ def _texts(code: Any) -> set[str]:
     """Texts in the constants of a function's code, including those of functions inside of it."""
     if isinstance(code, str):
         return {code}
-    parts = code if isinstance(code, tuple | frozenset) else getattr(code, "co_consts", ())
-    return {text for part in parts for text in _texts(part)}
+    constants = code if isinstance(code, tuple | frozenset) else getattr(code, "co_consts", ())
+    return {name for constant in constants for name in _texts(constant)}
 
 
 def _named(function: Callable[..., Any]) -> str:
@@ -155,8 +155,8 @@ def _lambda_body(function: Callable[..., Any]) -> str | None:
     start, end = min(span[:2] for span in spans), max(span[2:] for span in spans)
     enclosing = [
         body
-        for first, body in _lambdas(source)
-        if first == code.co_firstlineno
+        for line, body in _lambdas(source)
+        if line == code.co_firstlineno
         and (body.lineno, body.col_offset) <= start
         and end <= (body.end_lineno, body.end_col_offset)
     ]
@@ -220,50 +220,52 @@ def settled(rule: Predicate, result: Any) -> Any:
         raise RuleError(str(error)) from None
 
 
-def read_rule(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
+def read_rule(source: Any, subject: str, knobs: Mapping[str, Expression]) -> Rule:
     """Converts `given` to a rule over knobs: an expression, its text, or a callable.
 
     Raises:
         SpaceError: it is none of these, or names an unknown knob, or none.
     """
-    if isinstance(given, Predicate):
-        given = given.function
+    if isinstance(source, Predicate):
+        source = source.function
     rule: Rule
     stranger = None
-    if isinstance(given, str):
-        rule = parse(given, knobs)
-    elif isinstance(given, Expression):
-        rule = given
-        stranger = next((name for name in given.names if name not in knobs), None)
-    elif callable(given):
-        rule = Predicate(given)
+    if isinstance(source, str):
+        rule = parse(source, knobs)
+    elif isinstance(source, Expression):
+        rule = source
+        stranger = next((name for name in source.names if name not in knobs), None)
+    elif callable(source):
+        rule = Predicate(source)
         stranger = rule.bind(knobs)
     else:
         hint = ""
-        if type(given).__name__ in ("bool", "bool_"):
-            hint = ": Python decided it before it came here, because no knob takes part in it"
-        raise SpaceError(f"{what} must be an expression, its text, or a callable, but got {given!r}{hint}")
+        if type(source).__name__ in ("bool", "bool_"):
+            hint = ": Python evaluated it to a constant, because it contains no knob"
+        raise SpaceError(f"{subject} must be an expression, its text, or a callable, but got {source!r}{hint}")
     if stranger is not None:
         parameters = (
             " The parameters of a callable are knobs, or one named config is a mapping: lambda config: config['NAME'] > 1"
             if isinstance(rule, Predicate)
             else ""
         )
-        raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, knobs)}{parameters}")
+        raise SpaceError(f"{subject}, `{rule.text}`: {unknown('knob', stranger, knobs)}{parameters}")
     if not rule.names:
-        raise SpaceError(f"{what}, `{rule.text}`, mentions no knob")
+        raise SpaceError(f"{subject}, `{rule.text}`, mentions no knob")
     return rule
 
 
-def read_condition(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
+def read_condition(source: Any, subject: str, knobs: Mapping[str, Expression]) -> Rule:
     """Converts `given` to a condition over knobs.
 
     Raises:
         SpaceError: as `read_rule`, or it is a number or a text.
     """
-    rule = read_rule(given, what, knobs)
+    rule = read_rule(source, subject, knobs)
     if rule.kind not in (FLAG, None):
-        raise SpaceError(f"{what}: `{rule.text}` is {article(rule.kind)}, not a condition; compare it with something")
+        raise SpaceError(
+            f"{subject}: `{rule.text}` is {article(rule.kind)}, not a condition; compare it with something"
+        )
     return rule
 
 

@@ -172,17 +172,17 @@ class Space:
         return knob
 
     def _valid_defaults(self, derived: DerivedKnob) -> None:
-        """Replaces defaults of knobs with which a derived knob never has a value by the nearest values with which it has."""
+        """Replaces defaults that leave a derived knob without a value by the nearest values that give it one."""
         concerned = reaching(self._knobs, [derived.name])
         if not resolve(concerned, (), {}, complete=True).problems:
             return
         for name, knob in concerned.items():
             if knob.derived or has_value(concerned, name, knob.default):
                 continue
-            left = [value for value in knob.values if has_value(concerned, name, value)]
-            if left:
-                near = nearest(knob.default, left) if knob.ordered else None
-                knob.default = left[0] if near is None else near
+            candidates = [value for value in knob.values if has_value(concerned, name, value)]
+            if candidates:
+                near = nearest(knob.default, candidates) if knob.ordered else None
+                knob.default = candidates[0] if near is None else near
 
     def require(self, rule: Rule | str | Callable[..., Any], reason: str = "") -> None:
         """Declares a condition that every configuration must satisfy.
@@ -248,15 +248,15 @@ class Space:
         if knob.derived:
             self._require(Constraint(knob.isin(values), "overridden", origin=name))
             return
-        before = dict(knob.__dict__)
+        attributes = dict(knob.__dict__)
         if isinstance(values, Iterator):
             values = list(values)
-        shown = values if isinstance(values, str) or not isinstance(values, Iterable) else listing(values)
+        setting = values if isinstance(values, str) or not isinstance(values, Iterable) else listing(values)
         try:
-            with self._change(f"no configuration is left with '{name}' set to {shown}"):
+            with self._change(f"no configuration is left with '{name}' set to {setting}"):
                 knob.set_values(values)
         except BaseException:
-            knob.__dict__.update(before)
+            knob.__dict__.update(attributes)
             raise
 
     def set_default(self, name: str, value: Any) -> None:
@@ -272,12 +272,12 @@ class Space:
 
     def copy(self) -> "Space":
         """An independent copy."""
-        out = Space()
-        out._knobs = {name: copy.copy(knob) for name, knob in self._knobs.items()}
-        out._derived = list(self._derived)
-        out._constraints = list(self._constraints)
-        out._witness, out.beyond = self._witness, self.beyond
-        return out
+        clone = Space()
+        clone._knobs = {name: copy.copy(knob) for name, knob in self._knobs.items()}
+        clone._derived = list(self._derived)
+        clone._constraints = list(self._constraints)
+        clone._witness, clone.beyond = self._witness, self.beyond
+        return clone
 
     # -- knobs -----------------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class Space:
         Raises:
             SpaceError: no such index, or too many configurations to list.
         """
-        picked, size = [operator.index(each) for each in indices], self._set().size
+        picked, size = [operator.index(index) for index in indices], self._set().size
         if wrong := [index for index in picked if not 0 <= index < size]:
             raise SpaceError(f"0 <= index < {size} must hold, but got {wrong[0]}")
         return self._set().at(picked) if picked else []
@@ -371,7 +371,7 @@ class Space:
         return self._set().index({knob.name: knob.code(point.values[knob.name]) for knob in present})
 
     def __contains__(self, config: object) -> bool:
-        return isinstance(config, Mapping) and not self._resolve(config, first=True).problems
+        return isinstance(config, Mapping) and not self._resolve(config, stop_early=True).problems
 
     def explain(self, config: Mapping[str, Any]) -> str:
         """`valid`, or a line for each problem: violated rules with their values, unknown and missing knobs, values
@@ -532,8 +532,8 @@ class Space:
             raise SpaceError(emptied_by(self._knobs, self._constraints, "no configuration is left"))
         return self._valid
 
-    def _resolve(self, given: Mapping[str, Any], *, complete: bool = False, first: bool = False) -> Point:
-        return resolve(self._knobs, self._constraints, given, complete=complete, first=first)
+    def _resolve(self, values: Mapping[str, Any], *, complete: bool = False, stop_early: bool = False) -> Point:
+        return resolve(self._knobs, self._constraints, values, complete=complete, stop_early=stop_early)
 
     def arrange(self, derived: Sequence[str]) -> None:
         """Sorts the derived knobs by this list of names; it only affects their order."""
@@ -554,18 +554,20 @@ class Space:
         return knob
 
     def _require(self, constraint: Constraint) -> None:
-        others = [each for each in self._constraints if not constraint.origin or each.origin != constraint.origin]
+        remaining = [
+            present for present in self._constraints if not constraint.origin or present.origin != constraint.origin
+        ]
         if self._witnessed(constraint):
-            self._constraints, self._valid = [*others, constraint], None
+            self._constraints, self._valid = [*remaining, constraint], None
             return
         check_alone(self._knobs, constraint)
         with self._change(f"constraint {constraint} leaves no valid configuration"):
-            self._constraints = [*others, constraint]
+            self._constraints = [*remaining, constraint]
 
     def _witnessed(self, constraint: Constraint) -> bool:
         """True if the witness is valid, obeys a constraint, and has all its knobs."""
         try:
-            point = self._resolve(self._witness, complete=True, first=True)
+            point = self._resolve(self._witness, complete=True, stop_early=True)
             here = not point.problems and point.values.keys() >= set(constraint.names)
             return here and holds(constraint.rule, point.values)
         except RuleError:
@@ -574,20 +576,20 @@ class Space:
     @contextmanager
     def _change(self, emptied: str) -> Iterator[None]:
         """Undoes the changes inside if they are refused or leave no configuration."""
-        before = dict(self._knobs), list(self._derived), list(self._constraints)
+        declared = dict(self._knobs), list(self._derived), list(self._constraints)
         try:
             yield
             self._valid = None
-            if self._resolve(self._witness, complete=True, first=True).problems:
+            if self._resolve(self._witness, complete=True, stop_early=True).problems:
                 valid = ValidSet(Structure(self.by_name, self._constraints))
-                found = valid.witness()
-                if found is None:
+                witness = valid.witness()
+                if witness is None:
                     raise SpaceError(emptied_by(self._knobs, self._constraints, emptied))
                 self._valid = valid
-                if isinstance(found, Config):
-                    self._witness = {n: value for n, value in found.items() if not self._knobs[n].derived}
+                if isinstance(witness, Config):
+                    self._witness = {n: value for n, value in witness.items() if not self._knobs[n].derived}
         except BaseException:
-            self._knobs, self._derived, self._constraints = before
+            self._knobs, self._derived, self._constraints = declared
             self._valid = None
             raise
 

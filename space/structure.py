@@ -16,7 +16,7 @@ from .operators import UNDEFINED, UNKNOWN, Column, Interval, outward
 from .rules import Constraint, Listed, Predicate, Rule, compute, holds
 from .values import INTEGER, Value
 
-_SAFE = 2.0**62
+_SAFE = 2.0**62  # half of what int64 holds: bounds are floats, rounded outward
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -135,11 +135,11 @@ class Structure:
                 yield self._check(knob, knob.rule)
         for constraint in self.constraints:
             if self.bases_of(constraint.names):
-                for part in _conjuncts(constraint.rule):
-                    check = self._check(constraint, part)
-                    if self.bases_of(part.names):
+                for conjunct in _conjuncts(constraint.rule):
+                    check = self._check(constraint, conjunct)
+                    if self.bases_of(conjunct.names):
                         yield check
-                    elif not holds(part, self.fixed):
+                    elif not holds(conjunct, self.fixed):
                         if check.bases:
                             yield check
                         else:
@@ -162,21 +162,21 @@ class Structure:
     def _always_defined(self, rule: Expression) -> bool:
         ranges: dict[str, Interval] = {}
 
-        def interval(each: str) -> Interval:
-            if each not in ranges:
-                knob = self.knobs[each]
+        def interval(name: str) -> Interval:
+            if name not in ranges:
+                knob = self.knobs[name]
                 if isinstance(knob, DerivedKnob) and isinstance(knob.rule, Expression):
-                    ranges[each] = knob.rule.bounds(interval)
+                    ranges[name] = knob.rule.bounds(interval)
                 else:
-                    ranges[each] = knob.hull()
-            return ranges[each]
+                    ranges[name] = knob.hull()
+            return ranges[name]
 
         def defined(node: Expression) -> bool:
             if isinstance(node, DerivedKnob):
                 return isinstance(node.rule, Predicate) or defined(node.rule)
             if not isinstance(node, Operation):
                 return True
-            if not all(defined(each) for each in node.arguments):
+            if not all(defined(argument) for argument in node.arguments):
                 return False
             if node.operator.family != "arithmetic":
                 return True
@@ -198,29 +198,29 @@ class Structure:
         groups = [check.bases for check in self.checks]
         groups += [self.needs(name) | {name} for name in self.variables]
         for group in groups:
-            first, *others = group
-            for other in others:
-                parent[root(other)] = root(first)
-        found: dict[str, list[str]] = {}
+            representative, *members = group
+            for member in members:
+                parent[root(member)] = root(representative)
+        components: dict[str, list[str]] = {}
         for name in self.variables:
-            found.setdefault(root(name), []).append(name)
-        return tuple(tuple(names) for names in found.values())
+            components.setdefault(root(name), []).append(name)
+        return tuple(tuple(names) for names in components.values())
 
 
 def reaching(knobs: Mapping[str, Knob], names: Iterable[str]) -> dict[str, Knob]:
     """The named knobs, and those that they are derived from or conditional on, in the order of `knobs`."""
-    found: set[str] = set()
-    rest = list(names)
-    while rest:
-        name = rest.pop()
-        if name not in found:
-            found.add(name)
+    reached: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
             knob = knobs[name]
             if isinstance(knob, DerivedKnob):
-                rest += knob.rule.names
+                pending += knob.rule.names
             elif knob.when is not None:
-                rest += knob.when.names
-    return {name: knob for name, knob in knobs.items() if name in found}
+                pending += knob.when.names
+    return {name: knob for name, knob in knobs.items() if name in reached}
 
 
 class Lookup:
@@ -237,20 +237,20 @@ class Lookup:
         self.memo: dict[str, Column] = {}
 
     def __call__(self, name: str) -> Column:
-        found = self.memo.get(name)
-        if found is None:
+        column = self.memo.get(name)
+        if column is None:
             values = self.load(name)
             if values is not None:
-                found = values, None
+                column = values, None
             elif name in self.structure.fixed:
-                found = Constant(self.structure.fixed[name]).columns(self)
+                column = Constant(self.structure.fixed[name]).columns(self)
             else:
                 knob = self.structure.knobs[name]
                 # Chosen knobs and what callables return are loaded.
                 assert isinstance(knob, DerivedKnob) and isinstance(knob.rule, Expression)
-                found = knob.rule.columns(self)
-            self.memo[name] = found
-        return found
+                column = knob.rule.columns(self)
+            self.memo[name] = column
+        return column
 
 
 class Ranges:
@@ -267,10 +267,10 @@ class Ranges:
         self.memo: dict[str, Interval] = {}
 
     def __call__(self, name: str) -> Interval:
-        found = self.memo.get(name)
-        if found is None:
-            found = self.memo[name] = self._interval(name)
-        return found
+        interval = self.memo.get(name)
+        if interval is None:
+            interval = self.memo[name] = self._interval(name)
+        return interval
 
     def _interval(self, name: str) -> Interval:
         structure = self.lookup.structure
@@ -290,7 +290,7 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """One join."""
+    """A step of the enumeration: the knob to join, and the checks that are made then."""
 
     name: str
     """Knob to join."""
@@ -312,7 +312,7 @@ def join_order(
     The next knob is always the smallest one of the rule that is cheapest to complete: the rule whose open knobs have
     the fewest combinations, where an equation determines its largest knob. A knob's condition comes first.
     """
-    place = {name: at for at, name in enumerate(names)}
+    place = {name: index for index, name in enumerate(names)}
     joined: set[str] = set()
     joins = []
     while len(joined) < len(names):
@@ -337,12 +337,12 @@ def _next(
 ) -> str:
     groups = []
     for check in checks:
-        left = _with_conditions(structure, check.bases - joined, joined)
-        if left:
-            cost = prod(max(1, sizes[name]) for name in left)
-            if check.equation and len(left) > 1:
-                cost //= max(1, max(sizes[name] for name in left))
-            groups.append((cost, len(left), min(place[name] for name in left), left))
+        undecided = _with_conditions(structure, check.bases - joined, joined)
+        if undecided:
+            cost = prod(max(1, sizes[name]) for name in undecided)
+            if check.equation and len(undecided) > 1:
+                cost //= max(1, max(sizes[name] for name in undecided))
+            groups.append((cost, len(undecided), min(place[name] for name in undecided), undecided))
     candidates = min(groups, key=lambda group: group[:3])[3] if groups else frozenset(place) - joined
     ready = [name for name in candidates if structure.needs(name) <= joined]
     return min(ready, key=lambda name: (sizes[name] if groups else 0, place[name]))
@@ -350,12 +350,12 @@ def _next(
 
 def _with_conditions(structure: Structure, names: frozenset[str], joined: set[str]) -> frozenset[str]:
     """The knobs with those that their conditions mention, recursively."""
-    out = set(names)
+    reached = set(names)
     while True:
-        more = frozenset().union(*(structure.needs(name) for name in out)) - joined - out
-        if not more:
-            return frozenset(out)
-        out |= more
+        needed = frozenset().union(*(structure.needs(name) for name in reached)) - joined - reached
+        if not needed:
+            return frozenset(reached)
+        reached |= needed
 
 
 # -- parts of rules ------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def _calls(rule: Rule) -> bool:
 def _conjuncts(rule: Any) -> list[Any]:
     """Splits `a & b & c` into its parts, each of which can be checked as soon as its own knobs are chosen."""
     if isinstance(rule, Operation) and rule.operator.sign == "&":
-        return [part for side in rule.arguments for part in _conjuncts(side)]
+        return [conjunct for side in rule.arguments for conjunct in _conjuncts(side)]
     return [rule]
 
 
@@ -379,7 +379,7 @@ def _product(rule: Any) -> tuple[tuple[Expression, ...], Expression | None]:
         return (), None
     for side, total in (rule.arguments, rule.arguments[::-1]):
         factors = _factors(side)
-        if len(factors) > 1 and all(each.kind == INTEGER for each in (*factors, total)):
+        if len(factors) > 1 and all(term.kind == INTEGER for term in (*factors, total)):
             return tuple(factors), total
     return (), None
 

@@ -18,8 +18,8 @@ from .enumeration import MAX_ROWS, Choices, Component, TooLarge, objects
 from .structure import Lookup, Structure
 from .values import Value
 
-_BATCH = 4096
-_BEAM = 4096
+_BATCH = 4096  # configurations that an iteration builds at once
+_BEAM = 4096  # partial choices of a component that a random search keeps, at least
 
 
 def _combined(tables: Sequence[Choices], rows: int) -> Choices:
@@ -33,27 +33,29 @@ class ValidSet:
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
         self.components = [Component(structure, names) for names in structure.components]
-        self._owners = {name: each for each in self.components for name in (*each.names, *each.interned)}
+        self._owners = {
+            name: component for component in self.components for name in (*component.names, *component.interned)
+        }
         knobs = structure.knobs.values()  # in a configuration, chosen knobs come first
         self._names = [knob.name for knob in sorted(knobs, key=lambda knob: knob.derived)]
         self._tables: list[Choices | TooLarge | None] = [None] * len(self.components)
 
-    def table(self, at: int) -> Choices:
+    def table(self, index: int) -> Choices:
         """Valid choices of a component.
 
         Raises:
             TooLarge: there are too many to list.
         """
-        found = self._tables[at]
-        if found is None:
+        table = self._tables[index]
+        if table is None:
             try:
-                found = self.components[at].enumerate()
+                table = self.components[index].enumerate()
             except TooLarge as error:
-                found = error
-            self._tables[at] = found
-        if isinstance(found, TooLarge):
-            raise found.with_traceback(None)
-        return found
+                table = error
+            self._tables[index] = table
+        if isinstance(table, TooLarge):
+            raise table.with_traceback(None)
+        return table
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -62,7 +64,7 @@ class ValidSet:
         Raises:
             TooLarge: one of them has too many to list.
         """
-        return tuple(self.table(at).rows for at in range(len(self.components)))
+        return tuple(self.table(index).rows for index in range(len(self.components)))
 
     @cached_property
     def size(self) -> int:
@@ -86,25 +88,25 @@ class ValidSet:
         if self.structure.contradiction is not None:
             return None
         doubt, tables = None, []
-        for at in range(len(self.components)):
-            found = self._inhabited(at)
-            if isinstance(found, TooLarge):
-                doubt = found
-            elif found.rows:
-                tables.append(found.take(slice(0, 1)))
+        for index in range(len(self.components)):
+            table = self._inhabited(index)
+            if isinstance(table, TooLarge):
+                doubt = table
+            elif table.rows:
+                tables.append(table.take(slice(0, 1)))
             else:
                 return None
         return self.configs(tables, 1)[0] if doubt is None else doubt
 
-    def _inhabited(self, at: int) -> Choices | TooLarge:
-        listed = self._tables[at]
-        if not isinstance(listed, Choices) and len(self.components[at].names) > 1:
+    def _inhabited(self, index: int) -> Choices | TooLarge:
+        listed = self._tables[index]
+        if not isinstance(listed, Choices) and len(self.components[index].names) > 1:
             # A few random partial choices that can be completed are found quickly.
-            sampled = self.components[at].draw(np.random.default_rng(0), 64)
+            sampled = self.components[index].draw(np.random.default_rng(0), 64)
             if sampled.rows:
                 return sampled
         try:
-            return self.table(at)
+            return self.table(index)
         except TooLarge as error:
             return error
 
@@ -112,7 +114,7 @@ class ValidSet:
 
     def at(self, indices: Sequence[int]) -> list[Config]:
         """Configurations at these indices."""
-        tables = [self.table(at) for at in range(len(self.components))]
+        tables = [self.table(index) for index in range(len(self.components))]
         rows = self._digits(indices)
         return self.configs([table.take(picked) for table, picked in zip(tables, rows)], len(indices))
 
@@ -124,25 +126,25 @@ class ValidSet:
 
     def index(self, codes: dict[str, int]) -> int:
         """Index of the configuration with these codes, which must be valid; missing knobs are absent."""
-        out = 0
-        for at, component in enumerate(self.components):
-            table = self.table(at)
+        index = 0
+        for position, component in enumerate(self.components):
+            table = self.table(position)
             low, high = 0, table.rows
             for name in component.names:
                 column = table.codes[name][low:high]
                 code = column.dtype.type(codes.get(name, -1))
                 low, high = low + np.searchsorted(column, code), low + np.searchsorted(column, code, "right")
-            out = out * table.rows + int(low)
-        return out
+            index = index * table.rows + int(low)
+        return index
 
     def _digits(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Row of every component for each index."""
         sizes = self.sizes
-        rest = np.asarray(indices, np.int64) if self.size < 2**62 else np.array([*indices], object)
+        quotient = np.asarray(indices, np.int64) if self.size < 2**62 else np.array([*indices], object)
         digits = []
         for size in reversed(sizes):
-            digits.append((rest % size).astype(np.int64))
-            rest = rest // size
+            digits.append((quotient % size).astype(np.int64))
+            quotient = quotient // size
         return digits[::-1]
 
     def columns(self, names: Sequence[str], indices: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -154,20 +156,20 @@ class ValidSet:
         size = self.size if indices is None else len(indices)
         if size > MAX_ROWS:
             raise TooLarge(f"{size:,} configurations are too many for columns (at most {MAX_ROWS:,}); use sample()")
-        out: dict[str, np.ndarray] = {}
+        columns: dict[str, np.ndarray] = {}
         repeat = 1
         if indices is not None:
-            for at, rows in enumerate(self._digits(indices)):
-                codes = self.table(at).codes
-                out |= {name: codes[name][rows].astype(np.int32) for name in self.components[at].names}
-            return {name: out[name] for name in names}
-        for at in reversed(range(len(self.components))):
-            table = self.table(at)
-            for name in self.components[at].names:
+            for position, rows in enumerate(self._digits(indices)):
+                codes = self.table(position).codes
+                columns |= {name: codes[name][rows].astype(np.int32) for name in self.components[position].names}
+            return {name: columns[name] for name in names}
+        for position in reversed(range(len(self.components))):
+            table = self.table(position)
+            for name in self.components[position].names:
                 column = np.repeat(table.codes[name].astype(np.int32), repeat)
-                out[name] = np.tile(column, size // max(1, len(column)))
+                columns[name] = np.tile(column, size // max(1, len(column)))
             repeat *= table.rows
-        return {name: out[name] for name in names}
+        return {name: columns[name] for name in names}
 
     # -- configurations --------------------------------------------------------------------------------------
 
@@ -180,15 +182,15 @@ class ValidSet:
         # Configurations that lack the same knobs are made together, and put back in order.
         masks = np.stack([codes[name] < 0 for name in lacking])
         patterns, which = np.unique(masks, axis=1, return_inverse=True)
-        made: list[Config] = []
+        configurations: list[Config] = []
         order: list[np.ndarray] = []
-        for at, pattern in enumerate(patterns.T):
-            places = np.flatnonzero(which.ravel() == at)
+        for pattern_index, pattern in enumerate(patterns.T):
+            places = np.flatnonzero(which.ravel() == pattern_index)
             here = {name: column[places] for name, column in codes.items()}
             absent = frozenset(compress(lacking, pattern))
-            made += self._made(here, absent, len(places))
+            configurations += self._made(here, absent, len(places))
             order.append(places)
-        return [made[at] for at in np.argsort(np.concatenate(order)).tolist()]
+        return [configurations[position] for position in np.argsort(np.concatenate(order)).tolist()]
 
     def _made(self, codes: dict[str, np.ndarray], absent: frozenset[str], count: int) -> list[Config]:
         """Configurations with these codes, which all lack the knobs `absent` and those that depend on them."""
@@ -218,7 +220,7 @@ class ValidSet:
         """
         if self.enumerable:
             indices = np.arange(self.size) if self.size <= most else self._drawn_indices(most, seed)
-            tables = [self.table(at).take(rows) for at, rows in enumerate(self._digits(indices))]
+            tables = [self.table(position).take(rows) for position, rows in enumerate(self._digits(indices))]
             return _combined(tables, len(indices))
         tables = self._draw(np.random.default_rng(seed), most) or []
         return _combined(tables, tables[0].rows if tables else 0).unique()
@@ -234,14 +236,14 @@ class ValidSet:
         """Configurations that differ from `codes` in at most `changes` knobs, including itself."""
         rows, tables = np.zeros((0, 1), np.int64), []
         changed = np.zeros(1, np.int64)
-        for at, component in enumerate(self.components):
-            known = self._tables[at]
-            table = known if isinstance(known, Choices) else component.near(codes, changes)
+        for position, component in enumerate(self.components):
+            listed = self._tables[position]
+            table = listed if isinstance(listed, Choices) else component.near(codes, changes)
             differ = table.changes(codes, component.names)
             here = np.flatnonzero(differ <= changes)
             total = changed[:, None] + differ[here]
-            first, second = np.nonzero(total <= changes)
-            rows, changed = np.vstack([rows[:, first], here[second]]), total[first, second]
+            row, table_row = np.nonzero(total <= changes)
+            rows, changed = np.vstack([rows[:, row], here[table_row]]), total[row, table_row]
             tables.append(table)
         return _combined([table.take(picked) for table, picked in zip(tables, rows)], len(changed))
 
@@ -266,26 +268,26 @@ class ValidSet:
                 picked[uniform.randrange(size)] = None
             return self.at(list(picked))
         rng = np.random.default_rng(seed)
-        found: dict[Config, None] = {}
+        configurations: dict[Config, None] = {}
         fruitless = 0
-        while len(found) < count and fruitless < 5:
-            known = len(found)
+        while len(configurations) < count and fruitless < 5:
+            before_draw = len(configurations)
             tables = self._draw(rng, count)
             sampled = [] if tables is None else self.configs(tables, count)
-            found.update((config, None) for config in sampled)
-            fruitless = 0 if len(found) > known else fruitless + 1
-        if not found and count:
+            configurations.update((config, None) for config in sampled)
+            fruitless = 0 if len(configurations) > before_draw else fruitless + 1
+        if not configurations and count:
             raise SpaceError(
                 "no valid configuration was found: the constraints are too tight for random search and leave "
                 "too many combinations to list; derive a knob from the others instead of choosing it"
             )
-        return list(found)[:count]
+        return list(configurations)[:count]
 
     def _draw(self, rng: np.random.Generator, count: int) -> list[Choices] | None:
         """`count` rows of every component; None if nothing was found for one of them."""
         tables = []
-        for at, component in enumerate(self.components):
-            listed = self._tables[at]
+        for position, component in enumerate(self.components):
+            listed = self._tables[position]
             if isinstance(listed, Choices):
                 tables.append(listed.take(rng.integers(0, listed.rows, count)))
                 continue
@@ -302,10 +304,10 @@ class ValidSet:
         If the set cannot be listed it is searched with limited memory, and the result may not be the very nearest.
         """
         rows = []
-        for at, component in enumerate(self.components):
+        for position, component in enumerate(self.components):
             distance = self._distance(wanted)
             try:
-                table = self.table(at)
+                table = self.table(position)
             except TooLarge:
                 table = component.closest(distance, 4 * _BEAM)
             if not table.rows:
@@ -316,14 +318,14 @@ class ValidSet:
 
     def _distance(self, wanted: dict[str, int]) -> Callable[[Choices], np.ndarray]:
         def distance(table: Choices) -> np.ndarray:
-            out = np.zeros(table.rows)
+            distances = np.zeros(table.rows)
             for name, codes in table.codes.items():
                 if name in wanted:
                     knob = self.structure.knobs[name]
                     steps = np.abs(codes.astype(np.int64) - wanted[name]) / max(1, len(knob.values) - 1)
                     # A changed knob counts 1; the amount of change decides between equal numbers of changes.
                     far = steps if knob.ordered else 1.0
-                    out += np.where((codes < 0) | (codes == wanted[name]), 0.0, 1.0 + far / 1000)
-            return out
+                    distances += np.where((codes < 0) | (codes == wanted[name]), 0.0, 1.0 + far / 1000)
+            return distances
 
         return distance

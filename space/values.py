@@ -57,15 +57,15 @@ def _instead_of(value: Any) -> str:
     if (
         not isinstance(value, tuple | list)
         or len(value) < 2
-        or not all(isinstance(part, int | float | str) for part in value)
+        or not all(isinstance(component, int | float | str) for component in value)
     ):
         return ""
-    text = "x".join(map(str, value))
+    joined = "x".join(map(str, value))
     names = [f"part{number}" for number in range(1, len(value) + 1)]
-    row = ", ".join(f"'{name}': {part!r}" for name, part in zip(names, value))
+    row = ", ".join(f"'{name}': {component!r}" for name, component in zip(names, value))
     return (
         f". Declare a knob for each part and space.require_one_of([{{{row}}}, ...]), which lets the search learn from "
-        f"each part, or give texts such as '{text}' and split them: config[...].split('x')"
+        f"each part, or give texts such as '{joined}' and split them: config[...].split('x')"
     )
 
 
@@ -89,15 +89,19 @@ def kind_of_all(values: Iterable[Value], what: str) -> str:
     Raises:
         SpaceError: the values are of different kinds.
     """
-    first: dict[str, Value] = {}
+    examples: dict[str, Value] = {}
     for value in values:
-        first.setdefault(kind_of(value), value)
-    if set(first) == NUMERIC:
+        examples.setdefault(kind_of(value), value)
+    if set(examples) == NUMERIC:
         return NUMBER
-    if len(first) > 1:
-        shown = [f"{value!r}" if value is None else f"{value!r} ({_ARTICLE[kind]})" for kind, value in first.items()]
-        raise SpaceError(f"{what}: {' and '.join(shown)} are of different kinds; a knob's values must be of one kind")
-    return next(iter(first))
+    if len(examples) > 1:
+        descriptions = [
+            f"{value!r}" if value is None else f"{value!r} ({_ARTICLE[kind]})" for kind, value in examples.items()
+        ]
+        raise SpaceError(
+            f"{what}: {' and '.join(descriptions)} are of different kinds; a knob's values must be of one kind"
+        )
+    return next(iter(examples))
 
 
 def coerce(value: Any, kind: str | None, what: str) -> Value:
@@ -107,14 +111,14 @@ def coerce(value: Any, kind: str | None, what: str) -> Value:
         SpaceError: `value` is of another kind. True is not 1, and '2' is not 2.
     """
     value = python_scalar(value, what)
-    given = kind_of(value)
-    if kind is None or given == kind:
+    value_kind = kind_of(value)
+    if kind is None or value_kind == kind:
         return value
-    if kind == NUMBER and given == INTEGER:
+    if kind == NUMBER and value_kind == INTEGER:
         return float(value)
-    if kind == INTEGER and given == NUMBER and value.is_integer() and abs(value) <= 2**53:
+    if kind == INTEGER and value_kind == NUMBER and value.is_integer() and abs(value) <= 2**53:
         return int(value)
-    nature = "" if value is None else f", which is {_ARTICLE[given]}"
+    nature = "" if value is None else f", which is {_ARTICLE[value_kind]}"
     raise SpaceError(f"{what} is {_ARTICLE[kind]}, but got {value!r}{nature}")
 
 
@@ -149,18 +153,18 @@ def nearest(value: Value, values: Iterable[Value]) -> Value:
     """Member of `values` closest to `value`; None if nothing is close."""
     values = list(values)
     if is_number(value):
-        close = [each for each in values if is_number(each)]
-        return min(close, key=lambda each: abs(each - value)) if close else None
-    match = get_close_matches(str(value), [str(each) for each in values], n=1, cutoff=0.4)
-    return next((each for each in values if str(each) == match[0]), None) if match else None
+        close = [member for member in values if is_number(member)]
+        return min(close, key=lambda number: abs(number - value)) if close else None
+    match = get_close_matches(str(value), [str(member) for member in values], n=1, cutoff=0.4)
+    return next((member for member in values if str(member) == match[0]), None) if match else None
 
 
 def listing(values: Iterable[Value], most: int = 12) -> str:
     """Formats the values, shortened in the middle."""
-    shown = [each if isinstance(each, str) else str(each) for each in values]
-    if len(shown) > most:
-        shown = [*shown[: most - 2], "...", shown[-1]]
-    return ", ".join(shown)
+    texts = [value if isinstance(value, str) else str(value) for value in values]
+    if len(texts) > most:
+        texts = [*texts[: most - 2], "...", texts[-1]]
+    return ", ".join(texts)
 
 
 def article(kind: str) -> str:

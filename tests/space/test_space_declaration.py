@@ -135,7 +135,7 @@ def test_numpy_arrays_ranges_and_generators_list_values():
         ("has the parameter '\\*\\*knobs'", lambda s: s.require(lambda **knobs: True)),
         ("mentions no knob", lambda s: s.require(lambda: True)),
         ("mentions no knob", lambda s: s.require("1 < 2")),
-        ("Python decided it before", lambda s: s.require(1 < 2)),
+        ("Python evaluated it to a constant", lambda s: s.require(1 < 2)),
         ("but got None", lambda s: s.require(None)),
         ("but got 3", lambda s: s.require(3)),
         ("is an integer, not a condition", lambda s: s.require(s["tp"])),
