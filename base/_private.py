@@ -35,8 +35,8 @@ def private_name(module: str, name: str, checked: str) -> Any:
     library = module.partition(".")[0]
     try:
         owner: Any = import_module(library)
-        for part in module.split(".")[1:]:
-            owner = getattr(owner, part, None) or import_module(f"{owner.__name__}.{part}")
+        for component in module.split(".")[1:]:
+            owner = getattr(owner, component, None) or import_module(f"{owner.__name__}.{component}")
         return getattr(owner, name) if hasattr(owner, name) else import_module(f"{owner.__name__}.{name}")
     except (AttributeError, ImportError) as error:
         raise MissingDependency(

@@ -116,10 +116,10 @@ def take_forward_hook(module: "nn.Module", hook: Any) -> None:
     marks = [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
     marks.append(module._forward_pre_hooks_with_kwargs)
     for held in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, each in held.items() if each is hook]:
+        for key in [key for key, registered in held.items() if registered is hook]:
             del held[key]
-            for each in marks:
-                each.pop(key, None)
+            for mark in marks:
+                mark.pop(key, None)
 
 
 def pre_hooks_of(module: "nn.Module") -> set[Any]:
@@ -129,7 +129,7 @@ def pre_hooks_of(module: "nn.Module") -> set[Any]:
 
 def give_pre_hook(module: "nn.Module", hook: Any, new: "nn.Module") -> None:
     """Adds a forward pre-hook of one module to another, after the latter's own pre-hooks."""
-    for key in [key for key, each in module._forward_pre_hooks.items() if each is hook]:
+    for key in [key for key, registered in module._forward_pre_hooks.items() if registered is hook]:
         new.register_forward_pre_hook(hook, with_kwargs=key in module._forward_pre_hooks_with_kwargs)
 
 
@@ -172,14 +172,14 @@ def is_erased(node: Any) -> bool:
 
 
 _NEAR = 8
-"""Operators between the logarithms of probabilities and the loss, at most: a choice, a cast, a sum, factors."""
+"""Most operators between the log-probabilities and the loss: a gather, a cast, a sum, factors."""
 
 
 def format_of_losses(loss: "Tensor") -> Any:
-    """Returns the dtype in which the terms of a mean loss were computed.
+    """Returns the dtype in which the terms of a mean loss were computed: that of its log-probabilities, if the loss was
+    computed from any, otherwise its own.
 
-    That of the loss itself, or of the logarithms of probabilities that it was made of: on CUDA, autocast leaves
-    `cross_entropy` of 16-bit logits 16-bit ones, and takes the mean of them in float32.
+    On CUDA, autocast computes `cross_entropy` of 16-bit logits with 16-bit log-probabilities and a mean in float32.
     """
     node = loss.grad_fn
     for _ in range(_NEAR):

@@ -26,17 +26,17 @@ def quiet() -> Iterator[ModuleType]:
     """Yields transformers with its warnings off; they are about checkpoints, and none is loaded here."""
     import transformers
 
-    before = transformers.logging.get_verbosity()
+    verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
         yield transformers
     finally:
-        transformers.logging.set_verbosity(before)
+        transformers.logging.set_verbosity(verbosity)
 
 
 @contextmanager
 def values_unread() -> Iterator[None]:
-    """Makes transformers' models not read the values of their inputs, which meta and fake tensors do not have.
+    """Keeps transformers' models from reading the values of their inputs, which meta and fake tensors do not have.
 
     Each row is treated as one sequence. Otherwise transformers reads the positions to detect packed sequences, and
     builds a mask if it cannot; without a mask attention takes a cheaper path (grouped keys are not repeated). The
@@ -49,14 +49,14 @@ def values_unread() -> Iterator[None]:
         (masking, "find_packed_sequence_indices"): lambda position_ids: None,
         (model, "warn_if_padding_and_no_attention_mask"): lambda self, *args, **kwargs: None,
     }
-    before = {(at, name): getattr(at, name) for at, name in patched if hasattr(at, name)}
-    for at, name in before:
-        setattr(at, name, patched[at, name])
+    originals = {(owner, name): getattr(owner, name) for owner, name in patched if hasattr(owner, name)}
+    for owner, name in originals:
+        setattr(owner, name, patched[owner, name])
     try:
         yield
     finally:
-        for (at, name), value in before.items():
-            setattr(at, name, value)
+        for (owner, name), value in originals.items():
+            setattr(owner, name, value)
 
 
 def refusals(*others: type[Exception]) -> tuple[type[Exception], ...]:
@@ -97,7 +97,7 @@ def change_attention(model: "nn.Module", make: Callable[[str], str]) -> None:
         model: the model.
         make: returns the new name, given the present one.
     """
-    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    configs = {id(submodule.config): submodule.config for submodule in model.modules() if hasattr(submodule, "config")}
     for config in configs.values():
         config._attn_implementation_internal = make(config._attn_implementation)
 
@@ -137,28 +137,28 @@ def as_loaded(model: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], li
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     rules = get_model_conversion_mapping(model)
-    renamings = [each for each in rules if isinstance(each, WeightRenaming)]
-    converters = [each for each in rules if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    prefix, own = model.base_model_prefix, model.state_dict()
-    found: dict[str, Any] = {}
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, state = model.base_model_prefix, model.state_dict()
+    loaded: dict[str, Any] = {}
     unused: list[str] = []
     pending: dict[str, Any] = {}
     for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
-        if name not in own and key in own:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
             name, pattern = key, None
-        if name not in own:
+        if name not in state:
             unused.append(name)
         elif pattern is None:
-            found[name] = stored[key]
+            loaded[name] = stored[key]
         else:
             rule = pending.setdefault(name, copy.deepcopy(by_pattern[pattern]))
             rule.add_tensor(name, key, pattern, stored[key])
     for name, rule in pending.items():
         converted = rule.convert(name, model=model, config=model.config)
-        found |= {each: value[0] if isinstance(value, list) else value for each, value in converted.items()}
-    return found, unused
+        loaded |= {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
+    return loaded, unused
 
 
 def as_saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,30 +170,30 @@ def as_saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    kept = {name: each for name, each in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
+    saved = {name: tensor for name, tensor in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
     declared = set(model.all_tied_weights_keys)
     for names in tied(model):
-        here = sorted(each for each in names if each in kept)
-        doubled = [each for each in here if each in declared] + [each for each in here if each not in declared]
-        for each in doubled[: len(here) - 1]:
-            del kept[each]
-    return revert_weight_conversion(model, kept)
+        here = sorted(name for name in names if name in saved)
+        doubled = [name for name in here if name in declared] + [name for name in here if name not in declared]
+        for name in doubled[: len(here) - 1]:
+            del saved[name]
+    return revert_weight_conversion(model, saved)
 
 
 def tied(model: "nn.Module") -> list[list[str]]:
     """Returns the names of tied parameters, in groups of at least two."""
     groups: dict[int, list[str]] = {}
-    for name, each in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(each), []).append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
 def may_be_left(model: Any, name: str) -> bool:
     """True if a checkpoint tensor that the model does not have may be ignored."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    return any(re.search(each, name) for each in patterns)
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def may_be_missing(model: Any, name: str) -> bool:
     """True if a checkpoint may lack this tensor because the model computes it."""
-    return any(re.search(each, name) for each in model._keys_to_ignore_on_load_missing or ())
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())

@@ -43,10 +43,10 @@ class Device:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a YAML-ready mapping."""
-        out = asdict(self)
-        out["capability"] = ".".join(map(str, self.capability)) if self.capability else None
-        out["features"] = sorted(self.features)
-        return out
+        data = asdict(self)
+        data["capability"] = ".".join(map(str, self.capability)) if self.capability else None
+        data["features"] = sorted(self.features)
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Device":
@@ -87,29 +87,29 @@ def fusion_obstacle(device: Device) -> str | None:
         compilers = [os.environ.get("CC", ""), "gcc", "clang", "cc"]
     else:
         compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
-    if not any(each and shutil.which(each) for each in compilers):
-        return f"there is no compiler ({' or '.join(each for each in compilers if each)})"
+    if not any(compiler and shutil.which(compiler) for compiler in compilers):
+        return f"there is no compiler ({' or '.join(compiler for compiler in compilers if compiler)})"
     include = sysconfig.get_path("include")
     if not os.path.isfile(os.path.join(include, "Python.h")):
         return f"Python's headers are missing ({include}/Python.h)"
     return None
 
 
-def float8_obstacle(device: Device) -> str:
-    """Returns the reason why a device does not support 8-bit matrix products, or an empty text.
+def float8_obstacle(device: Device) -> str | None:
+    """Returns the reason why a device does not support 8-bit matrix products, or None.
 
     Source: https://docs.pytorch.org/ao/stable/ (torchao.float8), which requires compute capability 8.9.
     """
     if device.type != "cuda":
         return "a CPU does not support 8-bit products"
     if (device.capability or (0, 0)) < (8, 9):
-        found = ".".join(map(str, device.capability or (0, 0)))
-        return f"8-bit products need compute capability 8.9, but this device has {found}"
-    return "" if DESCRIBED in device.features else not_installed("torchao", "fp8")
+        capability = ".".join(map(str, device.capability or (0, 0)))
+        return f"8-bit products need compute capability 8.9, but this device has {capability}"
+    return None if DESCRIBED in device.features else not_installed("torchao", "fp8")
 
 
-def liger_obstacle(device_type: str) -> str:
-    """Returns the reason why the knob `kernels` has no effect, or an empty text if Liger-Kernel can replace modules."""
+def liger_obstacle(device_type: str) -> str | None:
+    """Returns the reason why the knob `kernels` has no effect, or None if Liger-Kernel can replace modules."""
     return not_installed("liger_kernel", "kernels") if device_type == "cuda" else "Liger-Kernel needs a GPU"
 
 
@@ -131,8 +131,8 @@ def one_thread(name: str) -> ThreadPoolExecutor:
 
     if not torch.cuda.is_initialized():
         return ThreadPoolExecutor(1, thread_name_prefix=name)
-    own = torch.cuda.current_device()
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(own,))
+    current = torch.cuda.current_device()
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(current,))
 
 
 def usable_cores() -> int:
@@ -149,7 +149,7 @@ def _cuda() -> Device | None:
         type="cuda",
         name=gpus[0].model,
         count=len(gpus),
-        memory_mib=min(each.memory_mib for each in gpus),
+        memory_mib=min(gpu.memory_mib for gpu in gpus),
         capability=gpus[0].capability,
     )
 
@@ -185,10 +185,10 @@ def visible_gpus(count: int) -> list[str]:
     """Returns the GPUs that CUDA shows to this process, as CUDA_VISIBLE_DEVICES names them; `count` indices if
     neither NVML nor the variable names any.
     """
-    found = [each.name for each in find_gpus()]
+    detected = [gpu.name for gpu in find_gpus()]
     visible = os.environ.get(VARIABLE)
-    if found and visible is None:
-        return found[:count]
-    if found or visible is None:
-        return found or [str(each) for each in range(count)]
-    return [each.strip() for each in visible.split(",") if each.strip()]
+    if detected and visible is None:
+        return detected[:count]
+    if detected or visible is None:
+        return detected or [str(index) for index in range(count)]
+    return [entry.strip() for entry in visible.split(",") if entry.strip()]

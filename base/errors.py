@@ -129,22 +129,22 @@ def unknown(kind: str, name: object, known: Iterable[object], *, like: str | Non
     """
     if (advice := replacement(kind, name)) is not None:
         return advice
-    names = sorted(str(each) for each in known)
+    names = sorted(str(candidate) for candidate in known)
     hint = nearest(name if like is None else like, names) or "."
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} '{name}'{hint} Known: {listing}."
 
 
-def not_installed(package: str, extra: str) -> str:
-    """Returns the error text for a missing optional package, with the command that installs it; empty if it is
+def not_installed(package: str, extra: str) -> str | None:
+    """Returns the error text for a missing optional package, with the command that installs it; None if it is
     installed.
     """
     if importlib.util.find_spec(package) is not None:
-        return ""
+        return None
     return f"{package} is not installed: pip install 'redline[{extra}]'"
 
 
 def nearest(name: object, known: Iterable[object]) -> str:
     """Returns `; did you mean 'NAME'?` with the nearest known name; empty if none is similar."""
-    near = get_close_matches(str(name), sorted(str(each) for each in known), n=1, cutoff=0.5)
+    near = get_close_matches(str(name), sorted(str(candidate) for candidate in known), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""

@@ -38,14 +38,14 @@ class ForkedCall(Generic[T]):
         self._function = function
         self.channel, sender = Pipe(duplex=False)
         """Readable when the process has its result or has ended."""
-        # A process that is terminated before it has its own handlers would run this one's, and stay.
-        before, me = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS), os.getpid()
+        # Signals stay blocked until the child has its own handlers: with this process's, SIGTERM would not end it.
+        blocked, me = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS), os.getpid()
         try:
             pid = os.fork()
             if pid == 0:
                 _run(function, sender, me)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         sender.close()
         self._end = weakref.finalize(self, _end, me, pid, self.channel)
 
@@ -57,8 +57,8 @@ class ForkedCall(Generic[T]):
             BaseException: that of the function.
         """
         try:
-            found: T = self.channel.recv()
-            return found
+            outcome: T = self.channel.recv()
+            return outcome
         except (EOFError, OSError):
             pass  # called below
         finally:
@@ -67,8 +67,8 @@ class ForkedCall(Generic[T]):
 
 
 def started(function: Callable[[], T]) -> ForkedCall[T] | None:
-    """Starts a call in a forked process; None where that cannot run beside this one: without Linux or a second core, beside
-    another thread, which may hold a lock, after a backward pass that started autograd's threads, or if the kernel refuses."""
+    """Starts a call in a forked process. Returns None without Linux or a second core, with another thread, which may hold a
+    lock, after a backward pass that started autograd's threads, or if the kernel refuses the fork."""
     if sys.platform != "linux" or usable_cores() < 2 or threading.active_count() > 1 or _has_backward_threads():
         return None
     with suppress(OSError):
@@ -87,8 +87,8 @@ def _has_backward_threads() -> bool:
 
 
 def beside(function: Callable[[], T]) -> Callable[[], T]:
-    """Starts a call in a forked process, and returns a function that returns its result. Where none can be started, that function
-    makes the call."""
+    """Starts a call in a forked process and returns a function that waits for its result. If no process can be started, that
+    function makes the call."""
     call = started(function)
     return function if call is None else call.result
 
@@ -131,7 +131,7 @@ def _run(function: Callable[[], object], sender: Connection, parent: int) -> NoR
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        gc.freeze()  # the parent's objects are no garbage here
+        gc.freeze()  # a collection would write to all of the parent's objects, and so copy their pages
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         sender.send(function())

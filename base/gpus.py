@@ -125,22 +125,22 @@ class GpuGauge:
             self._nvml, self._handle = pynvml, chosen[index][2] or chosen[index][1]
 
     def read(self) -> tuple[float | None, float | None]:
-        """Returns the clock of the multiprocessors, MHz, and the device's power draw, W; None for what NVML does not
-        report.
+        """Returns the clock of the multiprocessors, MHz, and the device's power draw, W; None for a reading that NVML does
+        not report.
         """
         if self._nvml is None:
             return None, None
         nvml = self._nvml
-        out: list[float | None] = []
+        readings: list[float | None] = []
         for query in (
             lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
             lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
         ):
             try:
-                out.append(float(query()))
+                readings.append(float(query()))
             except nvml.NVMLError:
-                out.append(None)
-        return out[0], out[1]
+                readings.append(None)
+        return readings[0], readings[1]
 
 
 def _use(nvml: Any, name: str, handle: Any) -> GpuUse:
@@ -194,7 +194,7 @@ def _visible(nvml: Any, setting: str | None) -> list[Gpu]:
     gpus = [_described(nvml, name, handle, parent) for name, handle, parent in chosen if not parent or len(chosen) == 1]
     if not gpus and count and setting is not None:
         names = (
-            ", ".join(f"{index}: {each.uuid}" for index, each in enumerate(present)) or "none that this process may use"
+            ", ".join(f"{index}: {gpu.uuid}" for index, gpu in enumerate(present)) or "none that this process may use"
         )
         raise UsageError(
             f"{VARIABLE}={setting} names none of this machine's GPUs ({names}), so CUDA would show none. Name one by its index "
@@ -212,7 +212,7 @@ def _present(nvml: Any, count: int) -> list[_Present]:
     """Returns the GPUs that this process may use. A batch system's control group hides the others, and CUDA does not
     count them.
     """
-    out = []
+    present = []
     for index in range(count):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -220,10 +220,10 @@ def _present(nvml: Any, count: int) -> list[_Present]:
             if error.value == _NO_PERMISSION:
                 continue
             raise
-        out.append(
+        present.append(
             _Present(handle=handle, uuid=_text(nvml.nvmlDeviceGetUUID(handle)), instances=_instances(nvml, handle))
         )
-    return out
+    return present
 
 
 def _instances(nvml: Any, handle: Any) -> list[Any] | None:
@@ -235,14 +235,14 @@ def _instances(nvml: Any, handle: Any) -> list[Any] | None:
         raise
     if not mode:
         return None
-    out = []
+    instances = []
     for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
-            out.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+            instances.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
         except nvml.NVMLError as error:
             if error.value != _NOT_FOUND:
                 raise
-    return out
+    return instances
 
 
 _Choice = tuple[str, Any, Any]
@@ -253,19 +253,19 @@ def _chosen(nvml: Any, present: list[_Present], setting: str | None) -> list[_Ch
     """Returns the GPUs that the variable selects: all before the first invalid entry, and none if one is repeated."""
     entries = list(map(str, range(len(present)))) if setting is None else setting.split(",")
     by_uuid = setting is not None and setting.strip().startswith(("GPU-", "MIG-"))
-    out: list[_Choice] = []
+    chosen: list[_Choice] = []
     seen: list[Any] = []
     for entry in map(str.strip, entries):
-        found = _with_uuid(nvml, present, entry) if by_uuid else _at_index(present, entry)
-        if found is None:
+        match = _with_uuid(nvml, present, entry) if by_uuid else _at_index(present, entry)
+        if match is None:
             break
-        handle, parent = found
+        handle, parent = match
         if (handle or parent) in seen:
             return []
         seen.append(handle or parent)
         if handle is not None:  # a GPU in MIG mode without instances has an index, but is not shown
-            out.append((entry, handle, parent))
-    return out
+            chosen.append((entry, handle, parent))
+    return chosen
 
 
 def _at_index(present: list[_Present], entry: str) -> tuple[Any, Any] | None:
@@ -281,16 +281,21 @@ def _at_index(present: list[_Present], entry: str) -> tuple[Any, Any] | None:
 
 def _with_uuid(nvml: Any, present: list[_Present], entry: str) -> tuple[Any, Any] | None:
     """Returns the GPU or MIG instance whose UUID starts with `entry`, if there is exactly one."""
-    found: list[tuple[Any, Any]] = []
+    matches: list[tuple[Any, Any]] = []
     for gpu in present:
         if entry.startswith("GPU-") and gpu.uuid.startswith(entry):
-            found.append((gpu.handle, None) if gpu.instances is None else (next(iter(gpu.instances), None), gpu.handle))
-        for each in gpu.instances or () if entry.startswith("MIG-") else ():
+            matches.append(
+                (gpu.handle, None) if gpu.instances is None else (next(iter(gpu.instances), None), gpu.handle)
+            )
+        for instance in gpu.instances or () if entry.startswith("MIG-") else ():
             # Before driver 470 the UUID of an instance was that of its GPU and two numbers.
-            ids = nvml.nvmlDeviceGetGpuInstanceId(each), nvml.nvmlDeviceGetComputeInstanceId(each)
-            if _text(nvml.nvmlDeviceGetUUID(each)).startswith(entry) or entry == f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}":
-                found.append((each, gpu.handle))
-    return found[0] if len(found) == 1 else None
+            ids = nvml.nvmlDeviceGetGpuInstanceId(instance), nvml.nvmlDeviceGetComputeInstanceId(instance)
+            if (
+                _text(nvml.nvmlDeviceGetUUID(instance)).startswith(entry)
+                or entry == f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"
+            ):
+                matches.append((instance, gpu.handle))
+    return matches[0] if len(matches) == 1 else None
 
 
 def _described(nvml: Any, name: str, handle: Any, parent: Any) -> Gpu:
@@ -329,7 +334,7 @@ def gpus_described() -> Iterator[None]:
     if torch.cuda.is_initialized() or "cuda" in device_properties:
         yield
         return
-    device_properties["cuda"] = [SimpleNamespace(major=each.capability[0], minor=each.capability[1]) for each in gpus]
+    device_properties["cuda"] = [SimpleNamespace(major=gpu.capability[0], minor=gpu.capability[1]) for gpu in gpus]
     current_devices["cuda"] = 0
     try:
         yield

@@ -63,8 +63,8 @@ def memory_groups(proc: Path = OWN) -> tuple[MemoryGroup, ...]:
 
 def total_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:
     """Memory of the machine, or the lowest limit of these groups, MiB."""
-    limits = [each.limit_mib for each in groups]
-    return min([psutil.virtual_memory().total / MIB, *(each for each in limits if each is not None)])
+    limits = [group.limit_mib for group in groups]
+    return min([psutil.virtual_memory().total / MIB, *(limit for limit in limits if limit is not None)])
 
 
 def shared_memory(folder: str = "/dev/shm") -> tuple[int, int] | None:
@@ -78,13 +78,13 @@ def shared_memory(folder: str = "/dev/shm") -> tuple[int, int] | None:
 
 def free_memory_mib(groups: tuple[MemoryGroup, ...]) -> float:
     """Memory available without swapping, of the machine and within the limits of these groups, MiB."""
-    free = [each.free_mib for each in groups]
-    return min([psutil.virtual_memory().available / MIB, *(each for each in free if each is not None)])
+    free = [group.free_mib for group in groups]
+    return min([psutil.virtual_memory().available / MIB, *(amount for amount in free if amount is not None)])
 
 
 def _number(path: Path) -> int | None:
-    text = read(path).strip()
-    return int(text) if text.isdigit() else None
+    content = read(path).strip()
+    return int(content) if content.isdigit() else None
 
 
 def _field(path: Path, name: str) -> int | None:

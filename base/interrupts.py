@@ -17,16 +17,16 @@ def late_interrupts() -> Iterator[None]:
     For code that must not be interrupted: a handler can raise anywhere, also between the steps that release a lock.
     """
     held: list[tuple[int, FrameType | None]] = []
-    before: dict[int, Callable[[int, FrameType | None], object]] = {}
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 if callable(handler := signal.getsignal(number)):
-                    before[number] = handler
+                    handlers[number] = handler
                     signal.signal(number, lambda number, frame: held.append((number, frame)))
         yield
     finally:
-        for name, handler in before.items():
+        for name, handler in handlers.items():
             signal.signal(name, handler)
         if held:
-            before[held[0][0]](*held[0])
+            handlers[held[0][0]](*held[0])

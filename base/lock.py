@@ -13,7 +13,7 @@ from .errors import StudyError
 from .writing import cannot_write
 
 IN_USE = "wait for it, end it, or give another --out"
-"""What to do about another owner of a run's folder."""
+"""Advice in the error when another process has the run's folder."""
 
 
 class FolderLock:
@@ -70,7 +70,7 @@ class FolderLock:
 
 
 def owner_host(text: str) -> str | None:
-    """Returns the host of a lock's owner by the content of its file; None if that does not say it."""
+    """Returns the host of a lock's owner, given the content of its file; None if it is not in the file."""
     try:
         host = json.loads(text)["host"]
     except (ValueError, KeyError, TypeError):

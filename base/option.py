@@ -83,8 +83,8 @@ def either(names: Iterable[str]) -> str:
     >>> either(["ray", "local", "emulate"])
     'ray, local or emulate'
     """
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
+    *most, final = names
+    return f"{', '.join(most)} or {final}" if most else final
 
 
 @cache
@@ -108,7 +108,7 @@ def check_options(request: Any) -> None:
             continue
         if option.type is not None:
             several = isinstance(field.default, tuple)
-            if not all(option.allows(each) for each in (value if several else (value,))):
+            if not all(option.allows(number) for number in (value if several else (value,))):
                 raise UsageError(f"{field.name} must be {option.rule}, but got {value!r}")
         elif option.choices and value not in option.choices:
             raise UsageError(unknown(field.name, value, option.choices))

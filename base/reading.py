@@ -55,32 +55,32 @@ def open_inside(folder: Path, relative: str) -> Iterator[BinaryIO]:
         Outside: the path is absolute, contains `..`, passes a link, or is not a regular file.
         OSError: the file does not exist or cannot be read.
     """
-    parts = PurePosixPath(relative).parts
+    components = PurePosixPath(relative).parts
     try:
         plain = b"\0" not in os.fsencode(relative)
     except UnicodeEncodeError:
         plain = False
-    if not parts or not plain or relative.startswith("/") or ".." in parts:
+    if not components or not plain or relative.startswith("/") or ".." in components:
         raise Outside(f"'{relative}' is not inside the folder")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for number, part in enumerate(parts, start=1):
+        for number, component in enumerate(components, start=1):
             try:
-                below = os.open(part, flags | (os.O_DIRECTORY if number < len(parts) else 0), dir_fd=at)
+                below = os.open(component, flags | (os.O_DIRECTORY if number < len(components) else 0), dir_fd=fd)
             except OSError as error:
-                if _is_link(part, at):
+                if _is_link(component, fd):
                     raise Outside(f"'{relative}' is a symbolic link or lies behind one") from error
                 raise
-            os.close(at)
-            at = below
-        if not stat.S_ISREG(os.fstat(at).st_mode):
+            os.close(fd)
+            fd = below
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise Outside(f"'{relative}' is not a regular file")
-        file = os.fdopen(at, "rb")
-        at = -1
+        file = os.fdopen(fd, "rb")
+        fd = -1
     finally:
-        if at >= 0:
-            os.close(at)
+        if fd >= 0:
+            os.close(fd)
     with file:
         yield file
 
@@ -137,42 +137,42 @@ def tail_inside(folder: Path, relative: str, *, at_most: int) -> tuple[str, int]
     return data.decode("utf-8", "replace"), size
 
 
-def _is_link(name: str, at: int) -> bool:
+def _is_link(name: str, folder_fd: int) -> bool:
     try:
-        return stat.S_ISLNK(os.lstat(name, dir_fd=at).st_mode)
+        return stat.S_ISLNK(os.lstat(name, dir_fd=folder_fd).st_mode)
     except OSError:
         return False
 
 
-def path_of(given: str | os.PathLike[str]) -> Path:
+def path_of(path: str | os.PathLike[str]) -> Path:
     """Returns a user's path as a `Path`.
 
     Raises:
         UsageError: the path is invalid on any file system: it contains a NUL, or a name or the whole path is too long.
     """
     try:
-        data = os.fsencode(given)
+        data = os.fsencode(path)
     except UnicodeEncodeError:
-        raise UsageError(f"the path {str(given)[:80]!r} cannot be encoded for the file system") from None
+        raise UsageError(f"the path {str(path)[:80]!r} cannot be encoded for the file system") from None
     if b"\0" in data:
-        raise UsageError(f"the path {str(given)[:80]!r} contains a NUL character, which file names cannot contain")
+        raise UsageError(f"the path {str(path)[:80]!r} contains a NUL character, which file names cannot contain")
     longest = max(map(len, data.split(b"/")))
     if longest > LONGEST_NAME or len(data) >= LONGEST_PATH:
         excess = f"a name of {longest} bytes" if longest > LONGEST_NAME else f"{len(data)} bytes"
         raise UsageError(
-            f"the path '{str(given)[:80]}...' is too long: it has {excess}; names have at most {LONGEST_NAME} bytes, "
+            f"the path '{str(path)[:80]}...' is too long: it has {excess}; names have at most {LONGEST_NAME} bytes, "
             f"paths {LONGEST_PATH - 1}"
         )
-    return Path(given)
+    return Path(path)
 
 
-def absolute(given: str | os.PathLike[str]) -> str:
+def absolute(path: str | os.PathLike[str]) -> str:
     """Returns a user's path as an absolute path.
 
     Raises:
         UsageError: as for `path_of`.
     """
-    return str(path_of(given).absolute())
+    return str(path_of(path).absolute())
 
 
 # -- YAML ----------------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
     if len(data) > LARGEST_DOCUMENT:
         raise TooMuch(f"it is larger than {LARGEST_DOCUMENT >> 20} MiB")
     try:
-        text = data.decode("utf-8") if isinstance(data, bytes) else data
-        _measure(text, nodes)
-        return yaml.load(text, Loader=_loader())
+        content = data.decode("utf-8") if isinstance(data, bytes) else data
+        _measure(content, nodes)
+        return yaml.load(content, Loader=_loader())
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise Malformed(f"it is not UTF-8 at {error.start}") from error
     except yaml.YAMLError as error:
@@ -282,18 +282,18 @@ def _loader() -> Any:
             None: base.yaml_constructors[None]
         }
         yaml_implicit_resolvers: ClassVar = {
-            first: [(tag, pattern) for tag, pattern in found if tag in kinds]
-            for first, found in base.yaml_implicit_resolvers.items()
+            character: [(tag, pattern) for tag, pattern in resolvers if tag in kinds]
+            for character, resolvers in base.yaml_implicit_resolvers.items()
         }
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
-            made = {}
+            mapping = {}
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node, deep=True)
                 if isinstance(key, list | dict):
                     raise Malformed(f"line {key_node.start_mark.line + 1}: a key of a mapping is a list or a mapping")
-                made[key if isinstance(key, str) else _key(key)] = self.construct_object(value_node, deep=deep)
-            return made
+                mapping[key if isinstance(key, str) else _key(key)] = self.construct_object(value_node, deep=deep)
+            return mapping
 
     def number(kind: str) -> None:
         construct = base.yaml_constructors[core + kind]
@@ -336,16 +336,16 @@ def parse_json(data: bytes) -> Any:
     """
     # Few brackets cannot be too deep. With many, each pass removes the innermost pairs.
     if data.count(b"[") + data.count(b"{") > DEEPEST:
-        rest = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+        brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
         for _ in range(DEEPEST):
-            rest = rest.replace(b"[]", b"").replace(b"{}", b"")
-        if rest:
+            brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if brackets:
             raise TooMuch(f"nested more than {DEEPEST} deep")
     try:
-        found = json.loads(data, parse_int=_integer)
+        content = json.loads(data, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         raise Malformed(str(error)) from None
-    return _whole_text(found) if b"\\ud" in data or b"\\uD" in data else found
+    return _whole_text(content) if b"\\ud" in data or b"\\uD" in data else content
 
 
 def _integer(text: str) -> int:
@@ -358,7 +358,7 @@ def _whole_text(value: Any) -> Any:
     if isinstance(value, str):
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
-        return [_whole_text(each) for each in value]
+        return [_whole_text(element) for element in value]
     if isinstance(value, dict):
-        return {_whole_text(key): _whole_text(each) for key, each in value.items()}
+        return {_whole_text(key): _whole_text(element) for key, element in value.items()}
     return value

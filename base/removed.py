@@ -1,4 +1,4 @@
-"""Names that redline no longer has, with what to use instead."""
+"""Names of earlier versions of redline, with their replacements."""
 
 _REPLACEMENTS = {
     ("layout", "megatron"): "convert with --to hf; Megatron-Bridge imports that folder",

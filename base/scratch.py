@@ -48,7 +48,7 @@ def remove(folder: Path) -> None:
     meanwhile.
     """
     with suppress(OSError), os.scandir(folder) as entries:
-        for entry in [each for each in entries if each.name != OWNER]:
+        for entry in [entry for entry in entries if entry.name != OWNER]:
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
@@ -59,8 +59,8 @@ def remove(folder: Path) -> None:
 def sweep() -> None:
     """Removes this user's folders whose owners on this host have ended."""
     with os.scandir(tempfile.gettempdir()) as entries:
-        found = [each for each in entries if each.name.startswith(PREFIX)]
-    for entry in found:
+        folders = [entry for entry in entries if entry.name.startswith(PREFIX)]
+    for entry in folders:
         with suppress(OSError, StudyError):  # its owner is alive, or another process is sweeping
             if not entry.is_dir(follow_symlinks=False):
                 continue

@@ -25,7 +25,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     Args:
         path: the file; its folder exists.
         data: the new contents.
-        durable: whether the contents must survive a power cut. Costs two fsyncs, of the file and of its folder.
+        durable: True if the contents must survive a power cut. Costs two fsyncs, of the file and of its folder.
 
     Raises:
         OSError: the file cannot be written; the old file is unchanged.
@@ -62,9 +62,9 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def append(path: Path, data: bytes, *, at: int) -> bool:
-    """Appends `data` in one write if the file at `path` has no other links and a size of `at` bytes; returns whether
-    it did.
+def append(path: Path, data: bytes, *, expected_size: int) -> bool:
+    """Appends `data` in one write if the file has no other links and the expected size, bytes; returns True if it was
+    appended.
 
     Raises:
         OSError: the write failed; a part of `data` may have been written.
@@ -75,7 +75,7 @@ def append(path: Path, data: bytes, *, at: int) -> bool:
         return False
     with file:
         about = os.fstat(file.fileno())
-        if about.st_size != at or about.st_nlink != 1:
+        if about.st_size != expected_size or about.st_nlink != 1:
             return False
         write_all(file, data)
     return True
@@ -107,9 +107,9 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     Raises:
         OSError: the write failed.
     """
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
 
 
 def make_folder(path: Path) -> bool:
@@ -122,7 +122,7 @@ def make_folder(path: Path) -> bool:
     path = path_of(path)
     if path.exists() and not path.is_dir():
         raise StudyError(f"'{path}' is a file, but a run needs a folder; give another --out")
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    existing = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
     try:
         free = free_mib(existing)
         if free < MIN_FREE_MIB:
@@ -163,11 +163,11 @@ def as_data(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): as_data(each) for key, each in value.items()}
+        return {str(key): as_data(element) for key, element in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(as_data(each) for each in value)
+        return sorted(as_data(element) for element in value)
     if isinstance(value, Sequence):
-        return [as_data(each) for each in value]
+        return [as_data(element) for element in value]
     if hasattr(value, "tolist"):  # numpy arrays and scalars
         return as_data(value.tolist())
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as YAML")
@@ -179,5 +179,5 @@ def write_yaml(path: Path, document: Mapping[str, Any]) -> None:
     Raises:
         OSError: the file cannot be written; the old file is unchanged.
     """
-    text = yaml.safe_dump(as_data(document), sort_keys=False, allow_unicode=True, width=110)
-    write_atomic(path, text.encode("utf-8", "backslashreplace"))
+    content = yaml.safe_dump(as_data(document), sort_keys=False, allow_unicode=True, width=110)
+    write_atomic(path, content.encode("utf-8", "backslashreplace"))

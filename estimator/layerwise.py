@@ -463,8 +463,8 @@ def _named(base: Config, plan: _Plan) -> dict[str, Any]:
     return {**knobs, **sizes, "strategy": text_of(plan.layers, **own_knobs(base))}
 
 
-def _refused(config: Mapping[str, Any], context: RuleContext) -> str:
-    """Returns the rule that a plan breaks; empty if it breaks none."""
+def _refused(config: Mapping[str, Any], context: RuleContext) -> str | None:
+    """Returns the rule that a plan breaks; None if it breaks none."""
     try:
         return refusal(Strategy.of(config), context, [rule for rule in RULES if set(BLOCK_KNOBS) & set(rule.knobs)])
     except UsageError as error:

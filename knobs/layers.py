@@ -27,7 +27,7 @@ from typing import Any
 from ..base.errors import UsageError, unknown
 
 MOST_BLOCKS = 10_000
-"""Blocks of the deepest model that a text can name."""
+"""Largest number of blocks of a model."""
 FLAGS = ("ckpt", "offload")
 """Items without a number."""
 RANKS = ("tp", "sp", "cp", "ep")
@@ -44,8 +44,8 @@ class LayersError(UsageError):
     def __init__(self, problem: str, text: str, offset: int) -> None:
         self.problem, self.text, self.column = problem, text, offset + 1
         start = max(0, offset - 60)
-        shown = text[start : offset + 60]
-        super().__init__(f"strategy, character {offset + 1}: {problem}\n  {shown}\n  {' ' * (offset - start)}^")
+        excerpt = text[start : offset + 60]
+        super().__init__(f"strategy, character {offset + 1}: {problem}\n  {excerpt}\n  {' ' * (offset - start)}^")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Run:
 
     def __str__(self) -> str:
         blocks = f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
-        given = ((name, getattr(self, name)) for name in (*RANKS, "zero"))
-        items = [f"{name}{value}" for name, value in given if value is not None]
+        degrees = ((name, getattr(self, name)) for name in (*RANKS, "zero"))
+        items = [f"{name}{value}" for name, value in degrees if value is not None]
         items += [name for name in FLAGS if getattr(self, name)]
         return f"{blocks}:{','.join(items) or '-'}"
 
@@ -88,7 +88,7 @@ class BlockStrategy:
     ckpt: bool
     """True if its activations are recomputed."""
     offload: bool = False
-    """True if its optimizer state is in host memory, which the knob `offload` says of all blocks."""
+    """True if its optimizer state is in host memory; the knob `offload` sets that for all blocks."""
     sp: int = 1
     """Ranks that share its sequences and exchange heads."""
     cp: int = 1
@@ -110,16 +110,16 @@ def parse(text: str) -> tuple[Run, ...]:
     runs: list[Run] = []
     if not text.strip():
         raise LayersError("a strategy names runs of blocks, such as 0-7:tp2,ckpt 8-31:zero3, but is empty", text, 0)
-    for found in re.finditer(r"\S+", text):
-        run = _run(text, found.group(), found.start())
+    for word in re.finditer(r"\S+", text):
+        run = _run(text, word.group(), word.start())
         expected = runs[-1].last + 1 if runs else 0
         if run.first > expected:
             missing = f"block {expected}" if run.first == expected + 1 else f"blocks {expected} to {run.first - 1}"
-            raise LayersError(f"{missing} would have no strategy: runs cover all blocks, in order", text, found.start())
+            raise LayersError(f"{missing} would have no strategy: runs cover all blocks, in order", text, word.start())
         if run.first < expected:
-            last = min(run.last, expected - 1)
-            again = f"block {last} has" if run.first == last else f"blocks {run.first} to {last} have"
-            raise LayersError(f"{again} a strategy already: runs cover each block once", text, found.start())
+            final = min(run.last, expected - 1)
+            again = f"block {final} has" if run.first == final else f"blocks {run.first} to {final} have"
+            raise LayersError(f"{again} a strategy already: runs cover each block once", text, word.start())
         runs.append(run)
     return tuple(runs)
 
@@ -169,12 +169,12 @@ def of_blocks(
             f"strategy: its runs are for {runs[-1].last + 1} blocks, but the model has {blocks}: the last run must end "
             f"at block {blocks - 1}"
         )
-    own = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
+    defaults = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
     return [
         BlockStrategy(
             ckpt=run.ckpt,
             offload=run.offload,
-            **{name: value if getattr(run, name) is None else getattr(run, name) for name, value in own.items()},
+            **{name: value if getattr(run, name) is None else getattr(run, name) for name, value in defaults.items()},
         )
         for run in runs
         for _ in range(run.count)
@@ -184,73 +184,77 @@ def of_blocks(
 def uniform(text: str, *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0) -> BlockStrategy | None:
     """Returns the strategy of every block, if all have the same, with the degrees of the knobs; else None.
 
-    An optimizer state of blocks alone in host memory is not that of a model.
+    None also if the optimizer state of the blocks is in host memory: `offload` of all runs is not the knob `offload`,
+    which includes the modules outside of blocks.
 
     >>> uniform("0-3:ckpt", zero=1), uniform("0-1:ckpt 2-3:-")
     (BlockStrategy(tp=1, ep=1, zero=1, ckpt=True, offload=False, sp=1, cp=1), None)
     """
     runs = parse(text)
-    found = set(of_blocks(text, runs[-1].last + 1, tp=tp, sp=sp, cp=cp, ep=ep, zero=zero))
-    first = next(iter(found))
-    own = BlockStrategy(tp=tp, sp=sp, cp=cp, ep=ep, zero=first.zero, ckpt=first.ckpt)
-    return first if found == {own} else None
+    strategies = set(of_blocks(text, runs[-1].last + 1, tp=tp, sp=sp, cp=cp, ep=ep, zero=zero))
+    common = next(iter(strategies))
+    expected = BlockStrategy(tp=tp, sp=sp, cp=cp, ep=ep, zero=common.zero, ckpt=common.ckpt)
+    return common if strategies == {expected} else None
 
 
 def text_of(
     strategies: Sequence[BlockStrategy], *, tp: int = 1, sp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0
 ) -> str:
-    """The text of a strategy for each block, without what the configuration's own knobs say: the inverse of `of_blocks`.
+    """Formats the strategies of blocks as a text, without items that equal the knobs: the inverse of `of_blocks`.
 
     >>> text_of([BlockStrategy(2, 1, 0, True)] * 2 + [BlockStrategy(1, 1, 3, False)], tp=2)
     '0-1:ckpt 2:tp1,zero3'
     """
-    own = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
+    defaults = {"tp": tp, "sp": sp, "cp": cp, "ep": ep, "zero": zero}
     return printed(
         Run(
-            at,
-            at,
-            ckpt=each.ckpt,
-            offload=each.offload,
-            **{name: None if getattr(each, name) == value else getattr(each, name) for name, value in own.items()},
+            block,
+            block,
+            ckpt=strategy.ckpt,
+            offload=strategy.offload,
+            **{
+                name: None if getattr(strategy, name) == value else getattr(strategy, name)
+                for name, value in defaults.items()
+            },
         )
-        for at, each in enumerate(strategies)
+        for block, strategy in enumerate(strategies)
     )
 
 
 def _run(text: str, run: str, start: int) -> Run:
     blocks, colon, items = run.partition(":")
-    found = _RANGE.match(blocks)
-    if found is None:
+    bounds = _RANGE.match(blocks)
+    if bounds is None:
         raise LayersError(f"blocks are a number or a range such as 0-7, but here is {blocks!r}", text, start)
-    first, last = int(found[1]), int(found[2] or found[1])
-    if last < first:
-        raise LayersError(f"a range goes up, but {first} is after {last}", text, start)
-    if last >= MOST_BLOCKS:
-        raise LayersError(f"a model has at most {MOST_BLOCKS} blocks, but here is block {last}", text, start)
+    start_block, end_block = int(bounds[1]), int(bounds[2] or bounds[1])
+    if end_block < start_block:
+        raise LayersError(f"a range goes up, but {start_block} is after {end_block}", text, start)
+    if end_block >= MOST_BLOCKS:
+        raise LayersError(f"a model has at most {MOST_BLOCKS} blocks, but here is block {end_block}", text, start)
     if not colon:
         problem = f"after the blocks {blocks} a colon and items are expected, such as {blocks}:ckpt"
         raise LayersError(problem, text, start + len(blocks))
-    place, made = start + len(blocks) + 1, Run(first, last)
+    place, parsed = start + len(blocks) + 1, Run(start_block, end_block)
     if items == "-":
-        return made
+        return parsed
     seen: set[str] = set()
     for item in items.split(","):
         name, value = _item(text, item, place)
         if name in seen:
             raise LayersError(f"{name} is given twice for the blocks {blocks}", text, place)
         seen.add(name)
-        given: dict[str, Any] = {name: value}
-        made = replace(made, **given)
+        change: dict[str, Any] = {name: value}
+        parsed = replace(parsed, **change)
         place += len(item) + 1
-    return made
+    return parsed
 
 
 def _item(text: str, item: str, place: int) -> tuple[str, int | bool]:
-    found = _ITEM.match(item)
-    if found is None:
-        known = "tp2, zero3 or ckpt"
-        raise LayersError(f"an item is expected, such as {known}, but here is {item!r}", text, place)
-    name, number = found["name"], found["number"]
+    match = _ITEM.match(item)
+    if match is None:
+        examples = "tp2, zero3 or ckpt"
+        raise LayersError(f"an item is expected, such as {examples}, but here is {item!r}", text, place)
+    name, number = match["name"], match["number"]
     if name not in ITEMS:
         raise LayersError(unknown("item", name, ITEMS), text, place)
     if name in FLAGS:

@@ -1,4 +1,4 @@
-"""Lossy values: those that trade accuracy for speed, so that a configuration with one is another training.
+"""Lossy values of knobs, which trade accuracy for speed: a configuration with one trains a different model.
 
 They are in a space only if the user requested them. run.yaml lists under `asked.lossy`, for each knob with lossy
 values, those in its space; `Trial.lossy` uses this list.
@@ -37,9 +37,9 @@ LOSSY: Mapping[str, Mapping[Any, str]] = {
     "reduce_dtype": {"bf16": "gradients are rounded to bf16 before replicas average them"},
     "capacity_factor": _Above("experts drop the rows beyond their capacity"),
 }
-"""Values of the standard knobs that give another training than float32, with the reason: small updates are lost,
-operands or sums are rounded coarsely, or tokens miss some of their experts. Autocast (`bf16`, `fp16`) keeps fp32
-weights and sums.
+"""Values of the standard knobs whose training deviates from float32, with the reason: small updates are lost, operands
+or sums are rounded coarsely, or tokens miss some of their experts. Autocast (`bf16`, `fp16`) keeps fp32 weights and
+sums.
 """
 
 Lossy = Mapping[str, Sequence[Any]]
@@ -48,11 +48,11 @@ Lossy = Mapping[str, Sequence[Any]]
 
 def lossy_of(document: Mapping[str, Any] | None) -> Lossy:
     """Lossy values of a run, from its run.yaml; none if it does not list them."""
-    asked = (document or {}).get("asked")
-    found = asked.get("lossy") if isinstance(asked, Mapping) else None
-    if not isinstance(found, Mapping):
+    request = (document or {}).get("asked")
+    listed = request.get("lossy") if isinstance(request, Mapping) else None
+    if not isinstance(listed, Mapping):
         return {}
-    return {str(name): tuple(values) for name, values in found.items() if isinstance(values, list | tuple)}
+    return {str(name): tuple(values) for name, values in listed.items() if isinstance(values, list | tuple)}
 
 
 def lossy_in(config: Mapping[str, Any], lossy: Lossy) -> tuple[str, ...]:

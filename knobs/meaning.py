@@ -116,9 +116,9 @@ def formats_of(config: Mapping[str, Any]) -> Formats:
     Raises:
         KeyError: there is no such precision.
     """
-    found = FORMATS[str(config.get("precision", "fp32"))]
+    formats = FORMATS[str(config.get("precision", "fp32"))]
     narrow = config.get("reduce_dtype", "fp32") == "bf16"
-    return replace(found, reduced="bf16") if narrow else found
+    return replace(formats, reduced="bf16") if narrow else formats
 
 
 def exchange_of(config: Mapping[str, Any], replicas: int) -> Exchange:
@@ -133,8 +133,8 @@ def pipeline_schedule_of(config: Mapping[str, Any], micro_batches: int | None) -
     """Name in `redline.knobs.pipeline.PIPELINE_SCHEDULES` for a number of micro-batches (None: enough), by the knobs
     `pipeline_schedule`, `virtual_stages` and `pp`.
     """
-    if named := config.get("pipeline_schedule"):
-        return str(named)
+    if schedule := config.get("pipeline_schedule"):
+        return str(schedule)
     if config.get("virtual_stages", 1) > 1:
         return "interleaved"
     # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
@@ -148,8 +148,8 @@ def stage_sizes(blocks: int, stages: int) -> list[int]:
     >>> stage_sizes(10, 4)
     [3, 3, 2, 2]
     """
-    least, more = divmod(blocks, stages)
-    return [least + (stage < more) for stage in range(stages)]
+    least, remainder = divmod(blocks, stages)
+    return [least + (stage < remainder) for stage in range(stages)]
 
 
 def recomputed(blocks: int, ratio: float) -> list[int]:

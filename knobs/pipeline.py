@@ -53,13 +53,13 @@ def blocks_of_stages(text: str) -> tuple[int, ...]:
     Raises:
         UsageError: it is not whole numbers of at least 1, separated by commas.
     """
-    parts = [each.strip() for each in text.split(",")]
-    for part in parts:
-        if not (part.isascii() and part.isdigit() and len(part) < 9 and int(part) > 0):
+    counts = [count.strip() for count in text.split(",")]
+    for count in counts:
+        if not (count.isascii() and count.isdigit() and len(count) < 9 and int(count) > 0):
             raise UsageError(
-                f"stage_blocks has the number of blocks of each stage, such as 7,8,8,9, but in {text!r} is {part!r}"
+                f"stage_blocks has the number of blocks of each stage, such as 7,8,8,9, but in {text!r} is {count!r}"
             )
-    return tuple(map(int, parts))
+    return tuple(map(int, counts))
 
 
 @dataclass(frozen=True, slots=True)

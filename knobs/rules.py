@@ -37,19 +37,19 @@ class RuleContext:
     tokens: bool = True
     """True if samples consist of tokens."""
     own_loss: bool = False
-    """The loss is not the model's own."""
+    """True if the workload has its own loss, instead of the model's."""
     blocks: int | None = None
     """Repeated blocks of the model."""
     no_runs: str = ""
-    """Why blocks of the model cannot be cut unlike each other."""
+    """Reason why the blocks of the model cannot have different degrees of tensor parallelism; empty if they can."""
     no_sequences: str = ""
-    """Why ranks cannot share sequences in the model's blocks."""
+    """Reason why ranks cannot share sequences in the model's blocks; empty if they can."""
     no_ring: str = ""
-    """Why they cannot share them in a ring."""
+    """Reason why they cannot share them in a ring; empty if they can."""
     heads: int | None = None
     """Attention heads of a block."""
     no_stage_blocks: str = ""
-    """Why stages of the model cannot have numbers of blocks that are given."""
+    """Reason why the knob `stage_blocks` cannot set the blocks of the model's stages; empty if it can."""
     experts: tuple[int, ...] | None = None
     """Numbers of experts of the model's mixtures, unique; empty for a model without any."""
     mixing: str = ""
@@ -79,28 +79,28 @@ def one_of(value: Any, names: Iterable[Any]) -> Any:
     """Condition that a knob has one of these values; False for no values."""
     if hasattr(value, "isin"):  # an expression
         return value.isin(names)
-    found: Any = False
+    condition: Any = False
     for name in names:
-        found = found | (value == name)
-    return found
+        condition = condition | (value == name)
+    return condition
 
 
 def refusal(
     strategy: Strategy,
     context: RuleContext,
     rules: "Iterable[Rule] | None" = None,
-) -> str:
-    """The first rule that a strategy breaks, as `KNOB=VALUE, ...: REASON`; empty if it breaks none."""
+) -> str | None:
+    """Returns the first rule that a strategy breaks, as `KNOB=VALUE, ...: REASON`; None if it breaks none."""
     for rule in RULES if rules is None else rules:
         if rule.broken(strategy, context):
             return f"{_values(rule, strategy)}: {rule.reason(context)}"
-    return ""
+    return None
 
 
 def _values(rule: Rule, strategy: Strategy) -> str:
     """Values of a rule's knobs that are not neutral, as `tp=2, fusion=true`."""
-    given = {name: getattr(strategy, name) for name in rule.knobs}
-    changed = {name: value for name, value in given.items() if value != STANDARD[name].neutral} or given
+    values = {name: getattr(strategy, name) for name in rule.knobs}
+    changed = {name: value for name, value in values.items() if value != STANDARD[name].neutral} or values
     return config_text(changed, between=", ")
 
 
@@ -116,7 +116,9 @@ def _global_batch(k: Any, context: RuleContext) -> Any:
 
 
 def _hsdp_zero(k: Any, context: RuleContext) -> Any:
-    return (k.hsdp > 1) & one_of(k.zero, [stage for stage, each in EXCHANGES.items() if "gradients" not in each.cut])
+    return (k.hsdp > 1) & one_of(
+        k.zero, [stage for stage, exchange in EXCHANGES.items() if "gradients" not in exchange.cut]
+    )
 
 
 def _hsdp_groups(k: Any, context: RuleContext) -> Any:
@@ -168,10 +170,10 @@ def _partly_cut(k: Any, context: RuleContext) -> Any:
 
 
 def _uneven_sharers(k: Any, context: RuleContext) -> Any:
-    """Ranks that cannot share experts: of the replicas, and with whole experts of the ranks of a layer too."""
+    """ep divides neither the replicas nor, with whole experts, the replicas and tensor-parallel ranks together."""
     replicas = k.dp * k.sp * k.cp
-    whole = ((replicas * k.tp) % k.ep != 0) | ((k.ep % k.tp != 0) & (k.tp % k.ep != 0))
-    return (k.ep > 1) & (((k.etp != 1) & (replicas % k.ep != 0)) | ((k.etp == 1) & whole))
+    uneven = ((replicas * k.tp) % k.ep != 0) | ((k.ep % k.tp != 0) & (k.tp % k.ep != 0))
+    return (k.ep > 1) & (((k.etp != 1) & (replicas % k.ep != 0)) | ((k.etp == 1) & uneven))
 
 
 def _uneven_tokens(k: Any, context: RuleContext) -> Any:
@@ -186,23 +188,23 @@ def _uneven_experts(k: Any, context: RuleContext) -> Any:
 def _experts(context: RuleContext) -> str:
     """Requirement on degrees that divide the experts."""
     numbers = context.experts or ()
-    known = f"the {' and '.join(map(str, numbers))} experts of a layer" if numbers else "the experts of each layer"
-    return f"ep must divide {known}{_divisors(gcd(*numbers))}"
+    experts = f"the {' and '.join(map(str, numbers))} experts of a layer" if numbers else "the experts of each layer"
+    return f"ep must divide {experts}{_divisors(gcd(*numbers))}"
 
 
 def _divisors(number: int) -> str:
     """Divisors of a number to end a sentence with: `: 1, 2 or 4`; empty for 0 and 1."""
-    *less, last = [""] + [str(each) for each in range(1, number + 1) if number % each == 0]
-    return f": {', '.join(less[1:])} or {last}" if len(less) > 1 else ""
+    *less, largest = [""] + [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return f": {', '.join(less[1:])} or {largest}" if len(less) > 1 else ""
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------
 
-_EARLY = [name for name, each in PIPELINE_SCHEDULES.items() if not each.waits and not each.in_rounds]
-_ROUNDS = [name for name, each in PIPELINE_SCHEDULES.items() if each.in_rounds]
-SPLITTING = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.splits_backward)
+_EARLY = [name for name, schedule in PIPELINE_SCHEDULES.items() if not schedule.waits and not schedule.in_rounds]
+_ROUNDS = [name for name, schedule in PIPELINE_SCHEDULES.items() if schedule.in_rounds]
+SPLITTING = tuple(name for name, schedule in PIPELINE_SCHEDULES.items() if schedule.splits_backward)
 """Pipeline schedules that compute the gradients of weights separately from those of inputs."""
-CHUNKED = tuple(name for name, each in PIPELINE_SCHEDULES.items() if each.most != 1)
+CHUNKED = tuple(name for name, schedule in PIPELINE_SCHEDULES.items() if schedule.most != 1)
 """Pipeline schedules with possibly several stages per rank."""
 _SPLIT = " and ".join(SPLITTING)
 NOT_SPLIT = {
@@ -259,28 +261,28 @@ def _splitting(k: Any) -> Any:
 
 
 def _where(k: Any, condition: Callable[[tuple[Run, ...]], Any]) -> Any:
-    """The condition that the strategy is one whose runs meet a condition, which may read other knobs."""
+    """Condition that the runs of the knob `strategy` meet another condition, which may read other knobs."""
     return _meets(k.strategy, lambda text: condition(parse(text)))
 
 
 def _meets(knob: Any, condition: Callable[[str], Any]) -> Any:
-    """The condition that a knob has one of those of its texts that meet a condition, which may read other knobs."""
-    found: Any = False
-    for text in _texts(knob):
-        met = condition(text)
+    """Condition that the value of a text knob meets another condition, which may read other knobs."""
+    met_by_any: Any = False
+    for value in _texts(knob):
+        met = condition(value)
         if met is not False:
-            found = found | (one_of(knob, [text]) & met)
-    return found
+            met_by_any = met_by_any | (one_of(knob, [value]) & met)
+    return met_by_any
 
 
 def _texts(strategy: Any) -> list[str]:
-    """The texts that a knob can have: in a configuration one, in a space or in columns several."""
+    """Possible values of a text knob: one in a configuration, several in a space or in columns."""
     if strategy is None:
         return []
     if isinstance(strategy, str):
         return [strategy]
-    known = getattr(strategy, "known", strategy)
-    return sorted({each for each in known if isinstance(each, str)})
+    texts = getattr(strategy, "known", strategy)
+    return sorted({value for value in texts if isinstance(value, str)})
 
 
 def _other_depth(k: Any, context: RuleContext) -> Any:
@@ -294,18 +296,18 @@ def _uneven_tp(k: Any, context: RuleContext) -> Any:
 def _ranks(k: Any, run: Run) -> tuple[Any, Any, Any]:
     """`tp`, `sp` and `cp` of a run."""
     tp, sp, cp = ((k.tp, run.tp), (k.sp, run.sp), (k.cp, run.cp))
-    return tuple(knob if own is None else own for knob, own in (tp, sp, cp))  # type: ignore[return-value]
+    return tuple(knob if of_run is None else of_run for knob, of_run in (tp, sp, cp))  # type: ignore[return-value]
 
 
 def _shares(run: Run) -> bool:
-    """True for a run that states how many ranks share its sequences."""
+    """True for a run with its own `sp` or `cp`."""
     return run.sp is not None or run.cp is not None
 
 
 def _uneven_ranks(k: Any, context: RuleContext) -> Any:
     def uneven(run: Run) -> Any:
         tp, sp, cp = _ranks(k, run)
-        multiples = [own % knob != 0 for own, knob in ((run.sp, k.sp), (run.cp, k.cp)) if own is not None]
+        multiples = [of_run % knob != 0 for of_run, knob in ((run.sp, k.sp), (run.cp, k.cp)) if of_run is not None]
         return _any(multiples) | ((k.tp * k.sp * k.cp) % (tp * sp * cp) != 0)
 
     return _where(k, lambda runs: _any(uneven(run) for run in runs if _shares(run)))
@@ -324,7 +326,7 @@ def _uneven_samples(k: Any, context: RuleContext) -> Any:
 
 
 def _shared_sequences(degree: str) -> Callable[[Any], Any]:
-    """The condition that ranks share sequences of some run by `sp` or `cp`."""
+    """Condition that ranks share the sequences of some run by `degree`, `sp` or `cp`."""
     return lambda k: _where(k, lambda runs: any((getattr(run, degree) or 1) > 1 for run in runs))
 
 
@@ -362,7 +364,7 @@ def _uneven_ep(k: Any, context: RuleContext) -> Any:
 
 
 def _ep_unlike(k: Any) -> Any:
-    """Some run spreads its experts over other ranks than the knob says."""
+    """Some run has another degree of expert parallelism than the knob `ep`."""
     return _where(k, lambda runs: _any(run.ep != k.ep for run in runs if run.ep is not None))
 
 
@@ -372,7 +374,7 @@ def _cut_unlike(k: Any) -> Any:
 
 
 def _zero_unlike(k: Any) -> Any:
-    """Some run has another stage of ZeRO than what is in no block."""
+    """Some run has another stage of ZeRO than the modules outside of blocks."""
     return _where(k, lambda runs: _any(run.zero != k.zero for run in runs if run.zero is not None))
 
 
@@ -387,10 +389,10 @@ def _offloads_some(k: Any) -> Any:
 
 
 def _any(conditions: Iterable[Any]) -> Any:
-    found: Any = False
-    for each in conditions:
-        found = found | each
-    return found
+    combined: Any = False
+    for condition in conditions:
+        combined = combined | condition
+    return combined
 
 
 # -- formats and kernels ----------------------------------------------------------------------------------------
@@ -408,9 +410,9 @@ def _rule(
     general: bool = False,
     of_stages: bool = False,
 ) -> Rule:
-    words = reason if callable(reason) else lambda context: reason
+    requirement = reason if callable(reason) else lambda context: reason
     return Rule(
-        name=name, knobs=tuple(knobs.split()), broken=broken, reason=words, general=general, of_stages=of_stages
+        name=name, knobs=tuple(knobs.split()), broken=broken, reason=requirement, general=general, of_stages=of_stages
     )
 
 
@@ -685,7 +687,11 @@ RULES: Sequence[Rule] = (
         _other_stages,
         "stage_blocks has a number for each of the pp * virtual_stages stages",
     ),
-    *(_stages_of(name) for name, each in PIPELINE_SCHEDULES.items() if each.least > 1 or each.most is not None),
+    *(
+        _stages_of(name)
+        for name, schedule in PIPELINE_SCHEDULES.items()
+        if schedule.least > 1 or schedule.most is not None
+    ),
     _rule(
         "split backward and ZeRO",
         "pipeline_schedule zero",
@@ -761,8 +767,8 @@ GENERAL: Sequence[Rule] = tuple(rule for rule in RULES if rule.general)
 """Rules that apply to every trainer."""
 
 
-def sequence_refusal(seq_len: int | None, sp: int, cp: int, *, own_loss: bool = False) -> str:
-    """Reason why `sp * cp` ranks cannot share sequences; empty if they can.
+def sequence_refusal(seq_len: int | None, sp: int, cp: int, *, own_loss: bool = False) -> str | None:
+    """Returns the reason why `sp * cp` ranks cannot share sequences; None if they can.
 
     Args:
         seq_len: tokens of a sample; None if samples have no tokens.
@@ -774,5 +780,5 @@ def sequence_refusal(seq_len: int | None, sp: int, cp: int, *, own_loss: bool = 
     """
     context = RuleContext(seq_len=seq_len, tokens=seq_len is not None, own_loss=own_loss)
     strategy = Strategy(sp=sp, cp=cp)
-    found = (rule for rule in RULES if set(rule.knobs) <= {"sp", "cp"} and rule.broken(strategy, context))
-    return next((f"{rule.reason(context)} ({_values(rule, strategy)})" for rule in found), "")
+    broken = (rule for rule in RULES if set(rule.knobs) <= {"sp", "cp"} and rule.broken(strategy, context))
+    return next((f"{rule.reason(context)} ({_values(rule, strategy)})" for rule in broken), None)

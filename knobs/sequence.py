@@ -35,8 +35,8 @@ class SequenceShards:
         import torch
 
         if self.cp > 1:
-            at, stretches = self.rank // self.sp, value.chunk(2 * self.cp, dim)
-            value = torch.cat((stretches[at], stretches[-1 - at]), dim)
+            position, stretches = self.rank // self.sp, value.chunk(2 * self.cp, dim)
+            value = torch.cat((stretches[position], stretches[-1 - position]), dim)
         return value.chunk(self.sp, dim)[self.rank % self.sp].contiguous()
 
     def whole(self, pieces: "torch.Tensor", dim: int) -> "torch.Tensor":

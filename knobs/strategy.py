@@ -24,15 +24,15 @@ DEGREES = ("tp", "sp", "cp", "pp", "dp")
 SPLITS = ("tp", "pp", "cp", "sp")
 """Knobs for the number of devices that share one replica."""
 BLOCK_KNOBS = ("strategy", "stage_blocks")
-"""Knobs that name blocks, as texts with commas. No default space varies them: they come from a refinement block by block,
-or are given."""
+"""Knobs that name blocks, as texts with commas. No default space varies them: a refinement block by block or the user
+sets them."""
 OF_SEVERAL = (
     *(*DEGREES, "ep", "etp", "zero", "hsdp", "sequence_parallel"),
     *("pipeline_schedule", "virtual_stages", "reduce_dtype"),
 )
 """Knobs without an effect on one device."""
 ON_REQUEST = (*BLOCK_KNOBS, "capacity_factor")
-"""Knobs that no default space has: one that is given joins it."""
+"""Knobs that a default space has only if the user gives their values."""
 
 
 def is_whole(value: Any) -> bool:
@@ -45,7 +45,7 @@ def _spelled(text: str) -> str:
 
 
 TEXTS: Mapping[str, Callable[[str], str]] = {"strategy": canonical, "stage_blocks": _spelled}
-"""For each knob of `BLOCK_KNOBS` the canonical spelling of a value, which raises UsageError where it is not one."""
+"""For each knob of `BLOCK_KNOBS` a function that returns the canonical spelling of a value, or raises UsageError."""
 
 
 def _is_text(name: str, value: Any) -> bool:
@@ -106,7 +106,7 @@ class Strategy:
     ep: int = _knob(1, _DEGREE)
     """Neighbours among the replicas that share the experts of a mixture."""
     etp: int = _knob(0, _COUNT)
-    """Ranks of those that share a layer that each expert is cut over: 1, or tp. 0: tp."""
+    """Number of tensor-parallel ranks that each expert is cut over: 1, or tp. 0: tp."""
     capacity_factor: float = _knob(0, _FACTOR)
     """Rows that an expert computes at most in training, relative to the mean; the others are dropped. 0: all."""
     zero: int = _knob(0, _STAGE, -1)
@@ -148,20 +148,20 @@ class Strategy:
         Raises:
             UsageError: a knob has an invalid value, or the global batch cannot be divided.
         """
-        given = {name: checked(name, config[name]) for name in _NAMES if name in config}
-        if "dp" not in given and devices is not None:
-            given["dp"] = max(1, devices // prod(given.get(name, 1) for name in DEGREES))
+        values = {name: checked(name, config[name]) for name in _NAMES if name in config}
+        if "dp" not in values and devices is not None:
+            values["dp"] = max(1, devices // prod(values.get(name, 1) for name in DEGREES))
         if global_batch is not None:
-            given.update(_batch(given, global_batch))
-        found = cls(**given)
-        order = None if found.pp == 1 else pipeline_schedule_of(given, given.get("grad_accum"))
-        return found.replace(
+            values.update(_batch(values, global_batch))
+        strategy = cls(**values)
+        order = None if strategy.pp == 1 else pipeline_schedule_of(values, values.get("grad_accum"))
+        return strategy.replace(
             pipeline_schedule=order,
-            virtual_stages=found.virtual_stages if found.pp > 1 else 1,
-            stage_blocks=found.stage_blocks if found.pp > 1 and not is_even(found.stage_blocks) else None,
-            zero=found.zero if found.replicas > 1 else 0,
-            sequence_parallel=found.sequence_parallel and found.tp > 1,
-            etp=found.etp if found.etp != found.tp else 0,
+            virtual_stages=strategy.virtual_stages if strategy.pp > 1 else 1,
+            stage_blocks=strategy.stage_blocks if strategy.pp > 1 and not is_even(strategy.stage_blocks) else None,
+            zero=strategy.zero if strategy.replicas > 1 else 0,
+            sequence_parallel=strategy.sequence_parallel and strategy.tp > 1,
+            etp=strategy.etp if strategy.etp != strategy.tp else 0,
         )
 
     def replace(self, **changes: Any) -> "Strategy":
@@ -180,7 +180,7 @@ class Strategy:
 
     @property
     def needs_experts(self) -> bool:
-        """True if it treats experts unlike other weights, in any block."""
+        """True if experts are distributed differently from other weights, or have a capacity, in any block."""
         runs = parse(self.strategy) if self.strategy is not None else ()
         spread = self.ep > 1 or any((run.ep or 1) > 1 for run in runs)
         return spread or self.etp > 0 or self.capacity_factor > 0
@@ -197,29 +197,29 @@ class Strategy:
 
 
 def is_even(text: str | None) -> bool:
-    """True for the `stage_blocks` that stages have anyway."""
+    """True if `stage_blocks` are the even shares that stages have by default."""
     if text is None:
         return True
     blocks = blocks_of_stages(text)
     return list(blocks) == stage_sizes(sum(blocks), len(blocks))
 
 
-def _batch(given: Mapping[str, Any], total: int) -> dict[str, int]:
+def _batch(values: Mapping[str, Any], total: int) -> dict[str, int]:
     """`micro_batch` and `grad_accum`, if a configuration lacks one or both."""
-    if "micro_batch" in given and "grad_accum" in given:
+    if "micro_batch" in values and "grad_accum" in values:
         return {}
-    dp = given.get("dp", 1)
-    share, rest = divmod(total, dp)
-    if rest:
+    dp = values.get("dp", 1)
+    share, remainder = divmod(total, dp)
+    if remainder:
         raise UsageError(f"the global batch must be a multiple of dp, {dp}, but is {total}")
-    micro = given.get("micro_batch") or share // given.get("grad_accum", 1)
-    accum = given.get("grad_accum") or share // micro if micro else 0
+    micro = values.get("micro_batch") or share // values.get("grad_accum", 1)
+    accum = values.get("grad_accum") or share // micro if micro else 0
     if micro < 1 or accum < 1:
         raise UsageError(
             f"micro_batch and grad_accum must be at least 1, but are {micro} and {accum} with {share} samples a replica"
         )
     if micro * accum != share:
-        given_name, value = ("grad_accum", accum) if "grad_accum" in given else ("micro_batch", micro)
+        given_name, value = ("grad_accum", accum) if "grad_accum" in values else ("micro_batch", micro)
         raise UsageError(f"{given_name} must divide a replica's samples, {share}, but is {value}")
     return {"micro_batch": micro, "grad_accum": accum}
 
@@ -230,7 +230,7 @@ class StandardKnob(NamedTuple):
     neutral: Any
     """Value that requires nothing of a framework."""
     can_be: Callable[[Any], bool]
-    """Returns True for a valid value: a callable's space may use its name for something else."""
+    """Returns True for a valid value. The space of a callable may use the knob's name for something else."""
     memory: int = 0
     """1 if a larger value needs more memory in every trainer, -1 if less, 0 if neither is certain."""
 
@@ -242,16 +242,16 @@ def checked(name: str, value: Any) -> Any:
         UsageError: the knob cannot have it.
     """
     if name in TEXTS and isinstance(value, str):
-        return TEXTS[name](value)  # says where it is wrong
+        return TEXTS[name](value)  # its error names the place in the text
     values = _NAMES[name]
     if not values.contain(value):
         raise UsageError(f"{name} must be {values.text}, but is {value!r}")
     return value
 
 
-_NAMES: Mapping[str, Values] = {each.name: each.metadata["values"] for each in fields(Strategy)}
+_NAMES: Mapping[str, Values] = {knob.name: knob.metadata["values"] for knob in fields(Strategy)}
 STANDARD: Mapping[str, StandardKnob] = {
-    each.name: StandardKnob(each.default, each.metadata["values"].contain, each.metadata["memory"])
-    for each in fields(Strategy)
+    knob.name: StandardKnob(knob.default, knob.metadata["values"].contain, knob.metadata["memory"])
+    for knob in fields(Strategy)
 }
 """By their names."""

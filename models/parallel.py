@@ -164,7 +164,7 @@ def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_l
     """Reason why this number of ranks cannot share sequences; empty if they can."""
     if reason := support.sequences(sp, cp, 1):
         return reason
-    return sequence_refusal(seq_len, sp, cp, own_loss=own_loss)
+    return sequence_refusal(seq_len, sp, cp, own_loss=own_loss) or ""
 
 
 def _not_together(

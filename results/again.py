@@ -9,11 +9,11 @@ from .columns import speed
 from .measurement import Measurement, Status, Trial
 
 Z95 = 1.959963984540054
-"""Standard errors in half of a 95 % interval."""
+"""Half-width of a 95 % interval of a normal distribution, in standard errors."""
 MEDIAN = math.sqrt(math.pi / 2)
 """Standard error of a median over that of a mean, for normal noise and many values."""
 PRIOR_DEGREES = 4.0
-"""Degrees of freedom of the variance within the first measurement, used as the prior for that of the re-measurements."""
+"""Degrees of freedom of the first measurement's variance as the prior for that of the re-measurements."""
 
 
 def median_rank(n: int) -> int:
@@ -33,30 +33,33 @@ def median_rank(n: int) -> int:
     return max(0, rank - 1)
 
 
-def measured_again(first: Measurement, throughputs: Sequence[float], failure: Measurement | None = None) -> Measurement:
+def measured_again(
+    initial: Measurement, throughputs: Sequence[float], failure: Measurement | None = None
+) -> Measurement:
     """Returns a trial's first, successful measurement updated by its re-measurements.
 
     The throughput becomes their median, and step time, samples and tokens per second, FLOPs and MFU change
     accordingly, and so does the interval. The variance of the re-measurements is moderated by that within
     the first measurement (Smyth 2004, Linear models and empirical Bayes methods, section 3), so that a few that agree
-    by chance do not make it too narrow. Memory, losses and times spent are those of the first; its `machine_speed` is
+    by chance do not make it too narrow. Memory, losses and times spent are those of `initial`; its `machine_speed` is
     dropped.
 
     Args:
-        first: the first measurement, an `ok`.
-        throughputs: of the re-measurements that completed, in the unit of the first.
+        initial: the first measurement, an `ok`.
+        throughputs: of the re-measurements that completed, in the unit of `initial`.
         failure: the re-measurement that failed, if any; the result then has its status, and no throughput or step time.
             If it has a text in `unconfirmed`, the result is the first measurement with that text.
     """
     if failure is not None and failure.unconfirmed:
-        reason = "; ".join(filter(None, [first.reason, f"unconfirmed: {failure.unconfirmed}"]))
-        return replace(first, reason=reason, unconfirmed=failure.unconfirmed)
+        reason = "; ".join(filter(None, [initial.reason, f"unconfirmed: {failure.unconfirmed}"]))
+        return replace(initial, reason=reason, unconfirmed=failure.unconfirmed)
     if failure is not None:
-        text = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
+        first_speed = speed(initial.reached, initial.unit)
+        explanation = f"when measured again: {failure.reason or failure.status}; the first time {first_speed}"
         return replace(
-            first,
+            initial,
             status=failure.status,
-            reason=text,
+            reason=explanation,
             throughput=None,
             samples_per_second=None,
             tokens_per_second=None,
@@ -66,29 +69,31 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
             tflops_per_device=None,
             mfu=None,
             # The peak of a success is below the limit, which an `oom` exceeded.
-            peak_memory_mib=failure.peak_memory_mib if failure.status is Status.OOM else first.peak_memory_mib,
-            log=failure.log or first.log,
+            peak_memory_mib=failure.peak_memory_mib if failure.status is Status.OOM else initial.peak_memory_mib,
+            log=failure.log or initial.log,
         )
     if not throughputs:
-        return first
+        return initial
     middle = median(throughputs)
-    ratio = middle / first.throughput if first.throughput else 1.0
+    ratio = middle / initial.throughput if initial.throughput else 1.0
     many = f"{len(throughputs)} re-measurements" if len(throughputs) > 1 else "the re-measurement"
-    text = f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(first.reached, first.unit)}"
+    explanation = (
+        f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(initial.reached, initial.unit)}"
+    )
     again = replace(
-        first,
+        initial,
         throughput=middle,
         machine_speed=None,
-        reason=f"{text} ({first.reason})" if first.reason else text,
-        samples_per_second=_times(first.samples_per_second, ratio),
-        tokens_per_second=_times(first.tokens_per_second, ratio),
-        tflops_per_device=_times(first.tflops_per_device, ratio),
-        mfu=_times(first.mfu, ratio),
+        reason=f"{explanation} ({initial.reason})" if initial.reason else explanation,
+        samples_per_second=_times(initial.samples_per_second, ratio),
+        tokens_per_second=_times(initial.tokens_per_second, ratio),
+        tflops_per_device=_times(initial.tflops_per_device, ratio),
+        mfu=_times(initial.mfu, ratio),
     )
-    spread = _spread(throughputs, first.spread)
-    if first.step_ms is None or ratio == 0:
+    spread = _spread(throughputs, initial.spread)
+    if initial.step_ms is None or ratio == 0:
         return replace(again, throughput_spread=None if spread is None else abs(middle) * spread)
-    step_ms = first.step_ms / ratio
+    step_ms = initial.step_ms / ratio
     return replace(again, step_ms=step_ms, step_ms_spread=None if spread is None else step_ms * spread)
 
 
@@ -126,21 +131,21 @@ def judged(
     throughputs: Sequence[float],
     failure: Measurement | None = None,
     *,
-    first: Measurement | None = None,
+    initial: Measurement | None = None,
 ) -> Trial:
     """Returns the trial updated by its re-measurements; without any, as it was measured first.
 
     Args:
-        trial: the trial; measured once, unless `first` is given.
+        trial: the trial; measured once, unless `initial` is given.
         throughputs: see `measured_again`.
         failure: see `measured_again`.
-        first: its first measurement; None for the one it has.
+        initial: its first measurement; None for `trial.measured`.
     """
-    first = first or trial.measured
+    initial = initial or trial.measured
     changed = bool(throughputs) or (failure is not None and not failure.unconfirmed)
     return replace(
         trial,
-        measurement=measured_again(first, throughputs, failure),
+        measurement=measured_again(initial, throughputs, failure),
         remeasured=tuple(throughputs),
-        first=first.throughput if changed else None,
+        first=initial.throughput if changed else None,
     )

@@ -31,7 +31,7 @@ def document(
     *,
     command: Sequence[str],
     environment: Mapping[str, Any],
-    asked: Mapping[str, Any] | None = None,
+    request: Mapping[str, Any] | None = None,
     again_s: float | None = None,
     folder: Path = Path(),
     stopped: str = "",
@@ -40,77 +40,77 @@ def document(
 
     `best` is the winner, or null with the reason in `why`; `default` is the default configuration, `gain` the winner's
     throughput over the default's, and `gain_interval` its 95 % interval. A winner that failed when it was measured again
-    has the failure in `unconfirmed`. If lossy values were tried, `best_exact` is
-    the best configuration without any, and `lossy` lists a configuration's. Measurements include re-measurements;
-    `remeasured` lists for each such trial the throughput at `first` and those measured `again`. `trains` holds the
-    keys of `asked` (run.yaml's) that a training from this file alone needs; `spec` of a workload in a file is relative to
-    `folder`, that of best.yaml, and `spec_there` its absolute path. `stopped` is why a search did not end by itself.
-    `seconds_again` is the time of measuring the leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
+    has the failure in `unconfirmed`. If lossy values were tried, `best_exact` is the best configuration without any, and
+    `lossy` lists a configuration's. Measurements include re-measurements; `remeasured` lists for each such trial the
+    throughput at `first` and those measured `again`. `trains` has the keys of `request` (`asked` of run.yaml) that a
+    training from this file alone needs; `spec` of a workload in a file is relative to `folder`, that of best.yaml, and
+    `spec_there` its absolute path. `stopped` is the reason why a search was ended early. `seconds_again` is the time of
+    measuring the leaders again, `again_s`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
-    out: dict[str, Any] = {"stopped": stopped} if stopped else {}
-    out["best"] = _entry(winner) if winner else None
+    contents: dict[str, Any] = {"stopped": stopped} if stopped else {}
+    contents["best"] = _entry(winner) if winner else None
     if winner is None:
-        out["why"] = summary.why_nothing(trials)
-    out["default"] = _entry(base) if base else None
-    found = summary.gain(trials)
-    out["gain"] = found and found.ratio
-    out["gain_interval"] = list(found.interval) if found and found.interval else None
+        contents["why"] = summary.why_nothing(trials)
+    contents["default"] = _entry(base) if base else None
+    gain = summary.gain(trials)
+    contents["gain"] = gain and gain.ratio
+    contents["gain_interval"] = list(gain.interval) if gain and gain.interval else None
     if any(trial.lossy for trial in trials):
         exact = summary.best_exact(trials)
-        out["best_exact"] = _entry(exact) if exact else None
-    out["remeasured"] = {
+        contents["best_exact"] = _entry(exact) if exact else None
+    contents["remeasured"] = {
         str(trial.number): {"first": trial.first, "again": list(trial.remeasured)}
         for trial in trials
         if trial.first is not None
     }
     if again_s:
-        out["seconds_again"] = round(again_s, 1)
-    if asked:
-        out["trains"] = _trains(asked, folder)
-    out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
-    out["environment"] = dict(environment)
-    out["reproduce"] = shlex.join(command)
-    return out
+        contents["seconds_again"] = round(again_s, 1)
+    if request:
+        contents["trains"] = _trains(request, folder)
+    contents["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
+    contents["environment"] = dict(environment)
+    contents["reproduce"] = shlex.join(command)
+    return contents
 
 
-def _trains(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    training = {name: asked[name] for name in TRAINS if asked.get(name) is not None}
+def _trains(request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    training = {name: request[name] for name in TRAINS if request.get(name) is not None}
     workload = training.get("workload") or {}
     file, _, name = str(workload.get("spec") or "").rpartition(":")
     if file.endswith(".py") and isabs(file):
-        beside = {"spec": f"{os.path.relpath(file, folder.resolve())}:{name}", "spec_there": f"{file}:{name}"}
-        training["workload"] = {**workload, **beside}
-    devices = asked.get("devices") or {}
+        spec = {"spec": f"{os.path.relpath(file, folder.resolve())}:{name}", "spec_there": f"{file}:{name}"}
+        training["workload"] = {**workload, **spec}
+    devices = request.get("devices") or {}
     return training | {"devices": {name: devices[name] for name in OF_DEVICES if devices.get(name) is not None}}
 
 
 def _entry(trial: Trial) -> dict[str, Any]:
     config = trial.config
-    out: dict[str, Any] = {"trial": trial.number}
+    entry: dict[str, Any] = {"trial": trial.number}
     if hasattr(config, "id"):
-        out["id"] = config.id
-    out["configuration"] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        entry["id"] = config.id
+    entry["configuration"] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     if trial.lossy:
-        out["lossy"] = lossy_values(config, trial.lossy)
-    out["sampler"] = trial.sampler
+        entry["lossy"] = lossy_values(config, trial.lossy)
+    entry["sampler"] = trial.sampler
     if trial.measurement is None:
-        return out | {"status": "pending"}
-    out["status"] = trial.measured.status
+        return entry | {"status": "pending"}
+    entry["status"] = trial.measured.status
     if trial.ok:
-        out["throughput"] = trial.throughput
-        out["unit"] = trial.measured.unit
+        entry["throughput"] = trial.throughput
+        entry["unit"] = trial.measured.unit
     if trial.measured.unconfirmed:
-        out["unconfirmed"] = trial.measured.unconfirmed
+        entry["unconfirmed"] = trial.measured.unconfirmed
     if trial.remeasured:
-        out["remeasured"] = list(trial.remeasured)
-        out["first_throughput"] = trial.first
+        entry["remeasured"] = list(trial.remeasured)
+        entry["first_throughput"] = trial.first
     prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
-    out["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
+    entry["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
     measured = trial.measured.to_dict()
     measured.pop("probe", None)  # a hundred numbers, used only to detect `wrong`; the ledger keeps them
-    out["measurement"] = measured
-    return out
+    entry["measurement"] = measured
+    return entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +127,14 @@ class PlanFile:
     @property
     def trains(self) -> Mapping[str, Any]:
         """The training and the devices."""
-        found: Mapping[str, Any] = self.document["asked"]
-        return found
+        request: Mapping[str, Any] = self.document["asked"]
+        return request
 
 
 def is_plan(path: Path) -> bool:
     """True if `load` applies to the file: YAML, except the best.yaml in its run's folder."""
-    named = path.name.endswith((".yaml", ".yml")) and path.is_file()
-    return named and (path.name != BEST or not holds_run(path.parent))
+    is_yaml = path.name.endswith((".yaml", ".yml")) and path.is_file()
+    return is_yaml and (path.name != BEST or not holds_run(path.parent))
 
 
 def load(path: Path) -> PlanFile:
@@ -150,30 +150,34 @@ def load(path: Path) -> PlanFile:
         raise StudyError(f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
     if isinstance(document, Mapping) and "best" in document and document["best"] is None:
         raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
-    found, _ = schema.clean(document, schema.BEST, path.name) if isinstance(document, Mapping) else ({}, [])
-    winner = found.get("best") or {}
+    contents, _ = schema.clean(document, schema.BEST, path.name) if isinstance(document, Mapping) else ({}, [])
+    winner = contents.get("best") or {}
     if not winner.get("configuration"):
         raise StudyError(
             f"'{path}' is neither a best.yaml of redline nor a plan of `redline estimate -o`: "
             "it has no best with a configuration"
         )
-    asked = dict(found.get("trains") or {}) | {name: True for name in ("simulated", "emulated") if found.get(name)}
-    workload = dict(asked.get("workload") or {})
+    request = dict(contents.get("trains") or {}) | {
+        name: True for name in ("simulated", "emulated") if contents.get(name)
+    }
+    workload = dict(request.get("workload") or {})
     if (there := workload.pop("spec_there", None)) is not None:
         file, _, name = str(workload.get("spec")).rpartition(":")
-        beside = os.path.abspath(path.parent / file)
-        # A file that was copied without its workload names it where the run was made.
-        moved = os.path.exists(beside) or not os.path.exists(there.rpartition(":")[0])
-        asked["workload"] = {**workload, "spec": f"{beside}:{name}" if moved else there}
-    used = (asked.get("devices") or {}).get("used")
-    others = [*(found.get("alternatives") or ()), found.get("default") or {}]
+        local = os.path.abspath(path.parent / file)
+        # If best.yaml was copied without its workload, the workload is still at its absolute path.
+        moved = os.path.exists(local) or not os.path.exists(there.rpartition(":")[0])
+        request["workload"] = {**workload, "spec": f"{local}:{name}" if moved else there}
+    used = (request.get("devices") or {}).get("used")
+    alternatives = [*(contents.get("alternatives") or ()), contents.get("default") or {}]
     return PlanFile(
         trial=_trial(winner, used, path),
-        document={"asked": asked, "environment": found.get("environment") or {}},
+        document={"asked": request, "environment": contents.get("environment") or {}},
         others=tuple(
-            each["configuration"]
-            for each in others
-            if each.get("configuration") and each.get("devices", used) == used and asked.get("simulated")
+            alternative["configuration"]
+            for alternative in alternatives
+            if alternative.get("configuration")
+            and alternative.get("devices", used) == used
+            and request.get("simulated")
         ),
     )
 
@@ -211,34 +215,34 @@ def read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
     """Returns the contents of a folder's best.yaml; None without one. Damaged parts are left out and listed in
     `problems`.
     """
-    found = schema.read_document(folder, BEST, problems)
-    if found is None:
+    contents = schema.read_document(folder, BEST, problems)
+    if contents is None:
         return None
-    found, faults = schema.clean(found, schema.BEST, BEST)
+    contents, faults = schema.clean(contents, schema.BEST, BEST)
     problems += faults
-    return found
+    return contents
 
 
-def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[Trial] | None:
+def confirmed(trials: Sequence[Trial], contents: Mapping[str, Any] | None) -> list[Trial] | None:
     """Returns the trials of a table with the re-measurements of the best.yaml beside it.
 
     The measurements of the table already include them.
 
     Args:
         trials: the finished trials, as trials.csv lists them.
-        found: the contents of best.yaml.
+        contents: the contents of best.yaml.
 
     Returns:
         None if there is no best.yaml, or it is about other trials: it is written when the search ends.
     """
-    if found is None or not _describes(found, trials):
+    if contents is None or not _describes(contents, trials):
         return None
-    kept = found.get("remeasured")
+    remeasured = contents.get("remeasured")
     again_of: dict[str, tuple[float, tuple[float, ...]]] = {}
-    for number, entry in kept.items() if isinstance(kept, Mapping) else ():
-        first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, Mapping) else (None, None)
-        if isinstance(again, list) and schema.number(first) and all(map(schema.number, again)):
-            again_of[str(number)] = float(first), tuple(map(float, again))
+    for number, entry in remeasured.items() if isinstance(remeasured, Mapping) else ():
+        initial, again = (entry.get("first"), entry.get("again")) if isinstance(entry, Mapping) else (None, None)
+        if isinstance(again, list) and schema.number(initial) and all(map(schema.number, again)):
+            again_of[str(number)] = float(initial), tuple(map(float, again))
     return [
         replace(trial, first=again_of[str(trial.number)][0], remeasured=again_of[str(trial.number)][1])
         if str(trial.number) in again_of
@@ -247,8 +251,8 @@ def confirmed(trials: Sequence[Trial], found: Mapping[str, Any] | None) -> list[
     ]
 
 
-def _describes(found: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
-    counted = found.get("trials")
-    if not isinstance(counted, Mapping) or not all(isinstance(each, int) for each in counted.values()):
+def _describes(contents: Mapping[str, Any], trials: Sequence[Trial]) -> bool:
+    counted = contents.get("trials")
+    if not isinstance(counted, Mapping) or not all(isinstance(number, int) for number in counted.values()):
         return False
     return sum(counted.values()) == len(trials)

@@ -59,23 +59,23 @@ def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
             f"trial {trial.number} has the knob '{extra[0]}', which has no column in trials.csv; "
             f"its columns were fixed for {', '.join(knobs)}"
         )
-    own = {
+    of_trial = {
         "trial": trial.number,
         "predicted_throughput": trial.predicted_throughput,
         "predicted_memory_mib": trial.predicted_memory_mib,
         "sampler": trial.sampler,
     }
-    fixed = [own[name] if name in own else getattr(trial.measurement, name) for name in FIXED]
-    return [plain_scalar(each) for each in (*fixed, *(trial.config.get(name) for name in knobs))]
+    fixed = [of_trial[name] if name in of_trial else getattr(trial.measurement, name) for name in FIXED]
+    return [plain_scalar(cell_value) for cell_value in (*fixed, *(trial.config.get(name) for name in knobs))]
 
 
 def line(cells: Iterable[str]) -> str:
     """Returns one line of CSV with its line end. Cells are quoted if necessary. A cell that a spreadsheet would run
     as a formula gets an apostrophe in front, which `unquoted` removes.
     """
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow(map(_quoted, cells))
-    return out.getvalue()
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(map(_quoted, cells))
+    return buffer.getvalue()
 
 
 def _quoted(text: str) -> str:
@@ -119,18 +119,18 @@ def cell(value: Any, name: str = "") -> str:
 
 def knob_text(trial: Trial, name: str) -> str:
     """Returns a knob's value for people, marked if it is lossy."""
-    text = cell(trial.config.get(name), KNOB)
-    return f"{text} (lossy)" if name in trial.lossy else text
+    shown_value = cell(trial.config.get(name), KNOB)
+    return f"{shown_value} (lossy)" if name in trial.lossy else shown_value
 
 
 def number(value: float, digits: int = 7) -> str:
     """Returns a real number with that many significant digits, without an exponent unless it is tiny or huge."""
     if not math.isfinite(value):
         return str(float(value))
-    text = f"{value:.{digits}g}"
-    if "e" in text and 1 <= abs(value) < 1e15:
+    digits_text = f"{value:.{digits}g}"
+    if "e" in digits_text and 1 <= abs(value) < 1e15:
         return f"{value:.0f}"
-    return text
+    return digits_text
 
 
 def speed(throughput: float, unit: str) -> str:
@@ -145,10 +145,10 @@ def speed(throughput: float, unit: str) -> str:
 
 def printable(text: str) -> str:
     """Escapes control characters other than tabs and line breaks, so that none reaches a terminal."""
-    return _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
-def fold(text: str) -> str:
+def fold(printed: str) -> str:
     """Returns a text on one line: line breaks become a space, other control characters are escaped."""
-    text = printable(_BREAKS.sub(" ", text))
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    printed = printable(_BREAKS.sub(" ", printed))
+    return printed if len(printed) <= MAX_TEXT else printed[: MAX_TEXT - 1] + "…"

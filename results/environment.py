@@ -28,14 +28,14 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Returns the versions of redline, Python and the installed packages of `PACKAGES`."""
-    found = {"redline": __version__, "python": platform.python_version()}
+    installed = {"redline": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     driver = nvidia_driver()
-    return found | {"nvidia_driver": driver} if driver else found
+    return installed | {"nvidia_driver": driver} if driver else installed
 
 
 def host() -> dict[str, Any]:
@@ -51,10 +51,10 @@ def host() -> dict[str, Any]:
 def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
     """Returns the version of the loaded NVIDIA kernel driver; None if there is none."""
     try:
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", Path(path).read_text())
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", Path(path).read_text())
     except OSError:
         return None
-    return found.group(1) if found else None
+    return match.group(1) if match else None
 
 
 def describe(devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -63,5 +63,5 @@ def describe(devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
     Args:
         devices: the tuner's description of the devices, stored unchanged.
     """
-    out: dict[str, Any] = {"versions": versions(), "host": host()}
-    return out | {"devices": dict(devices)} if devices else out
+    description: dict[str, Any] = {"versions": versions(), "host": host()}
+    return description | {"devices": dict(devices)} if devices else description

@@ -19,8 +19,8 @@ LINES = 60
 SERIES = ("loss", "lr", "grad_norm", "tokens_per_second", "samples_per_second", "step_ms", "mfu", "memory_mib")
 """Names in the log of the values that become curves."""
 
-_HIGHEST = 2**53
-_LONGEST = 400
+_HIGHEST = 2**53  # the largest step that JavaScript, which draws the curves, represents exactly
+_LONGEST = 400  # characters of a text that pages show
 _Point = tuple[int, float]
 
 
@@ -52,37 +52,37 @@ class Curve:
         keep = bisect_right(self._begins, step)
         del self._begins[keep:], self._kept[keep:]
         if self._kept:
-            left = [each for each in self._kept[-1] if each[0] <= step]
-            if left:
-                self._kept[-1] = _of(left)
+            remaining = [point for point in self._kept[-1] if point[0] <= step]
+            if remaining:
+                self._kept[-1] = _of(remaining)
             else:
                 del self._begins[-1], self._kept[-1]
 
     def points(self) -> list[_Point]:
         """Returns the kept points, by steps."""
-        return [point for kept in self._kept for point in sorted(set(kept))]
+        return [point for interval in self._kept for point in sorted(set(interval))]
 
     def _halve(self) -> None:
         while len(self._begins) > STRETCHES:
             self._width *= 2
             merged: dict[int, list[_Point]] = {}
-            for kept in self._kept:
-                begin = kept[2][0] - kept[2][0] % self._width
-                merged[begin] = _of([*merged.get(begin, ()), *kept])
+            for interval in self._kept:
+                begin = interval[2][0] - interval[2][0] % self._width
+                merged[begin] = _of([*merged.get(begin, ()), *interval])
             self._begins, self._kept = list(merged), list(merged.values())
 
 
 def _of(points: list[_Point]) -> list[_Point]:
     """Returns the lowest, the highest and the last of some points."""
-    return [min(points, key=lambda each: each[1]), max(points, key=lambda each: each[1]), max(points)]
+    return [min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1]), max(points)]
 
 
-def _widen(kept: list[_Point], point: _Point) -> None:
-    if point[1] < kept[0][1]:
-        kept[0] = point
-    if point[1] > kept[1][1]:
-        kept[1] = point
-    kept[2] = point
+def _widen(interval: list[_Point], point: _Point) -> None:
+    if point[1] < interval[0][1]:
+        interval[0] = point
+    if point[1] > interval[1][1]:
+        interval[1] = point
+    interval[2] = point
 
 
 class History:
@@ -135,11 +135,11 @@ class History:
             if self._reader.replaced():
                 self._forget()
                 news = True
-            at = self._reader.position
+            position = self._reader.position
             for line in self._reader.lines(at_most=1 << 20):
                 self._take(line)
-            news = news or self._reader.position > at
-            if self._reader.position == at or not self._reader.unread or time.monotonic() >= until:
+            news = news or self._reader.position > position
+            if self._reader.position == position or not self._reader.unread or time.monotonic() >= until:
                 return news
 
     def _take(self, line: Mapping[str, Any]) -> None:

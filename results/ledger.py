@@ -37,15 +37,15 @@ def distribution(values: Sequence[Any]) -> "BaseDistribution":
 
     # Optuna stores numbers as floats, which are inexact beyond 2 ** 53.
     numeric = all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) <= 2**53 for each in values
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 2**53 for value in values
     )
     if not values or not numeric:
         return CategoricalDistribution(tuple(values))
     ordered = sorted(set(values))
     low, high = ordered[0], ordered[-1]
     log = low > 0 and len(ordered) > 2 and _geometric(ordered)
-    if all(isinstance(each, int) for each in ordered):
-        step = 1 if log or low == high else math.gcd(*(each - low for each in ordered[1:]))
+    if all(isinstance(value, int) for value in ordered):
+        step = 1 if log or low == high else math.gcd(*(value - low for value in ordered[1:]))
         return IntDistribution(low, high, log=log, step=step)
     return FloatDistribution(low, high, log=log, step=None if log else _even_step(ordered))
 
@@ -59,12 +59,12 @@ def _even_step(ordered: Sequence[float]) -> float | None:
     # Optuna uses decimal steps: 0, 0.1, 0.2 are evenly spaced, thirds are not.
     if len(ordered) < 2:
         return None
-    exact = [Decimal(repr(each)) for each in ordered]
-    first, step = exact[0], exact[1] - exact[0]
-    if (exact[-1] - first) / step > 10**6:
+    exact = [Decimal(repr(value)) for value in ordered]
+    lowest, step = exact[0], exact[1] - exact[0]
+    if (exact[-1] - lowest) / step > 10**6:
         return None
     # The difference of two floats may have more digits than a float.
-    even = Decimal(repr(float(step))) == step and all((each - first) % step == 0 for each in exact)
+    even = Decimal(repr(float(step))) == step and all((value - lowest) % step == 0 for value in exact)
     return float(step) if even else None
 
 
@@ -85,7 +85,7 @@ class Ledger:
         self,
         study: StoredStudy,
         *,
-        where: str,
+        origin: str,
         make_config: Callable[[Mapping[str, Any]], Any],
         storage: "BaseStorage | None" = None,
         study_id: int = -1,
@@ -94,22 +94,22 @@ class Ledger:
     ) -> None:
         self._storage = storage
         self._study_id = study_id
-        self._where = where
+        self._origin = origin
         self._lossy = lossy or {}
         self._distributions = {name: distribution(values) for name, values in (knobs or {}).items() if values}
         self._lock = threading.RLock()
-        found = trials_of(study, where, make_config, self._lossy)
-        self._trials: dict[int, Trial] = found.trials
-        self._first: dict[int, Measurement] = found.first
-        self._fallen: dict[int, Measurement] = found.fallen
+        trials = trials_of(study, origin, make_config, self._lossy)
+        self._trials: dict[int, Trial] = trials.trials
+        self._first: dict[int, Measurement] = trials.first
+        self._fallen: dict[int, Measurement] = trials.fallen
         self._ids: dict[int, int] = {entry.number: entry.id for entry in study.entries}
-        self.problems: tuple[str, ...] = tuple(found.problems)
+        self.problems: tuple[str, ...] = tuple(trials.problems)
         """Parts of the study that were left out as invalid, in words."""
         if storage is None:
             return
         if self.problems:
             raise StudyError(
-                f"{'; '.join(self.problems[:3])}. A damaged run cannot be continued: restore {where}, or start "
+                f"{'; '.join(self.problems[:3])}. A damaged run cannot be continued: restore {origin}, or start "
                 "with another --out"
             )
         for entry in study.entries:
@@ -148,13 +148,13 @@ class Ledger:
                 or one at all unless `exist_ok`.
             MissingDependency: the storage needs a package that is not installed.
         """
-        where = words(source)
-        with quiet(), contained(where):
+        origin = words(source)
+        with quiet(), contained(origin):
             storage = open_storage(source, writable=True)
-            study_id = open_study(storage, where, name, as_data(metadata), exist_ok)
+            study_id = open_study(storage, origin, name, as_data(metadata), exist_ok)
             return cls(
                 stored(storage, study_id, name),
-                where=where,
+                origin=origin,
                 make_config=make_config,
                 storage=storage,
                 study_id=study_id,
@@ -183,30 +183,30 @@ class Ledger:
             StudyError: the storage or study does not exist, or it is damaged.
             MissingDependency: the storage needs a package that is not installed.
         """
-        where = words(source)
+        origin = words(source)
         if is_path(source):
             try:
                 data = read_named(path_of(source), at_most=LARGEST_LEDGER)
             except FileNotFoundError:
-                raise StudyError(f"there is no ledger at {where}") from None
+                raise StudyError(f"there is no ledger at {origin}") from None
             except OSError as error:
-                raise StudyError(f"cannot read {where}: {error.strerror or error}") from error
-            return cls.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
-        with quiet(), contained(where):
+                raise StudyError(f"cannot read {origin}: {error.strerror or error}") from error
+            return cls.parse(data, origin=origin, name=name, make_config=make_config, lossy=lossy)
+        with quiet(), contained(origin):
             storage = open_storage(source, writable=False)
             names = study_ids(storage)
-            name = _named(name, names, where)
+            name = _study_name(name, names, origin)
             study = stored(storage, names[name], name)
             if storage is not source:
                 storage.remove_session()
-        return cls(study, where=where, make_config=make_config, lossy=lossy)
+        return cls(study, origin=origin, make_config=make_config, lossy=lossy)
 
     @classmethod
     def parse(
         cls,
         data: bytes,
         *,
-        where: str,
+        origin: str,
         name: str | None = None,
         make_config: Callable[[Mapping[str, Any]], Any] = dict,
         lossy: Lossy | None = None,
@@ -215,7 +215,7 @@ class Ledger:
 
         Args:
             data: the file's contents.
-            where: its name, for messages.
+            origin: its name, for messages.
             name: as for `load`.
             make_config: as for `open`.
             lossy: as for `open`.
@@ -223,9 +223,9 @@ class Ledger:
         Raises:
             StudyError: it is damaged, or the study does not exist.
         """
-        studies = {study.name: study for study in replay(data, where).values()}
-        study = studies[_named(name, studies, where)]
-        return cls(study, where=where, make_config=make_config, lossy=lossy)
+        studies = {study.name: study for study in replay(data, origin).values()}
+        study = studies[_study_name(name, studies, origin)]
+        return cls(study, origin=origin, make_config=make_config, lossy=lossy)
 
     def start(
         self,
@@ -261,7 +261,7 @@ class Ledger:
             )
         except ValueError as error:
             raise StudyError(f"configuration {values} does not belong to this study: {error}") from error
-        with self._lock, contained(self._where):
+        with self._lock, contained(self._origin):
             storage = self._writable()
             trial_id = storage.create_new_trial(self._study_id, template)
             trial = Trial(
@@ -282,9 +282,9 @@ class Ledger:
         Raises:
             StudyError: the pending trial does not exist, or it cannot be stored.
         """
-        with self._lock, contained(self._where):
+        with self._lock, contained(self._origin):
             storage = self._writable()
-            trial = self._known(number)
+            trial = self._lookup(number)
             storage.set_trial_user_attr(self._ids[number], "attempts", attempts)
             self._trials[number] = replace(trial, attempts=attempts)
             return self._trials[number]
@@ -302,12 +302,12 @@ class Ledger:
             )
         with self._lock:
             self._writable()
-            trial = self._known(number)
+            trial = self._lookup(number)
             if not trial.pending:
                 raise StudyError(f"trial {number} has already finished ({trial.measured.status})")
             done = self._trials[number] = replace(trial, measurement=measurement)
             try:
-                with contained(self._where):
+                with contained(self._origin):
                     self._store(self._ids[number], measurement)
             except StudyError as error:
                 raise StudyError(f"the outcome of trial {number} could not be stored: {error}") from error
@@ -327,25 +327,25 @@ class Ledger:
         """
         with self._lock:
             self._writable()
-            trial = self._known(number)
-            first = self._first.get(number, trial.measurement)
-            if first is None or not first.ok:
+            trial = self._lookup(number)
+            initial = self._first.get(number, trial.measurement)
+            if initial is None or not initial.ok:
                 raise StudyError(f"trial {number} did not succeed, so it cannot be measured again")
-            values = tuple(float(each) for each in throughputs)
-            if not all(math.isfinite(each) for each in values):
+            values = tuple(float(value) for value in throughputs)
+            if not all(math.isfinite(value) for value in values):
                 raise StudyError(f"re-measured throughputs must be finite numbers, but got {values}")
             if failure is not None:
                 self._fallen[number] = failure
             else:
                 self._fallen.pop(number, None)
-            self._first[number] = first
-            done = self._trials[number] = judged(trial, values, failure, first=first)
+            self._first[number] = initial
+            done = self._trials[number] = judged(trial, values, failure, initial=initial)
             attributes = {
-                "remeasured": {str(n): each.remeasured for n, each in self._trials.items() if each.remeasured},
-                "fallen": {str(n): each.to_dict() for n, each in self._fallen.items()},
+                "remeasured": {str(n): trial.remeasured for n, trial in self._trials.items() if trial.remeasured},
+                "fallen": {str(n): measurement.to_dict() for n, measurement in self._fallen.items()},
             }
             try:
-                with contained(self._where):
+                with contained(self._origin):
                     for name, value in attributes.items():
                         self._writable().set_study_user_attr(self._study_id, name, value)
             except StudyError as error:
@@ -359,7 +359,7 @@ class Ledger:
             StudyError: there is none.
         """
         with self._lock:
-            return self._known(number)
+            return self._lookup(number)
 
     def trials(self) -> list[Trial]:
         """Returns all trials by number; pending ones have no measurement."""
@@ -391,9 +391,9 @@ class Ledger:
             storage.set_trial_user_attr(trial_id, "reason", measurement.reason)
         storage.set_trial_state_values(trial_id, state, values)
 
-    def _known(self, number: int) -> Trial:
+    def _lookup(self, number: int) -> Trial:
         if number not in self._trials:
-            raise StudyError(f"there is no trial {number} among the {len(self._trials)} of {self._where}")
+            raise StudyError(f"there is no trial {number} among the {len(self._trials)} of {self._origin}")
         return self._trials[number]
 
     def _writable(self) -> "BaseStorage":
@@ -403,11 +403,11 @@ class Ledger:
             StudyError: it was opened for reading only.
         """
         if self._storage is None:
-            raise StudyError(f"{self._where} was opened for reading only")
+            raise StudyError(f"{self._origin} was opened for reading only")
         return self._storage
 
 
-def _named(name: str | None, studies: Mapping[str, Any], where: str) -> str:
+def _study_name(name: str | None, studies: Mapping[str, Any], origin: str) -> str:
     """Returns the name of the requested study.
 
     Raises:
@@ -417,7 +417,7 @@ def _named(name: str | None, studies: Mapping[str, Any], where: str) -> str:
         return next(iter(studies))
     if name is None:
         listing = f"{len(studies)} studies; name one of them: {', '.join(studies)}" if studies else "no study"
-        raise StudyError(f"{where} contains {listing}")
+        raise StudyError(f"{origin} contains {listing}")
     if name not in studies:
-        raise StudyError(f"{where}: {unknown('study', name, studies)}")
+        raise StudyError(f"{origin}: {unknown('study', name, studies)}")
     return name

@@ -42,15 +42,15 @@ def chosen_columns(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
     Raises:
         UsageError: the column does not exist. The message names the nearest.
     """
-    known = header(knob_names(trials))
-    out = []
+    valid_names = header(knob_names(trials))
+    columns = []
     for name in names:
-        found = name if name in known else KNOB + name
-        if found not in known:
-            short = [*FIXED, *(each.removeprefix(KNOB) for each in known[len(FIXED) :])]
+        column = name if name in valid_names else KNOB + name
+        if column not in valid_names:
+            short = [*FIXED, *(column.removeprefix(KNOB) for column in valid_names[len(FIXED) :])]
             raise UsageError(unknown("column", name, dict.fromkeys(short)))
-        out.append(found)
-    return out
+        columns.append(column)
+    return columns
 
 
 def value(trial: Trial, column: str) -> Any:
@@ -77,27 +77,27 @@ def select(trials: Sequence[Trial], selection: Selection) -> tuple[list[Trial], 
     for status in selection.statuses:
         if status not in (*Status, PENDING):
             raise UsageError(unknown("status", status, [*Status, PENDING]))
-    kept = [trial for trial in trials if not selection.statuses or value(trial, "status") in selection.statuses]
+    selected = [trial for trial in trials if not selection.statuses or value(trial, "status") in selection.statuses]
     if selection.sort:
         (column,) = chosen_columns(trials, [selection.sort.removeprefix("-")])
-        kept = _sorted(kept, column, descending=selection.sort.startswith("-"))
+        selected = _sorted(selected, column, descending=selection.sort.startswith("-"))
     else:
-        failed = [trial for trial in kept if not trial.pending and not trial.ok]
-        kept = [*summary.leaders(kept), *failed, *(trial for trial in kept if trial.pending)]
-    shown = kept[: selection.top]
-    return shown, len(kept) - len(shown)
+        failed = [trial for trial in selected if not trial.pending and not trial.ok]
+        selected = [*summary.leaders(selected), *failed, *(trial for trial in selected if trial.pending)]
+    top = selected[: selection.top]
+    return top, len(selected) - len(top)
 
 
 def _sorted(trials: Sequence[Trial], column: str, *, descending: bool) -> list[Trial]:
     """Sorts numbers before texts, and trials without a value last."""
-    given = [trial for trial in trials if value(trial, column) not in (None, "")]
-    rest = [trial for trial in trials if value(trial, column) in (None, "")]
+    valued = [trial for trial in trials if value(trial, column) not in (None, "")]
+    valueless = [trial for trial in trials if value(trial, column) in (None, "")]
 
     def key(trial: Trial) -> tuple[bool, Any]:
-        found = value(trial, column)
-        return isinstance(found, str), found
+        cell_value = value(trial, column)
+        return isinstance(cell_value, str), cell_value
 
-    return [*sorted(given, key=key, reverse=descending), *rest]
+    return [*sorted(valued, key=key, reverse=descending), *valueless]
 
 
 def write(trials: Sequence[Trial], columns: Sequence[str], form: str) -> str:
@@ -110,8 +110,8 @@ def write(trials: Sequence[Trial], columns: Sequence[str], form: str) -> str:
         records = [{name: to_json(value(trial, name)) for name in columns} for trial in trials]
         return json.dumps(records, indent=2) + "\n"
     # CSV is for programs, Markdown for people.
-    shown = text if form == "csv" else marked_text
-    return write_rows(columns, [[shown(trial, name) for name in columns] for trial in trials], form)
+    format_cell = text if form == "csv" else marked_text
+    return write_rows(columns, [[format_cell(trial, name) for name in columns] for trial in trials], form)
 
 
 def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
@@ -121,10 +121,10 @@ def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -
         UsageError: the format is unknown.
     """
     if form == "csv":
-        return "".join(line(each) for each in (map(fold, names), *rows))
+        return "".join(line(row) for row in (map(fold, names), *rows))
     if form == "markdown":
         lines = [[*map(fold, names)], ["---"] * len(names), *rows]
-        return "".join("| " + " | ".join(map(_markdown, each)) + " |\n" for each in lines)
+        return "".join("| " + " | ".join(map(_markdown, row)) + " |\n" for row in lines)
     raise UsageError(unknown("format", form, FORMATS))
 
 
@@ -146,20 +146,20 @@ def sparkline(series: Sequence[float | None], width: int = 60) -> str:
     """
     if len(series) > width:
         series = [series[(place + 1) * len(series) // width - 1] for place in range(width)]
-    known = [each for each in series if each is not None]
-    if not known:
+    present = [level for level in series if level is not None]
+    if not present:
         return ""
-    low, span = min(known), max(known) - min(known)
-    return "".join(" " if each is None else _BARS[round((each - low) / span * 7) if span else 0] for each in series)
+    low, span = min(present), max(present) - min(present)
+    return "".join(" " if level is None else _BARS[round((level - low) / span * 7) if span else 0] for level in series)
 
 
 def best_so_far_line(trials: Sequence[Trial], encoding: str = "utf-8") -> str:
     """Returns the growth of the best throughput over the trials as one line; empty if there is nothing to show."""
     series = summary.best_so_far(trials)
-    known = [each for each in series if each is not None]
-    if len(series) < 2 or not known or not encoding.lower().startswith("utf"):
+    throughputs = [throughput for throughput in series if throughput is not None]
+    if len(series) < 2 or not throughputs or not encoding.lower().startswith("utf"):
         return ""
-    return f"best so far: {sparkline(series)}  {number(known[0], 5)} to {number(known[-1], 5)}"
+    return f"best so far: {sparkline(series)}  {number(throughputs[0], 5)} to {number(throughputs[-1], 5)}"
 
 
 def _markdown(text: str) -> str:

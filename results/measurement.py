@@ -72,7 +72,7 @@ _LONGEST_TEXT = 100_000
 
 @cache
 def _names(cls: "type[Measurement | RankReport]") -> tuple[str, ...]:
-    return tuple(each.name for each in fields(cls))
+    return tuple(field.name for field in fields(cls))
 
 
 def plain_scalar(value: Any) -> Any:
@@ -107,14 +107,14 @@ def _from_json(cls: type, data: Any) -> dict[str, Any]:
     return values
 
 
-def _check_types(made: "Measurement | RankReport", names: Iterable[str]) -> None:
+def _check_types(instance: "Measurement | RankReport", names: Iterable[str]) -> None:
     """Checks the type of every field, converts numpy and torch numbers to Python's, and cuts long texts.
 
     Raises:
         UsageError: a field is of another type.
     """
     for name in names:
-        value = given = getattr(made, name)
+        value = original = getattr(instance, name)
         if name == "status":
             # A user's own function may return "ok" for Status.OK.
             if not isinstance(value, str) or value not in _STATUSES:
@@ -126,8 +126,8 @@ def _check_types(made: "Measurement | RankReport", names: Iterable[str]) -> None
             value = value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 1] + "…"
         elif name not in _NESTED and value is not None:
             value = _number(name, value)
-        if value is not given:
-            object.__setattr__(made, name, value)
+        if value is not original:
+            object.__setattr__(instance, name, value)
 
 
 def _number(name: str, value: Any) -> float | int:
@@ -212,7 +212,7 @@ class Measurement:
     seconds_modelled: float | None = None
     """The part of an emulated step that was not measured: waits for communication and other stages, s."""
     observed: Mapping[str, Any] | None = field(default=None, hash=False)
-    """What was observed of a command's training (`observed_facts` of `runners/command/comparison.py`); None otherwise."""
+    """Facts observed in a command's training (`observed_facts` of `runners/command/comparison.py`); None otherwise."""
     log: str = ""
     """Path of the log of all ranks' output, relative to the run's folder."""
     ranks: tuple[RankReport, ...] = ()
@@ -222,7 +222,7 @@ class Measurement:
         _check_types(self, _names(Measurement))
         if not isinstance(self.probe, Probe | None):
             raise UsageError(f"probe must be a redline.results.probe.Probe, but got {shortened(self.probe)}")
-        if not isinstance(self.ranks, tuple) or not all(isinstance(each, RankReport) for each in self.ranks):
+        if not isinstance(self.ranks, tuple) or not all(isinstance(report, RankReport) for report in self.ranks):
             raise UsageError(f"ranks must be a tuple of RankReport, but got {shortened(self.ranks)}")
 
     @property
@@ -266,11 +266,14 @@ class Measurement:
 
         Numbers are Python numbers; those that JSON cannot represent are the texts `nan`, `inf`, `-inf`.
         """
-        out: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         for name in _names(Measurement):
             value = getattr(self, name)
             if name == "ranks":
-                value = [{each: to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value]
+                value = [
+                    {field_name: to_json(getattr(rank, field_name)) for field_name in _names(RankReport)}
+                    for rank in value
+                ]
             elif name == "probe":
                 value = None if value is None else value.to_dict()
             elif name == "observed":
@@ -278,8 +281,8 @@ class Measurement:
             else:
                 value = to_json(value)
             if value is not None and value != "" and value != []:
-                out[name] = value
-        return out
+                data[name] = value
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
@@ -296,7 +299,7 @@ class Measurement:
         ranks = values.get("ranks") or ()
         if not isinstance(ranks, list | tuple) or len(ranks) > _MOST_RANKS:
             raise UsageError(f"ranks must be a list of reports, but got {shortened(ranks)}")
-        values["ranks"] = tuple(RankReport(**_rank(each)) for each in ranks)
+        values["ranks"] = tuple(RankReport(**_rank(report)) for report in ranks)
         return cls(**values)
 
 
@@ -340,7 +343,7 @@ class Trial:
     first: float | None = None
     """Throughput of the first measurement, if `measurement` is the result of re-measurements."""
     lossy: tuple[str, ...] = ()
-    """Knobs whose values trade accuracy for speed. With any of them it is another training."""
+    """Knobs whose values trade accuracy for speed."""
 
     @property
     def pending(self) -> bool:

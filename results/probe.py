@@ -31,11 +31,11 @@ class Computed:
     def together(cls, shares: "Sequence[Computed]") -> "Computed":
         """Combines the shares of all ranks: equal losses, and gradients that are pieces of the whole."""
         return cls(
-            loss=sum(each.loss for each in shares) / len(shares),
-            gradient=math.hypot(*(each.gradient for each in shares)),
-            blocks=tuple(math.hypot(*norms) for norms in zip(*(each.blocks for each in shares))),
-            vectors=tuple(math.hypot(*norms) for norms in zip(*(each.vectors for each in shares))),
-            parameters=tuple(math.hypot(*norms) for norms in zip(*(each.parameters for each in shares))),
+            loss=sum(share.loss for share in shares) / len(shares),
+            gradient=math.hypot(*(share.gradient for share in shares)),
+            blocks=tuple(math.hypot(*norms) for norms in zip(*(share.blocks for share in shares))),
+            vectors=tuple(math.hypot(*norms) for norms in zip(*(share.vectors for share in shares))),
+            parameters=tuple(math.hypot(*norms) for norms in zip(*(share.parameters for share in shares))),
             samples=shares[0].samples,
         )
 
@@ -71,8 +71,7 @@ class Probe:
     names: tuple[str, ...] = ()
     """Names of the parameters, in the model's order. Not stored: they are those of the reference's model."""
     weights: int = 0
-    """Number of all weights of the model as it is constructed, before it is scheduled; 0 if unknown. A knob of a user's own may
-    change it."""
+    """Number of weights of the model before it is scheduled; 0 if unknown. A user's own knob may change it."""
     depth: int = 1
     """Layers with weights of at least two dimensions, for the growth of rounding."""
     roundoff: float
@@ -83,7 +82,7 @@ class Probe:
     @property
     def logits_size(self) -> float:
         """Root mean square of the projections, an estimate of that of the logits; 0 without any."""
-        return math.sqrt(sum(each**2 for each in self.logits) / max(1, len(self.logits)))
+        return math.sqrt(sum(projection**2 for projection in self.logits) / max(1, len(self.logits)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready mapping; numbers that JSON cannot represent are the texts `nan`, `inf`, `-inf`."""
@@ -113,24 +112,28 @@ _COMPUTED = ("quiet", "step")
 def _as_data(value: Any) -> Any:
     if isinstance(value, Probe | Computed):
         return {
-            each.name: _as_data(getattr(value, each.name)) for each in fields(value) if each.name not in _NOT_STORED
+            field.name: _as_data(getattr(value, field.name)) for field in fields(value) if field.name not in _NOT_STORED
         }
     if isinstance(value, tuple):
-        return [_as_data(each) for each in value]
+        return [_as_data(element) for element in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read(cls: type, data: Any) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise UsageError(f"a probe is a mapping, but got {shortened(data)}")
-    values = {each.name: data[each.name] for each in fields(cls) if each.name in data and each.name not in _NOT_STORED}
+    values = {
+        field.name: data[field.name] for field in fields(cls) if field.name in data and field.name not in _NOT_STORED
+    }
     for name, value in values.items():
         if name in _NAMES or name in _LISTS:
             texts = name in _NAMES
-            if not isinstance(value, list | tuple) or (texts and not all(isinstance(each, str) for each in value)):
+            if not isinstance(value, list | tuple) or (
+                texts and not all(isinstance(element, str) for element in value)
+            ):
                 of = "texts" if texts else "numbers"
                 raise UsageError(f"a probe's {name} must be a list of {of}, but got {shortened(value)}")
-            values[name] = tuple(each if texts else _number(name, each) for each in value)
+            values[name] = tuple(element if texts else _number(name, element) for element in value)
         elif name in _COUNTS:
             if not count(value):
                 raise UsageError(f"a probe's {name} must be a whole number, but got {shortened(value)}")
@@ -146,7 +149,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _make(cls: type, values: dict[str, Any]) -> Any:
-    missing = [each.name for each in fields(cls) if each.default is MISSING and values.get(each.name) is None]
+    missing = [field.name for field in fields(cls) if field.default is MISSING and values.get(field.name) is None]
     if missing:
         raise UsageError(f"a probe has no {', '.join(missing)}")
     return cls(**values)

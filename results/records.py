@@ -57,9 +57,13 @@ class StoredStudy:
     entries: list[StoredTrial] = field(default_factory=list)
 
 
-def replay(data: bytes, where: str) -> dict[int, StoredStudy]:
-    """Returns the studies in the contents of a journal by id; messages call it `where`. An unfinished last line is
-    ignored, since it may be being written.
+def replay(data: bytes, origin: str) -> dict[int, StoredStudy]:
+    """Returns the studies in the contents of a journal, by id. An unfinished last line is ignored, since another process
+    may be writing it.
+
+    Args:
+        data: the journal's contents.
+        origin: its name, for messages.
 
     Raises:
         StudyError: a line is not a record of a study, or there are more or longer ones than `MOST_RECORDS`,
@@ -72,7 +76,7 @@ def replay(data: bytes, where: str) -> dict[int, StoredStudy]:
         if not line.endswith(b"\n"):
             break
         if place > MOST_RECORDS:
-            raise StudyError(f"{where} has more than {MOST_RECORDS:,} records")
+            raise StudyError(f"{origin} has more than {MOST_RECORDS:,} records")
         try:
             if len(line) > LONGEST_RECORD:
                 raise Malformed(f"it is longer than {LONGEST_RECORD >> 20} MiB")
@@ -82,7 +86,7 @@ def replay(data: bytes, where: str) -> dict[int, StoredStudy]:
                 raise Malformed(f"it has the unknown operation {shortened(kind)}")
             if kind == _CREATE_STUDY:
                 name = _field(record, "study_name", str)
-                if all(each.name != name for each in studies.values()):
+                if all(study.name != name for study in studies.values()):
                     studies[created] = StoredStudy(name)
                     created += 1
             elif kind == _DELETE_STUDY:
@@ -96,22 +100,22 @@ def replay(data: bytes, where: str) -> dict[int, StoredStudy]:
                 if study is None:
                     continue
                 if len(by_id) >= MOST_TRIALS:
-                    raise StudyError(f"{where} has more than {MOST_TRIALS:,} trials")
+                    raise StudyError(f"{origin} has more than {MOST_TRIALS:,} trials")
                 entry = StoredTrial(len(by_id), len(study.entries), {}, record.get("state") in _FINISHED)
                 _keep(entry, record.get("user_attrs", {}))
                 study.entries.append(entry)
                 by_id.append(entry)
             elif kind in (_STATE, _TRIAL_ATTRIBUTE):
-                at = _field(record, "trial_id", int)
-                if not 0 <= at < len(by_id) or by_id[at].finished:
+                trial_index = _field(record, "trial_id", int)
+                if not 0 <= trial_index < len(by_id) or by_id[trial_index].finished:
                     continue
                 if kind == _STATE:
-                    by_id[at].finished = _field(record, "state", int) in _FINISHED
+                    by_id[trial_index].finished = _field(record, "state", int) in _FINISHED
                 else:
-                    _keep(by_id[at], _field(record, "user_attr", dict))
+                    _keep(by_id[trial_index], _field(record, "user_attr", dict))
         except Malformed as error:
             raise StudyError(
-                f"line {place} of {where} is not a record of a study ({error}): {line[:60]!r}; "
+                f"line {place} of {origin} is not a record of a study ({error}): {line[:60]!r}; "
                 "restore the file, delete that line, or start with another --out"
             ) from error
     return studies
@@ -135,8 +139,8 @@ def stored(storage: "BaseStorage", study_id: int, name: str) -> StoredStudy:
         name,
         storage.get_study_user_attrs(study_id),
         [
-            StoredTrial(trial_id(each), each.number, each.user_attrs, each.state.is_finished())
-            for each in storage.get_all_trials(study_id, deepcopy=False)
+            StoredTrial(trial_id(trial), trial.number, trial.user_attrs, trial.state.is_finished())
+            for trial in storage.get_all_trials(study_id, deepcopy=False)
         ],
     )
 
@@ -156,7 +160,7 @@ class StudyTrials:
 
 
 def trials_of(
-    study: StoredStudy, where: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy
+    study: StoredStudy, origin: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy
 ) -> StudyTrials:
     """Returns the trials of a study. Invalid trials are left out and listed in `problems`. Trials that others
     enqueued, through Optuna's dashboard or API, are ignored.
@@ -164,24 +168,24 @@ def trials_of(
     study_trials = StudyTrials()
     remeasured: dict[int, tuple[float, ...]] = {}
     for key, value in _numbered(study.attributes.get("remeasured")):
-        if isinstance(value, list | tuple) and all(number(each) for each in value):
+        if isinstance(value, list | tuple) and all(number(throughput) for throughput in value):
             remeasured[key] = tuple(map(float, value))
         else:
             study_trials.problems.append(
-                f"{where}: the re-measurements of trial {key} are {shortened(value)}; left out"
+                f"{origin}: the re-measurements of trial {key} are {shortened(value)}; left out"
             )
     for key, value in _numbered(study.attributes.get("fallen")):
         try:
             study_trials.fallen[key] = Measurement.from_dict(value)
         except UsageError as error:
-            study_trials.problems.append(f"{where}: the re-measurement of trial {key}: {error}; left out")
+            study_trials.problems.append(f"{origin}: the re-measurement of trial {key}: {error}; left out")
     for entry in study.entries:
         if "config" not in entry.attributes:
             continue
         try:
             trial = _trial(entry, make_config, lossy)
         except UsageError as error:
-            study_trials.problems.append(f"{where}: trial {entry.number}: {error}; left out")
+            study_trials.problems.append(f"{origin}: trial {entry.number}: {error}; left out")
             continue
         values = remeasured.get(trial.number, ())
         if trial.ok and (values or trial.number in study_trials.fallen):
@@ -191,9 +195,9 @@ def trials_of(
     return study_trials
 
 
-def _numbered(given: Any) -> list[tuple[int, Any]]:
-    found = given.items() if isinstance(given, Mapping) else ()
-    return [(int(key), value) for key, value in found if str(key).isdecimal() and len(str(key)) < 18]
+def _numbered(attribute: Any) -> list[tuple[int, Any]]:
+    entries = attribute.items() if isinstance(attribute, Mapping) else ()
+    return [(int(key), value) for key, value in entries if str(key).isdecimal() and len(str(key)) < 18]
 
 
 def _trial(entry: StoredTrial, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy) -> Trial:

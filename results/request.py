@@ -26,6 +26,7 @@ INFORMATIVE = ("model", "sampler", "seed", "runner", "trial_timeout_s")
 """Keys that may change when a run is resumed, with a note."""
 
 _MEMORY_TOLERANCE = 0.05
+"""Relative difference in the memory of a device that is not a conflict."""
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -43,9 +44,9 @@ def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
     except Malformed as error:
         raise StudyError(f"'{path}' is not valid YAML: {error}; restore it or start with another --out") from error
     if not isinstance(document, dict):
-        found = "nothing" if document is None else f"a {type(document).__name__}"
+        content = "nothing" if document is None else f"a {type(document).__name__}"
         raise StudyError(
-            f"'{path}' must contain a mapping, but contains {found}; restore it or start with another --out"
+            f"'{path}' must contain a mapping, but contains {content}; restore it or start with another --out"
         )
     return known_parts(document, path)
 
@@ -71,7 +72,7 @@ def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], l
     return schema.clean(document, schema.REQUEST, path.name)
 
 
-def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str, Any]:
+def begin(path: Path, request: Mapping[str, Any], storage: str | None) -> dict[str, Any]:
     """Returns the run.yaml of a new run in the folder `path`, without the storage's password."""
     return {
         "format": FORMAT,
@@ -79,12 +80,12 @@ def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str
         "study": path.resolve().name or "redline",
         "storage": storage and without_password(storage),
         "created": _now(),
-        "asked": as_data(asked),
+        "asked": as_data(request),
         "environment": environment.describe(),
     }
 
 
-def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[dict[str, Any], list[str]]:
+def resume(path: Path, request: Mapping[str, Any], storage: str | None) -> tuple[dict[str, Any], list[str]]:
     """Returns the run.yaml of a resumed run in the folder `path`, and notes for the user.
 
     Raises:
@@ -112,8 +113,8 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
             f"'{path}' cannot be resumed: its ledger {LEDGER} is missing and {TABLE} has trials that "
             "would be lost; restore it or give another --out"
         )
-    asked = as_data(asked)
-    refused = conflicts(document["asked"], asked)
+    request = as_data(request)
+    refused = conflicts(document["asked"], request)
     if storage is not None and without_password(storage) != stored:
         refused.append(f"storage: was {stored or LEDGER}, now {without_password(storage)}")
     if refused:
@@ -121,86 +122,88 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
             f"'{path}' cannot be resumed, since its request was different: {'; '.join(refused)}. "
             "Repeat the same request, or give another --out"
         )
-    before: dict[str, Any] = document.get("environment", {})
-    for each in document.setdefault("resumed", []):
-        before = each
+    previous_environment: dict[str, Any] = document.get("environment", {})
+    for resumption in document.setdefault("resumed", []):
+        previous_environment = resumption
     versions = environment.versions()
-    changed = changes(document["asked"], asked)
+    changed = changes(document["asked"], request)
     notes = [
         *changed,
         *(
-            f"{each} (speeds measured before and after may not compare)"
-            for each in version_changes(before.get("versions", {}), versions)
+            f"{change} (speeds measured before and after may not compare)"
+            for change in version_changes(previous_environment.get("versions", {}), versions)
         ),
     ]
-    if "request" in asked:
-        document["asked"]["request"] = asked["request"]
+    if "request" in request:
+        document["asked"]["request"] = request["request"]
     document["resumed"].append({"at": _now(), "versions": versions, "changes": changed})
     return document, notes
 
 
-def conflicts(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Returns the differences that keep `now` from continuing `was`, as `key: was X, now Y`."""
-    return [each for key in BINDING for each in _differences(key, _binding(before, key), _binding(after, key))]
+def conflicts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns the differences between two requests that prevent resuming the old one's run, as `key: was X, now Y`."""
+    return [difference for key in BINDING for difference in _differences(key, _binding(old, key), _binding(new, key))]
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Returns the differences between two requests that do not keep one from continuing the other."""
-    return [each for key in INFORMATIVE for each in _differences(key, before.get(key), after.get(key))]
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns the differences between two requests that do not prevent resuming, in the same form."""
+    return [difference for key in INFORMATIVE for difference in _differences(key, old.get(key), new.get(key))]
 
 
-def version_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+def version_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Returns the versions that differ, in the same form."""
     return [
-        f"{name}: was {before.get(name, 'not installed')}, now {after.get(name, 'not installed')}"
-        for name in sorted({*before, *after})
-        if before.get(name) != after.get(name)
+        f"{name}: was {old.get(name, 'not installed')}, now {new.get(name, 'not installed')}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
     ]
 
 
-def _binding(asked: Mapping[str, Any], key: str) -> Any:
-    value = asked.get(key)
+def _binding(request: Mapping[str, Any], key: str) -> Any:
+    value = request.get(key)
     if key == "workload" and isinstance(value, Mapping) and "id" in value:
         return {"id": value["id"]}
     if key == "devices" and isinstance(value, Mapping):
         # The devices per host of a cluster are known only after its runner has started.
-        value = {name: each for name, each in value.items() if name != "per_host"}
+        value = {name: fact for name, fact in value.items() if name != "per_host"}
     # Converted as by YAML, so that a tuple equals the list that it was written as.
     return yaml.safe_load(yaml.safe_dump(as_data(value)))
 
 
-def _differences(key: str, before: Any, after: Any) -> list[str]:
-    before, after = _by_name(before), _by_name(after)
-    if isinstance(before, dict) and isinstance(after, dict):
-        names = [*before, *(name for name in after if name not in before)]
-        return [each for name in names for each in _differences(f"{key}.{name}", before.get(name), after.get(name))]
-    if schema.number(before) and schema.number(after):
+def _differences(key: str, old: Any, new: Any) -> list[str]:
+    old, new = _by_name(old), _by_name(new)
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = [*old, *(name for name in new if name not in old)]
+        return [
+            difference for name in names for difference in _differences(f"{key}.{name}", old.get(name), new.get(name))
+        ]
+    if schema.number(old) and schema.number(new):
         # A kernel update can change the reported memory of a machine slightly.
         tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0
-        same = math.isclose(before, after, rel_tol=tolerance)
+        same = math.isclose(old, new, rel_tol=tolerance)
     else:
-        same = _flow(before) == _flow(after)  # unlike ==, distinguishes True from 1
-    what = " (its code, data or sizes have changed)" if key == "workload.id" else ""
-    return [] if same else [f"{key}: was {_words(before)}, now {_words(after)}{what}"]
+        same = _flow(old) == _flow(new)  # unlike ==, distinguishes True from 1
+    explanation = " (its code, data or sizes have changed)" if key == "workload.id" else ""
+    return [] if same else [f"{key}: was {_words(old)}, now {_words(new)}{explanation}"]
 
 
 def _by_name(value: Any) -> Any:
     """Converts a list of mappings with names to a mapping, so that knobs are compared by name."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
-        names = [str(each["name"]) for each in value]
+    if isinstance(value, list) and value and all(isinstance(entry, dict) and "name" in entry for entry in value):
+        names = [str(entry["name"]) for entry in value]
         if len(set(names)) == len(names):
             return dict(zip(names, value))
     return value
 
 
 def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    flow = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return flow.removesuffix("\n").removesuffix("\n...")
 
 
 def _words(value: Any) -> str:
-    text = "not given" if value is None else _flow(value)
-    return text if len(text) <= 200 else text[:199] + "…"
+    value_text = "not given" if value is None else _flow(value)
+    return value_text if len(value_text) <= 200 else value_text[:199] + "…"
 
 
 def _now() -> str:

@@ -62,7 +62,7 @@ class RunFolder:
     def open(
         cls,
         path: str | Path,
-        asked: Mapping[str, Any],
+        requested: Mapping[str, Any],
         *,
         knobs: Mapping[str, Sequence[Any] | None],
         make_config: Callable[[Mapping[str, Any]], Any] = dict,
@@ -74,7 +74,7 @@ class RunFolder:
 
         Args:
             path: the folder; created if it does not exist. Other files in it are left alone.
-            asked: the request for run.yaml. A resumed run must repeat the keys `request.BINDING`; changes of
+            requested: the request for run.yaml. A resumed run must repeat the keys `request.BINDING`; changes of
                 `request.INFORMATIVE` are noted; other keys are free.
             knobs: the values of each knob, in the order of their columns; None for a derived knob.
             make_config: makes a configuration from a mapping of its values.
@@ -94,9 +94,9 @@ class RunFolder:
             undo.callback(lock.release)
             if created:
                 undo.callback(_remove, path, ".lock")
-            resumed = cls.resumable(path, asked, storage=storage, resume=resume)
+            resumed = cls.resumable(path, requested, storage=storage, resume=resume)
             document, notes = (
-                request.resume(path, asked, storage) if resumed else (request.begin(path, asked, storage), [])
+                request.resume(path, requested, storage) if resumed else (request.begin(path, requested, storage), [])
             )
             if not resumed:
                 undo.callback(_remove, path, RUN, LEDGER, TABLE, LOGS)
@@ -129,7 +129,7 @@ class RunFolder:
 
     @staticmethod
     def resumable(
-        path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
+        path: str | Path, requested: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
     ) -> bool:
         """Returns True if `path` contains the run that `open` with these arguments would resume. Changes
         nothing.
@@ -140,7 +140,7 @@ class RunFolder:
         path = path_of(path)
         RunFolder.check(path, resume=resume)
         if resume:
-            request.resume(path, asked, storage)
+            request.resume(path, requested, storage)
         return resume
 
     @staticmethod
@@ -167,8 +167,7 @@ class RunFolder:
         return dict(request.read(path)[0]["asked"]) if holds_run(path) else {}
 
     def record_hosts(self, per_host: int | None) -> None:
-        """Stores a trial's devices per host in run.yaml. On a cluster only the runner finds it out; None if it did
-        not.
+        """Stores a trial's devices per host in run.yaml. On a cluster only the runner knows them; None if it does not.
 
         Raises:
             StudyError: it cannot be written.
@@ -278,13 +277,13 @@ class RunFolder:
         path = self.path / BEST
         facts = environment.describe(devices)
         try:
-            asked = self.document.get("asked", {})
-            mark = {name: True for name in ("simulated", "emulated") if asked.get(name)}
+            requested = self.document.get("asked", {})
+            mark = {name: True for name in ("simulated", "emulated") if requested.get(name)}
             contents = best.document(
                 self.trials(),
                 command=command,
                 environment=facts,
-                asked=asked,
+                request=requested,
                 again_s=again_s,
                 folder=self.path,
                 stopped=stopped,

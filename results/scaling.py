@@ -88,8 +88,10 @@ class Scaling:
 
     def predicted_efficiency(self, point: ScalePoint) -> float | None:
         """Returns the efficiency of the predictions, relative to the fewest measured devices if there are any."""
-        predicted = [other for other in self.points if other.predicted_throughput]
-        base = next((other for other in predicted if other in self.measured[:1]), next(iter(predicted), None))
+        predicted = [candidate for candidate in self.points if candidate.predicted_throughput]
+        base = next(
+            (candidate for candidate in predicted if candidate in self.measured[:1]), next(iter(predicted), None)
+        )
         if base is None or point.predicted_throughput is None:
             return None
         assert base.predicted_throughput is not None
@@ -145,11 +147,11 @@ def _drawing(scaling: Scaling) -> str:
     texts = [f'<text x="{_LEFT}" y="18" font-size="12" fill="#222">throughput, {unit}</text>']
     if not drawn:
         return _svg(texts)
-    first, last = points[0].devices, points[-1].devices
+    fewest, largest = points[0].devices, points[-1].devices
     least, most = min(drawn) / 1.5, max(drawn) * 1.5
 
     def x(devices: float) -> float:
-        share = math.log(devices / first) / math.log(last / first) if last > first else 0.5
+        share = math.log(devices / fewest) / math.log(largest / fewest) if largest > fewest else 0.5
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
@@ -161,11 +163,11 @@ def _drawing(scaling: Scaling) -> str:
     foot = _HEIGHT - _BELOW + 14
     texts += [f'<text x="{x(p.devices):.1f}" y="{foot}" text-anchor="middle">{p.devices:,}</text>' for p in points]
     for power in range(math.ceil(math.log10(least)), math.floor(math.log10(most)) + 1):
-        at = y(10.0**power)
-        texts.append(f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
-        texts.append(f'<text x="{_LEFT - 6}" y="{at + 3:.1f}" text-anchor="end">{10**power:,.6g}</text>')
+        height = y(10.0**power)
+        texts.append(f'<path d="M{_LEFT} {height:.1f}H{_WIDTH - _RIGHT}" stroke="#eee"/>')
+        texts.append(f'<text x="{_LEFT - 6}" y="{height + 3:.1f}" text-anchor="end">{10**power:,.6g}</text>')
     start, speed = (winners or predicted or default)[0]
-    end = min(last, start * most / speed)
+    end = min(largest, start * most / speed)
     shapes = [f'<polygon points="{path(band)}" fill="{_BAND}"/>'] if band else []
     for values, style in (
         ([(start, speed), (end, speed * end / start)], f'stroke="{_DEFAULT}" stroke-dasharray="1 4"'),

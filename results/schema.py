@@ -195,7 +195,7 @@ BEST: Shape = {
 def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | None:
     """Returns the mapping in a YAML file of a folder; None if it does not exist. Damage is added to `problems`."""
     try:
-        found = parse_yaml(read_inside(folder.resolve(), name, at_most=LARGEST_DOCUMENT))
+        document = parse_yaml(read_inside(folder.resolve(), name, at_most=LARGEST_DOCUMENT))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -204,10 +204,10 @@ def read_document(folder: Path, name: str, problems: list[str]) -> dict[str, Any
     except Malformed as error:
         problems.append(f"{name} is damaged and left out: {error}")
         return None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         problems.append(f"{name} is damaged and left out: it must be a mapping")
         return None
-    return found
+    return document
 
 
 def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[str]]:
@@ -216,36 +216,38 @@ def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[
     """
     faults: list[str] = []
     cleaned = _clean(document, shape, "", faults)
-    more = [f"and {len(faults) - MOST_LISTED} more parts"] if len(faults) > MOST_LISTED else []
-    return cleaned, [f"{name}: {each}; left out" for each in [*faults[:MOST_LISTED], *more]]
+    remainder = [f"and {len(faults) - MOST_LISTED} more parts"] if len(faults) > MOST_LISTED else []
+    return cleaned, [f"{name}: {fault}; left out" for fault in [*faults[:MOST_LISTED], *remainder]]
 
 
 _BAD = object()
 
 
-def _clean(value: Any, shape: Shape, where: str, faults: list[str]) -> Any:
+def _clean(value: Any, shape: Shape, location: str, faults: list[str]) -> Any:
     if value is None:
         return _BAD if isinstance(shape, (Mapping, list)) else None
     if isinstance(shape, Mapping):
         if isinstance(value, Mapping):
             entries = {
-                key: _clean(each, inner, f"{where}.{key}".lstrip("."), faults)
+                key: _clean(element, inner, f"{location}.{key}".lstrip("."), faults)
                 if (inner := shape.get(key, shape.get(...))) is not None
-                else each
-                for key, each in value.items()
+                else element
+                for key, element in value.items()
             }
-            return {key: each for key, each in entries.items() if each is not _BAD}
+            return {key: element for key, element in entries.items() if element is not _BAD}
         expected = "a mapping"
     elif isinstance(shape, list):
         if isinstance(value, list):
-            parts = [_clean(each, shape[0], f"{where}[{at}]", faults) for at, each in enumerate(value)]
-            return [each for each in parts if each is not _BAD]
+            elements = [
+                _clean(element, shape[0], f"{location}[{index}]", faults) for index, element in enumerate(value)
+            ]
+            return [element for element in elements if element is not _BAD]
         expected = "a list"
     elif shape(value):
         return value
     else:
         expected = shape.__doc__ or "a valid value"
-    faults.append(f"{where} is {shortened(value)}, not {expected}")
+    faults.append(f"{location} is {shortened(value)}, not {expected}")
     return _BAD
 
 
@@ -253,5 +255,5 @@ def shortened(value: Any) -> str:
     """Returns a value for a message about it, shortened."""
     if isinstance(value, (Mapping, list, tuple)):
         return f"a {'mapping' if isinstance(value, Mapping) else 'list'} of {len(value):,}"
-    text = "a huge number" if isinstance(value, int) and abs(value) >= 10**30 else repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    shown_value = "a huge number" if isinstance(value, int) and abs(value) >= 10**30 else repr(value)
+    return shown_value if len(shown_value) <= 60 else f"{shown_value[:59]}…"

@@ -19,6 +19,7 @@ and has a winner; `nothing`: it has none. `table`: there is only a table. `stopp
 """
 
 _FRESH_SECONDS = 180.0
+"""Age of the last change up to which a run on another machine counts as running, s."""
 
 
 def is_running(folder: Path, written: tuple[str, ...] = (TABLE, LEDGER)) -> bool:
@@ -28,7 +29,7 @@ def is_running(folder: Path, written: tuple[str, ...] = (TABLE, LEDGER)) -> bool
     shared disk counts as running while its files `written` change.
     """
     try:
-        found = os.stat(folder / ".lock", follow_symlinks=False)
+        lock_file = os.stat(folder / ".lock", follow_symlinks=False)
     except OSError:
         return False
     try:
@@ -37,8 +38,8 @@ def is_running(folder: Path, written: tuple[str, ...] = (TABLE, LEDGER)) -> bool
         holder = None
     host = holder.get("host") if isinstance(holder, dict) else None
     if host is None or host == socket.gethostname():
-        return _locked(found)
-    changed = max((each[0] for name in written if (each := stamp(folder / name))), default=0)
+        return _locked(lock_file)
+    changed = max((changed_at[0] for name in written if (changed_at := stamp(folder / name))), default=0)
     return time.time() - changed / 1e9 < _FRESH_SECONDS
 
 

@@ -42,7 +42,7 @@ def without_password(url: str) -> str:
     return re.sub(r"(?<=://)([^:@/]*):.*@", r"\1@", url)
 
 
-def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[str, Any], exist_ok: bool) -> int:
+def open_study(storage: "BaseStorage", origin: str, name: str, metadata: Mapping[str, Any], exist_ok: bool) -> int:
     """Returns the id of the study `name`, which is created, or completed with its metadata.
 
     Raises:
@@ -57,18 +57,18 @@ def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[
     if study_id is None:
         study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
     elif not exist_ok:
-        raise StudyError(f"{where} already contains a study '{name}'; continue it with --resume or give another --out")
+        raise StudyError(f"{origin} already contains a study '{name}'; continue it with --resume or give another --out")
     else:
         stored = storage.get_study_user_attrs(study_id)
-    other = [
+    differences = [
         f"{key}: was {stored[key]}, now {value}"
         for key, value in metadata.items()
         if key in stored and stored[key] != value
     ]
-    if other:
-        raise StudyError(f"the study '{name}' in {where} belongs to another run: {'; '.join(other)}")
+    if differences:
+        raise StudyError(f"the study '{name}' in {origin} belongs to another run: {'; '.join(differences)}")
     # A process killed while it created the study may not have stored all of these.
-    for key in [each for each in metadata if each not in stored]:
+    for key in [attribute for attribute in metadata if attribute not in stored]:
         storage.set_study_user_attr(study_id, key, metadata[key])
     study = optuna.Study(name, storage)
     if study.metric_names is None:
@@ -103,7 +103,7 @@ def open_storage(source: Any, *, writable: bool) -> "BaseStorage":
     if path.is_symlink():
         raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
     if path.exists():
-        replay(_whole_records(path), words(source))  # names a damaged line, which Optuna does not
+        replay(_whole_records(path), words(source))  # raises an error that names a damaged line; Optuna's does not
     return optuna.storages.JournalStorage(_journal(path))
 
 
@@ -217,18 +217,18 @@ def _remote(url: str, *, read_only: bool) -> "BaseStorage":
 
 
 @contextlib.contextmanager
-def contained(where: str) -> Iterator[None]:
+def contained(origin: str) -> Iterator[None]:
     """Converts the storage's exceptions to redline's."""
     from optuna.exceptions import OptunaError
 
     try:
         yield
     except ImportError as error:
-        raise MissingDependency(f"the storage {where} needs a package that is not installed: {error}") from error
+        raise MissingDependency(f"the storage {origin} needs a package that is not installed: {error}") from error
     except OSError as error:
-        raise StudyError(f"cannot write {where}: {error.strerror or error}") from error
+        raise StudyError(f"cannot write {origin}: {error.strerror or error}") from error
     except OptunaError as error:
-        raise StudyError(f"the storage {where} failed: {error}") from error
+        raise StudyError(f"the storage {origin} failed: {error}") from error
 
 
 @contextlib.contextmanager

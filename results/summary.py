@@ -15,7 +15,7 @@ EQUAL = 0.01
 NOISE = 0.02
 """Relative difference beyond which two throughputs are never tied, whatever the spread of their measurements."""
 WORTH_HAVING = 0.02
-"""Share of memory that decides a tie."""
+"""Difference in the share of free memory that decides between tied trials."""
 
 
 def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
@@ -32,9 +32,9 @@ def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
         most = max(_room(trial) for trial in equal)
         base = default(trials)
         roomy = [trial for trial in equal if _room(trial) >= most - WORTH_HAVING]
-        first = min(roomy, key=lambda trial: _distance(trial, base))
-        successes.remove(first)
-        successes.insert(0, first)
+        winner = min(roomy, key=lambda trial: _distance(trial, base))
+        successes.remove(winner)
+        successes.insert(0, winner)
     return successes[:count]
 
 
@@ -62,19 +62,19 @@ def _distance(trial: Trial, base: Trial | None) -> int:
     return sum(trial.config.get(name) != base.config.get(name) for name in names)
 
 
-def _ties(trial: Trial, first: Trial) -> bool:
+def _ties(trial: Trial, leader: Trial) -> bool:
     """True if both throughputs count as equal, or their re-measurements overlap and differ by at most `NOISE`."""
-    if trial is first:
+    if trial is leader:
         return True
-    if len(trial.remeasured) < 2 or len(first.remeasured) < 2:
+    if len(trial.remeasured) < 2 or len(leader.remeasured) < 2:
         return False
-    if not first.throughput:
+    if not leader.throughput:
         return False
-    ratio = trial.throughput / first.throughput
+    ratio = trial.throughput / leader.throughput
     if ratio >= 1 - EQUAL:
         return True
-    low, high = median_rank(len(first.remeasured)), -1 - median_rank(len(trial.remeasured))
-    return ratio >= 1 - NOISE and sorted(trial.remeasured)[high] >= sorted(first.remeasured)[low]
+    low, high = median_rank(len(leader.remeasured)), -1 - median_rank(len(trial.remeasured))
+    return ratio >= 1 - NOISE and sorted(trial.remeasured)[high] >= sorted(leader.remeasured)[low]
 
 
 def _room(trial: Trial) -> float:
@@ -94,7 +94,7 @@ def best_exact(trials: Sequence[Trial]) -> Trial | None:
 
 
 def exactness(trials: Sequence[Trial]) -> str:
-    """Describes what the trials without a lossy value have in common; empty if no trial has one."""
+    """Returns the label of the trials without a lossy value; empty if no trial has one."""
     return lossy.exactness(name for trial in trials for name in trial.lossy)
 
 
@@ -124,8 +124,8 @@ class Gain:
     def __str__(self) -> str:
         if self.half_width is None:
             return f"{self.ratio:.2f}x"
-        text = f"{self.ratio:.2f}x ± {self.half_width:.2f}"
-        return text if self.shown else f"no measurable gain ({text})"
+        ratio_text = f"{self.ratio:.2f}x ± {self.half_width:.2f}"
+        return ratio_text if self.shown else f"no measurable gain ({ratio_text})"
 
 
 def gain(trials: Sequence[Trial]) -> Gain | None:
@@ -136,18 +136,18 @@ def gain(trials: Sequence[Trial]) -> Gain | None:
     if winner is None or base is None or not base.ok or base.throughput <= 0:
         return None
     ratio = winner.throughput / base.throughput
-    first, other = winner.measured.spread, base.measured.spread
-    if winner is base or first is None or other is None:
+    winner_spread, base_spread = winner.measured.spread, base.measured.spread
+    if winner is base or winner_spread is None or base_spread is None:
         return Gain(ratio=ratio, half_width=None)
     # The relative error of a ratio is the root of the sum of squares.
-    return Gain(ratio=ratio, half_width=ratio * math.hypot(first, other))
+    return Gain(ratio=ratio, half_width=ratio * math.hypot(winner_spread, base_spread))
 
 
-def only_default(trials: Sequence[Trial]) -> str:
-    """Returns the reason why only the default configuration succeeded; empty if other trials succeeded."""
+def only_default(trials: Sequence[Trial]) -> str | None:
+    """Returns the reason why only the default configuration succeeded; None if other trials succeeded."""
     ran = [trial for trial in trials if not trial.pending and not trial.skipped]
     if not ran or any(trial.ok and trial.sampler != DEFAULT for trial in ran):
-        return ""
+        return None
     if all(trial.sampler == DEFAULT for trial in ran):
         return "only the default configuration was tried"
     return "every other trial failed"
@@ -158,22 +158,22 @@ def failures(trials: Sequence[Trial]) -> str:
 
     The first failure is the first one that is not `oom`, if there is one, since `oom` is expected in a search.
     """
-    found = counts(trials)
+    by_status = counts(trials)
     failed = [
         trial for trial in trials if not trial.pending and trial.measured.status not in (Status.OK, Status.SKIPPED)
     ]
     if not failed:
         return ""
-    first = next((trial for trial in failed if trial.measured.status is not Status.OOM), failed[0])
-    listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
-    reason = first.measured.reason.strip()
-    return f"{listing}; trial {first.number} ended as {first.measured.status}{f': {reason}' if reason else ''}"
+    failure = next((trial for trial in failed if trial.measured.status is not Status.OOM), failed[0])
+    listing = ", ".join(f"{count} {status}" for status, count in by_status.items() if count)
+    reason = failure.measured.reason.strip()
+    return f"{listing}; trial {failure.number} ended as {failure.measured.status}{f': {reason}' if reason else ''}"
 
 
 def counts(trials: Sequence[Trial]) -> dict[Status, int]:
     """Returns the number of finished trials of each status, in the enum's order."""
-    found = Counter(trial.measured.status for trial in trials if not trial.pending)
-    return {status: found[status] for status in Status}
+    by_status = Counter(trial.measured.status for trial in trials if not trial.pending)
+    return {status: by_status[status] for status in Status}
 
 
 def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
@@ -192,23 +192,27 @@ def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
 
 
 def smallest_need(trials: Sequence[Trial]) -> Trial | None:
-    """Returns the trial that needed the least memory of those that ran out of it, emulated ones included; None if the
-    need of none is known.
+    """Returns the trial that needed the least memory among those that ran out of it, emulated ones included; None if no
+    need is known.
     """
-    known = {
+    by_need = {
         trial.measured.peak_memory_mib: trial
         for trial in reversed(trials)
         if not trial.pending and trial.measured.did_not_fit and trial.measured.peak_memory_mib is not None
     }
-    return known[min(known)] if known else None
+    return by_need[min(by_need)] if by_need else None
 
 
-def fails_everywhere(trials: Sequence[Trial]) -> str:
-    """Returns the reason for which every finished trial crashed, with the first one's log; empty if they ended otherwise."""
+def fails_everywhere(trials: Sequence[Trial]) -> str | None:
+    """Returns the reason for which every finished trial crashed, with the first one's log; None if they ended otherwise."""
     finished = [trial.measured for trial in trials if not trial.pending]
-    reasons = {each.reason.strip() for each in finished if each.status is Status.CRASH}
-    if len(finished) < 2 or len(reasons) != 1 or any(each.status is not Status.CRASH for each in finished):
-        return ""
+    reasons = {measurement.reason.strip() for measurement in finished if measurement.status is Status.CRASH}
+    if (
+        len(finished) < 2
+        or len(reasons) != 1
+        or any(measurement.status is not Status.CRASH for measurement in finished)
+    ):
+        return None
     return f"{reasons.pop()}{f' ({log})' if (log := finished[0].log) else ''}"
 
 
@@ -224,11 +228,11 @@ def why_nothing(trials: Sequence[Trial]) -> str:
         return "no trial has finished"
     again = [trial.measured for trial in finished if trial.first is not None]
     if again:
-        logs = list(dict.fromkeys(each.log for each in again if each.log))
+        logs = list(dict.fromkeys(measurement.log for measurement in again if measurement.log))
         logs_note = f"; {' and '.join(logs)} {'have' if len(logs) > 1 else 'has'} the details" if logs else ""
         return f"every trial that succeeded failed when it was measured again{logs_note}"
-    found = counts(finished)
-    listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
+    by_status = counts(finished)
+    listing = ", ".join(f"{count} {status}" for status, count in by_status.items() if count)
     sentences = [f"none of {len(finished)} trials succeeded: {listing}."]
     need = smallest_need(finished)
     if need is not None and need.measured.peak_memory_mib is not None:

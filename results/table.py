@@ -92,7 +92,7 @@ class Table:
         new, self._new = b"".join(self._new), []
         size, self._size = self._size, None
         # No fsync: resuming after a power failure writes the table again from the ledger.
-        if size is not None and size > REWRITTEN and append(self.path, new, at=size):
+        if size is not None and size > REWRITTEN and append(self.path, new, expected_size=size):
             self._size = size + len(new)
         else:
             data = b"".join([self._header, *self._rows])
@@ -106,7 +106,7 @@ def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":
     cells = [
         values(trial, [name[len(KNOB) :] for name in names[len(FIXED) :]]) for trial in trials if not trial.pending
     ]
-    return _frame({name: [each[i] for each in cells] for i, name in enumerate(names)})
+    return _frame({name: [cells_of_trial[i] for cells_of_trial in cells] for i, name in enumerate(names)})
 
 
 def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
@@ -148,54 +148,54 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
             f"and {MOST_CELLS:,} cells"
         )
     try:
-        text = data.decode("utf-8-sig")
+        content = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problems.append(f"{path}: not UTF-8 at byte {error.start}; undecodable bytes are shown as \ufffd")
-        text = data.decode("utf-8-sig", errors="replace")
+        content = data.decode("utf-8-sig", errors="replace")
     # Each row is one line, so a damaged one does not affect the next.
-    *lines, rest = text.split("\n")
-    names = _columns(path, lines[0] if lines else rest, problems)
-    found: dict[int, list[str]] = {}
+    *lines, cut_off = content.split("\n")
+    names = _columns(path, lines[0] if lines else cut_off, problems)
+    by_trial: dict[int, list[str]] = {}
     checked = [
         (place, name) for place, name in enumerate(names) if name in FIXED and (name == "status" or name not in TEXTS)
     ]
     trial = names.index("trial")
-    for number, each in enumerate(lines[1:], start=2):
-        if each.strip():
-            cells, fault = _cells(each, len(names), checked)
-            if fault is None and int(cells[trial]) in found:
+    for number, row_text in enumerate(lines[1:], start=2):
+        if row_text.strip():
+            cells, fault = _cells(row_text, len(names), checked)
+            if fault is None and int(cells[trial]) in by_trial:
                 problems.append(f"{path}, line {number}: trial {cells[trial]} is repeated; the later row counts")
             if fault is None:
-                found[int(cells[trial])] = cells
+                by_trial[int(cells[trial])] = cells
             else:
                 problems.append(f"{path}, line {number}: {fault}; the row is left out")
     if not lines:
         problems.append(f"{path}: cut off in its first line; there are no rows")
-    elif rest:
+    elif cut_off:
         problems.append(f"{path}, line {len(lines) + 1}: cut off; the row is left out")
     missing = [name for name in FIXED if name not in names and name not in LATER]
     if missing:
         problems.append(f"{path}: no column {', '.join(missing)}; left empty")
-    kept = [found[number] for number in sorted(found)]
+    sorted_rows = [by_trial[number] for number in sorted(by_trial)]
     table: dict[str, list[Any]] = {}
-    for name in (*FIXED, *(each for each in names if each not in FIXED)):
+    for name in (*FIXED, *(column for column in names if column not in FIXED)):
         place = names.index(name) if name in names else None
-        texts = [""] * len(kept) if place is None else [each[place] for each in kept]
+        texts = [""] * len(sorted_rows) if place is None else [row_cells[place] for row_cells in sorted_rows]
         table[name] = _values(name, texts)
     return table, problems
 
 
 def safe_lines(data: bytes) -> bytes:
-    """Returns the table without cells that a spreadsheet would run as formulas (see `columns.line`), since others may
+    """Returns the table without cells that a spreadsheet would run as formulas (see `columns.line`): another program may
     have written it. Lines that are not valid CSV are left out.
     """
-    out = []
-    for each in data.decode("utf-8-sig", errors="replace").splitlines():
+    safe_rows = []
+    for row_text in data.decode("utf-8-sig", errors="replace").splitlines():
         try:
-            out.append(line(map(unquoted, next(csv.reader([each], strict=True), []))))
+            safe_rows.append(line(map(unquoted, next(csv.reader([row_text], strict=True), []))))
         except csv.Error:
             continue
-    return "".join(out).encode()
+    return "".join(safe_rows).encode()
 
 
 def drop_invalid(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
@@ -203,7 +203,7 @@ def drop_invalid(columns: dict[str, list[Any]], problems: list[str]) -> dict[str
     added to `problems`.
     """
     columns = {
-        name: [None if isinstance(each, float) and not math.isfinite(each) else each for each in cells]
+        name: [None if isinstance(value, float) and not math.isfinite(value) else value for value in cells]
         for name, cells in columns.items()
     }
     without = {
@@ -218,7 +218,7 @@ def drop_invalid(columns: dict[str, list[Any]], problems: list[str]) -> dict[str
         f"trial{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:10])}{' and more' * (len(numbers) > 10)}: "
         "ok, but without a throughput; left out"
     )
-    return {name: [each for row, each in enumerate(cells) if row not in without] for name, cells in columns.items()}
+    return {name: [value for row, value in enumerate(cells) if row not in without] for name, cells in columns.items()}
 
 
 def trials(
@@ -237,14 +237,14 @@ def trials_of(
     lossy: Lossy | None = None,
 ) -> list[Trial]:
     """Converts the columns of `parse` to trials, as `trials` does."""
-    out = []
+    trials = []
     knobs = [(place, name[len(KNOB) :]) for place, name in enumerate(columns) if name.startswith(KNOB)]
     measured = [(place, name) for place, name in enumerate(columns) if name in FIXED]
     chosen = ("trial", "sampler", "predicted_throughput", "predicted_memory_mib")
     number, sampler, throughput, memory = (list(columns).index(name) for name in chosen)
     for cells in zip(*columns.values()):
         config = make_config({name: cells[place] for place, name in knobs if cells[place] is not None})
-        out.append(
+        trials.append(
             Trial(
                 number=cells[number],
                 config=config,
@@ -257,18 +257,20 @@ def trials_of(
                 lossy=lossy_in(config, lossy or {}),
             )
         )
-    return out
+    return trials
 
 
-def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
+def _columns(path: str | Path, header_line: str, problems: list[str]) -> list[str]:
     try:
-        names = [unquoted(each) for each in next(csv.reader([first.removesuffix("\r")], strict=True), [])]
+        names = [unquoted(column) for column in next(csv.reader([header_line.removesuffix("\r")], strict=True), [])]
     except csv.Error:
         names = []
     lacking = [name for name in ESSENTIAL if name not in names]
     if lacking:
-        shown = f"starts with {first[:80]!r}" if first.strip() else "is empty"
-        raise StudyError(f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {shown}")
+        beginning = f"starts with {header_line[:80]!r}" if header_line.strip() else "is empty"
+        raise StudyError(
+            f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {beginning}"
+        )
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         problems.append(f"{path}: column {', '.join(repeated)} is repeated; the first one counts")
@@ -304,23 +306,23 @@ def _shortened(text: str) -> str:
 
 def _values(name: str, texts: Sequence[str]) -> list[Any]:
     if name in TEXTS:
-        return [unquoted(each) for each in texts]
+        return [unquoted(cell) for cell in texts]
     if name in INTEGERS:
-        return [int(each) if each else None for each in texts]
+        return [int(cell) if cell else None for cell in texts]
     if name in FIXED:
-        return [float(each) if each else None for each in texts]
+        return [float(cell) if cell else None for cell in texts]
     if not name.startswith(KNOB):
-        return [unquoted(each) or None for each in texts]
-    given = [each for each in texts if each]
+        return [unquoted(cell) or None for cell in texts]
+    filled = [cell for cell in texts if cell]
     kinds: tuple[tuple[Callable[[str], Any], Callable[[str], Any]], ...] = (
-        (lambda each: each in ("true", "false"), lambda each: each == "true"),
+        (lambda cell: cell in ("true", "false"), lambda cell: cell == "true"),
         (_whole, int),
-        (_real, lambda each: int(each) if _whole(each) else float(each)),
+        (_real, lambda cell: int(cell) if _whole(cell) else float(cell)),
     )
     for fits, make in kinds:
-        if all(fits(each) for each in given):
-            return [make(each) if each else None for each in texts]
-    return [unquoted(each) or None for each in texts]
+        if all(fits(cell) for cell in filled):
+            return [make(cell) if cell else None for cell in texts]
+    return [unquoted(cell) or None for cell in texts]
 
 
 def _whole(text: str) -> bool:
@@ -341,17 +343,17 @@ def _series(name: str, cells: list[Any]) -> "Series":
     import pandas
 
     if name in TEXTS:
-        return pandas.Series(["" if each is None else str(each) for each in cells], dtype="str")
+        return pandas.Series(["" if cell is None else str(cell) for cell in cells], dtype="str")
     if name == "trial":
         return pandas.Series(cells, dtype="int64")
     if name in INTEGERS:
         return pandas.Series(cells, dtype="Int64")
     if name in FIXED:
         return pandas.Series(cells, dtype="float64")
-    kinds = {type(each) for each in cells}
+    kinds = {type(cell) for cell in cells}
     if kinds == {bool}:
         return pandas.Series(cells, dtype="bool")
-    if kinds == {int} and all(abs(each) < 2**63 for each in cells):
+    if kinds == {int} and all(abs(cell) < 2**63 for cell in cells):
         return pandas.Series(cells, dtype="int64")
     if kinds and kinds <= {int, float}:
         return pandas.Series(cells, dtype="float64")

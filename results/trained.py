@@ -52,7 +52,7 @@ def read_document(path: Path) -> dict[str, Any]:
         raise StudyError(f"'{file}' is damaged: it must contain {' and '.join(shapes)}")
     if document.get("format") != FORMAT:
         raise StudyError(f"'{file}' has format {document.get('format')!r}, but this version reads {FORMAT}")
-    if not document["strategies"] or not all(_is_strategy(each) for each in document["strategies"]):
+    if not document["strategies"] or not all(_is_strategy(strategy) for strategy in document["strategies"]):
         raise StudyError(f"'{file}' is damaged: strategies must be a list of steps with their configurations")
     return document
 
@@ -114,19 +114,19 @@ class LogReader:
             return
         self._at += len(data)
         self.unread = max(0, about.st_size - self._at)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if whole and self._skips:
-            whole, self._skips = whole[1:], False
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        if complete and self._skips:
+            complete, self._skips = complete[1:], False
         if len(self._rest) > LONGEST_LINE:
             self.damaged += not self._skips
             self._rest, self._skips = b"", True
-        for line in whole:
+        for line in complete:
             try:
-                found = parse_json(line)
+                record = parse_json(line)
             except Malformed:
-                found = None
-            if isinstance(found, dict):
-                yield found
+                record = None
+            if isinstance(record, dict):
+                yield record
             else:
                 self.damaged += 1
 
@@ -147,7 +147,7 @@ class LogReader:
         return True
 
 
-def step_before(line: Mapping[str, Any], last: int) -> int | None:
+def step_before(line: Mapping[str, Any], last_step: int) -> int | None:
     """Returns the step that a line returns to, in a log that has reached step `last`; None if it continues.
 
     Steps after a checkpoint are done, and logged, again when a training is resumed from it.
@@ -155,9 +155,9 @@ def step_before(line: Mapping[str, Any], last: int) -> int | None:
     kind, step = line.get("kind"), line.get("step")
     if not isinstance(step, int):
         return None
-    if kind == "resumed" and step < last:
+    if kind == "resumed" and step < last_step:
         return step
-    if (kind == "step" and step <= last) or (kind == "evaluation" and step < last):
+    if (kind == "step" and step <= last_step) or (kind == "evaluation" and step < last_step):
         return step - 1  # from the beginning, without a checkpoint
     return None
 
@@ -166,7 +166,7 @@ def highest_step(folder: Path) -> int:
     """Returns the highest step in the end of the log; 0 if there is none."""
     reader = LogReader(folder, max(0, log_size(folder) - _END))
     steps = (line.get("step") for line in reader.lines() if line.get("kind") in ("step", "evaluation"))
-    return max((each for each in steps if isinstance(each, int)), default=0)
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def log_size(folder: Path) -> int:

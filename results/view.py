@@ -22,7 +22,7 @@ def instead_of_run(path: Path) -> str:
     """
     if holds_training(path):
         return f"; it contains a training, which `redline dashboard {path.parent}` shows"
-    below = sorted(each.parent.name for name in (RUN, TABLE) for each in path.glob(f"*/{name}"))
+    below = sorted(file.parent.name for name in (RUN, TABLE) for file in path.glob(f"*/{name}"))
     return f"; there is one in '{path / below[0]}'" if below else ""
 
 
@@ -92,8 +92,8 @@ class View:
                     f"the trials are in the storage '{named_storage}', which is opened only if you name it with --storage"
                 )
             data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)
-            where = f"'{self.path / LEDGER}'"
-            ledger = Ledger.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
+            origin = f"'{self.path / LEDGER}'"
+            ledger = Ledger.parse(data, origin=origin, name=name, make_config=make_config, lossy=lossy)
         except (OSError, StudyError) as error:
             message = str(error)
             if isinstance(error, FileNotFoundError):

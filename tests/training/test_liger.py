@@ -198,7 +198,7 @@ def test_replacements_are_sharded_like_the_originals(two, small):
 
 def test_the_space_of_a_gpu_says_what_kernels_are_there(cuda, monkeypatch):
     made = redline.workload("llama-tiny")
-    for reason, there in (("", True), ("liger_kernel is not installed: pip install 'redline[kernels]'", False)):
+    for reason, there in ((None, True), ("liger_kernel is not installed: pip install 'redline[kernels]'", False)):
         monkeypatch.setattr("redline.base.device.not_installed", lambda package, extra, reason=reason: reason)
         assert liger_obstacle("cuda") == reason
         space = default_space(made, cuda())

@@ -123,7 +123,7 @@ def test_a_re_measurement_is_not_corrected_for_the_load_of_the_first_measurement
     assert at_first_speed(again).throughput == 1000.0
     quiet = trial(2, ran(990.0, 0.0))
     assert unsteady([busy, quiet]) and not unsteady([again, quiet])
-    assert judged(again, [], first=busy.measured) == busy
+    assert judged(again, [], initial=busy.measured) == busy
 
 
 def test_failures_and_unknown_loads_need_no_canary():

@@ -57,7 +57,7 @@ class Memory:
 
     def remeasure(self, number, throughputs, failure=None):
         first = self._first.setdefault(number, self._trials[number].measured)
-        self._trials[number] = judged(self._trials[number], throughputs, failure, first=first)
+        self._trials[number] = judged(self._trials[number], throughputs, failure, initial=first)
 
     def log_path(self, number):
         return SimpleNamespace(with_suffix=lambda suffix: None)
