@@ -1,4 +1,4 @@
-"""Comparison of runs: the knobs and numbers of their winners, and if the difference is significant."""
+"""Comparison of runs: the knobs and numbers of their winners, and the significance of the difference."""
 
 import json
 import math
@@ -91,10 +91,12 @@ class Comparison:
                 {
                     "runs": [side.name for side in self.sides],
                     "knobs": {name: list(cells) for name, cells in self.knobs},
-                    "numbers": {name: list(found) for name, found in self.values.items()},
+                    "numbers": {name: list(numbers) for name, numbers in self.values.items()},
                     "differences": [
-                        None if each is None else {"ratio": each.ratio, "p": each.p, "words": each.words}
-                        for each in self.differences
+                        None
+                        if difference is None
+                        else {"ratio": difference.ratio, "p": difference.p, "words": difference.words}
+                        for difference in self.differences
                     ],
                     "notes": list(self.notes),
                 },
@@ -133,23 +135,23 @@ def relative_error(trial: Trial) -> float | None:
     return None if spread is None else spread / Z95
 
 
-def probability(ratio: float, error: float, other: float) -> float:
+def probability(ratio: float, error: float, base_error: float) -> float:
     """Returns the probability of a ratio of throughputs at least so far from 1 if there were no difference.
 
     It is a two-sided z-test of the logarithm of the ratio; its standard error combines both relative errors.
     """
-    spread = math.hypot(error, other)
+    spread = math.hypot(error, base_error)
     if spread == 0:
         return 1.0 if ratio == 1 else 0.0
     return math.erfc(abs(math.log(ratio)) / spread / math.sqrt(2))
 
 
-def _difference(first: ComparedRun, other: ComparedRun) -> Difference | None:
-    if not first.throughput or not other.throughput:
+def _difference(base: ComparedRun, side: ComparedRun) -> Difference | None:
+    if not base.throughput or not side.throughput:
         return None
-    ratio = other.throughput / first.throughput
-    error, others = first.error, other.error
-    p = None if error is None or others is None or ratio <= 0 else probability(ratio, error, others)
+    ratio = side.throughput / base.throughput
+    error, base_error = side.error, base.error
+    p = None if error is None or base_error is None or ratio <= 0 else probability(ratio, error, base_error)
     return Difference(ratio=ratio, p=p)
 
 
@@ -160,18 +162,18 @@ def _knob_sets(side: ComparedRun) -> set[str]:
     """
     space = ((side.document or {}).get("asked") or {}).get("space") or {}
     declared = space.get("knobs") if isinstance(space, Mapping) else None
-    names = {each["name"] for each in declared or () if isinstance(each, Mapping) and each.get("name")}
+    names = {knob["name"] for knob in declared or () if isinstance(knob, Mapping) and knob.get("name")}
     return names | {name for trial in side.trials for name in trial.config}
 
 
 def _check_same_knobs(sides: Sequence[ComparedRun]) -> None:
-    first = _knob_sets(sides[0])
+    base_knobs = _knob_sets(sides[0])
     for side in sides[1:]:
-        own = _knob_sets(side)
-        if first and own and first != own:
+        knobs = _knob_sets(side)
+        if base_knobs and knobs and base_knobs != knobs:
             only = [
                 f"only '{which.name}' has {', '.join(sorted(names))}"
-                for which, names in ((sides[0], first - own), (side, own - first))
+                for which, names in ((sides[0], base_knobs - knobs), (side, knobs - base_knobs))
                 if names
             ]
             raise UsageError(f"these runs do not have the same space: {'; '.join(only)}")
@@ -187,9 +189,9 @@ def _check_same_knobs(sides: Sequence[ComparedRun]) -> None:
 
 def _knobs(sides: Sequence[ComparedRun]) -> list[tuple[str, tuple[str, ...]]]:
     winners = [side.best for side in sides]
-    names = dict.fromkeys(name for each in winners if each for name in each.config)
+    names = dict.fromkeys(name for winner in winners if winner for name in winner.config)
     return [
-        (name, tuple(knob_text(each, name) if each and name in each.config else "-" for each in winners))
+        (name, tuple(knob_text(winner, name) if winner and name in winner.config else "-" for winner in winners))
         for name in names
     ]
 
@@ -204,10 +206,10 @@ def _numbers(
     precisions = {str(side.best.config.get("precision", "")) for side in sides if side.best}
 
     def row(heading: str, name: str, value_of: Any, digits: int = 5, scale: int = 1) -> None:
-        found = values[name] = tuple(value_of(side) for side in sides)
-        if not any(found):
+        numbers = values[name] = tuple(value_of(side) for side in sides)
+        if not any(numbers):
             return
-        cells = ["" if each is None else number(each * scale, digits) for each in found]
+        cells = ["" if value is None else number(value * scale, digits) for value in numbers]
         if name == "mfu" and len(precisions) > 1:
             # Shares of the peaks of two formats are not comparable: that of the faster one may be smaller.
             cells = [
@@ -220,15 +222,15 @@ def _numbers(
         return lambda side: getattr(side.best.measurement, field) if side.best else None
 
     def spent(side: ComparedRun) -> float | None:
-        known = [
+        seconds = [
             trial.measured.seconds_total * (trial.measured.devices or 1)
             for trial in side.trials
             if not trial.pending and trial.measured.seconds_total is not None
         ]
-        return math.fsum(known) if known else None
+        return math.fsum(seconds) if seconds else None
 
     def gain(field: str) -> Any:
-        return lambda side: (found := summary.gain(side.trials)) and getattr(found, field)
+        return lambda side: (side_gain := summary.gain(side.trials)) and getattr(side_gain, field)
 
     row(unit or "throughput", "throughput", lambda side: side.throughput)
     row("95 % interval, +/- %", "spread", lambda side: side.error and Z95 * side.error, 3, scale=100)
@@ -251,28 +253,32 @@ def _numbers(
 
 def _notes(sides: Sequence[ComparedRun]) -> list[str]:
     notes = []
-    first = (sides[0].document or {}).get("asked", {})
+    base_request = (sides[0].document or {}).get("asked", {})
     for side in sides:
         if side.best is None:
             notes.append(f"{side.name}: {summary.why_nothing(side.trials)}")
     for side in sides[1:]:
-        asked = (side.document or {}).get("asked", {})
-        if not asked or not first:
+        side_request = (side.document or {}).get("asked", {})
+        if not side_request or not base_request:
             notes.append(f"{side.name} or {sides[0].name} has no run.yaml: the requests are not compared")
             continue
         for key in _NOTED:
-            if key == "workload" and asked.get("model") != first.get("model"):
+            if key == "workload" and side_request.get("model") != base_request.get("model"):
                 notes.append(
-                    f"{side.name} trained {asked.get('model')}, {sides[0].name} {first.get('model')}: the "
+                    f"{side.name} trained {side_request.get('model')}, {sides[0].name} {base_request.get('model')}: the "
                     "difference in speed is not due to the configuration alone"
                 )
                 continue
             notes += [
-                f"{side.name} differs from {sides[0].name} in {each}"
-                for each in request.conflicts({key: first.get(key)}, {key: asked.get(key)})
+                f"{side.name} differs from {sides[0].name} in {difference}"
+                for difference in request.conflicts({key: base_request.get(key)}, {key: side_request.get(key)})
             ]
-        versions = [(each.document or {}).get("environment", {}).get("versions", {}) for each in (sides[0], side)]
-        notes += [f"{side.name} differs from {sides[0].name} in {each}" for each in request.version_changes(*versions)]
+        versions = [
+            (compared.document or {}).get("environment", {}).get("versions", {}) for compared in (sides[0], side)
+        ]
+        notes += [
+            f"{side.name} differs from {sides[0].name} in {change}" for change in request.version_changes(*versions)
+        ]
     return notes
 
 

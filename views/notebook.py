@@ -73,7 +73,7 @@ def drawing(trials: Sequence[Trial]) -> str:
         for i, trial in enumerate(finished)
     )
     best = summary.best_so_far(finished)
-    steps = " ".join(f"{x(i):.1f},{y(each):.1f}" for i, each in enumerate(best) if each is not None)
+    steps = " ".join(f"{x(i):.1f},{y(throughput):.1f}" for i, throughput in enumerate(best) if throughput is not None)
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
         'aria-label="throughput of each trial, and the best so far" style="max-width:100%">'
@@ -84,23 +84,23 @@ def drawing(trials: Sequence[Trial]) -> str:
 
 def table(trials: Sequence[Trial], rows: int = ROWS) -> str:
     """The leaders and then the failures, `rows` at most, with the knobs that differ."""
-    shown, more = listing.select(trials, listing.Selection(top=rows))
-    if not shown:
+    chosen, cut_off = listing.select(trials, listing.Selection(top=rows))
+    if not chosen:
         return ""
     knobs = [
         name
-        for name in listing.knob_names(shown)
-        if len({cell(trial.config.get(name), "knob.") for trial in shown}) > 1 or len(shown) == 1
+        for name in listing.knob_names(chosen)
+        if len({cell(trial.config.get(name), "knob.") for trial in chosen}) > 1 or len(chosen) == 1
     ]
     columns = ["trial", "status", "throughput", "step_ms", "peak_memory_mib"]
     head = "".join(f"<th>{escape(name)}</th>" for name in [*columns, *knobs])
     lines = []
-    for trial in shown:
+    for trial in chosen:
         cells = [_short(trial, name) for name in columns]
         cells += [knob_text(trial, name) for name in knobs]
-        lines.append("<tr>" + "".join(f"<td>{escape(each)}</td>" for each in cells) + "</tr>")
-    rest = f"<small>{more} more in .trials</small>" if more else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{rest}"
+        lines.append("<tr>" + "".join(f"<td>{escape(content)}</td>" for content in cells) + "</tr>")
+    footer = f"<small>{cut_off} more in .trials</small>" if cut_off else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{footer}"
 
 
 def figure(trials: Sequence[Trial]) -> "Figure":
@@ -134,12 +134,12 @@ def figure(trials: Sequence[Trial]) -> "Figure":
         }  # fmt: skip
         drawn.add_trace(Scatter(x=[trial.number for trial in those], y=speeds, **look), row=1, col=1)
         placed = [
-            (trial.measured.peak_memory_mib, throughput, text)
-            for trial, throughput, text in zip(those, speeds, look["text"])
+            (trial.measured.peak_memory_mib, throughput, hover_text)
+            for trial, throughput, hover_text in zip(those, speeds, look["text"])
             if trial.measured.peak_memory_mib is not None
         ]
         if placed:
-            memory, speeds, texts = (list(each) for each in zip(*placed))
+            memory, speeds, texts = (list(axis_values) for axis_values in zip(*placed))
             drawn.add_trace(Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2)
     limits = {trial.measured.memory_limit_mib for trial in finished} - {None}
     if len(limits) == 1:
@@ -156,12 +156,12 @@ def _title(trial: Trial) -> str:
     speed_text = f"{number(trial.throughput, 5)} {trial.measured.unit}" if trial.ok else ""
     reason = fold(trial.measured.reason)[:200]
     return ", ".join(
-        each
-        for each in (f"trial {trial.number}", str(trial.measured.status), speed_text.strip(), knobs, reason)
-        if each
+        detail
+        for detail in (f"trial {trial.number}", str(trial.measured.status), speed_text.strip(), knobs, reason)
+        if detail
     )
 
 
 def _short(trial: Trial, name: str) -> str:
-    found = listing.value(trial, name)
-    return number(found, 5) if isinstance(found, float) else cell(found, name)
+    plain_value = listing.value(trial, name)
+    return number(plain_value, 5) if isinstance(plain_value, float) else cell(plain_value, name)

@@ -1,4 +1,4 @@
-"""What the observer saw of a command's training, in words."""
+"""Texts about a command's training, from the facts that the observer recorded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,19 +14,19 @@ PARTS = {
 }
 """Parts of the wall time, by the observer's names."""
 DATA_BOUND, OPTIMIZER_BOUND, OTHER_BOUND = 0.1, 0.3, 0.3
-"""Shares of the wall time from which a part other than the passes counts as what limits the speed."""
+"""Shares of the wall time from which a part other than the passes is reported as the bottleneck."""
 LEAST_SHARE = 0.005
 """Share below which a part is not shown."""
 
 
 def parts_text(observed: Mapping[str, Any]) -> str:
     """Returns the shares of the wall time, largest first: `backward 48 %, forward 40 %, optimizer 12 %`."""
-    shares = sorted(observed["shares"].items(), key=lambda part: -part[1])
+    shares = sorted(observed["shares"].items(), key=lambda item: -item[1])
     return ", ".join(f"{PARTS[name]} {share:.0%}".replace("%", " %") for name, share in shares if share >= LEAST_SHARE)
 
 
 def batch_text(observed: Mapping[str, Any]) -> str:
-    """Returns the samples of a step and where they come from: `64: 4 passes of 8 on 2 ranks`."""
+    """Returns the samples of a step, with passes, micro-batch and ranks: `64: 4 passes of 8 on 2 ranks`."""
     samples, micro = observed["samples_per_step"], observed["micro_batch"]
     if samples is None:
         return "not known"
@@ -46,7 +46,7 @@ def formats_text(observed: Mapping[str, Any]) -> str:
 
 
 def binding(observed: Mapping[str, Any]) -> str:
-    """Returns what limits the speed, in words."""
+    """Returns the bottleneck of the training as a text."""
     shares = observed["shares"]
     if shares.get("data", 0.0) >= DATA_BOUND:
         return "the data loader: the training waits for batches (more workers, or less work a sample)"

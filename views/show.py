@@ -30,7 +30,7 @@ SIMULATED = "simulated, nothing was run"
 EMULATED = "emulated, some ranks ran alone on one device"
 """Text shown with every emulated run."""
 
-_SHOWN_REASON = 300
+_SHOWN_REASON = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Column:
     def __post_init__(self) -> None:
         # Both may come from an untrusted folder.
         object.__setattr__(self, "name", fold(self.name))
-        object.__setattr__(self, "cells", [fold(each) for each in self.cells])
+        object.__setattr__(self, "cells", [fold(content) for content in self.cells])
 
 
 def render(
@@ -72,56 +72,60 @@ def render(
 
     trials = run.trials()
     selection = selection or listing.Selection(top=top)
-    shown, more = listing.select(trials, selection)
+    selected, cut_off = listing.select(trials, selection)
     requested = listing.chosen_columns(trials, selection.columns)
     for line in [*_head(run), *_outcome(trials, console.encoding)]:
         console.print(Text(fold(line)), soft_wrap=not console.is_terminal)
-    if not shown:
+    if not selected:
         return
     console.print()
-    outcome, knobs, common = ([_column(shown, name) for name in requested], [], []) if requested else _columns(shown)
+    outcome, knobs, common = (
+        ([_column(selected, name) for name in requested], [], []) if requested else _columns(selected)
+    )
     if console.is_terminal:
-        _draw(shown, outcome, knobs, console, reasons=not requested)
+        _draw(selected, outcome, knobs, console, reasons=not requested)
     else:
-        _write(shown, [*outcome, *knobs], console, reasons=not requested)
+        _write(selected, [*outcome, *knobs], console, reasons=not requested)
     if common:
         console.print(Text(fold("the same in all: " + ", ".join(common))), soft_wrap=not console.is_terminal)
-    again = [str(trial.number) for trial in shown if trial.remeasured]
+    again = [str(trial.number) for trial in selected if trial.remeasured]
     if again and not requested:
         many = len(again) > 1
         sentence = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
         console.print(Text(f"{sentence}: they are listed first, by the median"), soft_wrap=not console.is_terminal)
-    if more:
-        console.print(Text(f"{more} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True)
+    if cut_off:
+        console.print(Text(f"{cut_off} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True)
 
 
 def _head(run: RunFolder | View) -> list[str]:
     document = run.document or {}
-    asked = document.get("asked", {})
-    parts = [str(asked[key]) for key in ("model",) if asked.get(key)]
-    if parts and isinstance(workload := asked.get("workload"), Mapping) and workload.get("class"):
-        parts[0] += f" ({workload['class']})"
-    parts += [
-        f"{key} {asked[key]}" for key in ("seq_len", "global_batch", "sampler", "seed") if asked.get(key) is not None
+    request = document.get("asked", {})
+    facts = [str(request[key]) for key in ("model",) if request.get(key)]
+    if facts and isinstance(workload := request.get("workload"), Mapping) and workload.get("class"):
+        facts[0] += f" ({workload['class']})"
+    facts += [
+        f"{key} {request[key]}"
+        for key in ("seq_len", "global_batch", "sampler", "seed")
+        if request.get(key) is not None
     ]
-    head = [f"{run.path}: {', '.join(parts)}" if parts else f"{run.path}"]
-    if asked.get("simulated"):
-        head.append(f"{SIMULATED}: these are predictions for {_machine(asked)}")
-    if asked.get("emulated"):
-        head.append(f"{EMULATED}; communication is priced for {_machine(asked)}")
-    if asked.get("first_trial"):
-        head.append(fold(str(asked["first_trial"])))
+    head = [f"{run.path}: {', '.join(facts)}" if facts else f"{run.path}"]
+    if request.get("simulated"):
+        head.append(f"{SIMULATED}: these are predictions for {_machine(request)}")
+    if request.get("emulated"):
+        head.append(f"{EMULATED}; communication is priced for {_machine(request)}")
+    if request.get("first_trial"):
+        head.append(fold(str(request["first_trial"])))
     if isinstance(run, View) and run.path.is_dir() and (line := _state(run)):
         head.append(line)
-    return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]
+    return head + [f"note: {fold(problem)}" for problem in getattr(run, "problems", ())]
 
 
 def _state(run: View) -> str:
-    """Returns a line on a run that is running or did not end by itself; empty for another one."""
-    found = best.read(run.path, [])
+    """Returns a line for a run that is running or was stopped; empty for any other run."""
+    contents = best.read(run.path, [])
     finished = [trial for trial in run.trials() if not trial.pending]
-    covers = best.confirmed(finished, found) is not None
-    current = state.state_of(state.is_running(run.path), found if covers else None)
+    covers = best.confirmed(finished, contents) is not None
+    current = state.state_of(state.is_running(run.path), contents if covers else None)
     if current == state.RUNNING:
         return "running"
     if current != state.STOPPED:
@@ -130,17 +134,17 @@ def _state(run: View) -> str:
     return "stopped" + (f": `redline tune --out {shlex.quote(str(run.path))} --resume` continues it" if again else "")
 
 
-def _machine(asked: Mapping[str, Any]) -> str:
-    devices = asked.get("devices")
+def _machine(request: Mapping[str, Any]) -> str:
+    devices = request.get("devices")
     if not isinstance(devices, Mapping):
         return "hardware that is not named"
     return f"{devices.get('used', '?')} x {devices.get('name', '?')}"
 
 
 def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
-    found = [f"{count} {status}" for status, count in summary.counts(trials).items() if count]
+    by_status = [f"{count} {status}" for status, count in summary.counts(trials).items() if count]
     pending = sum(trial.pending for trial in trials)
-    counts = f"{len(trials)} trials: {', '.join([*found, *([f'{pending} pending'] if pending else [])])}"
+    counts = f"{len(trials)} trials: {', '.join([*by_status, *([f'{pending} pending'] if pending else [])])}"
     winner, base = summary.best(trials), summary.default(trials)
     if winner is None:
         return [counts if trials else "no trials yet", fold(summary.why_nothing(trials))]
@@ -156,7 +160,7 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     elif base is not None and not base.pending and not base.ok:
         lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
     if winner.remeasured and winner.first is not None:
-        again = ", ".join(number(each, 5) for each in winner.remeasured)
+        again = ", ".join(number(throughput, 5) for throughput in winner.remeasured)
         lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
     if winner.measured.unconfirmed:
         lines.append(f"unconfirmed: {fold(winner.measured.unconfirmed)}")
@@ -198,15 +202,17 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[
     finished = [None if trial.pending else trial.measurement for trial in trials]
 
     def measured(field: str, digits: int) -> list[str]:
-        given = [None if each is None else getattr(each, field) for each in finished]
-        return ["" if value is None else number(value, digits) for value in given]
+        values = [None if measurement is None else getattr(measurement, field) for measurement in finished]
+        return ["" if value is None else number(value, digits) for value in values]
 
-    unit = next((each.unit for each in finished if each is not None and each.unit), "throughput")
+    unit = next(
+        (measurement.unit for measurement in finished if measurement is not None and measurement.unit), "throughput"
+    )
     speeds = [trial.throughput if trial.ok else None for trial in trials]
     outcome = [
         Column("trial", [str(trial.number) for trial in trials], "right"),
-        Column("status", ["pending" if each is None else str(each.status) for each in finished]),
-        Column(unit, ["" if each is None else number(each, 5) for each in speeds], "right"),
+        Column("status", ["pending" if measurement is None else str(measurement.status) for measurement in finished]),
+        Column(unit, ["" if throughput is None else number(throughput, 5) for throughput in speeds], "right"),
         Column("step ms", measured("step_ms", 4), "right"),
         Column("peak MiB", measured("peak_memory_mib", 5), "right"),
         Column("sampler", [trial.sampler for trial in trials]),
@@ -219,7 +225,7 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[
         else:
             numeric = all(isinstance(trial.config.get(name, 0), (int, float)) for trial in trials)
             knobs.append(Column(name, cells, "right" if numeric else "left"))
-    return [each for each in outcome if any(each.cells)], knobs, common
+    return [column for column in outcome if any(column.cells)], knobs, common
 
 
 def _draw(
@@ -236,18 +242,18 @@ def _draw(
     drawn = _table(trials, [*outcome, *knobs])
     too_wide = Measure.get(console, console.options.update(max_width=10**6), drawn).maximum > console.width
     if too_wide and knobs:
-        points = [" ".join(f"{each.name}={each.cells[i]}" for each in knobs) for i in range(len(trials))]
-        kept = [each for each in outcome if each.name not in ("step ms", "sampler")]
-        drawn = _table(trials, [*kept, Column("configuration", points)])
+        points = [" ".join(f"{knob.name}={knob.cells[i]}" for knob in knobs) for i in range(len(trials))]
+        narrow = [column for column in outcome if column.name not in ("step ms", "sampler")]
+        drawn = _table(trials, [*narrow, Column("configuration", points)])
     console.print(drawn)
     if not reasons:
         return
-    given: dict[tuple[Status, str], list[int]] = {}
+    by_reason: dict[tuple[Status, str], list[int]] = {}
     for trial in trials:
         if not trial.pending and trial.measured.reason:
             key = trial.measured.status, fold(trial.measured.reason)
-            given.setdefault(key, []).append(trial.number)
-    for (status, reason), numbers in given.items():
+            by_reason.setdefault(key, []).append(trial.number)
+    for (status, reason), numbers in by_reason.items():
         which = f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         reason = reason if len(reason) <= _SHOWN_REASON else reason[: _SHOWN_REASON - 1] + "…"
         console.print(Text.assemble((str(status), STATUS_STYLES[status]), f" ({which}): {reason}"))
@@ -259,25 +265,25 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
     from rich.text import Text
 
     drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for each in columns:
+    for column in columns:
         # One word a line, so that a column is as narrow as its cells.
-        heading = Text(each.name.replace("_", "\n").replace(" ", "\n"))
-        drawn.add_column(heading, justify=each.side, no_wrap=each.name != "configuration")
+        heading = Text(column.name.replace("_", "\n").replace(" ", "\n"))
+        drawn.add_column(heading, justify=column.side, no_wrap=column.name != "configuration")
     for i, trial in enumerate(trials):
         style = "" if trial.pending else STATUS_STYLES[trial.measured.status]
-        drawn.add_row(*(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns))
+        drawn.add_row(*(Text(column.cells[i], style=style if column.name == "status" else "") for column in columns))
     return drawn
 
 
 def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console", *, reasons: bool) -> None:
     from rich.text import Text
 
-    given = ["" if trial.pending else fold(trial.measured.reason) for trial in trials]
-    columns = [*columns, Column("reason", given)] if reasons and any(given) else columns
+    failure_reasons = ["" if trial.pending else fold(trial.measured.reason) for trial in trials]
+    columns = [*columns, Column("reason", failure_reasons)] if reasons and any(failure_reasons) else columns
     for i in range(-1, len(trials)):
         texts = []
-        for each in columns:
-            width = max(len(each.name), *map(len, each.cells))
-            text = each.name if i < 0 else each.cells[i]
-            texts.append(text.rjust(width) if each.side == "right" else text.ljust(width))
+        for column in columns:
+            width = max(len(column.name), *map(len, column.cells))
+            content = column.name if i < 0 else column.cells[i]
+            texts.append(content.rjust(width) if column.side == "right" else content.ljust(width))
         console.print(Text("  ".join(texts).rstrip()), soft_wrap=True)

@@ -12,7 +12,7 @@ from redline.base.errors import NotFound, StudyError, UsageError
 from redline.cli import main
 from redline.results import RunFolder, Status, summary
 from redline.views.dashboard import Library, serve
-from redline.views.dashboard.discover import found_under
+from redline.views.dashboard.discover import find_folders
 from redline.views.dashboard.guard import COOKIE, HEADERS
 from redline.views.dashboard.serve import is_local, listen
 
@@ -55,8 +55,8 @@ def test_runs_are_found_at_any_depth_but_not_through_links_hidden_folders_or_log
     (root / "f").mkdir()
     (root / "f" / "trials.csv").symlink_to(tmp_path / "elsewhere" / "trials.csv")
     (root / "g" / "trials.csv").mkdir(parents=True)
-    assert found_under(root).runs == ["a", "b/c/d", "b/c/e"]
-    assert found_under(root / "a").runs == ["."]
+    assert find_folders(root).runs == ["a", "b/c/d", "b/c/e"]
+    assert find_folders(root / "a").runs == ["."]
 
 
 def test_a_line_of_the_list_tells_state_trials_best_and_how_it_grew(tmp_path, disk):

@@ -17,7 +17,7 @@ import pytest
 from redline.base.lock import FolderLock
 from redline.results.history import STRETCHES
 from redline.results.trained import DOCUMENT, LOG
-from redline.views.dashboard.discover import found_under
+from redline.views.dashboard.discover import find_folders
 
 WAIT = 90_000
 """Timeout for steps whose time depends on a real training, ms."""
@@ -89,7 +89,7 @@ def test_trainings_are_found_beside_runs_and_not_within_each_other(tmp_path, mad
     disk.write_run(tmp_path / "runs" / "x", 1)
     made.write_training(tmp_path / "runs" / "x", [])
     (tmp_path / "linked").symlink_to(tmp_path / "a")
-    assert found_under(tmp_path) == (["runs/x"], ["a/b", "runs/x"])
+    assert find_folders(tmp_path) == (["runs/x"], ["a/b", "runs/x"])
 
 
 def test_the_list_shows_each_training_and_what_is_damaged(tab, address):

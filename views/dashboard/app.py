@@ -1,6 +1,7 @@
 """HTTP endpoints of the dashboard."""
 
 import json
+import re
 from typing import Any
 
 from ...base.errors import NotFound, StudyError
@@ -30,8 +31,8 @@ def make_app(library: Library) -> Any:
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
 
     def answer(content: Any) -> Response:
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return Response(text.encode("utf-8", "replace"), media_type="application/json")
+        encoded = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return Response(encoded.encode("utf-8", "replace"), media_type="application/json")
 
     @app.exception_handler(NotFound)
     def not_found(request: Request, error: NotFound) -> Response:
@@ -74,10 +75,10 @@ def make_app(library: Library) -> Any:
     @app.get("/api/printed")
     def printed(training: str) -> Response:
         try:
-            name, text, size = library.trainings.printed(training)
+            name, output, size = library.trainings.printed(training)
         except OSError as error:
-            return answer({"why": f"What the ranks printed cannot be shown: {error.strerror or error}."})
-        return answer({"name": name, "text": text, "size": size, "cut": size > PRINTED_BYTES})
+            return answer({"why": f"The output of the ranks cannot be shown: {error.strerror or error}."})
+        return answer({"name": name, "text": output, "size": size, "cut": size > PRINTED_BYTES})
 
     @app.get("/api/exports")
     def formats(run: str, trial: int) -> Response:
@@ -89,10 +90,10 @@ def make_app(library: Library) -> Any:
         if not name:
             return answer({"why": "The table names no log."})
         try:
-            text, size = tail_inside(library.folder(run), name, at_most=LOG_BYTES)
+            content, size = tail_inside(library.folder(run), name, at_most=LOG_BYTES)
         except OSError as error:
             return answer({"why": f"The log cannot be shown: {error.strerror or error}."})
-        return answer({"text": text, "size": size, "cut": size > LOG_BYTES})
+        return answer({"text": content, "size": size, "cut": size > LOG_BYTES})
 
     @app.get("/log")
     def whole_log(run: str, trial: int) -> Response:
@@ -140,5 +141,7 @@ def scripts() -> str:
 
 def attachment(name: str) -> dict[str, str]:
     """Returns the header that makes a browser save the response under a plain file name."""
-    plain = "".join(each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name)
+    plain = "".join(
+        character if character.isascii() and (character.isalnum() or character in "-_.") else "_" for character in name
+    )
     return {"content-disposition": f'attachment; filename="{plain}"'}

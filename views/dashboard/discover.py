@@ -32,15 +32,15 @@ class FoundFolders(NamedTuple):
     """Folders with a train.yaml."""
 
 
-def found_under(root: Path) -> FoundFolders:
+def find_folders(root: Path) -> FoundFolders:
     """Returns the folders below `root` that contain a run or a training.
 
     A run has a run.yaml, study.log or trials.csv that is a regular file. Links are not followed; hidden and unreadable
     folders are skipped.
     """
-    found = list(_walk(root))
-    runs = sorted(path for path, files in found if files & _OF_RUNS)
-    return FoundFolders(runs, sorted(path for path, files in found if DOCUMENT in files))
+    folders = list(_walk(root))
+    runs = sorted(path for path, files in folders if files & _OF_RUNS)
+    return FoundFolders(runs, sorted(path for path, files in folders if DOCUMENT in files))
 
 
 class Folders:
@@ -48,19 +48,19 @@ class Folders:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._found = FoundFolders([], [])
+        self._latest = FoundFolders([], [])
         self._until = float("-inf")
         self._lock = threading.Lock()
 
-    def found(self) -> FoundFolders:
+    def latest(self) -> FoundFolders:
         """Returns the runs and trainings of the last search."""
         with self._lock:
             begin = time.monotonic()
             if begin >= self._until:
-                self._found = found_under(self.root)
+                self._latest = find_folders(self.root)
                 took = time.monotonic() - begin
                 self._until = begin + took + max(DISCOVERY_SECONDS, 10 * took)
-            return self._found
+            return self._latest
 
 
 def _walk(root: Path) -> Iterator[tuple[str, set[str]]]:
@@ -74,13 +74,13 @@ def _walk(root: Path) -> Iterator[tuple[str, set[str]]]:
             entries = list(os.scandir(root / relative))
         except OSError:  # removed in the meantime, or not readable
             continue
-        files = {each.name for each in entries if each.is_file(follow_symlinks=False)}
+        files = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
         if files & {*_OF_RUNS, DOCUMENT}:
             yield relative or ".", files
         never = _NEVER | {CHECKPOINTS, DATA} if DOCUMENT in files else _NEVER
         if depth < DEEPEST:
             todo += [
-                (f"{relative}/{each.name}" if relative else each.name, depth + 1)
-                for each in entries
-                if each.is_dir(follow_symlinks=False) and not each.name.startswith(".") and each.name not in never
+                (f"{relative}/{entry.name}" if relative else entry.name, depth + 1)
+                for entry in entries
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".") and entry.name not in never
             ]

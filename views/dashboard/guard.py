@@ -60,12 +60,17 @@ class Guard:
             # Cookies are shared by all ports of a host, and each port may have its own dashboard.
             cookie = f"{COOKIE}-{(scope.get('server') or ('', ''))[1]}"
             query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            given = next((value for name, value in query if name == "token"), None)
-            if given is not None and self._is_token(given):
-                rest = urlencode([each for each in query if each[0] != "token"])
-                where = scope["path"] if scope["path"].startswith("/") and not scope["path"].startswith("//") else "/"
-                kept = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-                await _answer(guarded, 303, "", {"location": where + ("?" + rest if rest else ""), "set-cookie": kept})
+            token = next((value for name, value in query if name == "token"), None)
+            if token is not None and self._is_token(token):
+                query_left = urlencode([pair for pair in query if pair[0] != "token"])
+                path = scope["path"] if scope["path"].startswith("/") and not scope["path"].startswith("//") else "/"
+                stored_cookie = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                await _answer(
+                    guarded,
+                    303,
+                    "",
+                    {"location": path + ("?" + query_left if query_left else ""), "set-cookie": stored_cookie},
+                )
                 return
             if not self._is_token(_cookie(headers, cookie)) and not self._is_token(_bearer(headers)):
                 await _answer(
@@ -76,18 +81,18 @@ class Guard:
                 return
         await self.app(scope, receive, guarded)
 
-    def _is_token(self, given: str | None) -> bool:
-        return given is not None and self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
+    def _is_token(self, token: str | None) -> bool:
+        return token is not None and self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
 
 def with_headers(send: Any, headers: Mapping[str, str]) -> Any:
     """Returns an ASGI `send` that sets these headers in every answer."""
-    own = [(name.encode(), value.encode()) for name, value in headers.items()]
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def send_with_headers(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            kept = [each for each in message["headers"] if each[0].decode("latin-1").lower() not in headers]
-            message = message | {"headers": [*kept, *own]}
+            unchanged = [header for header in message["headers"] if header[0].decode("latin-1").lower() not in headers]
+            message = message | {"headers": [*unchanged, *encoded]}
         await send(message)
 
     return send_with_headers
@@ -95,16 +100,16 @@ def with_headers(send: Any, headers: Mapping[str, str]) -> Any:
 
 def _host(header: str) -> str:
     """Returns the host name in a Host header, without the port (RFC 9110, 7.2); empty if the header has any other form."""
-    found = _NAME.fullmatch(header.strip().lower())
-    return found[1] if found else ""
+    match = _NAME.fullmatch(header.strip().lower())
+    return match[1] if match else ""
 
 
 def _cookie(headers: dict[str, str], name: str) -> str | None:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
+        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return None
-    return found.value if found else None
+    return morsel.value if morsel else None
 
 
 def _bearer(headers: dict[str, str]) -> str | None:
@@ -112,8 +117,8 @@ def _bearer(headers: dict[str, str]) -> str | None:
     return token.strip() if kind.lower() == "bearer" else None
 
 
-async def _answer(send: Any, status: int, text: str, headers: dict[str, str] | None = None) -> None:
-    body = text.encode()
+async def _answer(send: Any, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+    body = message.encode()
     all_headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(headers or {})}
     await send(
         {

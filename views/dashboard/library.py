@@ -22,10 +22,10 @@ from .discover import Folders
 from .trainings import Trainings
 
 DOCUMENTS = 8
-"""Runs of which the whole document is cached; of the others only the line in the list is."""
+"""Largest number of runs whose whole document is cached. For the others only the line in the list is cached."""
 
 SPARKS = 48
-"""Points of a sparkline at most."""
+"""Largest number of points of a sparkline."""
 
 _FILES = (TABLE, RUN, BEST, ".lock")
 
@@ -43,7 +43,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Whole:
+class _PageState:
     """A run as its page shows it, with the reading in which each row last changed."""
 
     reads: int
@@ -73,7 +73,7 @@ class Library:
         self.trainings = Trainings(self._folders)
         """The trainings under the same folder."""
         self._entries: dict[str, _Entry] = {}
-        self._wholes: OrderedDict[str, _Whole] = OrderedDict()
+        self._page_states: OrderedDict[str, _PageState] = OrderedDict()
         self._lock = threading.RLock()
         # A run is read by one thread at a time, so that no two readings get the same number.
         self._reading: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
@@ -83,12 +83,12 @@ class Library:
 
     def ids(self) -> list[str]:
         """Returns the runs, as paths below the root."""
-        found = list(self._folders.found().runs)
+        run_ids = list(self._folders.latest().runs)
         with self._lock:
-            for gone in self._entries.keys() - set(found):
+            for gone in self._entries.keys() - set(run_ids):
                 del self._entries[gone]
-                self._wholes.pop(gone, None)
-        return found
+                self._page_states.pop(gone, None)
+        return run_ids
 
     def folder(self, run: str) -> Path:
         """Returns the folder of a run.
@@ -102,13 +102,13 @@ class Library:
 
     def lines(self) -> list[dict[str, Any]]:
         """Returns one line for each run, the running ones first and then those that changed last."""
-        out = []
+        lines = []
         for run in self.ids():
             try:
-                out.append(self._entry(run).line)
+                lines.append(self._entry(run).line)
             except NotFound:  # deleted since the folders were listed
                 continue
-        return sorted(out, key=lambda line: (line["state"] != run_state.RUNNING, -line["changed"], line["run"]))
+        return sorted(lines, key=lambda line: (line["state"] != run_state.RUNNING, -line["changed"], line["run"]))
 
     def source(self, run: str) -> RunFiles:
         """Returns the files of a run as they are now.
@@ -116,7 +116,7 @@ class Library:
         Raises:
             NotFound: the run does not exist.
         """
-        return self._whole(run).source
+        return self._page_state(run).source
 
     def trial(self, run: str, number: int) -> Trial:
         """Returns a trial of a run.
@@ -124,9 +124,9 @@ class Library:
         Raises:
             NotFound: the run or trial does not exist.
         """
-        for each in self.source(run).trials:
-            if each.number == number:
-                return each
+        for trial in self.source(run).trials:
+            if trial.number == number:
+                return trial
         raise NotFound(f"run '{run}' has no trial {number}")
 
     def changes(self, run: str, have: str = "") -> dict[str, Any] | None:
@@ -140,14 +140,14 @@ class Library:
         """
         if have == f"{self._epoch}.{self._entry(run, keep=True).reads}":
             return None
-        whole = self._whole(run)
-        version = f"{self._epoch}.{whole.reads}"
+        state = self._page_state(run)
+        version = f"{self._epoch}.{state.reads}"
         epoch, _, reads = have.rpartition(".")
         since = int(reads) if epoch == self._epoch and reads.isdigit() else 0
-        added = whole.begun <= since <= whole.reads
-        chosen = [cells for cells, changed in whole.rows.values() if not added or changed > since]
-        columns = {name: [cells[at] for cells in chosen] for at, name in enumerate(whole.columns)}
-        return {"version": version, "run": run, "document": whole.document, "added": added, "rows": as_json(columns)}
+        added = state.begun <= since <= state.reads
+        chosen = [cells for cells, changed in state.rows.values() if not added or changed > since]
+        columns = {name: [cells[index] for cells in chosen] for index, name in enumerate(state.columns)}
+        return {"version": version, "run": run, "document": state.document, "added": added, "rows": as_json(columns)}
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -158,32 +158,32 @@ class Library:
         folder = self.folder(run)
         with self._reading[run]:
             signature = _signature(folder)  # before the files: a change in between is then read next time
-            known = self._entries.get(run)
-            if known is not None and known.signature == signature:
-                return known
+            cached = self._entries.get(run)
+            if cached is not None and cached.signature == signature:
+                return cached
             source = _read(run, folder)
             line = _line(run, source, signature)
-            made = _Entry(signature, line, next(self._counter), source if keep else None)
+            entry = _Entry(signature, line, next(self._counter), source if keep else None)
             with self._lock:
-                self._entries[run] = made
-            return made
+                self._entries[run] = entry
+            return entry
 
-    def _whole(self, run: str) -> _Whole:
+    def _page_state(self, run: str) -> _PageState:
         with self._reading[run]:
             entry = self._entry(run, keep=True)
             with self._lock:
-                known = self._wholes.get(run)
-                if known is not None:
-                    self._wholes.move_to_end(run)
-            if known is not None and known.reads == entry.reads:
-                return known
+                cached = self._page_states.get(run)
+                if cached is not None:
+                    self._page_states.move_to_end(run)
+            if cached is not None and cached.reads == entry.reads:
+                return cached
             source, entry.source = entry.source or _read(run, self.folder(run)), None
-            whole = _gather(source, entry.reads, known)
+            state = _gather(source, entry.reads, cached)
             with self._lock:
-                self._wholes[run] = whole
-                while len(self._wholes) > DOCUMENTS:
-                    self._wholes.popitem(last=False)
-            return whole
+                self._page_states[run] = state
+                while len(self._page_states) > DOCUMENTS:
+                    self._page_states.popitem(last=False)
+            return state
 
 
 def _read(run: str, folder: Path) -> RunFiles:
@@ -209,7 +209,7 @@ def _line(run: str, source: RunFiles, signature: tuple[Any, ...]) -> dict[str, A
     trials = source.trials
     winner = summary.best(trials)
     top = winner.throughput if winner else None
-    stamps = [each for each in signature[1:4] if each] or [run_state.stamp(source.folder / LEDGER) or (0,)]
+    stamps = [stamp for stamp in signature[1:4] if stamp] or [run_state.stamp(source.folder / LEDGER) or (0,)]
     gain = summary.gain(trials)
     return as_json(
         {
@@ -229,7 +229,7 @@ def _line(run: str, source: RunFiles, signature: tuple[Any, ...]) -> dict[str, A
             "gain_half_width": gain and gain.half_width,
             "gain_shown": gain is not None and gain.shown,
             "spark": _thin(_climb(trials, math.inf if top is None else top)),
-            "changed": max(each[0] for each in stamps) / 1e9,
+            "changed": max(stamp[0] for stamp in stamps) / 1e9,
             "problems": len(source.problems),
         }
     )
@@ -237,30 +237,30 @@ def _line(run: str, source: RunFiles, signature: tuple[Any, ...]) -> dict[str, A
 
 def _climb(trials: list[Trial], top: float) -> list[float | None]:
     """Returns the best so far, cut off at the winner's throughput: a faster first result was not confirmed."""
-    return [each if each is None else min(each, top) for each in summary.best_so_far(trials)]
+    return [throughput if throughput is None else min(throughput, top) for throughput in summary.best_so_far(trials)]
 
 
 def _thin(series: list[float | None]) -> list[float | None]:
     if len(series) <= SPARKS:
         return series
-    return [series[round(at * (len(series) - 1) / (SPARKS - 1))] for at in range(SPARKS)]
+    return [series[round(index * (len(series) - 1) / (SPARKS - 1))] for index in range(SPARKS)]
 
 
-def _gather(source: RunFiles, reads: int, before: _Whole | None) -> _Whole:
+def _gather(source: RunFiles, reads: int, earlier: _PageState | None) -> _PageState:
     columns = rows(source)
     names = list(columns)
-    before = before if before is not None and before.columns == names else None
-    previous = before.rows if before is not None else {}
-    found: dict[int, tuple[tuple[Any, ...], int]] = {}
+    earlier = earlier if earlier is not None and earlier.columns == names else None
+    previous = earlier.rows if earlier is not None else {}
+    dated_rows: dict[int, tuple[tuple[Any, ...], int]] = {}
     for cells in zip(*columns.values()):
         number = cells[names.index("trial")]
-        known = previous.get(number)
-        found[number] = known if known is not None and known[0] == cells else (cells, reads)
-    return _Whole(
+        earlier_row = previous.get(number)
+        dated_rows[number] = earlier_row if earlier_row is not None and earlier_row[0] == cells else (cells, reads)
+    return _PageState(
         reads=reads,
         source=source,
         document=document(source, with_rows=False),
-        rows=found,
+        rows=dated_rows,
         columns=names,
-        begun=before.begun if before is not None and previous.keys() <= found.keys() else reads,
+        begun=earlier.begun if earlier is not None and previous.keys() <= dated_rows.keys() else reads,
     )

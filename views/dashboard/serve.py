@@ -98,15 +98,15 @@ def _readable(library: Library) -> None:
     """Raises the error of the first run if no run can be read; otherwise pages show the errors."""
     if library.trainings.ids():
         return
-    first: NotFound | StudyError | None = None
+    first_error: NotFound | StudyError | None = None
     for run in library.ids():
         try:
             RunFiles.read(library.folder(run))
         except (NotFound, StudyError) as error:
-            first = first or error
+            first_error = first_error or error
         else:
             return
-    raise first or AssertionError("there is a run")
+    raise first_error or AssertionError("there is a run")
 
 
 def _counted(library: Library) -> str:
@@ -134,24 +134,24 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UsageError(f"--host {host}: {error.strerror or error}; give an address of this machine") from None
-    last: OSError | None = None
-    for each in range(port, min(port + TRIES, 65536)) if port else (0,):
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    failure: OSError | None = None
+    for candidate in range(port, min(port + TRIES, 65536)) if port else (0,):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted sockets inherit this. Without it a response in two pieces waits 40 ms for an acknowledgement.
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            found.bind((resolved[0], each))
-            found.listen(128)
+            listener.bind((resolved[0], candidate))
+            listener.listen(128)
         except OSError as error:
-            found.close()
-            last = error
+            listener.close()
+            failure = error
             if error.errno not in (98, 48, 13):  # in use (Linux, macOS), not permitted
                 break
         else:
-            return found
+            return listener
     raise UsageError(
-        f"cannot listen on {host} from port {port} on: {last.strerror if last else 'no such port'}; "
+        f"cannot listen on {host} from port {port} on: {failure.strerror if failure else 'no such port'}; "
         "give another --port or --host"
     )
 

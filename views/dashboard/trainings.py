@@ -40,11 +40,11 @@ class Trainings:
 
     def ids(self) -> list[str]:
         """Returns the trainings, as paths below the root."""
-        found = list(self._folders.found().trainings)
+        training_ids = list(self._folders.latest().trainings)
         with self._lock:
-            for gone in self._followed.keys() - set(found):
+            for gone in self._followed.keys() - set(training_ids):
                 del self._followed[gone]
-        return found
+        return training_ids
 
     def folder(self, training: str) -> Path:
         """Returns the folder of a training.
@@ -52,8 +52,8 @@ class Trainings:
         Raises:
             NotFound: the training does not exist; an unknown path is never opened.
         """
-        if training not in (found := self.ids()):
-            raise NotFound(unknown("training", training, found[:20]))
+        if training not in (training_ids := self.ids()):
+            raise NotFound(unknown("training", training, training_ids[:20]))
         return self._folders.root / training
 
     def lines(self) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ class Trainings:
 
         A long log is read over several calls.
         """
-        until, out = time.monotonic() + READING_S, []
+        until, lines = time.monotonic() + READING_S, []
         for training in self.ids():
             try:
                 followed = self._of(training)
@@ -69,8 +69,8 @@ class Trainings:
                 continue
             with followed.lock:
                 followed.read(max(0.0, until - time.monotonic()))
-                out.append({"training": training, **followed.line()})
-        return sorted(out, key=lambda each: (each["state"] != state.RUNNING, -each["changed"], each["training"]))
+                lines.append({"training": training, **followed.line()})
+        return sorted(lines, key=lambda line: (line["state"] != state.RUNNING, -line["changed"], line["training"]))
 
     def changes(self, training: str, have: str = "") -> dict[str, Any] | None:
         """Returns the contents of the page of a training with their `version`; None if that is `have`.
@@ -92,10 +92,10 @@ class Trainings:
             OSError: the file does not exist or cannot be read.
         """
         folder = self.folder(training)
-        names = [each for each in os.listdir(folder / LOGS) if each.endswith(".log") and each[:-4].isdecimal()]
+        names = [log for log in os.listdir(folder / LOGS) if log.endswith(".log") and log[:-4].isdecimal()]
         if not names:
             raise FileNotFoundError("the ranks were never started, or their logs were deleted")
-        name = f"{LOGS}/{max(names, key=lambda each: int(each[:-4]))}"
+        name = f"{LOGS}/{max(names, key=lambda log: int(log[:-4]))}"
         return (name, *tail_inside(folder, name, at_most=PRINTED_BYTES))
 
     def _of(self, training: str) -> "_Followed":
@@ -119,7 +119,7 @@ class _Followed:
         self._number = next(self._counter)
         self._history = History(folder)
         self._signature: tuple[Any, ...] = ()
-        self._found: Mapping[str, Any] = {}
+        self._document: Mapping[str, Any] = {}
         self._problems: list[str] = []
         self._unreadable = ""
 
@@ -146,9 +146,9 @@ class _Followed:
     def _read_document(self) -> None:
         self._problems = []
         try:
-            self._found = read_document(self.folder)
+            self._document = read_document(self.folder)
         except StudyError as error:
-            self._found = {}
+            self._document = {}
             self._problems = [str(error).replace(str(self.folder), self.folder.name)]
 
     @property
@@ -161,63 +161,65 @@ class _Followed:
 
     def line(self) -> dict[str, Any]:
         """Returns its line in the list."""
-        history, whole = self._history, self._whole()
+        history, overview = self._history, self._overview()
         losses = [value for _, value in history.curves["loss"].points()]
         held_out = history.held_out.points()
         stamps = [state.stamp(self.folder / name) for name in (LOG, DOCUMENT)]
         return {
-            **whole,
+            **overview,
             "loss": history.last.get("loss"),
             "held_out": held_out[-1][1] if held_out else None,
-            "speed": history.last.get(_column(whole["unit"])),
+            "speed": history.last.get(_column(overview["unit"])),
             "seconds_left": history.last.get("seconds_left"),
             "spark": losses[:: max(1, -(-len(losses) // SPARKS))],
-            "changed": max((each[0] / 1e9 for each in stamps if each), default=0.0),
+            "changed": max((changed_at[0] / 1e9 for changed_at in stamps if changed_at), default=0.0),
             "problems": len(self._problems_now()),
         }
 
     def document(self) -> dict[str, Any]:
         """Returns the contents of its page."""
         history = self._history
-        strategies = list(enumerate(self._found.get("strategies", []), start=1))[-STRATEGIES:]
+        strategies = list(enumerate(self._document.get("strategies", []), start=1))[-STRATEGIES:]
         return {
-            **self._whole(),
+            **self._overview(),
             "folder": self.folder.name,
             "problems": self._problems_now(),
             "unread": history.unread,
             "last": history.last,
             "end": history.end,
-            "curves": {name: _columns(each.points()) for name, each in history.curves.items()},
+            "curves": {name: _columns(curve.points()) for name, curve in history.curves.items()},
             "held_out": _columns(history.held_out.points()),
-            "strategies": [_strategy(each, position) for position, each in strategies],
+            "strategies": [_strategy(strategy, position) for position, strategy in strategies],
             "checkpoints": list(history.checkpoints),
             "resumed": list(history.resumed),
             "lines": list(history.lines),
-            "asked": _pairs(self._found.get("asked", {})),
-            "data": _pairs(self._found.get("data", {})),
+            "asked": _pairs(self._document.get("asked", {})),
+            "data": _pairs(self._document.get("data", {})),
         }
 
-    def _whole(self) -> dict[str, Any]:
-        found, history = self._found, self._history
-        strategies = found.get("strategies") or [{}]
-        steps = number(found.get("steps", found.get("asked", {}).get("steps")))
+    def _overview(self) -> dict[str, Any]:
+        document, history = self._document, self._history
+        strategies = document.get("strategies") or [{}]
+        steps = number(document.get("steps", document.get("asked", {}).get("steps")))
         return as_json(
             {
-                "name": str(found.get("name") or self.folder.name)[:200],
+                "name": str(document.get("name") or self.folder.name)[:200],
                 "state": self.state,
                 "step": history.step,
                 "steps": steps,
-                "unit": "samples/s" if found.get("unit") == "samples/s" else "tokens/s",
+                "unit": "samples/s" if document.get("unit") == "samples/s" else "tokens/s",
                 "devices": strategies[-1].get("devices"),
                 "began": history.began,
             }
         )
 
     def _problems_now(self) -> list[str]:
-        out = [*self._problems, *([self._unreadable] if self._unreadable else [])]
+        problems = [*self._problems, *([self._unreadable] if self._unreadable else [])]
         if count := self._history.damaged:
-            out.append(f"{LOG} has {count:,} line{'' if count == 1 else 's'} that cannot be read, which are left out.")
-        return out
+            problems.append(
+                f"{LOG} has {count:,} line{'' if count == 1 else 's'} that cannot be read, which are left out."
+            )
+        return problems
 
 
 def _column(unit: str) -> str:
@@ -229,31 +231,31 @@ def _columns(points: list[tuple[int, float]]) -> list[list[float]]:
     return [[step for step, _ in points], [value for _, value in points]]
 
 
-def _strategy(found: Mapping[str, Any], position: int) -> dict[str, Any]:
-    knobs = {str(name)[:80]: _short(value) for name, value in list(found["configuration"].items())[:200]}
+def _strategy(strategy: Mapping[str, Any], position: int) -> dict[str, Any]:
+    knobs = {str(name)[:80]: _short(value) for name, value in list(strategy["configuration"].items())[:200]}
     return as_json(
         {
             "number": position,
-            "step": found["step"],
-            "devices": found["devices"],
+            "step": strategy["step"],
+            "devices": strategy["devices"],
             "configuration": knobs,
-            "why": str(found.get("why", ""))[:500],
+            "why": str(strategy.get("why", ""))[:500],
         }
     )
 
 
-def _pairs(found: Any) -> list[list[str]]:
+def _pairs(section: Any) -> list[list[str]]:
     """Returns names and values as texts."""
     return (
-        [[str(name)[:80], str(_short(value))] for name, value in list(found.items())[:100]]
-        if isinstance(found, dict)
+        [[str(name)[:80], str(_short(value))] for name, value in list(section.items())[:100]]
+        if isinstance(section, dict)
         else []
     )
 
 
 def _short(value: Any) -> Any:
     if isinstance(value, list):
-        value = ", ".join(str(each) for each in value[:20])
+        value = ", ".join(str(element) for element in value[:20])
     elif isinstance(value, dict):
-        value = ", ".join(f"{name}={each}" for name, each in list(value.items())[:40])
+        value = ", ".join(f"{name}={element}" for name, element in list(value.items())[:40])
     return value[:300] if isinstance(value, str) else value

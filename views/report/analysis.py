@@ -30,7 +30,7 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
     return {
         "trials": len(trials),
         "counts": {str(status): count for status, count in summary.counts(trials).items()},
-        "unit": next((each.measured.unit for each in trials if each.measured.unit), ""),
+        "unit": next((trial.measured.unit for trial in trials if trial.measured.unit), ""),
         "winner": entry(winner) if winner else None,
         "default": entry(base) if base else None,
         "exact": entry(exact) if exact else None,
@@ -48,20 +48,20 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
 
 def entry(trial: Trial) -> dict[str, Any]:
     """Returns the figures of one trial."""
-    found = trial.measured
+    measurement = trial.measured
     return {
         "trial": trial.number,
-        "status": str(found.status),
-        "throughput": found.throughput,
+        "status": str(measurement.status),
+        "throughput": measurement.throughput,
         "first": trial.first,
         "remeasured": list(trial.remeasured),
-        "unconfirmed": found.unconfirmed,
-        "spread": found.spread,
-        "step_ms": found.step_ms,
-        "peak_memory_mib": found.peak_memory_mib,
-        "memory_limit_mib": found.memory_limit_mib,
-        "mfu": found.mfu,
-        "devices": found.devices,
+        "unconfirmed": measurement.unconfirmed,
+        "spread": measurement.spread,
+        "step_ms": measurement.step_ms,
+        "peak_memory_mib": measurement.peak_memory_mib,
+        "memory_limit_mib": measurement.memory_limit_mib,
+        "mfu": measurement.mfu,
+        "devices": measurement.devices,
         "config": dict(trial.config),
         "lossy": lossy_values(trial.config, trial.lossy),
     }
@@ -69,23 +69,23 @@ def entry(trial: Trial) -> dict[str, Any]:
 
 def memory_limit(trials: Sequence[Trial]) -> float | None:
     """Returns the memory that a rank could use, MiB: the most common value where trials differ."""
-    limits = [each.measured.memory_limit_mib for each in trials if each.measured.memory_limit_mib]
+    limits = [trial.measured.memory_limit_mib for trial in trials if trial.measured.memory_limit_mib]
     return max(sorted(set(limits)), key=limits.count) if limits else None
 
 
 def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
     """Returns device seconds by status, lost and overhead, and the wall-clock span; None if no trial recorded its time."""
-    timed = [each.measured for each in trials if each.measured.status in RAN and each.measured.seconds_total]
+    timed = [trial.measured for trial in trials if trial.measured.status in RAN and trial.measured.seconds_total]
     if not timed:
         return None
     seconds = {str(status): 0.0 for status in RAN}
     overhead = 0.0
-    for each in timed:
-        devices = each.devices or 1
-        seconds[each.status] += (each.seconds_total or 0.0) * devices
-        if each.ok:
-            overhead += (each.seconds_overhead or 0.0) * devices
-    spans = [each.span for each in timed if each.span is not None]
+    for measurement in timed:
+        devices = measurement.devices or 1
+        seconds[measurement.status] += (measurement.seconds_total or 0.0) * devices
+        if measurement.ok:
+            overhead += (measurement.seconds_overhead or 0.0) * devices
+    spans = [measurement.span for measurement in timed if measurement.span is not None]
     span = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else None
     total = sum(seconds.values())
     return {
@@ -100,17 +100,17 @@ def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
 
 def frontier(trials: Sequence[Trial]) -> list[int]:
     """Returns the numbers of the `ok` trials on the Pareto front of throughput and memory, by memory."""
-    known = [
-        (each.measured.peak_memory_mib, -each.throughput, each.number)
-        for each in trials
-        if each.ok and each.measured.peak_memory_mib is not None
+    points = [
+        (trial.measured.peak_memory_mib, -trial.throughput, trial.number)
+        for trial in trials
+        if trial.ok and trial.measured.peak_memory_mib is not None
     ]
-    best, kept = -math.inf, []
-    for _, slowness, number in sorted(known):
+    best, front = -math.inf, []
+    for _, slowness, number in sorted(points):
         if -slowness > best:
             best = -slowness
-            kept.append(number)
-    return kept
+            front.append(number)
+    return front
 
 
 def predictions(trials: Sequence[Trial]) -> dict[str, Any]:
@@ -119,13 +119,15 @@ def predictions(trials: Sequence[Trial]) -> dict[str, Any]:
     Each is None or has the count, the median ratio of measured to predicted, the median absolute relative error, and
     Spearman's rank correlation.
     """
-    speed = [(each.predicted_throughput, each.throughput) for each in trials if each.ok and each.predicted_throughput]
+    speed = [
+        (trial.predicted_throughput, trial.throughput) for trial in trials if trial.ok and trial.predicted_throughput
+    ]
     memory = [
-        (each.predicted_memory_mib, each.measured.peak_memory_mib)
-        for each in trials
-        if each.measured.status in (Status.OK, Status.OOM)
-        and each.predicted_memory_mib
-        and each.measured.peak_memory_mib
+        (trial.predicted_memory_mib, trial.measured.peak_memory_mib)
+        for trial in trials
+        if trial.measured.status in (Status.OK, Status.OOM)
+        and trial.predicted_memory_mib
+        and trial.measured.peak_memory_mib
     ]
     return {"throughput": _agreement(speed), "memory": _agreement(memory)}
 
@@ -154,8 +156,8 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
         ranks.append((np.cumsum(ties) - (ties - 1) / 2)[places])
     if any(np.ptp(side) == 0 for side in ranks):
         return None
-    first, other = ranks
-    return float(np.corrcoef(first, other)[0, 1])
+    predicted_ranks, measured_ranks = ranks
+    return float(np.corrcoef(predicted_ranks, measured_ranks)[0, 1])
 
 
 def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
@@ -165,15 +167,15 @@ def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
     lanes would be needed (see `of`). The table does not record the devices of a trial: each is drawn on the lowest
     lanes that are free at its start. None if no trial recorded its start.
     """
-    known = [(*each.measured.span, each) for each in trials if each.measured.span is not None]
-    if not known:
+    spans = [(*trial.measured.span, trial) for trial in trials if trial.measured.span is not None]
+    if not spans:
         return None
-    known.sort(key=lambda each: (each[0], each[2].number))
-    origin = known[0][0]
-    ran = [(begin - origin, end - origin, each.number) for begin, end, each in known]
-    widths = [max(int(each.measured.devices or 1), 1) for _, _, each in known]
-    alike = len(set(widths)) == 1 and widths[0] > 1
-    by_device = None if alike else _placed(ran, widths, MOST_LANES)
+    spans.sort(key=lambda timed: (timed[0], timed[2].number))
+    origin = spans[0][0]
+    ran = [(begin - origin, end - origin, trial.number) for begin, end, trial in spans]
+    widths = [max(int(trial.measured.devices or 1), 1) for _, _, trial in spans]
+    same_width = len(set(widths)) == 1 and widths[0] > 1
+    by_device = None if same_width else _placed(ran, widths, MOST_LANES)
     laid = by_device or _placed(ran, [1] * len(ran), len(ran))
     assert laid is not None, "as many lanes as trials are enough"
     items, count = laid
@@ -192,10 +194,10 @@ def _placed(
     for (begin, end, number), width in zip(ran, widths):
         # The end of a trial and the start of the next one come from different clocks.
         free = [until <= begin + 0.02 for until in busy]
-        first = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))
-        if first + width > most:
+        lowest_lane = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))
+        if lowest_lane + width > most:
             return None
-        busy += [0.0] * (first + width - len(busy))
-        busy[first : first + width] = [end] * width
-        items.append([number, first, width, round(begin, 3), round(end, 3)])
+        busy += [0.0] * (lowest_lane + width - len(busy))
+        busy[lowest_lane : lowest_lane + width] = [end] * width
+        items.append([number, lowest_lane, width, round(begin, 3), round(end, 3)])
     return items, len(busy)

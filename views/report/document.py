@@ -24,8 +24,8 @@ def document(source: RunFiles, *, with_rows: bool = True) -> dict[str, Any]:
     """
     trials = source.trials
     space = words.space(source.request, source.columns)
-    free = {each["name"]: each.get("values") for each in space["knobs"] if not each.get("derived")}
-    out: dict[str, Any] = {
+    free = {knob["name"]: knob.get("values") for knob in space["knobs"] if not knob.get("derived")}
+    contents: dict[str, Any] = {
         "name": source.name,
         "table": source.table,
         "state": source.state,
@@ -50,23 +50,23 @@ def document(source: RunFiles, *, with_rows: bool = True) -> dict[str, Any]:
         "failures": failures(trials, source.folder),
         "exports": exports(source),
         "again": {
-            str(each.number): {"first": each.first, "again": list(each.remeasured)}
-            for each in trials
-            if each.first is not None
+            str(trial.number): {"first": trial.first, "again": list(trial.remeasured)}
+            for trial in trials
+            if trial.first is not None
         },
     }
     if with_rows:
-        out["rows"] = rows(source)
-    return as_json(out)
+        contents["rows"] = rows(source)
+    return as_json(contents)
 
 
 def rows(source: RunFiles) -> dict[str, list[Any]]:
     """Returns the table by columns, without those whose cells are all empty."""
-    kept = ("trial", "status", "reason", "throughput")
+    always = ("trial", "status", "reason", "throughput")
     return {
         name: cells
         for name, cells in source.columns.items()
-        if name in kept or any(each is not None and each != "" for each in cells)
+        if name in always or any(cell is not None and cell != "" for cell in cells)
     }
 
 
@@ -79,7 +79,7 @@ def as_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {str(key): as_json(each) for key, each in value.items()}
+        return {str(key): as_json(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_json(each) for each in value]
+        return [as_json(element) for element in value]
     return str(value)

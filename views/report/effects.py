@@ -31,26 +31,26 @@ def effects(trials: Sequence[Trial], knobs: Mapping[str, Sequence[Any] | None]) 
     """
     import numpy as np
 
-    good = [each for each in trials if each.ok and each.throughput > 0]
-    speeds = np.array([each.throughput for each in good], dtype=float)
+    good = [trial for trial in trials if trial.ok and trial.throughput > 0]
+    speeds = np.array([trial.throughput for trial in good], dtype=float)
     described: list[dict[str, Any]] = []
     blocks: list[Any] = []
     for name, declared in knobs.items():
         labels, group_of = _groups(name, trials, declared or ())
         if len(labels) < 2:
             continue
-        groups = np.array([group_of[each.number] for each in good], dtype=int)
+        groups = np.array([group_of[trial.number] for trial in good], dtype=int)
         counts: list[Counter[str]] = [Counter() for _ in labels]
-        for each in trials:
-            counts[group_of[each.number]][str(each.measured.status)] += 1
+        for trial in trials:
+            counts[group_of[trial.number]][str(trial.measured.status)] += 1
         values = [
-            {"label": label, "counts": dict(counts[at])} | _quartiles(speeds[groups == at])
-            for at, label in enumerate(labels)
+            {"label": label, "counts": dict(counts[index])} | _quartiles(speeds[groups == index])
+            for index, label in enumerate(labels)
         ]
         described.append({"name": name, "importance": None, "values": values})
         blocks.append(np.eye(len(labels))[groups] if len(good) else np.zeros((0, len(labels))))
     explained = _fit(described, blocks, np.log(speeds)) if described and len(good) >= 3 else None
-    described.sort(key=lambda each: -(each["importance"] or 0.0))
+    described.sort(key=lambda knob: -(knob["importance"] or 0.0))
     return {"count": len(good), "explained": explained, "knobs": described}
 
 
@@ -78,16 +78,19 @@ def _fit(described: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | 
     for knob, block in zip(described, blocks):
         end = begin + block.shape[1]
         share = block.mean(axis=0)
-        own = terms[begin:end] - share @ terms[begin:end]
-        variances.append(float(share @ own**2))
-        for at, value in enumerate(knob["values"]):
-            if not block[:, at].any():
+        centred = terms[begin:end] - share @ terms[begin:end]
+        variances.append(float(share @ centred**2))
+        for index, value in enumerate(knob["values"]):
+            if not block[:, index].any():
                 continue
             # The error of the distance of a value from the mean of the knob.
-            against = np.eye(end - begin)[at] - share
+            against = np.eye(end - begin)[index] - share
             error = math.sqrt(max(float(against @ covariance[begin:end, begin:end] @ against), 0.0))
-            value["effect"] = math.exp(own[at])
-            value["effect_low"], value["effect_high"] = math.exp(own[at] - error), math.exp(own[at] + error)
+            value["effect"] = math.exp(centred[index])
+            value["effect_low"], value["effect_high"] = (
+                math.exp(centred[index] - error),
+                math.exp(centred[index] + error),
+            )
         begin = end
     if explained <= 0 or sum(variances) <= 0:
         return 0.0
@@ -98,21 +101,23 @@ def _fit(described: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | 
 
 def _groups(name: str, trials: Sequence[Trial], declared: Sequence[Any]) -> tuple[list[str], dict[int, int]]:
     """Returns the labels of the values of a knob in order, and the index of the label of each trial."""
-    given = {each.number: each.config.get(name) for each in trials}
-    values = sorted(set(given.values()) - {None}, key=_order)
-    numeric = values and all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values)
+    value_of = {trial.number: trial.config.get(name) for trial in trials}
+    values = sorted(set(value_of.values()) - {None}, key=_order)
+    numeric = values and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     if not numeric:
-        values.sort(key=lambda each: declared.index(each) if each in declared else len(declared))
-    labels, of_value = [_label(each) for each in values], {each: at for at, each in enumerate(values)}
+        values.sort(key=lambda value: declared.index(value) if value in declared else len(declared))
+    labels, of_value = [_label(value) for value in values], {value: index for index, value in enumerate(values)}
     if numeric and len(values) > MANY:
         bins = 8
-        of_value = {each: at * bins // len(values) for at, each in enumerate(values)}
-        members = [[each for each in values if of_value[each] == at] for at in range(bins)]
-        labels = [f"{_label(each[0])} to {_label(each[-1])}" if len(each) > 1 else _label(each[0]) for each in members]
-    if None in given.values():
+        of_value = {value: index * bins // len(values) for index, value in enumerate(values)}
+        members = [[value for value in values if of_value[value] == bin_index] for bin_index in range(bins)]
+        labels = [
+            f"{_label(group[0])} to {_label(group[-1])}" if len(group) > 1 else _label(group[0]) for group in members
+        ]
+    if None in value_of.values():
         of_value[None] = len(labels)
         labels = [*labels, "not set"]
-    return labels, {number: of_value[value] for number, value in given.items()}
+    return labels, {number: of_value[value] for number, value in value_of.items()}
 
 
 def _order(value: Any) -> tuple[int, Any]:
@@ -131,4 +136,4 @@ def _quartiles(values: Any) -> dict[str, float]:
     if not len(values):
         return {}
     names = ("min", "low", "median", "high", "max")
-    return {name: float(each) for name, each in zip(names, np.percentile(values, (0, 25, 50, 75, 100)))}
+    return {name: float(percentile) for name, percentile in zip(names, np.percentile(values, (0, 25, 50, 75, 100)))}

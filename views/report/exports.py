@@ -12,8 +12,8 @@ from .run_files import RunFiles
 def exports(source: RunFiles, trial: Trial | None = None) -> list[dict[str, Any]]:
     """Returns a trial's configuration in each export format, as `target`, `about`, `text` and `notes`.
 
-    `notes` are the remarks that the text has no room for. A format that cannot represent the configuration has the
-    reason under `error` in place of the text.
+    `notes` are remarks, if the format has no comments for them in the text. A format that cannot represent the
+    configuration has the reason under `error` in place of the text.
 
     Args:
         source: the run.
@@ -22,7 +22,7 @@ def exports(source: RunFiles, trial: Trial | None = None) -> list[dict[str, Any]
     trial = trial or summary.best(source.trials)
     if trial is None:
         return []
-    out: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for name, target in export_targets().items():
         entry: dict[str, Any] = {"target": name, "about": target.about}
         try:
@@ -32,5 +32,5 @@ def exports(source: RunFiles, trial: Trial | None = None) -> list[dict[str, Any]
         else:
             entry["text"] = rendered.text
             entry["notes"] = [] if rendered.comments_inside else list(rendered.notes)
-        out.append(entry)
-    return out
+        entries.append(entry)
+    return entries

@@ -10,10 +10,10 @@ from ...results.columns import fold
 from ...results.measurement import Status, Trial
 
 LINES = 12
-"""Lines of a log that are shown at most."""
+"""Largest number of lines of a log that are shown."""
 
 GROUPS = 40
-"""Groups that are shown with a log; of further ones only the number of trials is shown."""
+"""Largest number of groups that are shown with a log; further groups only have the number of trials."""
 
 _TAIL_BYTES = 16 * 1024
 _RANK = re.compile(r"rank (\d+):")
@@ -32,44 +32,44 @@ def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any
         folder: the folder of the run, from which logs are read; None for no logs.
     """
     groups: dict[tuple[Status, str], list[Trial]] = {}
-    for each in trials:
-        if each.ok:
+    for trial in trials:
+        if trial.ok:
             continue
-        reason = fold(each.measured.reason)
-        groups.setdefault((each.measured.status, _VARYING.sub("#", reason)), []).append(each)
+        reason = fold(trial.measured.reason)
+        groups.setdefault((trial.measured.status, _VARYING.sub("#", reason)), []).append(trial)
     order = sorted(groups, key=lambda key: (key[0] is Status.SKIPPED, -len(groups[key]), groups[key][0].number))
-    out = []
+    described_groups = []
     for place, key in enumerate(order):
         members = groups[key]
-        reasons = {fold(each.measured.reason) for each in members}
+        reasons = {fold(trial.measured.reason) for trial in members}
         described = {
             "status": str(key[0]),
             "reason": fold(members[-1].measured.reason),
             "alike": len(reasons) > 1,
-            "trials": [each.number for each in members],
+            "trials": [trial.number for trial in members],
         }
         if key[0] is not Status.SKIPPED and folder is not None and place < GROUPS:
             described |= _log(members, folder)
-        out.append(described)
-    return out
+        described_groups.append(described)
+    return described_groups
 
 
 def _log(members: Sequence[Trial], folder: Path) -> dict[str, Any]:
-    named = [each for each in members if each.measured.log]
-    if not named:
+    logged = [trial for trial in members if trial.measured.log]
+    if not logged:
         return {"log_why": "the table names no log"}
-    last = named[-1]
-    known = {"log_trial": last.number, "log_path": last.measured.log}
+    latest = logged[-1]
+    log_entry = {"log_trial": latest.number, "log_path": latest.measured.log}
     try:
-        text, _ = tail_inside(folder.resolve(), last.measured.log, at_most=_TAIL_BYTES)
+        tail, _ = tail_inside(folder.resolve(), latest.measured.log, at_most=_TAIL_BYTES)
     except OSError as error:
-        return known | {"log_why": f"its log cannot be shown: {error.strerror or error}"}
-    lines = [line.rstrip() for line in text.splitlines()]
+        return log_entry | {"log_why": f"its log cannot be shown: {error.strerror or error}"}
+    lines = [line.rstrip() for line in tail.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
     # The last output of other ranks only shows how they noticed the failure.
-    rank = _RANK.match(last.measured.reason)
+    rank = _RANK.match(latest.measured.reason)
     lines = [line for line in lines if rank and line.startswith(f"[rank {rank[1]}]")] or lines
     if not lines:
-        return known | {"log_why": "it printed nothing"}
-    return known | {"log": "\n".join(line[:400] for line in lines[-LINES:])}
+        return log_entry | {"log_why": "it printed nothing"}
+    return log_entry | {"log": "\n".join(line[:400] for line in lines[-LINES:])}

@@ -32,28 +32,28 @@ def page(document: Mapping[str, Any]) -> str:
     policy = (
         f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
     )
-    parts = {
+    fragments = {
         "policy": html.escape(policy),
         "title": html.escape(f"{document['name']}: redline report"),
         "style": style,
         "data": embed(document),
         "script": script,
     }
-    out = asset("report.html")
-    for name, text in parts.items():
-        before, mark, after = out.partition(f"<!--{name}-->")
+    filled = asset("report.html")
+    for name, fragment in fragments.items():
+        head, mark, tail = filled.partition(f"<!--{name}-->")
         if not mark:
             raise AssertionError(f"report.html has no place for {name}")
-        out = before + text + after
-    return out
+        filled = head + fragment + tail
+    return filled
 
 
 def embed(data: Any) -> str:
     """Returns `data` as JSON that is safe inside an HTML script element."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    for each in "<>&\u2028\u2029":
-        text = text.replace(each, f"\\u{ord(each):04x}")
-    return text.encode("utf-8", "replace").decode()
+    encoded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        encoded = encoded.replace(character, f"\\u{ord(character):04x}")
+    return encoded.encode("utf-8", "replace").decode()
 
 
 @cache
@@ -63,11 +63,11 @@ def asset(name: str) -> str:
 
 
 @cache
-def bundle(names: tuple[str, ...], *more: str) -> str:
+def bundle(names: tuple[str, ...], *further: str) -> str:
     """Returns scripts of the report and then `more` as one script in a scope of its own; each sees those before it."""
-    texts = [*(asset(f"js/{name}.js") for name in names), *more]
+    texts = [*(asset(f"js/{name}.js") for name in names), *further]
     return '(() => {\n"use strict";\n' + "\n".join(texts) + "\n})();\n"
 
 
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -40,10 +40,10 @@ class RunFiles:
     @property
     def name(self) -> str:
         """The tuned model or the name of the file."""
-        asked = (self.request or {}).get("asked", {})
+        requested = (self.request or {}).get("asked", {})
         for key in ("model", "name"):
-            if isinstance(asked.get(key), str) and asked[key]:
-                return asked[key]
+            if isinstance(requested.get(key), str) and requested[key]:
+                return requested[key]
         if self.table == TABLE:
             return self.folder.resolve().name or TABLE
         return Path(self.table).stem
@@ -141,13 +141,13 @@ def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], l
         problems.append(f"{name} cannot be read: {error.strerror or error}")
         return parse(_NOTHING, name)[0]
     try:
-        columns, found = parse(data, name)
+        columns, row_problems = parse(data, name)
     except StudyError as error:
         if not lenient:
             raise StudyError(str(error).replace(f"'{name}'", f"'{folder / name}'", 1)) from None
         problems.append(str(error))
         return parse(_NOTHING, name)[0]
-    problems += found
+    problems += row_problems
     return drop_invalid(columns, problems)
 
 

@@ -19,16 +19,16 @@ _ASKED = {
 
 def request_rows(request: Mapping[str, Any] | None) -> list[list[str]]:
     """Returns the request in run.yaml as pairs of a name and a text."""
-    given = (request or {}).get("asked", {})
-    out = []
-    if isinstance(workload := given.get("workload"), Mapping) and workload.get("class"):
-        out.append(["Class", _text(workload["class"])])
-    if given.get("simulated"):
-        out.append(["Simulated", "nothing was run: these are predictions"])
-    if given.get("emulated"):
-        out.append(["Emulated", "some ranks ran alone on one device: communication is priced, not measured"])
+    section = (request or {}).get("asked", {})
+    rows = []
+    if isinstance(workload := section.get("workload"), Mapping) and workload.get("class"):
+        rows.append(["Class", _text(workload["class"])])
+    if section.get("simulated"):
+        rows.append(["Simulated", "nothing was run: these are predictions"])
+    if section.get("emulated"):
+        rows.append(["Emulated", "some ranks ran alone on one device: communication is priced, not measured"])
     for key, name in _ASKED.items():
-        value = given.get(key)
+        value = section.get(key)
         if value is None:
             continue
         if key == "devices":
@@ -37,13 +37,13 @@ def request_rows(request: Mapping[str, Any] | None) -> list[list[str]]:
             value = _mib(value)
         elif key == "trial_timeout_s":
             value = f"{value:g} s" if isinstance(value, (int, float)) else value
-        out.append([name, _text(value)])
+        rows.append([name, _text(value)])
     if began(request):
-        out.append(["Started", began(request)])
-    for each in (request or {}).get("resumed") or []:
-        if isinstance(each, Mapping):
-            out.append(["Resumed", _moment(each.get("at", ""))])
-    return out
+        rows.append(["Started", began(request)])
+    for resumption in (request or {}).get("resumed") or []:
+        if isinstance(resumption, Mapping):
+            rows.append(["Resumed", _moment(resumption.get("at", ""))])
+    return rows
 
 
 def devices(request: Mapping[str, Any] | None) -> str:
@@ -56,8 +56,8 @@ def devices(request: Mapping[str, Any] | None) -> str:
     used = value.get("used") or count
     if used is None:
         return name
-    more = isinstance(count, int) and isinstance(used, int) and count > used
-    return f"{used} × {name}" + (f" (of {count})" if more else "")
+    partial = isinstance(count, int) and isinstance(used, int) and count > used
+    return f"{used} × {name}" + (f" (of {count})" if partial else "")
 
 
 def began(request: Mapping[str, Any] | None) -> str:
@@ -75,41 +75,43 @@ def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -
     seen = {name[len("knob.") :]: cells for name, cells in columns.items() if name.startswith("knob.")}
     if not isinstance(document, Mapping) or not isinstance(document.get("knobs"), list):
         return {"declared": False, "constraints": [], "knobs": [_seen(name, cells) for name, cells in seen.items()]}
-    knobs = [_knob(each) for each in document["knobs"] if isinstance(each, Mapping) and "name" in each]
-    for each in _mappings(document.get("derived")):
+    knobs = [_knob(entry) for entry in document["knobs"] if isinstance(entry, Mapping) and "name" in entry]
+    for entry in _mappings(document.get("derived")):
         knobs.append(
             {
-                "name": str(each.get("name")),
+                "name": str(entry.get("name")),
                 "values": None,
-                "derived": _rule(each.get("value")),
-                "help": str(each.get("help", "")),
+                "derived": _rule(entry.get("value")),
+                "help": str(entry.get("help", "")),
             }
         )
-    known = {each["name"] for each in knobs}
-    knobs += [_seen(name, cells) for name, cells in seen.items() if name not in known]
+    declared = {knob["name"] for knob in knobs}
+    knobs += [_seen(name, cells) for name, cells in seen.items() if name not in declared]
     constraints = [
-        {"text": _rule(each.get("require")), "reason": str(each.get("reason", ""))}
-        for each in _mappings(document.get("constraints"))
+        {"text": _rule(entry.get("require")), "reason": str(entry.get("reason", ""))}
+        for entry in _mappings(document.get("constraints"))
     ]
     return {"declared": True, "knobs": knobs, "constraints": constraints}
 
 
 def environment(request: Mapping[str, Any] | None, best: Mapping[str, Any] | None) -> list[list[Any]]:
     """Returns groups of facts about the environment, each a title and pairs of a name and a text."""
-    found = (best or {}).get("environment") or (request or {}).get("environment") or {}
-    if not isinstance(found, Mapping):
+    facts_by_group = (best or {}).get("environment") or (request or {}).get("environment") or {}
+    if not isinstance(facts_by_group, Mapping):
         return []
-    out = []
+    groups = []
     for key, title in (("devices", "Devices"), ("host", "Machine"), ("versions", "Versions")):
-        facts = found.get(key) or ((request or {}).get("asked", {}).get("devices") if key == "devices" else None)
+        facts = facts_by_group.get(key) or (
+            (request or {}).get("asked", {}).get("devices") if key == "devices" else None
+        )
         if isinstance(facts, Mapping):
             pairs = [
                 [str(name).replace("_mib", "").replace("_", " "), _fact(name, value)]
                 for name, value in facts.items()
                 if value is not None
             ]
-            out.append([title, pairs])
-    return out
+            groups.append([title, pairs])
+    return groups
 
 
 def _fact(name: Any, value: Any) -> str:
@@ -125,14 +127,14 @@ def _knob(entry: Mapping[str, Any]) -> dict[str, Any]:
     values = entry.get("values")
     if not isinstance(values, list):
         values = [False, True] if entry.get("type") == "flag" else None
-    text = None
+    range_text = None
     if values is None and "low" in entry:
-        text = f"{entry['low']} to {entry.get('high')}" + (f", step {entry['step']}" if "step" in entry else "")
+        range_text = f"{entry['low']} to {entry.get('high')}" + (f", step {entry['step']}" if "step" in entry else "")
     default = entry.get("default", values[0] if values else entry.get("low"))
     return {
         "name": str(entry["name"]),
         "values": values,
-        "range": text,
+        "range": range_text,
         "default": default,
         "help": str(entry.get("help", "")),
         "when": _rule(entry["when"]) if "when" in entry else "",
@@ -140,7 +142,7 @@ def _knob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seen(name: str, cells: list[Any]) -> dict[str, Any]:
-    values = sorted({each for each in cells if each is not None}, key=lambda each: (isinstance(each, str), each))
+    values = sorted({cell for cell in cells if cell is not None}, key=lambda cell: (isinstance(cell, str), cell))
     if len(values) > 40:
         return {"name": name, "values": None, "range": f"{len(values)} values, {values[0]} to {values[-1]}", "help": ""}
     return {"name": name, "values": values, "help": ""}
@@ -155,14 +157,14 @@ def _rule(value: Any) -> str:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    return [element for element in value if isinstance(element, Mapping)] if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return ", ".join(_text(each) for each in value)
+        return ", ".join(_text(element) for element in value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {_text(element)}" for key, element in value.items())
     return str(value)

@@ -31,9 +31,9 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     output = path_of(output)
     if output.is_dir():
         output = output / NAME
-    text = page(document(source))
+    content = page(document(source))
     try:
-        write_atomic(output, text.encode(), durable=False)
+        write_atomic(output, content.encode(), durable=False)
     except OSError as error:
         raise StudyError(f"cannot write '{output}': {error.strerror or error}; give another file with -o") from error
     return output
