@@ -413,7 +413,7 @@ def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware, faster: Seq
 
 def _setting(trainer: TrainerConfig, knob: str) -> str:
     """A knob's value as the file writes it."""
-    from ..frameworks.framework import Stated
+    from ..frameworks.framework import SettingsReader
 
     value = trainer.config[knob]
     default = config_text({knob: value})
@@ -422,8 +422,10 @@ def _setting(trainer: TrainerConfig, knob: str) -> str:
         written = framework.knobs.get(knob)
         if written is None or knob in trainer.given:
             continue
-        stated = Stated(source.settings, source.where, by_last=framework.by_last)
-        names = written.keys or tuple(key for way in written.ways for each in way.values() for key in each)
+        stated = SettingsReader(source.settings, source.where, by_last=framework.by_last)
+        names = written.keys or tuple(
+            key for alternative in written.alternatives for settings in alternative.values() for key in settings
+        )
         if (found := stated.get(*names)) is not None:
             return f"{stated.name(*[name for name in names if stated.has(name)])}={found}"
         with suppress(LookupError):

@@ -20,7 +20,7 @@ from .common import (
     note_tf32,
 )
 from .export_input import PORT, ExportInput, Hosts
-from .framework import Framework, KnobSettings, KnobTable, Stated, nested
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
 from .launcher import Launcher
 from .target import Target, as_yaml
 from .trainer import conventions
@@ -35,16 +35,16 @@ _DEEPSPEED = "deepspeed_config.zero_stage"
 KNOBS = KnobTable(
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {
                 "fp32": {"mixed_precision": "no"},
-                **{each: {"mixed_precision": each} for each in ("bf16", "fp16", "fp8")},
+                **{name: {"mixed_precision": name} for name in ("bf16", "fp16", "fp8")},
             },
         ),
     ),
     KnobSettings(
         knob="zero",
-        ways=(
+        alternatives=(
             {
                 0: {"distributed_type": "MULTI_GPU"},
                 2: {**_FSDP2, _RESHARD: False},
@@ -59,7 +59,7 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="offload",
-        ways=(
+        alternatives=(
             {
                 "none": {"fsdp_config.fsdp_offload_params": False},
                 "optimizer": {"fsdp_config.fsdp_offload_params": True},
@@ -73,11 +73,11 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="checkpoint_ratio",
-        ways=({value: {"fsdp_config.fsdp_activation_checkpointing": bool(value)} for value in (0, 1)},),
+        alternatives=({value: {"fsdp_config.fsdp_activation_checkpointing": bool(value)} for value in (0, 1)},),
     ),
     KnobSettings(
         knob="fusion",
-        ways=({True: {_DYNAMO: "INDUCTOR"}, False: {_DYNAMO: "NO"}},),
+        alternatives=({True: {_DYNAMO: "INDUCTOR"}, False: {_DYNAMO: "NO"}},),
         option={True: {"dynamo_backend": "inductor"}, False: {"dynamo_backend": "no"}},
     ),
     KnobSettings(knob="tp", keys=(_SIZE.format("tp"),)),
@@ -96,7 +96,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
         return _of_a_command(setup)
     note_pipeline(setup)
     sharded = _shards(setup)
-    out: dict[str, Any] = {
+    document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": _distributed_type(setup, sharded),
@@ -110,9 +110,9 @@ def config(setup: ExportInput) -> dict[str, Any]:
         "use_cpu": setup.device_type == "cpu",
     }
     if setup.formats.scaling:
-        out["fp8_config"] = _fp8(setup)
+        document["fp8_config"] = _fp8(setup)
     if sharded:
-        out |= _fsdp(setup)
+        document |= _fsdp(setup)
     else:
         if setup.knob("checkpoint_ratio") > 0:
             setup.note(
@@ -123,14 +123,14 @@ def config(setup: ExportInput) -> dict[str, Any]:
     note_partial_checkpointing(setup, "this checkpoints every block")
     groups = setup.knob("hsdp") if sharded else setup.dp
     if setup.tp > 1 or (sharded and groups > 1):
-        out |= nested(_replicas(groups, setup.dp) | KNOBS.write("tp", setup.tp) | KNOBS.write("cp", 1))
+        document |= nested(_replicas(groups, setup.dp) | KNOBS.write("tp", setup.tp) | KNOBS.write("cp", 1))
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: the model must be loaded cut as well, by from_pretrained(..., tp_plan='auto', "
             "device_mesh=accelerator.torch_device_mesh['tp'])"
         )
     if setup.knob("fusion"):
-        out["dynamo_config"] = {
+        document["dynamo_config"] = {
             "dynamo_backend": KNOBS.write("fusion", True)[_DYNAMO],
             "dynamo_mode": "default",
             "dynamo_use_dynamic": False,
@@ -139,7 +139,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
             "dynamo_use_regional_compilation": True,
         }
     _note_the_rest(setup)
-    return out
+    return document
 
 
 def _of_a_command(setup: ExportInput) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def _mixed_precision(setup: ExportInput) -> str:
     if precision == "tf32":
         note_tf32(setup)
     # An 8-bit file has one scale per tensor, whichever was measured.
-    known = {"bf16_pure": "fp32", "tf32": "fp32", "fp8_rowwise": "fp8"}.get(precision, precision)
-    return str(KNOBS.write("precision", known)["mixed_precision"])
+    expressible = {"bf16_pure": "fp32", "tf32": "fp32", "fp8_rowwise": "fp8"}.get(precision, precision)
+    return str(KNOBS.write("precision", expressible)["mixed_precision"])
 
 
 def _fp8(setup: ExportInput) -> dict[str, Any]:
@@ -267,13 +267,13 @@ def _start(setup: ExportInput, file: str) -> str:
         # For each rank alone: torchrun sets what the ranks have in common.
         alone = "--num_machines 1 --num_processes 1"
         return f"{setup.torchrun()} --no-python accelerate launch --config_file {file} {alone} train.py"
-    own = ""
+    host_options = ""
     if setup.hosts.count > 1:
-        own = (
+        host_options = (
             '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" '
             f'--main_process_port "${{MASTER_PORT:-{PORT}}}" '
         )
-    return f"accelerate launch --config_file {file} {own}train.py"
+    return f"accelerate launch --config_file {file} {host_options}train.py"
 
 
 TARGET = Target(
@@ -295,55 +295,55 @@ LAUNCHER = Launcher(
 )
 
 
-def prepare(stated: Stated) -> None:
+def prepare(reader: SettingsReader) -> None:
     """Fills in accelerate's defaults for missing options and FSDP settings."""
     for option, kind in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("multi_gpu", "MULTI_GPU")):
-        if stated.flag(option):
-            stated.set("distributed_type", kind)
-    if stated.get("distributed_type") == "DEEPSPEED" and not stated.has("deepspeed_config.deepspeed_config_file"):
-        stated.set(_DEEPSPEED, 2)  # DeepSpeedPlugin
-    version = stated.whole("fsdp_config.fsdp_version")
-    if version is None and stated.get("distributed_type") == "FSDP":
-        version = 1 if stated.has(_STRATEGY) or isinstance(stated.get(_RESHARD), str) else 2
-        stated.set("fsdp_config.fsdp_version", version)
+        if reader.flag(option):
+            reader.set("distributed_type", kind)
+    if reader.get("distributed_type") == "DEEPSPEED" and not reader.has("deepspeed_config.deepspeed_config_file"):
+        reader.set(_DEEPSPEED, 2)  # DeepSpeedPlugin
+    version = reader.whole("fsdp_config.fsdp_version")
+    if version is None and reader.get("distributed_type") == "FSDP":
+        version = 1 if reader.has(_STRATEGY) or isinstance(reader.get(_RESHARD), str) else 2
+        reader.set("fsdp_config.fsdp_version", version)
     if version == 2:
-        stated.set(_RESHARD, True)
-    elif version == 1 and stated.get("distributed_type") == "FSDP":
-        stated.set(_STRATEGY, "FULL_SHARD")
+        reader.set(_RESHARD, True)
+    elif version == 1 and reader.get("distributed_type") == "FSDP":
+        reader.set(_STRATEGY, "FULL_SHARD")
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads groups of replicas, processes and settings of other engines."""
-    replicate, shard = stated.whole(_SIZE.format("dp_replicate")), stated.whole(_SIZE.format("dp_shard"))
+    replicate, shard = reader.whole(_SIZE.format("dp_replicate")), reader.whole(_SIZE.format("dp_shard"))
     if replicate is not None or shard is not None:
-        stated.knobs["dp"] = (replicate or 1) * (shard or 1)
-        if (replicate or 1) > 1 and stated.knobs.get("zero"):
-            stated.knobs["hsdp"] = replicate
-    if str(stated.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
-        stated.knobs["zero"] = 3 if str(stated.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4") else 2
-        stated.facts["hybrid"] = True
-    if stated.get("distributed_type") == "MEGATRON_LM":
+        reader.knobs["dp"] = (replicate or 1) * (shard or 1)
+        if (replicate or 1) > 1 and reader.knobs.get("zero"):
+            reader.knobs["hsdp"] = replicate
+    if str(reader.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
+        reader.knobs["zero"] = 3 if str(reader.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4") else 2
+        reader.facts["hybrid"] = True
+    if reader.get("distributed_type") == "MEGATRON_LM":
         for knob in ("tp", "pp"):
-            if (degree := stated.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
-                stated.knobs[knob] = degree
-    if stated.get("distributed_type") == "DEEPSPEED":
-        offloads = str(stated.get("deepspeed_config.offload_param_device") or "none") != "none"
-        own = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
+            if (degree := reader.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
+                reader.knobs[knob] = degree
+    if reader.get("distributed_type") == "DEEPSPEED":
+        offloads = str(reader.get("deepspeed_config.offload_param_device") or "none") != "none"
+        overridden = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
             "pieces": False,
             "unsharded_gradients": False,
         }
-        stated.conventions |= {**own, **deepspeed.conventions(stated.knobs), "offload_weights": offloads}
-    processes = stated.whole("num_processes")
+        reader.conventions |= {**overridden, **deepspeed.conventions(reader.knobs), "offload_weights": offloads}
+    processes = reader.whole("num_processes")
     if processes is not None:
-        stated.facts["devices"] = processes
-    if (machines := stated.whole("num_machines")) is not None and processes:
-        stated.facts["per_host"] = max(1, processes // machines)
+        reader.facts["devices"] = processes
+    if (machines := reader.whole("num_machines")) is not None and processes:
+        reader.facts["per_host"] = max(1, processes // machines)
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the sizes of the groups of replicas, if the file has them."""
     groups = strategy.hsdp if strategy.zero else strategy.dp
-    if not stated.has(_SIZE.format("dp_shard")) and ((strategy.hsdp == 1 and strategy.tp == 1) or not strategy.zero):
+    if not reader.has(_SIZE.format("dp_shard")) and ((strategy.hsdp == 1 and strategy.tp == 1) or not strategy.zero):
         return {}
     return _replicas(groups, strategy.dp)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import note_quantized, note_stage, read_lora
-from .framework import Framework, KnobSettings, KnobTable, Stated
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import MICRO_BATCHES, Launcher
 from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 
@@ -16,25 +16,26 @@ KNOBS = KnobTable(
     KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}},
             {"tf32": {"bf16": False, "fp16": False, "tf32": True}},
         ),
     ),
     KnobSettings(
         knob="checkpoint_ratio",
-        ways=(
+        alternatives=(
             {0: {"gradient_checkpointing": False}, 1: {"gradient_checkpointing": True}},
             *({1: {"gradient_checkpointing": value}} for value in ("offload", "offload_disk")),
         ),
     ),
-    KnobSettings(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
+    KnobSettings(knob="fusion", alternatives=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
     KnobSettings(
-        knob="kernels", ways=({False: {_LIGER: False}, True: {_LIGER: True}}, {True: {"cut_cross_entropy": True}})
+        knob="kernels",
+        alternatives=({False: {_LIGER: False}, True: {_LIGER: True}}, {True: {"cut_cross_entropy": True}}),
     ),
     KnobSettings(
         knob="attention",
-        ways=(
+        alternatives=(
             {name: {"attn_implementation": name} for name in ("eager", "sdpa", "flash_attention_2")},
             {"flash_attention_2": {"flash_attention": True}},
             {"sdpa": {"sdp_attention": True}},
@@ -42,12 +43,12 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="fused_optimizer",
-        ways=({True: {"optimizer": "adamw_torch_fused"}, False: {"optimizer": "adamw_torch"}},),
+        alternatives=({True: {"optimizer": "adamw_torch_fused"}, False: {"optimizer": "adamw_torch"}},),
         has_other_values=True,
     ),
     KnobSettings(
         knob="zero",
-        ways=(
+        alternatives=(
             {2: {"fsdp_version": 2, _RESHARD: False}, 3: {"fsdp_version": 2, _RESHARD: True}},
             {
                 2: {"fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
@@ -57,7 +58,7 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="offload",
-        ways=tuple(
+        alternatives=tuple(
             {value: {f"fsdp_config.{name}": value == "optimizer"} for value in ("none", "optimizer")}
             for name in ("offload_params", "fsdp_offload_params")
         ),
@@ -69,38 +70,38 @@ KNOBS = KnobTable(
 """axolotl's names of the knobs."""
 
 
-def _prepare(stated: Stated) -> None:
-    if stated.whole("fsdp_version") == 2 and stated.has(_RESHARD) is False:
-        stated.set(_RESHARD, True)
+def _prepare(reader: SettingsReader) -> None:
+    if reader.whole("fsdp_version") == 2 and reader.has(_RESHARD) is False:
+        reader.set(_RESHARD, True)
     # `auto` is the default: bf16 on devices of compute capability 8. `full` has bf16 in evaluations too.
-    if (not stated.has("bf16") and not stated.flag("fp16")) or stated.get("bf16") == "full":
-        stated.override("bf16", True)
-    prepare(stated)
+    if (not reader.has("bf16") and not reader.flag("fp16")) or reader.get("bf16") == "full":
+        reader.override("bf16", True)
+    prepare(reader)
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads FSDP like the Trainer, the adapters, and the formats of the weights."""
-    read_trainer(stated)
-    if (shard := stated.whole("dp_shard_size")) is not None:
-        stated.knobs["dp"] = shard * stated.knobs.get("hsdp", 1)
-    if (adapter := stated.get("adapter")) is not None:
-        target = "all" if stated.flag("lora_target_linear") else stated.get("lora_target_modules")
-        read_lora(stated, stated.whole("lora_r") or 8, target, stated.whole("lora_alpha"))
+    read_trainer(reader)
+    if (shard := reader.whole("dp_shard_size")) is not None:
+        reader.knobs["dp"] = shard * reader.knobs.get("hsdp", 1)
+    if (adapter := reader.get("adapter")) is not None:
+        target = "all" if reader.flag("lora_target_linear") else reader.get("lora_target_modules")
+        read_lora(reader, reader.whole("lora_r") or 8, target, reader.whole("lora_alpha"))
         if adapter == "qlora":
-            stated.override("load_in_4bit", True)
-        note_quantized(stated, "load_in_4bit")
-        note_quantized(stated, "load_in_8bit")
-    note_stage(stated, "rl")
-    if str(stated.get("gradient_checkpointing")).startswith("offload"):
-        stated.note(
-            f"gradient_checkpointing = {stated.get('gradient_checkpointing')}: kept activations are taken to stay on the device"
+            reader.override("load_in_4bit", True)
+        note_quantized(reader, "load_in_4bit")
+        note_quantized(reader, "load_in_8bit")
+    note_stage(reader, "rl")
+    if str(reader.get("gradient_checkpointing")).startswith("offload"):
+        reader.note(
+            f"gradient_checkpointing = {reader.get('gradient_checkpointing')}: kept activations are taken to stay on the device"
         )
-    if stated.flag("sample_packing"):
-        stated.note(
+    if reader.flag("sample_packing"):
+        reader.note(
             "the estimate is for full samples of sequence_len, as sample_packing makes; without it they are padded or short"
         )
-    elif stated.flag("pad_to_sequence_len") is not True:
-        stated.note(
+    elif reader.flag("pad_to_sequence_len") is not True:
+        reader.note(
             "samples may be shorter than sequence_len (no sample_packing, no padding): the estimate is of full ones"
         )
 
@@ -110,9 +111,9 @@ def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**({"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}), **trainer_conventions(config)}
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the replicas, if the file has them."""
-    return {"dp_shard_size": strategy.dp // strategy.hsdp} if stated.has("dp_shard_size") else {}
+    return {"dp_shard_size": strategy.dp // strategy.hsdp} if reader.has("dp_shard_size") else {}
 
 
 LAUNCHER = Launcher(

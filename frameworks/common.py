@@ -6,7 +6,7 @@ from typing import Any
 
 from ..knobs.text import value_text
 from .export_input import ExportInput
-from .framework import Stated
+from .framework import SettingsReader
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
@@ -116,10 +116,10 @@ def note_hsdp(setup: ExportInput, instead: str) -> None:
         )
 
 
-def note_order(setup: ExportInput, known: Sequence[str], done: str) -> None:
+def note_order(setup: ExportInput, supported: Sequence[str], done: str) -> None:
     """Adds a note if the order of a pipeline's micro-batches is not one of those `known` here."""
     kind = setup.order_of_stages()
-    if kind not in (None, *known):
+    if kind not in (None, *supported):
         chunks = setup.knob("virtual_stages")
         several = f" with virtual_stages={chunks}" if chunks > 1 else ""
         setup.note(f"pipeline_schedule={kind}{several} has no counterpart here: {done}")
@@ -128,15 +128,15 @@ def note_order(setup: ExportInput, known: Sequence[str], done: str) -> None:
 def note_lora(setup: ExportInput) -> None:
     """Adds a note that the model has to get its adapters in the user's code."""
     if setup.lora:
-        given = dict(each.split("=", 1) for each in setup.lora.split(","))
-        target = given.get("target", "").split("+")
-        arguments = [f"r={given['r']}", f"lora_alpha={given.get('alpha', given['r'])}"]
+        settings = dict(item.split("=", 1) for item in setup.lora.split(","))
+        target = settings.get("target", "").split("+")
+        arguments = [f"r={settings['r']}", f"lora_alpha={settings.get('alpha', settings['r'])}"]
         if target == ["all-linear"]:
             arguments.append("target_modules='all-linear'")
         elif target != [""]:
             arguments.append(f"target_modules={target}")
-        if "dropout" in given:
-            arguments.append(f"lora_dropout={given['dropout']}")
+        if "dropout" in settings:
+            arguments.append(f"lora_dropout={settings['dropout']}")
         setup.note(
             f"lora={setup.lora}: only adapters were trained; give the model theirs by "
             f"peft.get_peft_model(model, peft.LoraConfig({', '.join(arguments)}))"
@@ -169,22 +169,24 @@ def no_fsdp_on_a_cpu(setup: ExportInput) -> bool:
     return True
 
 
-def read_lora(stated: Stated, rank: int, target: object, alpha: int | None) -> None:
+def read_lora(reader: SettingsReader, rank: int, target: object, alpha: int | None) -> None:
     """Reads adapters, in the format of `--lora`."""
-    names = [str(each) for each in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
+    names = (
+        [str(module) for module in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
+    )
     chosen = "all-linear" if not names or names == ["all"] else "+".join(names)
-    stated.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
+    reader.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
 
 
 _SUPERVISED = ("pt", "sft")
 
 
-def note_stage(stated: Stated, name: str, words: str = "") -> None:
+def note_stage(reader: SettingsReader, name: str, prefix: str = "") -> None:
     """Adds a note if a setting, shown by `words`, names a kind of training other than supervised training."""
-    stage = stated.get(name)
+    stage = reader.get(name)
     if stage is not None and stage not in _SUPERVISED:
-        stated.note(
-            f"{words or f'{name} ='} {stage}: the estimate is that of supervised training; pairs of samples, a reference model "
+        reader.note(
+            f"{prefix or f'{name} ='} {stage}: the estimate is that of supervised training; pairs of samples, a reference model "
             "or samples that are generated need more memory and time"
         )
 
@@ -193,15 +195,15 @@ QUANTIZED_BITS = {4: 4.5, 8: 8.25}
 """Bits of a quantized weight with its scales, of bitsandbytes: one in 32 bits for 64 weights of 4 bits."""
 
 
-def note_quantized(stated: Stated, *names: str) -> None:
+def note_quantized(reader: SettingsReader, *names: str) -> None:
     """Reads a setting that quantizes the frozen weights."""
-    value = stated.get(*names)
-    if value is None or stated.flag(*names) is False:
+    value = reader.get(*names)
+    if value is None or reader.flag(*names) is False:
         return
-    name = stated.name(*names)
+    name = reader.name(*names)
     bits = 8 if re.search(r"8", f"{name} {value}") else 4
-    stated.conventions["frozen_bits"] = QUANTIZED_BITS[bits]
-    stated.note(
+    reader.conventions["frozen_bits"] = QUANTIZED_BITS[bits]
+    reader.note(
         f"{name} = {value}: all frozen weights are taken to have {QUANTIZED_BITS[bits]} bits with their scales, embeddings too; "
         "the time to expand them is not taken into account"
     )

@@ -14,7 +14,7 @@ from .target import Target, as_json, as_yaml, hashed, sourced
 
 def _content(setup: ExportInput) -> dict[str, Any]:
     trial = setup.trial
-    out: dict[str, Any] = {
+    content: dict[str, Any] = {
         "model": setup.model or None,
         "lora": setup.lora or None,
         "trial": trial.number,
@@ -26,8 +26,8 @@ def _content(setup: ExportInput) -> dict[str, Any]:
         "configuration": as_data(setup.take_all()),
     }
     if trial.measurement is not None:
-        out["predicted" if setup.simulated else "measurement"] = trial.measured.to_dict()
-    return {name: value for name, value in out.items() if value is not None}
+        content["predicted" if setup.simulated else "measurement"] = trial.measured.to_dict()
+    return {name: value for name, value in content.items() if value is not None}
 
 
 def _env(setup: ExportInput, comment: str) -> str:

@@ -19,7 +19,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, Stated, nested
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
 from .launcher import MICRO_BATCHES, Launcher
 from .target import Target
 from .trainer import read_optimizer
@@ -30,14 +30,14 @@ _DEVICE = "zero_optimization.offload_optimizer.device"
 KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("train_micro_batch_size_per_gpu",)),
     KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
-    KnobSettings(knob="zero", ways=({stage: {"zero_optimization.stage": stage} for stage in range(4)},)),
+    KnobSettings(knob="zero", alternatives=({stage: {"zero_optimization.stage": stage} for stage in range(4)},)),
     KnobSettings(
         knob="offload",
-        ways=({"none": {_DEVICE: "none"}, "optimizer": {_DEVICE: "cpu"}}, {"optimizer": {_DEVICE: "nvme"}}),
+        alternatives=({"none": {_DEVICE: "none"}, "optimizer": {_DEVICE: "cpu"}}, {"optimizer": {_DEVICE: "nvme"}}),
     ),
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {
                 "fp32": {_BF16: False, _FP16: False},
                 "bf16": {_BF16: True},
@@ -52,13 +52,15 @@ KNOBS = KnobTable(
         ),
         option={"fp32": {_BF16: False}, "bf16": {_BF16: True}},
     ),
-    KnobSettings(knob="reduce_dtype", ways=({each: {"communication_data_type": each} for each in ("fp32", "bf16")},)),
+    KnobSettings(
+        knob="reduce_dtype", alternatives=({name: {"communication_data_type": name} for name in ("fp32", "bf16")},)
+    ),
     KnobSettings(knob="tp", keys=("tensor_parallel.autotp_size",)),
     KnobSettings(knob="sp", keys=("sequence_parallel_size",)),
     KnobSettings(knob="pp", keys=("pipeline.stages",)),
     KnobSettings(
         knob="fused_optimizer",
-        ways=({True: {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}},),
+        alternatives=({True: {"optimizer.params.torch_adam": True, "optimizer.params.fused": True}},),
     ),
 )
 """DeepSpeed's names of the knobs in its configuration."""
@@ -78,30 +80,30 @@ def config(setup: ExportInput) -> dict[str, Any]:
             "nothing that DeepSpeed runs from a file, since its AutoTP cuts Hugging Face models and its "
             "pipelines take a PipelineModule; megatron, torchtitan and python have both"
         )
-    out: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     if setup.micro_batch is not None:
-        out["train_batch_size"] = setup.global_batch
-        out |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
+        document["train_batch_size"] = setup.global_batch
+        document |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
     else:
         setup.note("the batch is not known: set train_micro_batch_size_per_gpu")
     zero = _zero(setup)
-    out["zero_optimization"] = zero
-    out |= _precision(setup, zero["stage"])
+    document["zero_optimization"] = zero
+    document |= _precision(setup, zero["stage"])
     setup.knob("reduce_dtype")
     if setup.replicas > 1:
-        out |= KNOBS.write("reduce_dtype", "bf16" if setup.formats.reduced == "bf16" else "fp32")
-    out |= _optimizer(setup, zero)
+        document |= KNOBS.write("reduce_dtype", "bf16" if setup.formats.reduced == "bf16" else "fp32")
+    document |= _optimizer(setup, zero)
     # By default DeepSpeed clips at 1, which was not measured.
-    out["gradient_clipping"] = 0.0
+    document["gradient_clipping"] = 0.0
     # Its timer would wait for the device twice in every micro-batch.
-    out["timers"] = {"throughput": {"enabled": False}}
+    document["timers"] = {"throughput": {"enabled": False}}
     if setup.tp > 1:
-        out |= nested(KNOBS.write("tp", setup.tp))
+        document |= nested(KNOBS.write("tp", setup.tp))
         setup.note(
             f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows this one"
         )
     if setup.sp > 1:
-        out |= KNOBS.write("sp", setup.sp)
+        document |= KNOBS.write("sp", setup.sp)
         setup.note(
             f"sp={setup.sp}: give deepspeed.initialize(mpu=...) what UlyssesSPAttentionHF.register_with_transformers("
             f"..., sequence_parallel_size={setup.sp}, micro_batch_size={setup.micro_batch}) returns, and take batches "
@@ -109,14 +111,14 @@ def config(setup: ExportInput) -> dict[str, Any]:
             "weighed by its labels in your loop"
         )
     if setup.pp > 1:
-        out |= nested(KNOBS.write("pp", setup.pp))
+        document |= nested(KNOBS.write("pp", setup.pp))
         setup.note(
             f"pp={setup.pp}: the model must be a deepspeed.pipe.PipelineModule(num_stages={setup.pp}); "
             "gradient_accumulation_steps are its micro-batches"
         )
         note_order(setup, ["1f1b"], "DeepSpeed's pipelines run 1F1B")
     _note_the_rest(setup)
-    return out
+    return document
 
 
 def _zero(setup: ExportInput) -> dict[str, Any]:
@@ -128,15 +130,15 @@ def _zero(setup: ExportInput) -> dict[str, Any]:
         setup,
         "MiCS is no longer in DeepSpeed, and its hpZ keeps a copy of the weights, and of them alone, within a host",
     )
-    out: dict[str, Any] = {"stage": stage}
+    section: dict[str, Any] = {"stage": stage}
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.replicas > 1:
             setup.note(f"offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than {setup.found}")
         # On one replica stage 1 shards nothing.
-        out = {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+        section = {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
     elif setup.knob("offload") != "none":
         setup.note(f"offload={setup.knob('offload')} has no counterpart here")
-    return out
+    return section
 
 
 def _precision(setup: ExportInput, stage: int) -> dict[str, Any]:
@@ -162,23 +164,23 @@ def _precision(setup: ExportInput, stage: int) -> dict[str, Any]:
 
 
 def _optimizer(setup: ExportInput, zero: Mapping[str, Any]) -> dict[str, Any]:
-    fused, given = setup.knob("fused_optimizer"), adamw(setup)
+    fused, measured = setup.knob("fused_optimizer"), adamw(setup)
     if setup.optimizer:
         return _own_optimizer(setup)
-    if not given:
+    if not measured:
         if fused:
             setup.note(
                 "fused_optimizer=true is your optimizer's: give deepspeed.initialize a "
                 "torch.optim.AdamW(..., fused=True)"
             )
         return {}
-    params = dict(given)
+    params = dict(measured)
     if "offload_optimizer" in zero:
         setup.note("offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use")
     else:
         # PyTorch's own optimizer, as measured: DeepSpeed's fused one has to be compiled.
-        given = nested(KNOBS.write("fused_optimizer", True))["optimizer"]["params"]
-        params |= given if fused else {name: value for name, value in given.items() if name != "fused"}
+        adam = nested(KNOBS.write("fused_optimizer", True))["optimizer"]["params"]
+        params |= adam if fused else {name: value for name, value in adam.items() if name != "fused"}
     return {"optimizer": {"type": "AdamW", "params": params}}
 
 
@@ -251,28 +253,28 @@ LAUNCHER = Launcher(
 )
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads the batch, the optimizer and DeepSpeed's defaults."""
-    if (total := stated.whole("train_batch_size")) is not None:
-        stated.facts["global_batch"] = total
-    if stated.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
-        stated.conventions["offload_weights"] = True
-        stated.knobs["offload"] = "optimizer"
-    zero, offload = stated.knobs.get("zero"), stated.knobs.get("offload")
+    if (total := reader.whole("train_batch_size")) is not None:
+        reader.facts["global_batch"] = total
+    if reader.get("zero_optimization.offload_param.device") in ("cpu", "nvme"):
+        reader.conventions["offload_weights"] = True
+        reader.knobs["offload"] = "optimizer"
+    zero, offload = reader.knobs.get("zero"), reader.knobs.get("offload")
     if offload == "optimizer" and zero == 0:
-        stated.note(f"{_DEVICE} has no effect at zero_optimization.stage 0: DeepSpeed offloads from stage 1 on")
-        stated.knobs["offload"] = "none"
-    if stated.flag(_BF16) and stated.flag(_FP16):
-        stated.note("bf16.enabled and fp16.enabled are both true, which DeepSpeed refuses")
+        reader.note(f"{_DEVICE} has no effect at zero_optimization.stage 0: DeepSpeed offloads from stage 1 on")
+        reader.knobs["offload"] = "none"
+    if reader.flag(_BF16) and reader.flag(_FP16):
+        reader.note("bf16.enabled and fp16.enabled are both true, which DeepSpeed refuses")
     if (
-        stated.get("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing")
+        reader.get("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing")
         is not None
     ):
-        stated.note(
+        reader.note(
             "activation_checkpointing configures deepspeed.checkpointing; it recomputes nothing unless the model calls "
             "it, or gradient checkpointing is on in the trainer"
         )
-    read_optimizer(stated, stated.get("optimizer.type"))
+    read_optimizer(reader, reader.get("optimizer.type"))
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,9 +284,9 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**formats, "deepspeed_offload": True}
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the global batch, if the file has it."""
-    if not stated.has("train_batch_size"):
+    if not reader.has("train_batch_size"):
         return {}
     return {"train_batch_size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
 

@@ -57,10 +57,10 @@ def render(
     Raises:
         UsageError: the target, form or launch is unknown, or the target cannot express the configuration.
     """
-    known = export_targets()
-    if target not in known:
-        raise UsageError(unknown("export target", target, known))
-    chosen = known[target]
+    targets = export_targets()
+    if target not in targets:
+        raise UsageError(unknown("export target", target, targets))
+    chosen = targets[target]
     if launch is not None:
         return _launched(chosen, launch, trial, document, file)
     form = form or next(iter(chosen.forms))
@@ -100,20 +100,20 @@ def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, An
             "winner, which `redline tune` prints"
         )
     if target.start is None:
-        names = ", ".join(each.name for each in _TARGETS if each.start is not None)
+        names = ", ".join(candidate.name for candidate in _TARGETS if candidate.start is not None)
         raise UsageError(f"{target.name} has no launch, because it starts nothing; targets with one are {names}")
     launch = LAUNCHES[name]
-    beside = target.file(next(iter(target.forms)))
+    target_file = target.file(next(iter(target.forms)))
     job = LaunchJob(
         setup=setup,
-        line=target.start(setup, launch.folder + beside),
-        name=beside,
-        text=render(target.name, trial, document, file=launch.folder + beside).text,
+        line=target.start(setup, launch.folder + target_file),
+        name=target_file,
+        text=render(target.name, trial, document, file=launch.folder + target_file).text,
     )
     use = (f"Use: {fold(launch.use(job, shlex.quote(file or f'launch{SUFFIXES[launch.form]}')))}",)
     comments = [*_head(target, setup), *use]
     if not launch.folder:
-        comments.append(f"Beside it: {beside}, written by redline export RUN --to {target.name} -o {beside}")
+        comments.append(f"Beside it: {target_file}, written by redline export RUN --to {target.name} -o {target_file}")
     if launch.needs:
         comments.append(f"Needs {launch.needs}")
     return Export(
@@ -161,25 +161,25 @@ def chosen_trial(trials: Sequence[Trial], number: int | None, *, force: bool = F
                 "A single trial can be exported by --trial N"
             )
         return winner
-    found = next((trial for trial in trials if trial.number == number), None)
-    if found is None:
+    trial = next((trial for trial in trials if trial.number == number), None)
+    if trial is None:
         listing = f"0 to {trials[-1].number}" if trials else "none"
         raise UsageError(f"there is no trial {number}; the run has {listing}")
-    if not found.ok and not force:
-        raise UsageError(f"{ending(found)}; --force exports it nevertheless")
-    return found
+    if not trial.ok and not force:
+        raise UsageError(f"{ending(trial)}; --force exports it nevertheless")
+    return trial
 
 
 def _head(target: Target, setup: ExportInput) -> list[str]:
     """Origin of the configuration, warnings about its use, and its devices."""
     trial, measured = setup.trial, setup.trial.measurement
     which = "the fastest plan" if trial.sampler == PLANNED else f"trial {trial.number}"
-    what = f"{setup.model or 'a model'}, {which}{', predicted' if setup.simulated else ', emulated' if setup.emulated else ''}"
+    origin = f"{setup.model or 'a model'}, {which}{', predicted' if setup.simulated else ', emulated' if setup.emulated else ''}"
     if trial.ok:
-        what += f": {speed(trial.throughput, trial.measured.unit)}"
+        origin += f": {speed(trial.throughput, trial.measured.unit)}"
     if measured is not None and measured.peak_memory_mib is not None:
-        what += f", peak memory {number(measured.peak_memory_mib, 5)} MiB"
-    lines = [f"Written by redline {__version__} for {target.name}: {fold(what)}"]
+        origin += f", peak memory {number(measured.peak_memory_mib, 5)} MiB"
+    lines = [f"Written by redline {__version__} for {target.name}: {fold(origin)}"]
     if setup.missing:
         lines.insert(0, f"This file does not carry {fold(', '.join(setup.missing))}")
     lines += (line for mark in setup.marks() for line in _wrapped(mark))
@@ -191,14 +191,14 @@ def _head(target: Target, setup: ExportInput) -> list[str]:
     degrees = {name: getattr(setup, name) for name in ("tp", "sp", "cp", "pp", "dp")}
     lacks = {name: name not in target.sequences and degrees[name] > 1 for name in ("sp", "cp")}
     lacks["pp"] = not target.pipelines and setup.pp > 1
-    words = {"sp": "sequences cut over ranks", "cp": "ring attention", "pp": "pipeline"}
+    features = {"sp": "sequences cut over ranks", "cp": "ring attention", "pp": "pipeline"}
     runs = " x ".join(
         f"{name} {size}"
         for name, size in degrees.items()
         if not lacks.get(name) and (name not in ("sp", "cp") or size > 1)
     )
     if setup.processes < setup.devices:
-        reason = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)
+        reason = " and no ".join(features[name] for name, lacking in lacks.items() if lacking)
         lines.append(f"On {setup.processes} of {setup.devices} devices, since {target.name} has no {reason}: {runs}")
     elif setup.devices > 1:
         lines.append(f"On {setup.devices} devices: {runs}")
@@ -222,8 +222,8 @@ def _instructions(target: Target, setup: ExportInput, file: str) -> tuple[str, .
 
 
 def _hosts(setup: ExportInput, line: str) -> str:
-    own = ", NODE_RANK its own number from 0" if "$NODE_RANK" in line else ""
-    return f"{setup.hosts}, MASTER_ADDR being the first one's name{own}"
+    rank_note = ", NODE_RANK its own number from 0" if "$NODE_RANK" in line else ""
+    return f"{setup.hosts}, MASTER_ADDR being the first one's name{rank_note}"
 
 
 def _wrapped(sentence: str) -> list[str]:

@@ -93,7 +93,7 @@ class ExportInput:
         runs: bool = True,
         uneven: bool = True,
     ) -> None:
-        asked = (document or {}).get("asked", {})
+        request = (document or {}).get("asked", {})
         self.trial = trial
         self.config = dict(trial.config) if runs else self._without_runs(trial, target)
         if is_even(self._stage_blocks()):
@@ -111,9 +111,9 @@ class ExportInput:
         """Limitations of the export, one sentence each."""
         self._used: set[str] = set()
         self._whole = False
-        self.model: str = str(asked.get("model") or "")
+        self.model: str = str(request.get("model") or "")
         """Name of the model; empty if unknown."""
-        workload = asked.get("workload") or {}
+        workload = request.get("workload") or {}
         self.spec: str = str(workload.get("spec") or "")
         """Identifier of the model: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
         self.model_class: str = str(workload.get("class") or "")
@@ -129,20 +129,20 @@ class ExportInput:
         """Parts of the training that the export does not carry, which its first line names."""
         self.lora: str = str(workload.get("lora") or "")
         """Adapters, in the format of `--lora`; empty for all weights."""
-        self.seq_len: int | None = asked.get("seq_len")
+        self.seq_len: int | None = request.get("seq_len")
         """Tokens of a sample."""
-        self.seed: int = asked.get("seed") or 0
+        self.seed: int = request.get("seed") or 0
         """Seed of weights and data."""
-        shape = {name: value for name, value in (asked.get("shape") or {}).items() if value is not None}
+        shape = {name: value for name, value in (request.get("shape") or {}).items() if value is not None}
         self.layers: int = shape.get("layers", 0)
         """Number of blocks of the model; 0 if unknown."""
         self.shape: Mapping[str, Any] = shape if all(name in shape for name in _SHAPE) else {}
         """The model's sizes by the names in run.yaml (`redline.models.architecture`); empty if unknown."""
-        self.simulated: bool = bool(asked.get("simulated"))
+        self.simulated: bool = bool(request.get("simulated"))
         """True if the trial is a prediction."""
-        self.emulated: bool = bool(asked.get("emulated"))
+        self.emulated: bool = bool(request.get("emulated"))
         """True if some of its ranks ran alone on one device."""
-        devices = asked.get("devices") or {}
+        devices = request.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
         self.tp, self.sp, self.cp, self.pp = (self._size(name) for name in ("tp", "sp", "cp", "pp"))
@@ -181,7 +181,7 @@ class ExportInput:
         if self.exchange.hsdp == 1:
             self._used.add("hsdp")
         self._used.update(name for name in ("ep", "etp", "capacity_factor") if not self.has(name))
-        self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
+        self.micro_batch, self.grad_accum = self._batch(request.get("global_batch"))
 
     @staticmethod
     def _without_runs(trial: Trial, target: str) -> dict[str, Any]:
@@ -191,27 +191,27 @@ class ExportInput:
             UsageError: it treats blocks unlike each other, which the target cannot state.
         """
         config = dict(trial.config)
-        text = config.get("strategy")
-        if text is None or not STANDARD["strategy"].can_be(text):
+        strategy = config.get("strategy")
+        if strategy is None or not STANDARD["strategy"].can_be(strategy):
             return config
-        own = own_knobs(config)
-        knobs = uniform(text, **own)
+        knobs_of_config = own_knobs(config)
+        knobs = uniform(strategy, **knobs_of_config)
         if knobs is None:
             raise UsageError(
-                f'cannot export trial {trial.number} to {target}: strategy="{text}" treats blocks unlike each other, '
+                f'cannot export trial {trial.number} to {target}: strategy="{strategy}" treats blocks unlike each other, '
                 f"which {target} cannot state; --to python can, or export another trial by --trial N"
             )
         del config["strategy"]
         return {
             **config,
-            **({"zero": knobs.zero} if knobs.zero != own["zero"] else {}),
+            **({"zero": knobs.zero} if knobs.zero != knobs_of_config["zero"] else {}),
             "checkpoint_ratio": float(knobs.ckpt),
         }
 
     def _stage_blocks(self) -> str | None:
         """`stage_blocks` of a pipeline; None if it has no effect, or is not a value of the knob."""
-        text = self.config.get("stage_blocks")
-        return text if STANDARD["stage_blocks"].can_be(text) and self.config.get("pp", 1) != 1 else None
+        stage_blocks = self.config.get("stage_blocks")
+        return stage_blocks if STANDARD["stage_blocks"].can_be(stage_blocks) and self.config.get("pp", 1) != 1 else None
 
     @property
     def global_batch(self) -> int | None:
@@ -242,24 +242,24 @@ class ExportInput:
 
     def marks(self) -> tuple[str, ...]:
         """Warnings about the configuration, one sentence each."""
-        out: list[str] = []
+        warnings: list[str] = []
         if self.missing:
-            out.append(f"does not carry {', '.join(self.missing)}")
+            warnings.append(f"does not carry {', '.join(self.missing)}")
         if not self.trial.ok:
-            out.append(ending(self.trial))
+            warnings.append(ending(self.trial))
         if self.simulated:
-            out.append("predicted, simulated: nothing was run")
+            warnings.append("predicted, simulated: nothing was run")
         if self.emulated:
-            out.append("emulated: some ranks ran alone on one device, and communication was priced")
-        known = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
-        for name in sorted(known):
+            warnings.append("emulated: some ranks ran alone on one device, and communication was priced")
+        lossy_knobs = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
+        for name in sorted(lossy_knobs):
             value = self._standard[name]
             exact = "fp32 or bf16" if name == "precision" else "a run without"
-            out.append(f"{name}={value_text(value)} trains differently from {exact}: {LOSSY[name][value]}")
-        if others := [name for name in self.trial.lossy if name not in known]:
-            what = lossy_values(self.config, others)
-            out.append(f"{what} trades accuracy for speed: it trains differently from a run without")
-        return tuple(out)
+            warnings.append(f"{name}={value_text(value)} trains differently from {exact}: {LOSSY[name][value]}")
+        if further := [name for name in self.trial.lossy if name not in lossy_knobs]:
+            settings = lossy_values(self.config, further)
+            warnings.append(f"{settings} trades accuracy for speed: it trains differently from a run without")
+        return tuple(warnings)
 
     def knob(self, name: str) -> Any:
         """Value of a standard knob, neutral if the configuration does not have it."""

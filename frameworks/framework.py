@@ -30,8 +30,8 @@ class KnobSettings:
     knob: str
     keys: tuple[str, ...] = ()
     """Names of the setting with the knob's value. The first is written, older ones are read too."""
-    ways: tuple[Mapping[Any, Settings], ...] = ()
-    """Settings for each value; None for a setting that must be absent. The first way is written, others are read too."""
+    alternatives: tuple[Mapping[Any, Settings], ...] = ()
+    """Settings for each value; None for a setting that must be absent. The first is written, the others are read too."""
     option: Mapping[Any, Settings] = field(default_factory=dict)
     """Settings of a command, if they differ from those of a file."""
     has_other_values: bool = False
@@ -40,48 +40,51 @@ class KnobSettings:
     @property
     def values(self) -> tuple[Any, ...]:
         """Values that can be written; empty if the setting has the knob's own value."""
-        return tuple(self.ways[0]) if self.ways else ()
+        return tuple(self.alternatives[0]) if self.alternatives else ()
 
-    def settings(self, value: Any, stated: "Stated | None" = None) -> dict[str, Any]:
-        """Settings for a value of the knob, in the way that a file already uses.
+    def settings(self, value: Any, reader: "SettingsReader | None" = None) -> dict[str, Any]:
+        """Settings for a value of the knob, in the alternative that a file already uses.
 
         Raises:
             LookupError: the framework cannot express this value.
         """
         if self.keys:
-            return {self.keys[0] if stated is None else stated.name(*self.keys): value}
-        way = self.ways[0]
-        if stated is not None:
-            used = self._found(stated)[1] or max(self.ways, key=lambda each: _present(each.get(value, {}), stated))
-            way = used if value in used else way
-        if value not in way:
+            return {self.keys[0] if reader is None else reader.name(*self.keys): value}
+        chosen = self.alternatives[0]
+        if reader is not None:
+            used = self._match(reader)[1] or max(
+                self.alternatives, key=lambda alternative: _present(alternative.get(value, {}), reader)
+            )
+            chosen = used if value in used else chosen
+        if value not in chosen:
             raise LookupError(f"{self.knob}={value}")
-        return dict(way[value])
+        return dict(chosen[value])
 
-    def value(self, stated: "Stated") -> Any:
+    def value(self, reader: "SettingsReader") -> Any:
         """The knob's value according to settings; None if they do not set it."""
         for key in self.keys:
-            if (found := stated.get(key)) is not None:
-                return number(found)
-        return self._found(stated)[0]
+            if (setting := reader.get(key)) is not None:
+                return number(setting)
+        return self._match(reader)[0]
 
-    def unknown(self, stated: "Stated") -> str | None:
-        """A setting of this knob alone with a value that no way has; None if there is none."""
-        names = {key for way in self.ways for each in way.values() for key in each}
-        if self.has_other_values or len(names) != 1 or not all(each for way in self.ways for each in way.values()):
+    def unknown(self, reader: "SettingsReader") -> str | None:
+        """Returns a setting of this knob alone whose value is in no alternative; None if there is none."""
+        settings_of_values = [settings for alternative in self.alternatives for settings in alternative.values()]
+        names = {name for settings in settings_of_values for name in settings}
+        if self.has_other_values or len(names) != 1 or not all(settings_of_values):
             return None
         (name,) = names
-        value = stated.get(name)
-        return None if value is None or as_flag(value) is not None else f"{stated.name(name)} = {value}"
+        value = reader.get(name)
+        return None if value is None or as_flag(value) is not None else f"{reader.name(name)} = {value}"
 
-    def _found(self, stated: "Stated") -> tuple[Any, Mapping[Any, Settings] | None]:
-        """The value with the most matching settings, and the way in which they set it."""
+    def _match(self, reader: "SettingsReader") -> tuple[Any, Mapping[Any, Settings] | None]:
+        """Returns the value with the most matching settings, and the alternative that they belong to."""
         best, used, most = None, None, 0
-        for way in (*self.ways, self.option):
-            for value, expected in way.items():
-                count = _present(expected, stated)
-                if count > most and all(same_setting(stated.get(key), each) for key, each in expected.items()):
-                    best, used, most = value, way, count
+        for alternative in (*self.alternatives, self.option):
+            for value, expected in alternative.items():
+                count = _present(expected, reader)
+                if count > most and all(same_setting(reader.get(key), setting) for key, setting in expected.items()):
+                    best, used, most = value, alternative, count
         return best, used
 
     def template(self, values: Sequence[Any] | None = None) -> dict[str, str]:
@@ -92,11 +95,12 @@ class KnobSettings:
         """
         if self.keys:
             return {self.keys[0]: f"{{{self.knob}}}"}
-        table = self.option or self.ways[0]
-        known = {value: table[value] for value in table if values is None or value in values}
-        names = list(dict.fromkeys(key for each in known.values() for key in each))
+        table = self.option or self.alternatives[0]
+        settings_of = {value: table[value] for value in table if values is None or value in values}
+        names = list(dict.fromkeys(key for settings in settings_of.values() for key in settings))
         return {
-            name: _expression(self.knob, {value: each.get(name) for value, each in known.items()}) for name in names
+            name: _expression(self.knob, {value: settings.get(name) for value, settings in settings_of.items()})
+            for name in names
         }
 
 
@@ -104,7 +108,7 @@ class KnobTable(Mapping[str, KnobSettings]):
     """A framework's settings by knob."""
 
     def __init__(self, *settings: KnobSettings) -> None:
-        self._settings = {each.knob: each for each in settings}
+        self._settings = {knob_settings.knob: knob_settings for knob_settings in settings}
 
     def __getitem__(self, knob: str) -> KnobSettings:
         return self._settings[knob]
@@ -151,7 +155,7 @@ def plain(name: str) -> str:
     return name.lstrip("-+").replace("-", "_").lower()
 
 
-class Stated:
+class SettingsReader:
     """Settings of one framework in one file or command, and the knobs read from them so far.
 
     Args:
@@ -236,8 +240,8 @@ def as_flag(value: Any) -> bool | None:
     """Converts a setting to a flag; None if it is not one."""
     if isinstance(value, bool) or value is None:
         return value
-    text = str(value).lower()
-    return True if text in _TRUE else False if text in _FALSE else None
+    word = str(value).lower()
+    return True if word in _TRUE else False if word in _FALSE else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +268,11 @@ class Framework:
     """
     by_last: bool = False
     """True if its settings are found without their sections."""
-    prepare: Callable[[Stated], None] = lambda stated: None
+    prepare: Callable[[SettingsReader], None] = lambda reader: None
     """Adds defaults of settings before the knobs are read."""
-    read: Callable[[Stated], None] = lambda stated: None
+    read: Callable[[SettingsReader], None] = lambda reader: None
     """Reads knobs that follow from several settings."""
-    write: Callable[[Strategy, Stated], dict[str, Any]] = lambda strategy, stated: {}
+    write: Callable[[Strategy, SettingsReader], dict[str, Any]] = lambda strategy, reader: {}
     """Settings of a strategy that are not in the table, for the file that is to be changed."""
     ignored: Mapping[str, Any] = field(default_factory=dict)
     """Settings of memory or time that the estimate ignores, with their neutral values."""
@@ -284,44 +288,44 @@ class Framework:
         names = {plain(name) for name in settings}
         return sum(any(fnmatchcase(name, sign) for name in names) for sign in self.signs)
 
-    def reading(self, settings: Settings, where: str) -> Stated:
+    def reading(self, settings: Settings, where: str) -> SettingsReader:
         """Reads knobs, facts and notes from settings."""
-        stated = Stated(settings, where, by_last=self.by_last)
-        self.prepare(stated)
+        reader = SettingsReader(settings, where, by_last=self.by_last)
+        self.prepare(reader)
         for knob, settings_of_knob in self.knobs.items():
-            value = settings_of_knob.value(stated)
+            value = settings_of_knob.value(reader)
             if value is None:
                 continue
             if knob in STANDARD and not STANDARD[knob].can_be(value):
-                stated.note(f"{stated.name(*settings_of_knob.keys)} = {value} is not a value that {knob} can have")
+                reader.note(f"{reader.name(*settings_of_knob.keys)} = {value} is not a value that {knob} can have")
             else:
-                stated.knobs[knob] = value
-        if (model := stated.get(*self.model)) is not None:
-            stated.facts.setdefault("model", str(model))
-        if (length := stated.whole(*self.seq_len)) is not None:
-            stated.facts.setdefault("seq_len", length)
-        self.read(stated)
+                reader.knobs[knob] = value
+        if (model := reader.get(*self.model)) is not None:
+            reader.facts.setdefault("model", str(model))
+        if (length := reader.whole(*self.seq_len)) is not None:
+            reader.facts.setdefault("seq_len", length)
+        self.read(reader)
         for name, neutral in self.ignored.items():
-            stated.note_ignored(name, neutral)
+            reader.note_ignored(name, neutral)
         for knob, settings_of_knob in self.knobs.items():
-            if knob not in stated.knobs and (unknown := settings_of_knob.unknown(stated)) is not None:
-                stated.note(f"{unknown} is not a value of {knob} that redline knows, and is not taken into account")
-        for name, meant in sorted(stated.misspelt()):
-            stated.note(f"{name} is not a setting that redline reads; did you mean {meant}?")
-        return stated
+            if knob not in reader.knobs and (unknown := settings_of_knob.unknown(reader)) is not None:
+                reader.note(f"{unknown} is not a value of {knob} that redline knows, and is not taken into account")
+        for name, meant in sorted(reader.misspelt()):
+            reader.note(f"{name} is not a setting that redline reads; did you mean {meant}?")
+        return reader
 
-    def settings(self, strategy: Strategy, stated: Stated, knobs: Iterable[str]) -> dict[str, Any]:
+    def settings(self, strategy: Strategy, reader: SettingsReader, knobs: Iterable[str]) -> dict[str, Any]:
         """Settings for these knobs of a strategy, by the names that a file already uses.
 
         Raises:
             LookupError: the framework cannot express one of the values.
         """
         wanted = set(knobs)
-        out: dict[str, Any] = {}
-        for knob, each in self.knobs.items():
-            if knob in wanted and (knob not in self.partly or getattr(strategy, knob) in each.values):
-                out |= each.settings(getattr(strategy, knob), stated)
-        return out | self.write(strategy, stated)
+        changed: dict[str, Any] = {}
+        for knob, knob_settings in self.knobs.items():
+            if knob in wanted and (knob not in self.partly or getattr(strategy, knob) in knob_settings.values):
+                changed |= knob_settings.settings(getattr(strategy, knob), reader)
+        return changed | self.write(strategy, reader)
 
 
 def flattened(document: Any, prefix: str = "") -> dict[str, Any]:
@@ -330,45 +334,45 @@ def flattened(document: Any, prefix: str = "") -> dict[str, Any]:
     >>> flattened({"training": {"seq_len": 8192, "steps": 10}, "seed": 1})
     {'training.seq_len': 8192, 'training.steps': 10, 'seed': 1}
     """
-    out: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, Mapping) and value:
-            out |= flattened(value, f"{prefix}{name}.")
+            flat |= flattened(value, f"{prefix}{name}.")
         else:
-            out[f"{prefix}{name}"] = value
-    return out
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def nested(settings: Settings) -> dict[str, Any]:
     """Settings as a document of nested mappings, the inverse of `flattened`."""
-    out: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for name, value in settings.items():
-        *path, last = name.split(".")
-        at = out
-        for each in path:
-            at = at.setdefault(each, {})
-        at[last] = value
-    return out
+        *path, key = name.split(".")
+        section = document
+        for name_part in path:
+            section = section.setdefault(name_part, {})
+        section[key] = value
+    return document
 
 
-def _present(expected: Settings, stated: Stated) -> int:
+def _present(expected: Settings, reader: SettingsReader) -> int:
     """Number of these settings that are present."""
-    return sum(stated.has(key) for key, each in expected.items() if each is not None)
+    return sum(reader.has(key) for key, value in expected.items() if value is not None)
 
 
-def same_setting(found: Any, expected: Any) -> bool:
+def same_setting(setting: Any, expected: Any) -> bool:
     """True if a setting is as expected. An absent one counts as false."""
     if expected is None:
-        return found is None or as_flag(found) is False
+        return setting is None or as_flag(setting) is False
     if isinstance(expected, bool):
-        return (as_flag(found) or False) == expected and (found is None or as_flag(found) is not None)
-    if found is None:
+        return (as_flag(setting) or False) == expected and (setting is None or as_flag(setting) is not None)
+    if setting is None:
         return False
     if isinstance(expected, (int, float)):
-        return bool(number(found) == expected)
-    if expected == "no" and found is False:  # as YAML 1.1 reads a bare `no`
+        return bool(number(setting) == expected)
+    if expected == "no" and setting is False:  # as YAML 1.1 reads a bare `no`
         return True
-    return str(found).lower() == str(expected).lower()
+    return str(setting).lower() == str(expected).lower()
 
 
 def number(value: Any) -> Any:
@@ -377,29 +381,29 @@ def number(value: Any) -> Any:
         return int(value)
     if not isinstance(value, str):
         return value
-    text = value.replace("_", "")
+    digits = value.replace("_", "")
     try:
-        return int(text)
+        return int(digits)
     except ValueError:
         pass
     try:
-        return float(text)
+        return float(digits)
     except ValueError:
         return value
 
 
 def _expression(knob: str, cases: Mapping[Any, Any]) -> str:
     """Template of a setting's value for each value of a knob: `{'bf16-mixed' if precision == 'bf16' else '32-true'}`."""
-    if all(isinstance(each, bool) for each in cases.values()):
-        on = [value for value, each in cases.items() if each]
+    if all(isinstance(setting, bool) for setting in cases.values()):
+        on = [value for value, setting in cases.items() if setting]
         return (
             f"{{{knob}}}" if on and on[0] is True else "{" + " or ".join(f"{knob} == {value!r}" for value in on) + "}"
         )
-    *odd, last = sorted(cases.items(), key=lambda case: case[0] == case[1])
-    same = last[0] == last[1]
-    odd = [(value, text) for value, text in odd if not (same and value == text)]
-    chain = "".join(f"{text!r} if {_is(knob, value)} else " for value, text in odd)
-    return f"{{{chain}{knob if same else repr(last[1])}}}"
+    *odd, default_case = sorted(cases.items(), key=lambda case: case[0] == case[1])
+    same = default_case[0] == default_case[1]
+    odd = [(value, setting) for value, setting in odd if not (same and value == setting)]
+    chain = "".join(f"{setting!r} if {_is(knob, value)} else " for value, setting in odd)
+    return f"{{{chain}{knob if same else repr(default_case[1])}}}"
 
 
 def _is(knob: str, value: Any) -> str:

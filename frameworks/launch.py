@@ -29,8 +29,8 @@ class LaunchJob:
     @property
     def called(self) -> str:
         """Name of the job in lower-case letters, digits and hyphens."""
-        words = re.sub(r"[^a-z0-9]+", "-", self.setup.model.lower()).strip("-")[:40].strip("-")
-        return words if words[:1].isalpha() else "-".join(filter(None, ("train", words)))
+        slug = re.sub(r"[^a-z0-9]+", "-", self.setup.model.lower()).strip("-")[:40].strip("-")
+        return slug if slug[:1].isalpha() else "-".join(filter(None, ("train", slug)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +54,13 @@ class Launch:
 
 
 def _torchrun(job: LaunchJob, comment: str) -> str:
-    needed = "".join(f': "${{{name}:?set it to {what}}}"\n' for name, what in _each_hosts(job).items())
+    needed = "".join(f': "${{{name}:?set it to {value}}}"\n' for name, value in _each_hosts(job).items())
     return f'#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{needed}{job.line} "$@"\n'
 
 
 def _use_torchrun(job: LaunchJob, file: str) -> str:
-    given = "".join(f"{name}=... " for name in _each_hosts(job))
-    return f"{given}bash {file}" + (f", on each of {job.setup.hosts}" if job.setup.hosts.count > 1 else "")
+    variables = "".join(f"{name}=... " for name in _each_hosts(job))
+    return f"{variables}bash {file}" + (f", on each of {job.setup.hosts}" if job.setup.hosts.count > 1 else "")
 
 
 def _each_hosts(job: LaunchJob) -> dict[str, str]:
@@ -76,19 +76,19 @@ def _slurm(job: LaunchJob, comment: str) -> str:
         directives.append(f"gpus-per-node={hosts.each}")
     # Trials had their hosts to themselves; a task alone would get a single core.
     directives.append("exclusive")
-    first = ""
+    addresses = ""
     if hosts.count > 1:
-        first = (
+        addresses = (
             'read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
             f'export MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-{PORT}}}"\n'
         )
-    each = f'set -euo pipefail; export NODE_RANK="$SLURM_NODEID"; {job.line} "$@"'
+    task = f'set -euo pipefail; export NODE_RANK="$SLURM_NODEID"; {job.line} "$@"'
     return (
         "#!/usr/bin/env bash\n"
-        + "".join(f"#SBATCH --{each}\n" for each in directives)
+        + "".join(f"#SBATCH --{directive}\n" for directive in directives)
         + hashed(comment)
-        + f"set -euo pipefail\n{first}"
-        + f'srun --cpu-bind=none bash -c {shlex.quote(each)} {job.called} "$@"\n'
+        + f"set -euo pipefail\n{addresses}"
+        + f'srun --cpu-bind=none bash -c {shlex.quote(task)} {job.called} "$@"\n'
     )
 
 
@@ -98,10 +98,10 @@ def _kubernetes(job: LaunchJob, comment: str) -> str:
     class Dumper(yaml.SafeDumper):
         """Writes multi-line texts as block scalars."""
 
-    def text(dumper: Any, value: str) -> Any:
+    def represent(dumper: Any, value: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-    Dumper.add_representer(str, text)
+    Dumper.add_representer(str, represent)
     documents = [
         {
             "apiVersion": "v1",
@@ -149,8 +149,8 @@ def _pod(job: LaunchJob) -> dict[str, Any]:
 
 
 LAUNCHES: Mapping[str, Launch] = {
-    each.name: each
-    for each in (
+    launch.name: launch
+    for launch in (
         Launch(
             name="torchrun",
             about="a shell script that each host runs",

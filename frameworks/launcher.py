@@ -94,19 +94,19 @@ class Launcher:
 
     def samples(self, command: CommandLine) -> str | None:
         """Samples of a step according to the command; None if it does not set them."""
-        words = _words(_text(command))
-        for word, after in zip(words, (*words[1:], "")):
+        arguments = _words(_text(command))
+        for word, following in zip(arguments, (*arguments[1:], "")):
             if self.total and _name(word) == self.total:
-                return word.partition("=")[2] if "=" in word else after
+                return word.partition("=")[2] if "=" in word else following
         return None
 
     def _stated(self, command: CommandLine, knob: str) -> str:
         """Option or path by which a command sets a knob itself; empty if it does not."""
-        given = {_name(word) for word in _words(_text(command))}
-        own = [_name(each) for each in _options(self.options.get(knob, ""))]
-        paths = [each["path"] for render in command.render if (each := PLACED.fullmatch(render))]
+        present = {_name(word) for word in _words(_text(command))}
+        names = [_name(option) for option in _options(self.options.get(knob, ""))]
+        paths = [placed_path["path"] for render in command.render if (placed_path := PLACED.fullmatch(render))]
         placed = self.paths.get(knob, "").partition("=")[0]
-        return next((name for name in own if name in given), placed if placed in paths else "")
+        return next((name for name in names if name in present), placed if placed in paths else "")
 
     def with_knobs(self, command: Given, knobs: Mapping[str, Any], *, short: bool = True) -> Given:
         """Returns the command with options for these knobs, and for a short run if requested.
@@ -120,21 +120,21 @@ class Launcher:
             UsageError: the command sets a knob itself, the launcher does not accept a knob, or its settings are in a
                 file and none is rendered.
         """
-        text = _text(command)
+        command_text = _text(command)
         added_knobs = self.added(command, knobs)
         for name in added_knobs:
             self._check(command, name, getattr(knobs[name], "values", ()))
-        added = [each for name in added_knobs for each in _options(self.options.get(name, ""))]
+        added = [option for name in added_knobs for option in _options(self.options.get(name, ""))]
         if short:
-            text, options, _ = self._shortened(text)
+            command_text, options, _ = self._shortened(command_text)
             added += options
         render = tuple(command.render)
         if placed := [self.paths[name] for name in added_knobs if name in self.paths]:
-            file = next((found["file"] for each in render if (found := PLACED.fullmatch(each))), None)
+            file = next((match["file"] for rendered in render if (match := PLACED.fullmatch(rendered))), None)
             if file is None:
                 raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
-            render += tuple(f"{file}:{each}" for each in placed)
-        return cast(Given, replace(cast(Any, command), command=self._with(text, added), render=render))
+            render += tuple(f"{file}:{place}" for place in placed)
+        return cast(Given, replace(cast(Any, command), command=self._with(command_text, added), render=render))
 
     def short_note(self, command: CommandLine) -> str:
         """A note on the options of a short run; empty if it has none."""
@@ -146,24 +146,24 @@ class Launcher:
             else ""
         )
 
-    def _shortened(self, text: str) -> tuple[str, list[str], list[str]]:
+    def _shortened(self, command: str) -> tuple[str, list[str], list[str]]:
         """Returns a command without the options that a short run replaces, the options to add, and those left out."""
         added, replaced = [], []
         for option in (*_options(self.bounds), *self.undone):
-            owned = _matches(text, option)
+            owned = _matches(command, option)
             if any("{" in match[0].replace("{trial_dir}", "") for match in owned):
                 continue  # it varies
             for match in reversed(owned):
-                text = f"{text[: match.start()].rstrip()} {text[match.end() :].lstrip()}".strip()
+                command = f"{command[: match.start()].rstrip()} {command[match.end() :].lstrip()}".strip()
             if option in self.undone:
                 replaced += [match[0] for match in owned]
             else:
                 replaced += [match[0] for match in owned if match[0].split() != option.split()]
                 added.append(option)
-        given = {plain_option(_name(word)) for word in _words(text)}
-        given |= {plain_option(left) for left, other in self.instead.items() if other in given}
-        added += [option for option in _options(self.short) if plain_option(_name(option)) not in given]
-        return text, added, replaced
+        present = {plain_option(_name(word)) for word in _words(command)}
+        present |= {plain_option(option) for option, alternative in self.instead.items() if alternative in present}
+        added += [option for option in _options(self.short) if plain_option(_name(option)) not in present]
+        return command, added, replaced
 
     def added(self, command: CommandLine, knobs: Iterable[str]) -> tuple[str, ...]:
         """Knobs without a place in the command, which are passed as options or in its file."""
@@ -182,9 +182,9 @@ class Launcher:
                 f"--emulate needs a framework that runs one rank without the others, as Megatron-LM and torchtitan do, but "
                 f"--launcher {self.name} has no such mode; --runner emulate emulates a model in redline's own training"
             )
-        text = self._with(without_torchrun(_text(command)), _options(self.emulated))
+        command_text = self._with(without_torchrun(_text(command)), _options(self.emulated))
         env = (*command.env, *self.emulated_env)
-        return cast(Given, replace(cast(Any, command), command=text, env=env))
+        return cast(Given, replace(cast(Any, command), command=command_text, env=env))
 
     def _check(self, command: CommandLine, knob: str, values: Sequence[Any]) -> None:
         """Refuses a knob that would have no effect or another effect.
@@ -192,13 +192,13 @@ class Launcher:
         Raises:
             UsageError: the launcher cannot set the knob as requested.
         """
-        if stated := self._stated(command, knob):
+        if setting := self._stated(command, knob):
             raise UsageError(
-                f"the command has {stated} itself, so {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
+                f"the command has {setting} itself, so {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
             )
-        known = self.accepts.get(knob, ACCEPTED.get(knob))
-        if known is not None and (odd := [value for value in values if value not in known]):
-            can = ", ".join(map(value_text, known))
+        accepted = self.accepts.get(knob, ACCEPTED.get(knob))
+        if accepted is not None and (odd := [value for value in values if value not in accepted]):
+            can = ", ".join(map(value_text, accepted))
             raise UsageError(
                 f"--launcher {self.name} accepts {knob} as {can}, but got {value_text(odd[0])}; write {{{knob}}} into the "
                 "command for other values"
@@ -210,10 +210,10 @@ class Launcher:
             return command
         if not self.after:
             return f"{command} {added}"
-        before, found, rest = command.partition(f" {self.after} ")
-        if not found:
+        head, separator, tail = command.partition(f" {self.after} ")
+        if not separator:
             raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, after which its options go")
-        return f"{before}{found}{added} {rest}"
+        return f"{head}{separator}{added} {tail}"
 
 
 _NO_VALUE = ("--standalone", "--run-path", "--run_path")
@@ -228,25 +228,27 @@ def without_torchrun(command: str) -> str:
     >>> without_torchrun("python -m torch.distributed.run --nnodes=2 -m torchtitan.train")
     'python -m torchtitan.train'
     """
-    words = _words(command)
-    at = next((place for place, word in enumerate(words) if word.rpartition("/")[2] == "torchrun"), None)
-    if at is None:
+    arguments = _words(command)
+    torchrun = next((place for place, word in enumerate(arguments) if word.rpartition("/")[2] == "torchrun"), None)
+    if torchrun is None:
         names = ("torch.distributed.run", "torch.distributed.launch")
-        at = next((place for place, word in enumerate(words) if word in names and words[place - 1] == "-m"), None)
-        if at is None:
+        torchrun = next(
+            (place for place, word in enumerate(arguments) if word in names and arguments[place - 1] == "-m"), None
+        )
+        if torchrun is None:
             return command
-        before = words[: at - 2]
+        leading = arguments[: torchrun - 2]
     else:
-        before = words[:at]
-    start, python = at + 1, ["python"]
-    while start < len(words) and words[start].startswith("-"):
-        word = words[start]
+        leading = arguments[:torchrun]
+    start, python = torchrun + 1, ["python"]
+    while start < len(arguments) and arguments[start].startswith("-"):
+        word = arguments[start]
         if word in ("-m", "--module"):
             python = ["python", "-m"]
         elif word in ("--no-python", "--no_python"):
             python = []
         start += 1 if "=" in word or word in (*_NO_VALUE, "-m", "--module", "--no-python", "--no_python") else 2
-    return " ".join([*before, *python, *words[start:]])
+    return " ".join([*leading, *python, *arguments[start:]])
 
 
 _SEVERAL = ("report_to",)
@@ -283,31 +285,31 @@ def _text(command: CommandLine) -> str:
 
 def _mentions(command: CommandLine, knob: str) -> bool:
     """True if a command has its own placeholder for a knob."""
-    text = f"{_text(command)} {' '.join(command.env)} {' '.join(command.render)}"
-    return any(re.search(rf"\b{re.escape(knob)}\b", inside) for inside in re.findall(r"\{([^{}]*)\}", text))
+    combined = f"{_text(command)} {' '.join(command.env)} {' '.join(command.render)}"
+    return any(re.search(rf"\b{re.escape(knob)}\b", inside) for inside in re.findall(r"\{([^{}]*)\}", combined))
 
 
 def _options(text: str) -> list[str]:
     """Splits options with their values: `--a 1 --b` to `--a 1` and `--b`."""
-    out: list[str] = []
+    options: list[str] = []
     for word in _words(text):
-        if word.startswith("--") or "=" in word.partition("{")[0] or not out:
-            out.append(word)
+        if word.startswith("--") or "=" in word.partition("{")[0] or not options:
+            options.append(word)
         else:
-            out[-1] += f" {word}"
-    return out
+            options[-1] += f" {word}"
+    return options
 
 
 def _words(text: str) -> list[str]:
     """Splits at blanks outside braces."""
-    out, depth = [""], 0
+    words, depth = [""], 0
     for char in text:
         depth += (char == "{") - (char == "}")
         if char == " " and not depth:
-            out.append("")
+            words.append("")
         else:
-            out[-1] += char
-    return [each for each in out if each]
+            words[-1] += char
+    return [word for word in words if word]
 
 
 def _name(option: str) -> str:

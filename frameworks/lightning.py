@@ -19,7 +19,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, Stated, nested
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
 from .launcher import Launcher
 from .target import Target, as_yaml
 
@@ -31,7 +31,7 @@ _MESH = {_CLASS: "lightning.pytorch.strategies.ModelParallelStrategy"}
 KNOBS = KnobTable(
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {value: {"trainer.precision": name} for value, name in _FORMATS.items()},
             {
                 "bf16": {"trainer.precision": "bf16"},
@@ -45,7 +45,7 @@ KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("data.batch_size", "data.init_args.batch_size")),
     KnobSettings(
         knob="zero",
-        ways=(
+        alternatives=(
             {0: {"trainer.strategy": "ddp"}, 3: {"trainer.strategy": "fsdp"}},
             {stage: {"trainer.strategy": f"deepspeed_stage_{stage}"} for stage in (1, 2, 3)},
             {stage: {"trainer.strategy": f"deepspeed_stage_{stage}_offload"} for stage in (2, 3)},
@@ -59,14 +59,14 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="offload",
-        ways=tuple(
+        alternatives=tuple(
             {value: {f"{_ARGUMENTS}{name}": value == "optimizer"} for value in ("none", "optimizer")}
             for name in ("cpu_offload", "offload_optimizer")
         ),
     ),
     KnobSettings(knob="tp", keys=(f"{_ARGUMENTS}tensor_parallel_size",)),
     KnobSettings(
-        knob="fused_optimizer", ways=({value: {"optimizer.init_args.fused": value} for value in (True, False)},)
+        knob="fused_optimizer", alternatives=({value: {"optimizer.init_args.fused": value} for value in (True, False)},)
     ),
 )
 """LightningCLI's names of the knobs."""
@@ -91,9 +91,9 @@ def config(setup: ExportInput) -> dict[str, Any]:
         setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
     # Redrawing the progress bar with every micro-batch slows down the training.
     trainer["enable_progress_bar"] = False
-    out: dict[str, Any] = {"trainer": trainer}
+    sections: dict[str, Any] = {"trainer": trainer}
     if isinstance(trainer["strategy"], str):
-        out |= _optimizer(setup)
+        sections |= _optimizer(setup)
     else:
         note_adamw(setup)
         setup.note(
@@ -101,7 +101,7 @@ def config(setup: ExportInput) -> dict[str, Any]:
             "before configure_model() cuts the weights, and it would train none of the pieces"
         )
     _note_the_rest(setup)
-    return out
+    return sections
 
 
 def _precision(setup: ExportInput) -> str:
@@ -212,44 +212,44 @@ LAUNCHER = Launcher(
 )
 
 
-def prepare(stated: Stated) -> None:
+def prepare(reader: SettingsReader) -> None:
     """Fills in the stage of DeepSpeedStrategy."""
-    if str(stated.get(_CLASS) or "").endswith("DeepSpeedStrategy"):
-        stated.set(f"{_ARGUMENTS}stage", 2)
+    if str(reader.get(_CLASS) or "").endswith("DeepSpeedStrategy"):
+        reader.set(f"{_ARGUMENTS}stage", 2)
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads the devices, the strategy's sizes, and DeepSpeed's formats."""
-    name = str(stated.get("trainer.strategy", _CLASS) or "")
+    name = str(reader.get("trainer.strategy", _CLASS) or "")
     if "fsdp" in name.lower():
-        stated.knobs.setdefault("zero", 3)
+        reader.knobs.setdefault("zero", 3)
     if "offload" in name:
-        stated.knobs["offload"] = "optimizer"
+        reader.knobs["offload"] = "optimizer"
     if "deepspeed" in name.lower():
-        if stated.knobs.get("precision") == "bf16_pure":  # bf16-true, too, is DeepSpeed's bf16.enabled
-            stated.knobs["precision"] = "bf16"
-        if "stage_3_offload" in name or stated.flag(f"{_ARGUMENTS}offload_parameters"):
-            stated.knobs["offload"] = "optimizer"
-            stated.conventions["offload_weights"] = True
-        stated.conventions |= deepspeed.conventions(stated.knobs)
+        if reader.knobs.get("precision") == "bf16_pure":  # bf16-true, too, is DeepSpeed's bf16.enabled
+            reader.knobs["precision"] = "bf16"
+        if "stage_3_offload" in name or reader.flag(f"{_ARGUMENTS}offload_parameters"):
+            reader.knobs["offload"] = "optimizer"
+            reader.conventions["offload_weights"] = True
+        reader.conventions |= deepspeed.conventions(reader.knobs)
     if "ModelParallel" in name:
-        if (dp := stated.whole(f"{_ARGUMENTS}data_parallel_size")) is not None:
-            stated.knobs["dp"] = dp
-        stated.note(
+        if (dp := reader.whole(f"{_ARGUMENTS}data_parallel_size")) is not None:
+            reader.knobs["dp"] = dp
+        reader.note(
             "ModelParallelStrategy leaves sharding and checkpointing to configure_model() of your module: state them "
             "by --fix zero=3 --fix checkpoint_ratio=1"
         )
-    if stated.get(f"{_ARGUMENTS}activation_checkpointing_policy") is not None:
-        stated.knobs["checkpoint_ratio"] = 1
-    devices, hosts = stated.whole("trainer.devices"), stated.whole("trainer.num_nodes") or 1
+    if reader.get(f"{_ARGUMENTS}activation_checkpointing_policy") is not None:
+        reader.knobs["checkpoint_ratio"] = 1
+    devices, hosts = reader.whole("trainer.devices"), reader.whole("trainer.num_nodes") or 1
     if devices is not None:
-        stated.facts |= {"devices": devices * hosts, "per_host": devices}
+        reader.facts |= {"devices": devices * hosts, "per_host": devices}
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the replicas, if the file has them."""
     key = f"{_ARGUMENTS}data_parallel_size"
-    return {key: strategy.dp} if stated.has(key) else {}
+    return {key: strategy.dp} if reader.has(key) else {}
 
 
 FRAMEWORK = Framework(

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..knobs.strategy import Strategy
 from .common import note_quantized, read_lora
-from .framework import Framework, KnobSettings, KnobTable, Stated
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import MICRO_BATCHES, Launcher
 
 _TOTAL = "train.global_batch_size"
@@ -12,7 +12,7 @@ KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("train.micro_batch_size",)),
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {
                 "fp32": {"precision": "32-true"},
                 "bf16": {"precision": "bf16-mixed"},
@@ -36,32 +36,32 @@ _ADAPTED = {
 _ADAPTED_BY_DEFAULT = ("lora_query", "lora_value")
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads the batch, with the subcommand's defaults (TrainArgs), the devices, the adapters, and recomputation, which
     finetuning by FSDP has for each block (litgpt/finetune).
     """
-    command = str(stated.get("subcommand") or "")
-    finetunes = command.startswith("finetune") or stated.has("lora_r")
-    stated.knobs.setdefault("micro_batch", 1 if finetunes else 4)
-    if (total := stated.whole(_TOTAL)) is not None or command:
-        stated.facts["global_batch"] = total or (16 if finetunes else 512)
-    devices, hosts = stated.whole("devices"), stated.whole("num_nodes") or 1
+    command = str(reader.get("subcommand") or "")
+    finetunes = command.startswith("finetune") or reader.has("lora_r")
+    reader.knobs.setdefault("micro_batch", 1 if finetunes else 4)
+    if (total := reader.whole(_TOTAL)) is not None or command:
+        reader.facts["global_batch"] = total or (16 if finetunes else 512)
+    devices, hosts = reader.whole("devices"), reader.whole("num_nodes") or 1
     if devices is not None:
-        stated.facts |= {"devices": devices * hosts, "per_host": devices}
-    if command in ("finetune", "finetune_lora") or stated.has("lora_r"):
+        reader.facts |= {"devices": devices * hosts, "per_host": devices}
+    if command in ("finetune", "finetune_lora") or reader.has("lora_r"):
         chosen = [
             layer
             for name, layers in _ADAPTED.items()
             for layer in layers
-            if (name in _ADAPTED_BY_DEFAULT if (flag := stated.flag(name)) is None else flag)
+            if (name in _ADAPTED_BY_DEFAULT if (flag := reader.flag(name)) is None else flag)
         ]
-        read_lora(stated, stated.whole("lora_r") or 8, chosen, stated.whole("lora_alpha") or 16)
-    note_quantized(stated, "quantize")
+        read_lora(reader, reader.whole("lora_r") or 8, chosen, reader.whole("lora_alpha") or 16)
+    note_quantized(reader, "quantize")
     if finetunes and (devices or 1) * hosts > 1:
-        stated.knobs["checkpoint_ratio"] = 1  # activation_checkpointing_policy={Block}
+        reader.knobs["checkpoint_ratio"] = 1  # activation_checkpointing_policy={Block}
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the global batch."""
     return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 

@@ -1,7 +1,7 @@
 """LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; arguments of the Trainer, and some of its own."""
 
 from .common import note_quantized, note_stage, read_lora
-from .framework import Framework, KnobSettings, KnobTable, Stated
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import MICRO_BATCHES, Launcher
 from .trainer import KNOBS as TRAINER, conventions, prepare, read as read_trainer, write as write_trainer
 
@@ -12,12 +12,14 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="checkpoint_ratio",
-        ways=({1: {"disable_gradient_checkpointing": False}, 0: {"disable_gradient_checkpointing": True}},),
+        alternatives=({1: {"disable_gradient_checkpointing": False}, 0: {"disable_gradient_checkpointing": True}},),
     ),
-    KnobSettings(knob="kernels", ways=({False: {"enable_liger_kernel": False}, True: {"enable_liger_kernel": True}},)),
+    KnobSettings(
+        knob="kernels", alternatives=({False: {"enable_liger_kernel": False}, True: {"enable_liger_kernel": True}},)
+    ),
     KnobSettings(
         knob="attention",
-        ways=(
+        alternatives=(
             {
                 "eager": {"flash_attn": "disabled"},
                 "sdpa": {"flash_attn": "sdpa"},
@@ -29,20 +31,20 @@ KNOBS = KnobTable(
 """LLaMA-Factory's names of the knobs; by default it recomputes every block."""
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads the Trainer's arguments, and the adapters; LLaMA-Factory's own defaults are in its hparams."""
-    read_trainer(stated)
-    stated.facts.setdefault("seq_len", 2048)
-    note_stage(stated, "stage")
-    kind = stated.get("finetuning_type") or "lora"
+    read_trainer(reader)
+    reader.facts.setdefault("seq_len", 2048)
+    note_stage(reader, "stage")
+    kind = reader.get("finetuning_type") or "lora"
     if kind not in ("lora", "full"):
-        stated.note(f"finetuning_type = {kind}: the estimate trains all weights")
+        reader.note(f"finetuning_type = {kind}: the estimate trains all weights")
     if lora := kind == "lora":
-        read_lora(stated, stated.whole("lora_rank") or 8, stated.get("lora_target"), stated.whole("lora_alpha"))
+        read_lora(reader, reader.whole("lora_rank") or 8, reader.get("lora_target"), reader.whole("lora_alpha"))
     # Weights are loaded in the format of the products; those that are trained, adapters aside, get a copy in float32.
-    if stated.flag("pure_bf16") or (lora and stated.knobs.get("precision") == "bf16"):
-        stated.conventions["precision"] = "bf16_pure"
-    note_quantized(stated, "quantization_bit")
+    if reader.flag("pure_bf16") or (lora and reader.knobs.get("precision") == "bf16"):
+        reader.conventions["precision"] = "bf16_pure"
+    note_quantized(reader, "quantization_bit")
 
 
 # Its values are parsed as YAML, where a bare `no` is false.

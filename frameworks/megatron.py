@@ -11,7 +11,7 @@ from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
 from .common import note_order, note_tf32, optimizer_text
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, Stated, number
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, number
 from .launcher import Launcher
 from .megatron_model import architecture_of, model_flags
 from .target import Target, hashed, sourced
@@ -39,12 +39,13 @@ KNOBS = KnobTable(
     KnobSettings(knob="etp", keys=(_SLICES,)),
     KnobSettings(knob="capacity_factor", keys=(_CAPACITY,)),
     KnobSettings(
-        knob="sequence_parallel", ways=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},)
+        knob="sequence_parallel",
+        alternatives=({False: {"sequence-parallel": False}, True: {"sequence-parallel": True}},),
     ),
     KnobSettings(knob="micro_batch", keys=("micro-batch-size",)),
     KnobSettings(
         knob="zero",
-        ways=(
+        alternatives=(
             {
                 0: {_DISTRIBUTED: False},
                 1: {_DISTRIBUTED: True},
@@ -58,11 +59,11 @@ KNOBS = KnobTable(
     KnobSettings(knob="hsdp", keys=("num-distributed-optimizer-instances",)),
     KnobSettings(
         knob="offload",
-        ways=({"none": {"optimizer-cpu-offload": False}, "optimizer": {"optimizer-cpu-offload": True}},),
+        alternatives=({"none": {"optimizer-cpu-offload": False}, "optimizer": {"optimizer-cpu-offload": True}},),
     ),
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {
                 "fp32": {"bf16": False, "fp16": False},
                 "bf16": {"bf16": True},
@@ -77,15 +78,15 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="reduce_dtype",
-        ways=({"fp32": {"grad-reduce-in-bf16": False}, "bf16": {"grad-reduce-in-bf16": True}},),
+        alternatives=({"fp32": {"grad-reduce-in-bf16": False}, "bf16": {"grad-reduce-in-bf16": True}},),
     ),
     KnobSettings(
         knob="checkpoint_ratio",
-        ways=({0: {"recompute-granularity": None}, 1: {**_FULL, "recompute-num-layers": 1}}, {1: _FULL}),
+        alternatives=({0: {"recompute-granularity": None}, 1: {**_FULL, "recompute-num-layers": 1}}, {1: _FULL}),
     ),
     KnobSettings(
         knob="attention",
-        ways=(
+        alternatives=(
             {
                 "eager": {_BACKEND: "unfused"},
                 "flash_attention_2": {_BACKEND: "flash"},
@@ -107,33 +108,33 @@ def flags(setup: ExportInput) -> list[str]:
     if setup.command:
         batch = [f"--global-batch-size {setup.global_batch}"] if setup.config.get("grad_accum") else []
         return _flags(setup.tuned(KNOBS)) + batch
-    out = _arguments("tp", setup.tp) + _arguments("pp", setup.pp)
+    arguments = _arguments("tp", setup.tp) + _arguments("pp", setup.pp)
     if setup.cp > 1:
-        out += _arguments("cp", setup.cp)
+        arguments += _arguments("cp", setup.cp)
     if (experts := setup.knob("ep")) > 1:
-        out += _arguments("ep", experts)
+        arguments += _arguments("ep", experts)
     if (slices := setup.knob("etp")) not in (0, setup.tp):
-        out += _arguments("etp", slices)
+        arguments += _arguments("etp", slices)
     if factor := setup.knob("capacity_factor"):
         # Only this dispatcher has capacities; rows are dropped by the router's probabilities by default, as in redline.
-        out += [*_arguments("capacity_factor", factor), "--moe-pad-expert-input-to-capacity"]
-        out.append("--moe-token-dispatcher-type alltoall")
+        arguments += [*_arguments("capacity_factor", factor), "--moe-pad-expert-input-to-capacity"]
+        arguments.append("--moe-token-dispatcher-type alltoall")
     if setup.knob("sequence_parallel") and setup.tp > 1:
-        out += _arguments("sequence_parallel", True)
+        arguments += _arguments("sequence_parallel", True)
     if setup.micro_batch is not None:
-        out += [*_arguments("micro_batch", setup.micro_batch), f"--global-batch-size {setup.global_batch}"]
+        arguments += [*_arguments("micro_batch", setup.micro_batch), f"--global-batch-size {setup.global_batch}"]
     else:
         setup.note("the batch is not known: set --micro-batch-size and --global-batch-size")
     if setup.seq_len is not None:
-        out.append(f"--seq-length {setup.seq_len}")
-    out += _zero(setup) + _precision(setup) + _recomputation(setup)
+        arguments.append(f"--seq-length {setup.seq_len}")
+    arguments += _zero(setup) + _precision(setup) + _recomputation(setup)
     attention = setup.knob("attention")
     if attention is not None:
-        known = attention in KNOBS["attention"].values
-        out += _arguments("attention", attention) if known else [f"--{_BACKEND} auto"]
-        if not known:
+        supported = attention in KNOBS["attention"].values
+        arguments += _arguments("attention", attention) if supported else [f"--{_BACKEND} auto"]
+        if not supported:
             setup.note(f"attention={attention} became --attention-backend auto, Megatron's own choice")
-    out += _order(setup)
+    arguments += _order(setup)
     if setup.lora:
         setup.note(f"lora={setup.lora}: Megatron-LM itself has no adapters; all weights would be trained")
     if setup.knob("fusion"):
@@ -143,7 +144,7 @@ def flags(setup: ExportInput) -> list[str]:
     elif setup.knob("fused_optimizer") is False:
         setup.note("fused_optimizer=false has no counterpart here: Megatron's Adam is fused")
     setup.note_unless_neutral("kernels", "Megatron has its own fused kernels, on by default")
-    return model_flags(setup) + out
+    return model_flags(setup) + arguments
 
 
 def _arguments(knob: str, value: object) -> list[str]:
@@ -153,9 +154,9 @@ def _arguments(knob: str, value: object) -> list[str]:
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
     return [
-        f"--{name}" if each is True else f"--{name} {shlex.quote(str(each))}"
-        for name, each in settings.items()
-        if each not in (False, None)
+        f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
+        for name, value in settings.items()
+        if value not in (False, None)
     ]
 
 
@@ -168,12 +169,12 @@ def _order(setup: ExportInput) -> list[str]:
     chunks = _chunks(setup)
     runs = "1F1B" if chunks == 1 else f"1F1B interleaved over {chunks} chunks a rank"
     note_order(setup, ["1f1b", "interleaved"], f"Megatron's pipelines run {runs}")
-    if (given := setup.knob("stage_blocks")) is not None:
-        sizes = blocks_of_stages(given)
+    if (stage_blocks := setup.knob("stage_blocks")) is not None:
+        sizes = blocks_of_stages(stage_blocks)
         if len(sizes) == setup.pp * chunks:  # the layout says how many chunks there are
             return [f'--{_LAYOUT} "{layout(sizes)}"']
         setup.note(
-            f"stage_blocks={given}: Megatron has {setup.pp * chunks} stages here, with even shares of the layers"
+            f"stage_blocks={stage_blocks}: Megatron has {setup.pp * chunks} stages here, with even shares of the layers"
         )
     return _arguments("virtual_stages", chunks) if chunks > 1 else []
 
@@ -195,9 +196,9 @@ def _read_layout(text: str) -> tuple[int, ...] | None:
     """
     plain_text = re.sub(r"[\s,'\"]", "", text)
     for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([A-Za-z])\*(\d{1,4})"):
-        if sum(len(part) * int(times) for part, times in re.findall(pattern, plain_text)) > _LONGEST_LAYOUT:
+        if sum(len(group) * int(times) for group, times in re.findall(pattern, plain_text)) > _LONGEST_LAYOUT:
             return None
-        plain_text = re.sub(pattern, lambda found: found[1] * int(found[2]), plain_text)
+        plain_text = re.sub(pattern, lambda match: match[1] * int(match[2]), plain_text)
     sizes = tuple(stage.count("t") for stage in plain_text.split("|"))
     return sizes if re.fullmatch(r"[Etm|L]+", plain_text) and all(sizes) else None
 
@@ -205,18 +206,18 @@ def _read_layout(text: str) -> tuple[int, ...] | None:
 def _zero(setup: ExportInput) -> list[str]:
     zero = setup.knob("zero") if setup.replicas > 1 else 0
     offload = setup.knob("offload") == "optimizer"
-    out: list[str] = []
+    arguments: list[str] = []
     if zero == 1 or (zero == 0 and offload):
-        out += _arguments("zero", 1)
+        arguments += _arguments("zero", 1)
         if zero == 0 and setup.replicas > 1:
             setup.note(f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}")
     elif zero >= 2:
-        out += [*_arguments("zero", zero), *_flags(_WITH_FSDP)]
+        arguments += [*_arguments("zero", zero), *_flags(_WITH_FSDP)]
         if (groups := setup.knob("hsdp")) > 1:
-            out += _arguments("hsdp", groups)
+            arguments += _arguments("hsdp", groups)
     if offload:
-        out += [*_arguments("offload", "optimizer"), "--use-precision-aware-optimizer"]
-    return out
+        arguments += [*_arguments("offload", "optimizer"), "--use-precision-aware-optimizer"]
+    return arguments
 
 
 def _precision(setup: ExportInput) -> list[str]:
@@ -232,15 +233,15 @@ def _precision(setup: ExportInput) -> list[str]:
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
     if setup.formats.scaling == "rowwise":
         setup.note(f"precision={precision}: Megatron has no scales of rows; each tensor has one")
-    out = _arguments("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
+    arguments = _arguments("precision", {"bf16_pure": "bf16", "tf32": "fp32"}.get(precision, precision))
     setup.knob("reduce_dtype")
     reduced = setup.formats.reduced if setup.replicas > 1 else None
-    if reduced == "bf16" and "--bf16" in out:
-        out += _arguments("reduce_dtype", "bf16")
+    if reduced == "bf16" and "--bf16" in arguments:
+        arguments += _arguments("reduce_dtype", "bf16")
         setup.note("reduce_dtype=bf16: Megatron then accumulates gradients in bfloat16 too: less memory and precision")
     elif reduced == "bf16":
         setup.note(f"reduce_dtype=bf16 has no counterpart with precision={precision}: gradients travel in float32")
-    return out
+    return arguments
 
 
 def _recomputation(setup: ExportInput) -> list[str]:
@@ -264,7 +265,7 @@ def _recomputation(setup: ExportInput) -> list[str]:
 
 
 def _shell(setup: ExportInput, comment: str) -> str:
-    lines = "".join(f"  {each}\n" for each in flags(setup))
+    lines = "".join(f"  {flag}\n" for flag in flags(setup))
     # Before Blackwell, Megatron refuses tensor and context parallelism without this, and its FSDP with it.
     alone = setup.tp * setup.cp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
     environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if alone else ""
@@ -310,164 +311,166 @@ LAUNCHER = Launcher(
 )
 
 
-def prepare(stated: Stated) -> None:
+def prepare(reader: SettingsReader) -> None:
     """Adds settings that a flag implies, and removes a capacity that stands for none."""
-    if isinstance(factor := number(stated.get(_CAPACITY)), int | float) and factor < 0:
-        stated.override(_CAPACITY, None)
-    strategy = stated.get(_CUT)
-    if stated.flag(_FSDP, "use-custom-fsdp"):
-        stated.set(_FSDP, True)
-        stated.set(_DISTRIBUTED, True)
-        stated.set(_CUT, "no_shard")  # DistributedDataParallelConfig
-    elif strategy is not None and not stated.flag("use-torch-fsdp2"):
-        stated.note(f"{stated.name(_CUT)} = {strategy} has no effect without {_FSDP}")
-        stated.override(_CUT, None)
+    if isinstance(factor := number(reader.get(_CAPACITY)), int | float) and factor < 0:
+        reader.override(_CAPACITY, None)
+    strategy = reader.get(_CUT)
+    if reader.flag(_FSDP, "use-custom-fsdp"):
+        reader.set(_FSDP, True)
+        reader.set(_DISTRIBUTED, True)
+        reader.set(_CUT, "no_shard")  # DistributedDataParallelConfig
+    elif strategy is not None and not reader.flag("use-torch-fsdp2"):
+        reader.note(f"{reader.name(_CUT)} = {strategy} has no effect without {_FSDP}")
+        reader.override(_CUT, None)
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads the model's sizes, the batch, recomputation, and stages given by their layers."""
-    knobs = stated.knobs
-    if (found := architecture_of(stated)) is not None:
-        stated.facts["architecture"] = found
-    if (total := stated.whole("global-batch-size")) is not None:
-        stated.facts["global_batch"] = total
+    knobs = reader.knobs
+    if (architecture := architecture_of(reader)) is not None:
+        reader.facts["architecture"] = architecture
+    if (total := reader.whole("global-batch-size")) is not None:
+        reader.facts["global_batch"] = total
     else:
         knobs["grad_accum"] = 1
-    layers, pp = stated.whole("num-layers") or stated.whole("encoder-num-layers"), knobs.get("pp", 1)
-    each = stated.whole(_OLD_CHUNKS)
-    if each is not None and layers is not None and pp > 1:
-        if layers % (pp * each):
-            stated.note(f"{stated.name(_OLD_CHUNKS)} = {each} does not divide the {layers // pp} layers of a stage")
-        knobs["virtual_stages"] = max(1, layers // pp // each)
-    read_stages(stated, layers, pp)
+    layers, pp = reader.whole("num-layers") or reader.whole("encoder-num-layers"), knobs.get("pp", 1)
+    layers_per_chunk = reader.whole(_OLD_CHUNKS)
+    if layers_per_chunk is not None and layers is not None and pp > 1:
+        if layers % (pp * layers_per_chunk):
+            reader.note(
+                f"{reader.name(_OLD_CHUNKS)} = {layers_per_chunk} does not divide the {layers // pp} layers of a stage"
+            )
+        knobs["virtual_stages"] = max(1, layers // pp // layers_per_chunk)
+    read_stages(reader, layers, pp)
     if knobs.get("virtual_stages", 1) > 1:
         knobs["pipeline_schedule"] = "interleaved"
-    read_recomputation(stated, layers)
+    read_recomputation(reader, layers)
     if (slices := knobs.get("etp", 1)) not in (1, knobs.get("tp", 1)):
-        stated.note(f"{stated.name(_SLICES)} = {slices}: the estimate cuts experts over the tp ranks as all else")
+        reader.note(f"{reader.name(_SLICES)} = {slices}: the estimate cuts experts over the tp ranks as all else")
         del knobs["etp"]
-    _read_kernels(stated)
-    if knobs.get("precision") == "fp16" and stated.flag("accumulate-allreduce-grads-in-fp32"):
-        stated.conventions["gradient_dtype"] = "fp32"
-    if stated.get("rampup-batch-size") is not None:
-        stated.note("rampup-batch-size: the estimate is of the global batch after the ramp")
-    read_optimizer(stated, stated.get("optimizer"))
+    _read_kernels(reader)
+    if knobs.get("precision") == "fp16" and reader.flag("accumulate-allreduce-grads-in-fp32"):
+        reader.conventions["gradient_dtype"] = "fp32"
+    if reader.get("rampup-batch-size") is not None:
+        reader.note("rampup-batch-size: the estimate is of the global batch after the ramp")
+    read_optimizer(reader, reader.get("optimizer"))
 
 
 def read_stages(
-    stated: Stated, layers: int | None, pp: int, names: tuple[str, str, str] = (_LAYOUT, _FIRST, _LAST)
+    reader: SettingsReader, layers: int | None, pp: int, names: tuple[str, str, str] = (_LAYOUT, _FIRST, _LAST)
 ) -> None:
     """Reads the layers of each stage: of a layout, or of the first and the last stage, by these names."""
     layout_of, first_of, last_of = names
-    given, first, last = stated.get(layout_of), stated.whole(first_of), stated.whole(last_of)
-    if given is not None:
-        sizes = _read_layout(str(given))
+    layout_text, first_layers, last_layers = reader.get(layout_of), reader.whole(first_of), reader.whole(last_of)
+    if layout_text is not None:
+        sizes = _read_layout(str(layout_text))
         if sizes is None or len(sizes) % pp or (layers is not None and sum(sizes) != layers):
-            stated.note(
-                f"{stated.name(layout_of)} = {given} is not followed: stages are taken to have even shares of the layers"
+            reader.note(
+                f"{reader.name(layout_of)} = {layout_text} is not followed: stages are taken to have even shares of the layers"
             )
             return
-        stated.knobs["virtual_stages"] = len(sizes) // pp
-    elif (first or last) and layers is not None and pp > 1:
-        ends = (first is not None) + (last is not None)
-        rest, between = layers - (first or 0) - (last or 0), pp - ends
-        if rest < between or (between and rest % between) or (not between and rest):
-            stated.note(
-                f"{stated.name(first_of, last_of)}: {rest} layers cannot be shared by the other {between} stages"
+        reader.knobs["virtual_stages"] = len(sizes) // pp
+    elif (first_layers or last_layers) and layers is not None and pp > 1:
+        ends = (first_layers is not None) + (last_layers is not None)
+        middle_layers, between = layers - (first_layers or 0) - (last_layers or 0), pp - ends
+        if middle_layers < between or (between and middle_layers % between) or (not between and middle_layers):
+            reader.note(
+                f"{reader.name(first_of, last_of)}: {middle_layers} layers cannot be shared by the other {between} stages"
             )
             return
-        middle = [rest // between] * between if between else []
-        sizes = (*([first] if first else ()), *middle, *([last] if last else ()))
-        if stated.knobs.get("virtual_stages", 1) > 1:
-            stated.note(
-                f"{stated.name(first_of, last_of)}: the chunks of a rank are taken to have even shares of the layers"
+        middle = [middle_layers // between] * between if between else []
+        sizes = (*([first_layers] if first_layers else ()), *middle, *([last_layers] if last_layers else ()))
+        if reader.knobs.get("virtual_stages", 1) > 1:
+            reader.note(
+                f"{reader.name(first_of, last_of)}: the chunks of a rank are taken to have even shares of the layers"
             )
             return
     else:
         return
-    if not is_even(text := ",".join(map(str, sizes))):
-        stated.knobs["stage_blocks"] = text
+    if not is_even(stage_blocks := ",".join(map(str, sizes))):
+        reader.knobs["stage_blocks"] = stage_blocks
 
 
-def _read_kernels(stated: Stated) -> None:
+def _read_kernels(reader: SettingsReader) -> None:
     """Reads the kernels, and communication that overlaps with the passes."""
-    conventions = stated.conventions
+    conventions = reader.conventions
     for flag, name in (
         ("overlap-grad-reduce", "overlap_gradients"),
         ("overlap-param-gather", "overlap_gathers"),
         ("tp-comm-overlap", "overlap_tensor"),
     ):
-        if stated.flag(flag):
+        if reader.flag(flag):
             conventions[name] = True
-    if stated.flag("no-gradient-accumulation-fusion") or stated.flag("gradient-accumulation-fusion") is False:
+    if reader.flag("no-gradient-accumulation-fusion") or reader.flag("gradient-accumulation-fusion") is False:
         conventions["gradient_copy"] = True
-    if stated.flag("cross-entropy-loss-fusion") and stated.get("cross-entropy-fusion-impl") == "te":
+    if reader.flag("cross-entropy-loss-fusion") and reader.get("cross-entropy-fusion-impl") == "te":
         conventions["loss"] = "fused"
-    if stated.knobs.get("virtual_stages", 1) > 1 and not stated.flag("no-overlap-p2p-communication"):
+    if reader.knobs.get("virtual_stages", 1) > 1 and not reader.flag("no-overlap-p2p-communication"):
         conventions["overlap_transfers"] = True
 
 
 RECOMPUTATION = ("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-modules")
 
 
-def read_recomputation(stated: Stated, layers: int | None, names: Sequence[str] = RECOMPUTATION) -> None:
+def read_recomputation(reader: SettingsReader, layers: int | None, names: Sequence[str] = RECOMPUTATION) -> None:
     """Reads the recomputation of parts of blocks, and of some blocks of each stage, by these names."""
     granularity_of, method_of, count_of, modules_of = names
-    granularity, knobs = str(stated.get(granularity_of) or ""), stated.knobs
-    if granularity == "selective" or stated.flag("recompute-activations"):
+    granularity, knobs = str(reader.get(granularity_of) or ""), reader.knobs
+    if granularity == "selective" or reader.flag("recompute-activations"):
         knobs["checkpoint_ratio"] = 0
-        stated.conventions["recompute_attention"] = True
-        stated.note(
+        reader.conventions["recompute_attention"] = True
+        reader.note(
             "selective recomputation repeats attention without its linear layers, as fused attention does anyway; the knob "
             "checkpoint_ratio has no value for it"
         )
-        modules = stated.get(modules_of)
-        more = [
-            each
-            for each in (modules if isinstance(modules, list) else str(modules or "").split())
-            if each != "core_attn"
+        modules = reader.get(modules_of)
+        extra = [
+            module
+            for module in (modules if isinstance(modules, list) else str(modules or "").split())
+            if module != "core_attn"
         ]
-        if more:
-            stated.note(
-                f"{stated.name(modules_of)} = {' '.join(more)}: these are not taken into account; they save memory and take time"
+        if extra:
+            reader.note(
+                f"{reader.name(modules_of)} = {' '.join(extra)}: these are not taken into account; they save memory and take time"
             )
     elif granularity not in ("", "full"):
-        stated.note(
-            f"{stated.name(granularity_of)} = {granularity} is not a value that redline knows: nothing is recomputed"
+        reader.note(
+            f"{reader.name(granularity_of)} = {granularity} is not a value that redline knows: nothing is recomputed"
         )
-    elif granularity == "full" and stated.get(method_of) == "block":
-        count = stated.whole(count_of)
+    elif granularity == "full" and reader.get(method_of) == "block":
+        count = reader.whole(count_of)
         if count is None or layers is None:
-            stated.note(
-                f"{stated.name(count_of)}: the share of recomputed layers needs num-layers; all are taken to be"
+            reader.note(
+                f"{reader.name(count_of)}: the share of recomputed layers needs num-layers; all are taken to be"
             )
             knobs["checkpoint_ratio"] = 1
         else:
-            each = max(1, layers // (knobs.get("pp", 1) * knobs.get("virtual_stages", 1)))
-            if count > each:
-                stated.note(
-                    f"{stated.name(count_of)} = {count} is more than the {each} layers of a stage: all are recomputed"
+            stage_layers = max(1, layers // (knobs.get("pp", 1) * knobs.get("virtual_stages", 1)))
+            if count > stage_layers:
+                reader.note(
+                    f"{reader.name(count_of)} = {count} is more than the {stage_layers} layers of a stage: all are recomputed"
                 )
-            knobs["checkpoint_ratio"] = min(1.0, count / each)
+            knobs["checkpoint_ratio"] = min(1.0, count / stage_layers)
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the global batch, partial recomputation, and stages by their layers, if the file has these."""
-    out: dict[str, Any] = {"global-batch-size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
-    layers = stated.whole("num-layers")
+    settings: dict[str, Any] = {"global-batch-size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
+    layers = reader.whole("num-layers")
     stages = strategy.pp * strategy.virtual_stages
     if 0 < strategy.checkpoint_ratio < 1:
         if layers is None:
             raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
         count = max(1, round(strategy.checkpoint_ratio * (layers // stages)))
-        out |= {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": count}
-    if strategy.zero >= 2 and not stated.flag("use-torch-fsdp2"):
-        out |= _WITH_FSDP
+        settings |= {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": count}
+    if strategy.zero >= 2 and not reader.flag("use-torch-fsdp2"):
+        settings |= _WITH_FSDP
     if strategy.stage_blocks is not None:
-        out[_LAYOUT] = layout(blocks_of_stages(strategy.stage_blocks))
-    if stated.has(_OLD_CHUNKS) and layers is not None and strategy.virtual_stages > 1:
-        out[_OLD_CHUNKS] = layers // stages
-    return out
+        settings[_LAYOUT] = layout(blocks_of_stages(strategy.stage_blocks))
+    if reader.has(_OLD_CHUNKS) and layers is not None and strategy.virtual_stages > 1:
+        settings[_OLD_CHUNKS] = layers // stages
+    return settings
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
-from .framework import Framework, KnobSettings, KnobTable, Stated
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import Launcher
 from .megatron import DEFAULTS, KNOBS as MEGATRON, conventions, read_recomputation, read_stages
 
@@ -13,7 +13,7 @@ _STAGES = (
     "model.num_layers_in_first_pipeline_stage",
     "model.num_layers_in_last_pipeline_stage",
 )
-_RECOMPUTATION = tuple(f"model.recompute_{each}" for each in ("granularity", "method", "num_layers", "modules"))
+_RECOMPUTATION = tuple(f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
 _FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
 KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("train.micro_batch_size",)),
@@ -22,14 +22,16 @@ KNOBS = KnobTable(
         for knob in ("tp", "pp", "cp", "ep", "etp", "capacity_factor")
     ),
     KnobSettings(
-        knob="sequence_parallel", ways=({value: {"model.sequence_parallel": value} for value in (False, True)},)
+        knob="sequence_parallel", alternatives=({value: {"model.sequence_parallel": value} for value in (False, True)},)
     ),
     # As in ModelParallelConfig of Megatron Core: model chunks of a rank, rather than layers of a chunk.
     KnobSettings(knob="virtual_stages", keys=("model.virtual_pipeline_model_parallel_size",)),
-    KnobSettings(knob="zero", ways=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)),
+    KnobSettings(
+        knob="zero", alternatives=({value: {"ddp.use_distributed_optimizer": bool(value)} for value in (0, 1)},)
+    ),
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {
                 "bf16": {"mixed_precision": "bf16_mixed"},
                 "fp16": {"mixed_precision": "fp16_mixed"},
@@ -40,31 +42,31 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="checkpoint_ratio",
-        ways=({0: {"model.recompute_granularity": None}, 1: _FULL}, {1: dict(list(_FULL.items())[:2])}),
+        alternatives=({0: {"model.recompute_granularity": None}, 1: _FULL}, {1: dict(list(_FULL.items())[:2])}),
     ),
 )
 """Megatron-Bridge's names of the knobs."""
 
 
-def _read(stated: Stated) -> None:
+def _read(reader: SettingsReader) -> None:
     """Reads the batch, recomputation, and stages given by their layers; notes that the settings of a named recipe are
     not read.
     """
-    layers = stated.whole("model.num_layers")
-    if (samples := stated.whole(_TOTAL)) is not None:
-        stated.facts["global_batch"] = samples
-    if (name := stated.get("recipe")) is not None:
-        stated.note(
+    layers = reader.whole("model.num_layers")
+    if (samples := reader.whole(_TOTAL)) is not None:
+        reader.facts["global_batch"] = samples
+    if (name := reader.get("recipe")) is not None:
+        reader.note(
             f"the batch, degrees and recomputation that recipe = {name} sets are not read: give those that are not Megatron's "
             "defaults by --fix, such as --fix cp=2"
         )
-    read_stages(stated, layers, stated.knobs.get("pp", 1), _STAGES)
-    if stated.knobs.get("virtual_stages", 1) > 1:
-        stated.knobs["pipeline_schedule"] = "interleaved"
-    read_recomputation(stated, layers, _RECOMPUTATION)
+    read_stages(reader, layers, reader.knobs.get("pp", 1), _STAGES)
+    if reader.knobs.get("virtual_stages", 1) > 1:
+        reader.knobs["pipeline_schedule"] = "interleaved"
+    read_recomputation(reader, layers, _RECOMPUTATION)
 
 
-def _write_batch(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def _write_batch(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the global batch."""
     return {_TOTAL: strategy.micro_batch * strategy.grad_accum * strategy.dp}
 

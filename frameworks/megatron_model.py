@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .export_input import ExportInput
-from .framework import Stated
+from .framework import SettingsReader
 
 # Megatron's llama3 rule and its factor; neither can be set by a flag.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -64,34 +64,34 @@ def _flag(name: str, value: object) -> str:
 def _sizes(setup: ExportInput) -> list[str]:
     shape = setup.shape
     heads, kv_heads = shape["heads"], shape.get("kv_heads") or shape["heads"]
-    out = [
+    sizes = [
         _flag("num-layers", shape["layers"]),
         _flag("hidden-size", shape["hidden"]),
         _flag("ffn-hidden-size", shape["intermediate"]),
         _flag("num-attention-heads", heads),
     ]
     if shape.get("kv_lora_rank"):
-        out += _latent(shape)
+        sizes += _latent(shape)
     else:
         if kv_heads != heads:
-            out += ["--group-query-attention", _flag("num-query-groups", kv_heads)]
+            sizes += ["--group-query-attention", _flag("num-query-groups", kv_heads)]
         if shape.get("head_dim", shape["hidden"] // heads) * heads != shape["hidden"]:
-            out.append(_flag("kv-channels", shape["head_dim"]))
-    out.append(_flag("max-position-embeddings", max(shape.get("positions") or 0, setup.seq_len or 0)))
-    out.append(_flag("vocab-size", shape["vocabulary"]))
+            sizes.append(_flag("kv-channels", shape["head_dim"]))
+    sizes.append(_flag("max-position-embeddings", max(shape.get("positions") or 0, setup.seq_len or 0)))
+    sizes.append(_flag("vocab-size", shape["vocabulary"]))
     if not shape.get("tied", True):
-        out.append("--untie-embeddings-and-output-weights")
+        sizes.append("--untie-embeddings-and-output-weights")
     if shape.get("experts"):
         if setup.tp > 1 and not setup.knob("sequence_parallel"):
             setup.note(f"tp={setup.tp} with experts: Megatron trains that with --sequence-parallel only")
-        out += [_flag("num-experts", shape["experts"]), _flag("moe-router-topk", shape.get("experts_per_token", 2))]
+        sizes += [_flag("num-experts", shape["experts"]), _flag("moe-router-topk", shape.get("experts_per_token", 2))]
         if width := shape.get("expert_intermediate"):
-            out.append(_flag("moe-ffn-hidden-size", width))
+            sizes.append(_flag("moe-ffn-hidden-size", width))
             if shared := shape.get("shared_experts"):
-                out.append(_flag("moe-shared-expert-intermediate-size", shared * width))
+                sizes.append(_flag("moe-shared-expert-intermediate-size", shared * width))
         if dense := shape.get("dense_layers"):
-            out.append(_flag("moe-layer-freq", f"([0]*{dense}+[1]*{shape['layers'] - dense})"))
-    return out
+            sizes.append(_flag("moe-layer-freq", f"([0]*{dense}+[1]*{shape['layers'] - dense})"))
+    return sizes
 
 
 def _latent(shape: Mapping[str, Any]) -> list[str]:
@@ -99,8 +99,8 @@ def _latent(shape: Mapping[str, Any]) -> list[str]:
     sizes = {"kv-lora-rank": "kv_lora_rank", "q-lora-rank": "q_lora_rank", "qk-head-dim": "head_dim"}
     sizes |= {"qk-pos-emb-head-dim": "rope_head_dim", "v-head-dim": "v_head_dim"}
     # Without a rank, queries are not compressed; heads without positions have 0 of them.
-    stated = [flag for flag, name in sizes.items() if name in shape and (shape[name] or name != "q_lora_rank")]
-    return ["--multi-latent-attention", *(_flag(flag, shape[sizes[flag]]) for flag in stated)]
+    present = [flag for flag, name in sizes.items() if name in shape and (shape[name] or name != "q_lora_rank")]
+    return ["--multi-latent-attention", *(_flag(flag, shape[sizes[flag]]) for flag in present)]
 
 
 def _family(setup: ExportInput) -> list[str]:
@@ -125,22 +125,22 @@ def _family(setup: ExportInput) -> list[str]:
         setup.note("the router's groups and scaling factor, and prediction of several tokens, are yours")
     if shape.get("parallel_residual"):
         setup.note("attention and MLP of a block run one after the other: Megatron has no parallel residual")
-    out = [*flags]
+    arguments = [*flags]
     if "norm_eps" in shape:
-        out.append(f"--norm-epsilon {shape['norm_eps']:g}")
-    return out + _positions(setup) + _window(setup)
+        arguments.append(f"--norm-epsilon {shape['norm_eps']:g}")
+    return arguments + _positions(setup) + _window(setup)
 
 
 def _positions(setup: ExportInput) -> list[str]:
     rope: Mapping[str, Any] = setup.shape.get("rope") or {}
-    out: list[str] = []
+    arguments: list[str] = []
     if "rope_theta" in rope:
-        out.append(f"--rotary-base {round(rope['rope_theta'])}")
+        arguments.append(f"--rotary-base {round(rope['rope_theta'])}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        out.append(f"--rotary-percent {rope['partial_rotary_factor']:g}")
+        arguments.append(f"--rotary-percent {rope['partial_rotary_factor']:g}")
     kind = rope.get("rope_type", "default")
     if kind == "llama3" and all(rope.get(name) == value for name, value in _LLAMA3_ROPE.items()):
-        out.append("--use-rope-scaling")
+        arguments.append("--use-rope-scaling")
         if rope["factor"] != _MEGATRON_FACTOR:
             setup.note(
                 f"rotary positions stretched by a factor of {rope['factor']:g}: Megatron parses "
@@ -149,7 +149,7 @@ def _positions(setup: ExportInput) -> list[str]:
             )
     elif kind != "default":
         setup.note(f"rotary positions of the type {kind} are yours: with these flags they are plain ones")
-    return out
+    return arguments
 
 
 def _window(setup: ExportInput) -> list[str]:
@@ -177,24 +177,24 @@ VOCABULARY = 50_304
 """Assumed vocabulary size of a model given only by its tokenizer."""
 
 
-def architecture_of(stated: Stated) -> dict[str, Any] | None:
+def architecture_of(reader: SettingsReader) -> dict[str, Any] | None:
     """Returns the model that flags describe, as a Hugging Face config.json: blocks of DeepSeek-V3, Mixtral, Llama or
     GPT-2.
 
     None if the flags do not contain its sizes.
     """
-    layers = stated.whole("num-layers", "encoder-num-layers")
-    hidden, heads = stated.whole("hidden-size"), stated.whole("num-attention-heads")
+    layers = reader.whole("num-layers", "encoder-num-layers")
+    hidden, heads = reader.whole("hidden-size"), reader.whole("num-attention-heads")
     if layers is None or hidden is None or heads is None:
         return None
-    vocabulary = stated.whole("padded-vocab-size", "vocab-size")
+    vocabulary = reader.whole("padded-vocab-size", "vocab-size")
     if vocabulary is None:
-        stated.note(f"the vocabulary is not in the flags: {VOCABULARY:,} tokens are assumed; add --vocab-size N")
+        reader.note(f"the vocabulary is not in the flags: {VOCABULARY:,} tokens are assumed; add --vocab-size N")
         vocabulary = VOCABULARY
-    positions = stated.whole("max-position-embeddings", "seq-length") or 2048
-    inner = stated.whole("ffn-hidden-size")
-    gated = stated.flag("swiglu")
-    if not gated and not any(stated.has(name) and stated.flag(name) is not False for name in _NOT_IN_GPT2):
+    positions = reader.whole("max-position-embeddings", "seq-length") or 2048
+    inner = reader.whole("ffn-hidden-size")
+    gated = reader.flag("swiglu")
+    if not gated and not any(reader.has(name) and reader.flag(name) is not False for name in _NOT_IN_GPT2):
         return {
             "model_type": "gpt2",
             "n_layer": layers,
@@ -205,16 +205,16 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
             "n_inner": inner or 4 * hidden,
         }
     if not gated:
-        stated.note(
+        reader.note(
             "the MLP has no gate (no --swiglu): it is taken for one with a gate and two thirds of its width, which has as many "
             "parameters"
         )
 
-    def width(given: int | None) -> int | None:
-        return given if gated or given is None else max(1, given * 2 // 3)
+    def width(size: int | None) -> int | None:
+        return size if gated or size is None else max(1, size * 2 // 3)
 
-    groups = stated.whole("num-query-groups") or 1 if stated.flag("group-query-attention") else heads
-    out: dict[str, Any] = {
+    groups = reader.whole("num-query-groups") or 1 if reader.flag("group-query-attention") else heads
+    config: dict[str, Any] = {
         "model_type": "llama",
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -222,57 +222,57 @@ def architecture_of(stated: Stated) -> dict[str, Any] | None:
         "num_key_value_heads": groups,
         # As in Megatron-LM: the same number of parameters as without a gate, in multiples of 64.
         "intermediate_size": width(inner) or hidden * 8 // 3 // 64 * 64,
-        "head_dim": stated.whole("kv-channels") or hidden // heads,
+        "head_dim": reader.whole("kv-channels") or hidden // heads,
         "vocab_size": vocabulary,
         "max_position_embeddings": positions,
-        "tie_word_embeddings": not stated.flag("untie-embeddings-and-output-weights"),
+        "tie_word_embeddings": not reader.flag("untie-embeddings-and-output-weights"),
     }
-    experts = stated.whole("num-experts")
-    wide = width(stated.whole("moe-ffn-hidden-size")) or out["intermediate_size"]
-    if experts and stated.flag("multi-latent-attention"):
-        shared = width(stated.whole("moe-shared-expert-intermediate-size")) or 0
-        return {**out, **_latent_architecture(stated, experts, wide), "n_shared_experts": round(shared / wide)}
-    if stated.flag("multi-latent-attention"):
-        stated.note("multi-latent-attention is taken for plain attention, as there are no experts (num-experts)")
+    experts = reader.whole("num-experts")
+    wide = width(reader.whole("moe-ffn-hidden-size")) or config["intermediate_size"]
+    if experts and reader.flag("multi-latent-attention"):
+        shared = width(reader.whole("moe-shared-expert-intermediate-size")) or 0
+        return {**config, **_latent_architecture(reader, experts, wide), "n_shared_experts": round(shared / wide)}
+    if reader.flag("multi-latent-attention"):
+        reader.note("multi-latent-attention is taken for plain attention, as there are no experts (num-experts)")
     if experts:
-        if _dense_layers(stated) != 0:
-            stated.note(f"moe-layer-freq = {stated.get('moe-layer-freq')}: all layers are taken to have experts")
-        stated.note_ignored("moe-shared-expert-intermediate-size")
-        out |= {
+        if _dense_layers(reader) != 0:
+            reader.note(f"moe-layer-freq = {reader.get('moe-layer-freq')}: all layers are taken to have experts")
+        reader.note_ignored("moe-shared-expert-intermediate-size")
+        config |= {
             "model_type": "mixtral",
             "intermediate_size": wide,
             "num_local_experts": experts,
-            "num_experts_per_tok": stated.whole("moe-router-topk") or 2,
+            "num_experts_per_tok": reader.whole("moe-router-topk") or 2,
         }
-    return out
+    return config
 
 
-def _dense_layers(stated: Stated) -> int | None:
+def _dense_layers(reader: SettingsReader) -> int | None:
     """Number of first layers without experts; None if `moe-layer-freq` has another order."""
-    text = re.sub(r"\s", "", str(stated.get("moe-layer-freq") or "1"))
-    found = re.fullmatch(r"1|\(?(?:\[0\]\*(\d+)\+)?\[1\]\*\d+\)?", text)
-    return int(found[1] or 0) if found else None
+    pattern = re.sub(r"\s", "", str(reader.get("moe-layer-freq") or "1"))
+    match = re.fullmatch(r"1|\(?(?:\[0\]\*(\d+)\+)?\[1\]\*\d+\)?", pattern)
+    return int(match[1] or 0) if match else None
 
 
-def _latent_architecture(stated: Stated, experts: int, width: int) -> dict[str, Any]:
+def _latent_architecture(reader: SettingsReader, experts: int, width: int) -> dict[str, Any]:
     """Returns the settings of DeepSeek-V3's kind that flags describe; Megatron-LM's defaults for those that are missing."""
-    positions = stated.whole("qk-pos-emb-head-dim") or 64
-    dense = _dense_layers(stated)
+    positions = reader.whole("qk-pos-emb-head-dim") or 64
+    dense = _dense_layers(reader)
     if dense is None:
-        stated.note(f"moe-layer-freq = {stated.get('moe-layer-freq')}: all layers are taken to have experts")
+        reader.note(f"moe-layer-freq = {reader.get('moe-layer-freq')}: all layers are taken to have experts")
     return {
         "model_type": "deepseek_v3",
-        "num_key_value_heads": stated.whole("num-attention-heads"),
+        "num_key_value_heads": reader.whole("num-attention-heads"),
         "n_routed_experts": experts,
-        "num_experts_per_tok": stated.whole("moe-router-topk") or 2,
+        "num_experts_per_tok": reader.whole("moe-router-topk") or 2,
         "moe_intermediate_size": width,
         "first_k_dense_replace": dense or 0,
         "n_group": 1,
         "topk_group": 1,
-        "q_lora_rank": stated.whole("q-lora-rank"),
-        "kv_lora_rank": stated.whole("kv-lora-rank") or 32,
-        "qk_nope_head_dim": stated.whole("qk-head-dim") or 128,
+        "q_lora_rank": reader.whole("q-lora-rank"),
+        "kv_lora_rank": reader.whole("kv-lora-rank") or 32,
+        "qk_nope_head_dim": reader.whole("qk-head-dim") or 128,
         "qk_rope_head_dim": positions,
         "head_dim": positions,
-        "v_head_dim": stated.whole("v-head-dim") or 128,
+        "v_head_dim": reader.whole("v-head-dim") or 128,
     }

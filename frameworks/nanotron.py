@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
-from .framework import Framework, KnobSettings, KnobTable, Stated
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 
 _MODEL, _MODE = "model.model_config.", "parallelism.tp_mode"
 _SIZES = (
@@ -18,37 +18,38 @@ KNOBS = KnobTable(
     KnobSettings(knob="ep", keys=("parallelism.expert_parallel_size",)),
     KnobSettings(
         knob="pipeline_schedule",
-        ways=({"1f1b": {"parallelism.pp_engine": "1f1b"}, "gpipe": {"parallelism.pp_engine": "afab"}},),
+        alternatives=({"1f1b": {"parallelism.pp_engine": "1f1b"}, "gpipe": {"parallelism.pp_engine": "afab"}},),
     ),
-    KnobSettings(knob="zero", ways=({stage: {"optimizer.zero_stage": stage} for stage in (0, 1)},)),
+    KnobSettings(knob="zero", alternatives=({stage: {"optimizer.zero_stage": stage} for stage in (0, 1)},)),
     KnobSettings(
-        knob="checkpoint_ratio", ways=({value: {"parallelism.recompute_layer": bool(value)} for value in (0, 1)},)
+        knob="checkpoint_ratio",
+        alternatives=({value: {"parallelism.recompute_layer": bool(value)} for value in (0, 1)},),
     ),
     KnobSettings(
         knob="fused_optimizer",
-        ways=({value: {"optimizer.optimizer_factory.torch_adam_is_fused": value} for value in (False, True)},),
+        alternatives=({value: {"optimizer.optimizer_factory.torch_adam_is_fused": value} for value in (False, True)},),
     ),
 )
 """nanotron's names of the knobs; its replicas follow from several (`write`)."""
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads the replicas, how ranks of `tp` divide activations, and the model's sizes."""
-    replicas = stated.whole("parallelism.dp")
+    replicas = reader.whole("parallelism.dp")
     if replicas is not None:
-        stated.knobs["dp"] = replicas * stated.knobs.get("ep", 1)
-    if (mode := stated.get(_MODE)) is not None:
-        stated.knobs["sequence_parallel"] = str(mode).upper() == "REDUCE_SCATTER"
-    sizes = {name: stated.get(_MODEL + name) for name in _SIZES}
-    if stated.flag(f"{_MODEL}is_llama_config", f"{_MODEL}is_qwen2_config") and sizes["num_hidden_layers"] is not None:
-        family = "qwen2" if stated.flag(f"{_MODEL}is_qwen2_config") else "llama"
-        known: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
-        stated.facts["architecture"] = {"model_type": family, **known}
-    if stated.has(f"{_MODEL}moe_config.num_experts"):
-        stated.note(f"{_MODEL}moe_config: the estimate is of the model without experts; give --model")
+        reader.knobs["dp"] = replicas * reader.knobs.get("ep", 1)
+    if (mode := reader.get(_MODE)) is not None:
+        reader.knobs["sequence_parallel"] = str(mode).upper() == "REDUCE_SCATTER"
+    sizes = {name: reader.get(_MODEL + name) for name in _SIZES}
+    if reader.flag(f"{_MODEL}is_llama_config", f"{_MODEL}is_qwen2_config") and sizes["num_hidden_layers"] is not None:
+        family = "qwen2" if reader.flag(f"{_MODEL}is_qwen2_config") else "llama"
+        present: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+        reader.facts["architecture"] = {"model_type": family, **present}
+    if reader.has(f"{_MODEL}moe_config.num_experts"):
+        reader.note(f"{_MODEL}moe_config: the estimate is of the model without experts; give --model")
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the replicas, and how ranks of `tp` divide activations, which has no effect without them."""
     mode = {_MODE: "REDUCE_SCATTER" if strategy.sequence_parallel else "ALL_REDUCE"} if strategy.tp > 1 else {}
     return {"parallelism.dp": strategy.dp // strategy.ep, **mode}

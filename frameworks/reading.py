@@ -18,7 +18,7 @@ from ..base.reading import LARGEST_DOCUMENT, Malformed, parse_json, parse_yaml, 
 from ..knobs.strategy import DEGREES, STANDARD, Strategy
 from ..knobs.text import config_text
 from ..space import Config
-from .framework import Framework, Settings, Stated, flattened, nested, plain, same_setting
+from .framework import Framework, Settings, SettingsReader, flattened, nested, plain, same_setting
 from .registry import FRAMEWORKS, find_framework
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
@@ -92,13 +92,13 @@ class TrainerConfig:
 
     def beside(self, knobs: Mapping[str, Any], global_batch: int | None) -> "TrainerConfig":
         """Returns this training with knobs and a global batch that are given beside the files, and replace theirs."""
-        config, stated = {**self.config, **knobs}, self.stated | set(knobs)
+        config, explicit = {**self.config, **knobs}, self.stated | set(knobs)
         changed = replace(self, given=knobs, given_batch=global_batch)
         if global_batch is not None:
             config.pop("grad_accum", None)
-            stated = stated - {"grad_accum"}
+            explicit = explicit - {"grad_accum"}
             changed = replace(changed, global_batch=global_batch)
-        return replace(changed, config=Config(config), stated=stated)
+        return replace(changed, config=Config(config), stated=explicit)
 
     def conventions_with(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the conventions for another configuration of this training."""
@@ -118,17 +118,17 @@ class TrainerConfig:
         if count is None:
             raise UsageError(f"{self.framework}: the file does not give the number of devices: give --devices")
         config: dict[str, Any] = dict(self.config)
-        given = {name: config[name] for name in DEGREES if config.get(name, 1) != 1 and name != "dp"}
-        split = prod(given.values())
-        words = " * ".join(f"{name} {value}" for name, value in given.items())
+        degrees = {name: config[name] for name in DEGREES if config.get(name, 1) != 1 and name != "dp"}
+        split = prod(degrees.values())
+        product_text = " * ".join(f"{name} {value}" for name, value in degrees.items())
         if count % split:
-            words += f" = {split}" if len(given) > 1 else ""
-            raise UsageError(f"{words} must divide the devices, {count}")
+            product_text += f" = {split}" if len(degrees) > 1 else ""
+            raise UsageError(f"{product_text} must divide the devices, {count}")
         dp = count // split
         if config.get("dp", dp) != dp:
-            stated = " * ".join(filter(None, (words, f"dp {config['dp']}")))
+            written = " * ".join(filter(None, (product_text, f"dp {config['dp']}")))
             raise UsageError(
-                f"the file is for {split * config['dp']} devices ({stated}), but there are {count}: "
+                f"the file is for {split * config['dp']} devices ({written}), but there are {count}: "
                 f"its replicas must come to {dp}"
             )
         config["dp"] = dp
@@ -171,42 +171,44 @@ class TrainerConfig:
         Returns:
             None if the frameworks cannot express it, or if the changed lines would be read as something else.
         """
-        found = self.changed(config)
-        return None if found is None else found[0]
+        edit = self.changed(config)
+        return None if edit is None else edit[0]
 
     def changed(self, config: Mapping[str, Any]) -> "tuple[tuple[Change, ...], TrainerConfig] | None":
         """The lines of `changes`, and the training as it is read with them."""
         new, old = Strategy.of(config), self.strategy()
-        knobs = {each.name for each in fields(Strategy) if getattr(new, each.name) != getattr(old, each.name)}
-        given = {knob: getattr(new, knob) for knob in self.given}
+        knobs = {member.name for member in fields(Strategy) if getattr(new, member.name) != getattr(old, member.name)}
+        fixed = {knob: getattr(new, knob) for knob in self.given}
         options = [
             Change(
                 where="the options",
                 key=knob,
                 old=self.given[knob],
-                new=given[knob],
-                text=f"--fix {config_text({knob: given[knob]})}",
+                new=fixed[knob],
+                text=f"--fix {config_text({knob: fixed[knob]})}",
             )
             for knob in self.given
             if knob in knobs
         ]
-        owners = {knob: self._owner(knob) for knob in knobs - {"dp"} - given.keys()}
+        owners = {knob: self._owner(knob) for knob in knobs - {"dp"} - fixed.keys()}
         # A setting that the new value does not need is removed only if it would have an effect.
         for removing in (False, True):
-            out: list[Change] = []
+            lines_to_change: list[Change] = []
             changed: list[SettingsSource] = []
             for number, source in enumerate(self.sources):
                 try:
-                    edited, lines = _edited(source, old, new, {k for k, at in owners.items() if at == number}, removing)
+                    edited, lines = _edited(
+                        source, old, new, {k for k, owner in owners.items() if owner == number}, removing
+                    )
                 except LookupError:
                     return None
                 changed.append(edited)
-                out += lines
+                lines_to_change += lines
             with suppress(UsageError):
                 again = combined(changed, {"devices": self.devices, "per_host": self.per_host})
-                again = again.beside(given, self.given_batch).on(self.devices)
+                again = again.beside(fixed, self.given_batch).on(self.devices)
                 if again.strategy() == new:
-                    return (*out, *options), again
+                    return (*lines_to_change, *options), again
         return None
 
     def _owner(self, knob: str) -> int | None:
@@ -229,52 +231,58 @@ def _edited(
         LookupError: the framework cannot express a value.
     """
     framework = find_framework(source.framework)
-    stated = Stated(source.settings, source.where, by_last=framework.by_last)
+    reader = SettingsReader(source.settings, source.where, by_last=framework.by_last)
     mine = knobs & set(framework.knobs)
-    before = framework.settings(old, stated, mine)
-    after = framework.settings(new, stated, mine)
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and (removing or key in after)]
-    replaced = {plain(stated.name(key)) for key in keys}
-    kept = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
-    added = {stated.name(key): after[key] for key in keys if after.get(key) is not None}
+    old_settings = framework.settings(old, reader, mine)
+    new_settings = framework.settings(new, reader, mine)
+    keys = [
+        key
+        for key in {**old_settings, **new_settings}
+        if old_settings.get(key) != new_settings.get(key) and (removing or key in new_settings)
+    ]
+    replaced = {plain(reader.name(key)) for key in keys}
+    other_settings = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
+    added = {reader.name(key): new_settings[key] for key in keys if new_settings.get(key) is not None}
     unchanged = {
         key
         for key in keys
-        if after.get(key) is not None and stated.has(key) and same_setting(stated.get(key), after[key])
+        if new_settings.get(key) is not None and reader.has(key) and same_setting(reader.get(key), new_settings[key])
     }
     changed = [key for key in keys if key not in unchanged]
-    return replace(source, settings=kept | added), [_change(source, stated, key, after.get(key)) for key in changed]
+    return replace(source, settings=other_settings | added), [
+        _change(source, reader, key, new_settings.get(key)) for key in changed
+    ]
 
 
-def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Change:
+def _change(source: SettingsSource, reader: SettingsReader, key: str, new: Any) -> Change:
     """Returns the changed line of a setting."""
-    name = stated.name(key)
-    old = stated.get(key)
+    name = reader.name(key)
+    old = reader.get(key)
     framework = find_framework(source.framework)
     if source.form in ("options", "assignments", "shell"):
         name = name.lstrip("-")
         value = str(new).lower() if isinstance(new, bool) else new
         flag = source.framework == "megatron" and isinstance(new, bool)
         option = find_framework(source.framework).option if source.form != "assignments" else "{key}={value}"
-        text = f"--{name}" if flag else option.format(key=name, value=value)
+        line = f"--{name}" if flag else option.format(key=name, value=value)
         if framework.name == "torchtitan" and key == "activation_checkpoint.mode" and "config" in source.settings:
-            text = f"activation_checkpoint:{new}"
+            line = f"activation_checkpoint:{new}"
         elif framework.name == "torchtitan" and isinstance(new, bool):
-            section, dot, last = name.rpartition(".")
-            text = f"--{section}{dot}{'' if new else 'no_'}{last}"
+            section, dot, key_part = name.rpartition(".")
+            line = f"--{section}{dot}{'' if new else 'no_'}{key_part}"
         if framework.name == "trainer" and "." in name and source.form != "shell":  # an argument with a JSON value
             argument, _, field = name.partition(".")
-            text = f"--{argument} '{json.dumps({field: new})}'"
+            line = f"--{argument} '{json.dumps({field: new})}'"
         if new is None or (flag and not new):
-            text = f"without {name if source.form == 'assignments' else f'--{name}'}"
+            line = f"without {name if source.form == 'assignments' else f'--{name}'}"
     elif new is None:
-        text = f"without {name}"
+        line = f"without {name}"
     elif source.form == "yaml" and "." in name:
         import yaml
 
-        text = yaml.safe_dump(nested({name: new}), default_flow_style=True, width=200).strip()[1:-1]
+        line = yaml.safe_dump(nested({name: new}), default_flow_style=True, width=200).strip()[1:-1]
     elif source.form == "json":
-        text = json.dumps(nested({name: new}))[1:-1]
+        line = json.dumps(nested({name: new}))[1:-1]
     else:
         value = (
             str(new).lower()
@@ -283,13 +291,13 @@ def _change(source: SettingsSource, stated: Stated, key: str, new: Any) -> Chang
             if isinstance(new, str) and source.form == "toml"
             else new
         )
-        section, _, last = name.rpartition(".")
+        section, _, key_part = name.rpartition(".")
         header = f"[{section}] " if section else ""
-        text = f"{header}{last} = {value}" if source.form == "toml" else f"{name}: {value}"
-    return Change(where=source.where, key=name, old=old, new=new, text=text)
+        line = f"{header}{key_part} = {value}" if source.form == "toml" else f"{name}: {value}"
+    return Change(where=source.where, key=name, old=old, new=new, text=line)
 
 
-def read(given: str | os.PathLike[str] | Sequence[str], *, files: bool = True) -> TrainerConfig:
+def read(source: str | os.PathLike[str] | Sequence[str], *, files: bool = True) -> TrainerConfig:
     """Reads a file (TOML, YAML, JSON, a shell script) or a command, as a text or its words. With `files` false, no file
     that the words of a command name is opened.
 
@@ -300,36 +308,39 @@ def read(given: str | os.PathLike[str] | Sequence[str], *, files: bool = True) -
     Raises:
         UsageError: a file cannot be read, or no framework is recognised; the message lists the known ones.
     """
-    if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_file(given)):
-        sources, beside = _of_file(path_of(given))
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_file(source)):
+        sources, launcher_facts = _of_file(path_of(source))
     else:
-        words = _shell_words(given, COMMAND) if isinstance(given, str) else list(given)
-        sources, beside = _of_words(words, COMMAND, files=files)
+        arguments = _shell_words(source, COMMAND) if isinstance(source, str) else list(source)
+        sources, launcher_facts = _of_words(arguments, COMMAND, files=files)
     if not sources:
-        raise UsageError(_unrecognised(str(given) if isinstance(given, os.PathLike) else given))
-    return combined(sources, beside)
+        raise UsageError(_unrecognised(str(source) if isinstance(source, os.PathLike) else source))
+    return combined(sources, launcher_facts)
 
 
-def _is_file(text: str) -> bool:
-    return text.strip().endswith(SUFFIXES) and (len(text.split()) == 1 or Path(text).is_file())
+def _is_file(source: str) -> bool:
+    return source.strip().endswith(SUFFIXES) and (len(source.split()) == 1 or Path(source).is_file())
 
 
-def _unrecognised(given: str | Sequence[str]) -> str:
-    what = given if isinstance(given, str) else shlex.join(given)
-    known = ", ".join(f"{find_framework(name).title} ({find_framework(name).signs[0]})" for name in FRAMEWORKS)
-    return f"no framework is recognised in '{what[:100]}': none of its settings or programs is known to be one of these: {known}"
+def _unrecognised(source: str | Sequence[str]) -> str:
+    shown_text = source if isinstance(source, str) else shlex.join(source)
+    signs = ", ".join(f"{find_framework(name).title} ({find_framework(name).signs[0]})" for name in FRAMEWORKS)
+    return (
+        f"no framework is recognised in '{shown_text[:100]}': none of its settings or programs is known to be one of "
+        f"these: {signs}"
+    )
 
 
-def combined(sources: Sequence[SettingsSource], beside: Mapping[str, Any]) -> TrainerConfig:
+def combined(sources: Sequence[SettingsSource], launcher_facts: Mapping[str, Any]) -> TrainerConfig:
     """Combines sources to one training; later sources take precedence."""
     knobs: dict[str, Any] = {}
-    stated: set[str] = set()
+    explicit_knobs: set[str] = set()
     facts: dict[str, Any] = {}
     conventions: dict[str, Any] = {}
-    notes: list[str] = list(beside.get("notes", ()))
+    notes: list[str] = list(launcher_facts.get("notes", ()))
     combined_sources: list[SettingsSource] = []
     together: dict[str, dict[str, Any]] = {}
-    alone: dict[str, Stated | None] = {}
+    alone: dict[str, SettingsReader | None] = {}
     for source in sources:
         # Options of a command replace settings of its file, and both have the same defaults.
         earlier = together.pop(source.framework, {})
@@ -337,21 +348,21 @@ def combined(sources: Sequence[SettingsSource], beside: Mapping[str, Any]) -> Tr
             **{name: value for name, value in earlier.items() if name not in source.settings},
             **source.settings,
         }
-        own = find_framework(source.framework).reading(source.settings, source.where)
-        alone[source.framework] = None if source.framework in alone else own
-        combined_sources.append(replace(source, stated=frozenset(own.knobs)))
+        reading = find_framework(source.framework).reading(source.settings, source.where)
+        alone[source.framework] = None if source.framework in alone else reading
+        combined_sources.append(replace(source, stated=frozenset(reading.knobs)))
     for name, settings in together.items():
-        found = alone[name] or find_framework(name).reading(settings, sources[-1].where)
-        knobs |= found.knobs
-        stated |= set(found.knobs)
-        facts |= found.facts
-        conventions |= found.conventions
-        notes += [each for each in found.notes if each not in notes]
+        reading = alone[name] or find_framework(name).reading(settings, sources[-1].where)
+        knobs |= reading.knobs
+        explicit_knobs |= set(reading.knobs)
+        facts |= reading.facts
+        conventions |= reading.conventions
+        notes += [note for note in reading.notes if note not in notes]
     main = find_framework(sources[-1].framework)
-    for framework in (main, *(find_framework(each.framework) for each in sources)):
+    for framework in (main, *(find_framework(source.framework) for source in sources)):
         for name, value in framework.defaults.items():
             knobs.setdefault(name, value)
-    facts |= {name: value for name, value in beside.items() if value is not None and name != "notes"}
+    facts |= {name: value for name, value in launcher_facts.items() if value is not None and name != "notes"}
     if facts.pop("hybrid", False) and (host := facts.get("per_host")) and facts.get("devices", 0) > host:
         knobs["hsdp"] = facts["devices"] // host
     if "dp" in knobs and "devices" not in facts:
@@ -363,22 +374,22 @@ def combined(sources: Sequence[SettingsSource], beside: Mapping[str, Any]) -> Tr
     return TrainerConfig(
         framework=main.name,
         config=Config(knobs),
-        stated=frozenset(stated),
+        stated=frozenset(explicit_knobs),
         notes=tuple(notes),
         conventions=conventions,
         explicit_conventions=explicit,
         sources=tuple(combined_sources),
-        **{each.name: facts[each.name] for each in fields(TrainerConfig) if each.name in facts},
+        **{member.name: facts[member.name] for member in fields(TrainerConfig) if member.name in facts},
     )
 
 
 def _conventions(sources: Sequence[SettingsSource], knobs: Mapping[str, Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     names = [source.framework for source in sources]
     # DeepSpeed's engine has its own formats and reductions under any trainer.
     for name in ("deepspeed",) if "deepspeed" in names else names:
-        out |= find_framework(name).conventions(knobs)
-    return out
+        merged |= find_framework(name).conventions(knobs)
+    return merged
 
 
 # -- files ----------------------------------------------------------------------------------------------------
@@ -413,12 +424,12 @@ def read_document(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: it cannot be read, or is not a mapping.
     """
-    text = _text(path)
+    content = _text(path)
     try:
         if path.suffix == ".toml":
-            document: Any = tomllib.loads(text)
+            document: Any = tomllib.loads(content)
         else:
-            document = parse_json(text.encode()) if path.suffix == ".json" else parse_yaml(text)
+            document = parse_json(content.encode()) if path.suffix == ".json" else parse_yaml(content)
     except (Malformed, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} is not valid {path.suffix.lstrip('.').upper()}: {error}") from error
     if not isinstance(document, dict):
@@ -428,8 +439,8 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def _recognised(settings: Settings) -> Framework | None:
     """Framework with the most signs among settings; the first of equals."""
-    found = [(find_framework(name).recognised(settings), find_framework(name)) for name in FRAMEWORKS]
-    most, framework = max(found, key=lambda each: each[0])
+    counted = [(find_framework(name).recognised(settings), find_framework(name)) for name in FRAMEWORKS]
+    most, framework = max(counted, key=lambda candidate: candidate[0])
     return framework if most else None
 
 
@@ -448,33 +459,42 @@ _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 
 def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path | None) -> Found:
     """A source, preceded by those of the files that it names, relative to a folder; None: they are not opened."""
-    out: list[SettingsSource] = []
+    sources: list[SettingsSource] = []
     facts: dict[str, Any] = {"notes": []}
-    own = dict(settings)
+    own_settings = dict(settings)
     for name, value in settings.items():
         if plain(name) == "fsdp_config" and isinstance(value, str) and value.lstrip().startswith("{"):
-            own |= {f"fsdp_config.{key}": each for key, each in _inline(name, value).items()}
+            own_settings |= {f"fsdp_config.{key}": field_value for key, field_value in _inline(name, value).items()}
         kind = _FILES.get(plain(name))
         if kind is None or folder is None or not isinstance(value, str) or not value.endswith(SUFFIXES[:4]):
             continue
-        file = next((each for each in (Path(value), folder / value) if each.is_file()), None)
+        file = next((candidate for candidate in (Path(value), folder / value) if candidate.is_file()), None)
         if file is None:
             stage = _STAGE.search(Path(value).stem)
             if kind != "deepspeed" or stage is None:
                 raise UsageError(f"{where}: the file {value} of {name} is not there")
             facts["notes"].append(f"{name}: {value} is not there; by its name it is ZeRO stage {stage[1]}")
             offload = {"zero_optimization.offload_optimizer.device": "cpu"} if "offload" in value else {}
-            found = {"zero_optimization.stage": int(stage[1]), **offload}
+            file_settings = {"zero_optimization.stage": int(stage[1]), **offload}
         else:
-            found = read_document(file)
+            file_settings = read_document(file)
             if kind == "trainer":
-                own |= {f"fsdp_config.{key}": each for key, each in found.items()}
+                own_settings |= {f"fsdp_config.{key}": field_value for key, field_value in file_settings.items()}
                 continue
-        shown = str(file) if file is not None else value
-        out.append(_source(kind, found, shown, "json" if shown.endswith(".json") else Path(shown).suffix.lstrip(".")))
-    own, facts["unset"] = _without_variables(framework, own, commands=form not in ("toml", "yaml", "json"))
-    out.append(_source(framework.name, own, where, form))
-    return out, facts
+        file_name = str(file) if file is not None else value
+        sources.append(
+            _source(
+                kind,
+                file_settings,
+                file_name,
+                "json" if file_name.endswith(".json") else Path(file_name).suffix.lstrip("."),
+            )
+        )
+    own_settings, facts["unset"] = _without_variables(
+        framework, own_settings, commands=form not in ("toml", "yaml", "json")
+    )
+    sources.append(_source(framework.name, own_settings, where, form))
+    return sources, facts
 
 
 def _without_variables(
@@ -482,32 +502,38 @@ def _without_variables(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings without unset variables, and the sizes that are unknown without them, by redline's option. An option of a
     command that has only such a value is a flag."""
-    options = {plain(key): f"--fix {each.knob}=N" for each in framework.knobs.values() for key in each.keys}
+    options = {
+        plain(key): f"--fix {knob_settings.knob}=N"
+        for knob_settings in framework.knobs.values()
+        for key in knob_settings.keys
+    }
     options |= {plain(key): "--seq-len N" for key in framework.seq_len}
     options |= {plain(key): "--model MODEL" for key in framework.model}
-    out: dict[str, Any] = {}
+    kept_settings: dict[str, Any] = {}
     unset: dict[str, str] = {}
     for name, value in settings.items():
-        words = value if isinstance(value, list) else [value]
-        known = [each for each in words if not (isinstance(each, str) and "$" in each)]
-        if len(known) == len(words):
-            out[name] = value
+        elements = value if isinstance(value, list) else [value]
+        set_elements = [element for element in elements if not (isinstance(element, str) and "$" in element)]
+        if len(set_elements) == len(elements):
+            kept_settings[name] = value
             continue
         total = plain(name).endswith(("global_batch_size", "train_batch_size")) and "per_device" not in plain(name)
         option = options.get(plain(name), "--global-batch N" if total else None)
-        if option is not None and words[0] not in known:
-            unset[option] = f"{name.lstrip('-')} = {words[0]}"
+        if option is not None and elements[0] not in set_elements:
+            unset[option] = f"{name.lstrip('-')} = {elements[0]}"
         elif commands:
-            out[name] = True if not known else known[0] if len(known) == 1 else known
+            kept_settings[name] = (
+                True if not set_elements else set_elements[0] if len(set_elements) == 1 else set_elements
+            )
         else:
-            out[name] = value
-    return out, unset
+            kept_settings[name] = value
+    return kept_settings, unset
 
 
-def _beside(first: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
     """Facts beside the sources; the second take precedence."""
-    out = {**first, **more, "notes": [*first.get("notes", ()), *more.get("notes", ())]}
-    return {**out, "unset": {**first.get("unset", {}), **more.get("unset", {})}}
+    facts = {**outer, **inner, "notes": [*outer.get("notes", ()), *inner.get("notes", ())]}
+    return {**facts, "unset": {**outer.get("unset", {}), **inner.get("unset", {})}}
 
 
 def _inline(name: str, text: str) -> dict[str, Any]:
@@ -517,10 +543,10 @@ def _inline(name: str, text: str) -> dict[str, Any]:
         UsageError: it is not one.
     """
     try:
-        found = parse_json(text.encode())
+        document = parse_json(text.encode())
     except Malformed as error:
         raise UsageError(f"{name} is not valid JSON: {error}") from error
-    return flattened(found) if isinstance(found, dict) else {}
+    return flattened(document) if isinstance(document, dict) else {}
 
 
 def _source(framework: str, settings: Mapping[str, Any], where: str, form: str) -> SettingsSource:
@@ -604,49 +630,51 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
     """Sources of a command and of the files that it names, and the devices that its launcher starts."""
     environment: dict[str, str] = {}
     while (
-        words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL) and not any(each in words[0] for each in ("{",))
+        words
+        and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL)
+        and not any(brace in words[0] for brace in ("{",))
     ):
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
     script = _script_at(words)
-    launcher, own = words[:script], words[script:]
+    launcher, command = words[:script], words[script:]
     launched = _named(launcher)
     facts = _processes(launched, launcher, environment)
     sources: list[SettingsSource] = []
     if any(Path(word).name == "accelerate" for word in launcher):
-        found, more = _with_files(
+        launcher_sources, further = _with_files(
             find_framework("accelerate"), _without(launched), where, form or "options", Path() if files else None
         )
-        sources += [each for each in found if len(each.settings)]
-        facts = _beside(more, facts)
-    settings = _named(own)
+        sources += [source for source in launcher_sources if len(source.settings)]
+        facts = _beside(further, facts)
+    settings = _named(command)
     if "CONFIG_FILE" in environment:
         settings.setdefault("job.config_file", environment["CONFIG_FILE"])
-    named = [
+    config_files = [
         word
-        for word in own[1:]
+        for word in command[1:]
         if word.endswith((".yaml", ".yml", ".toml", ".json")) and not word.startswith("-") and "=" not in word
     ]
     # The first of an option's values is its own; if that is a file, so are the others.
     taken = {
-        each
+        text_value
         for value in settings.values()
-        for each in (value if isinstance(value, list) and value[0] in named else [value])
-        if isinstance(each, str)
+        for text_value in (value if isinstance(value, list) and value[0] in config_files else [value])
+        if isinstance(text_value, str)
     }
-    named = [word for word in named if word not in taken]
-    framework = _of_command(own, settings)
-    for key in [each for each in settings if plain(each) in ("config", "config_file")]:
-        stated = settings[key]
-        if isinstance(stated, str) and stated.endswith(SUFFIXES[:4]):
-            named.append(stated)
+    config_files = [word for word in config_files if word not in taken]
+    framework = _of_command(command, settings)
+    for key in [key_name for key_name in settings if plain(key_name) in ("config", "config_file")]:
+        config_file = settings[key]
+        if isinstance(config_file, str) and config_file.endswith(SUFFIXES[:4]):
+            config_files.append(config_file)
             settings.pop(key)
-    for file in named if files else ():
-        found, more = _of_file(Path(file))
-        facts = _beside(more, facts)
-        sources += found
-        framework = framework or find_framework(found[-1].framework)
-    for word in own[1:]:
+    for file in config_files if files else ():
+        file_sources, further = _of_file(Path(file))
+        facts = _beside(further, facts)
+        sources += file_sources
+        framework = framework or find_framework(file_sources[-1].framework)
+    for word in command[1:]:
         if word.startswith("activation_checkpoint:"):
             settings[word] = True
     if framework is None:
@@ -655,22 +683,24 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
     if only_names:  # a script of the user's own that gets DeepSpeed's file
         framework = find_framework("deepspeed")
     if framework is not None:
-        program = Path(own[0]).name if own else ""
-        if program in ("litgpt", "trl") and len(own) > 1:
-            settings["subcommand"] = own[1]
+        program = Path(command[0]).name if command else ""
+        if program in ("litgpt", "trl") and len(command) > 1:
+            settings["subcommand"] = command[1]
         if program in _TRL:
             settings["subcommand"] = program.removesuffix(".py")
-        if program == "litgpt" and len(own) > 2 and not own[2].startswith("-"):
-            settings.setdefault("model_name", own[2])
+        if program == "litgpt" and len(command) > 2 and not command[2].startswith("-"):
+            settings.setdefault("model_name", command[2])
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
-        found, more = _with_files(framework, settings, where, form or assigned, Path() if files else None)
-        sources += found[:-1] if only_names else found
-        facts = _beside(more, facts)
+        command_sources, further = _with_files(framework, settings, where, form or assigned, Path() if files else None)
+        sources += command_sources[:-1] if only_names else command_sources
+        facts = _beside(further, facts)
     # An option without a value hides the setting of a file.
     empty = {plain(name) for name, value in (*launched.items(), *settings.items()) if value == ""}
     sources = [
-        replace(each, settings={name: v for name, v in each.settings.items() if v == "" or plain(name) not in empty})
-        for each in sources
+        replace(
+            source, settings={name: v for name, v in source.settings.items() if v == "" or plain(name) not in empty}
+        )
+        for source in sources
     ]
     return sources, facts
 
@@ -685,58 +715,60 @@ def _without(launched: Mapping[str, Any]) -> dict[str, Any]:
 
 def _script_at(words: Sequence[str]) -> int:
     """Start of the training's own words: its script, its module, or a program that starts ranks itself."""
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         name = Path(word).name
         if name in ("litgpt", "axolotl", "llamafactory-cli", "trl"):
-            return at
-        if word == "-m" and at + 1 < len(words) and words[at + 1] not in _MODULES:
-            return at + 1
+            return index
+        if word == "-m" and index + 1 < len(words) and words[index + 1] not in _MODULES:
+            return index + 1
         if name.endswith((".py", ".sh")) and not word.startswith("-"):
-            return at
+            return index
     return len(words) if any(Path(word).name in _PROGRAMS for word in words[:1]) else 0
 
 
-def _of_command(own: Sequence[str], settings: Settings) -> Framework | None:
+def _of_command(command: Sequence[str], settings: Settings) -> Framework | None:
     """Framework of a script or program by its name, unless its options contradict it."""
-    if not own:
+    if not command:
         return None
-    name, line = Path(own[0]).name, " ".join(own[:3])
-    found: dict[str, int] = {}
-    for each in FRAMEWORKS:
+    name, line = Path(command[0]).name, " ".join(command[:3])
+    by_program: dict[str, int] = {}
+    for candidate in FRAMEWORKS:
         matched = [
-            p for p in find_framework(each).programs if any(fnmatchcase(text, p) for text in (own[0], name, line))
+            p
+            for p in find_framework(candidate).programs
+            if any(fnmatchcase(spelling, p) for spelling in (command[0], name, line))
         ]
         if matched:
-            found[each] = max(map(len, matched))
+            by_program[candidate] = max(map(len, matched))
     best = _recognised(settings)
-    if not found:
+    if not by_program:
         return best
-    signs = {each: find_framework(each).recognised(settings) for each in found}
+    signs = {candidate: find_framework(candidate).recognised(settings) for candidate in by_program}
     # The one with the most signs, then the one with the most specific program name.
-    chosen = find_framework(max(found, key=lambda each: (signs[each], found[each])))
-    clearly = best is not None and best.name not in found and best.recognised(settings) > signs[chosen.name] + 1
+    chosen = find_framework(max(by_program, key=lambda candidate: (signs[candidate], by_program[candidate])))
+    clearly = best is not None and best.name not in by_program and best.recognised(settings) > signs[chosen.name] + 1
     return best if clearly else chosen
 
 
 def _processes(launched: Settings, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """Number of devices that a launcher starts ranks on."""
-    stated = Stated(launched, COMMAND)
-    each = stated.whole("nproc_per_node", "num_gpus", "ntasks_per_node", "gpus_per_node")
-    text = str(stated.get("nnodes", "num_nodes", "nodes", "N") or environment.get("NNODES", 1)).rpartition(":")[2]
-    hosts = int(text) if text.isdigit() else 1
+    reader = SettingsReader(launched, COMMAND)
+    per_host = reader.whole("nproc_per_node", "num_gpus", "ntasks_per_node", "gpus_per_node")
+    hosts_text = str(reader.get("nnodes", "num_nodes", "nodes", "N") or environment.get("NNODES", 1)).rpartition(":")[2]
+    hosts = int(hosts_text) if hosts_text.isdigit() else 1
     for variable in ("NGPU", "NPROC_PER_NODE"):
-        if each is None and environment.get(variable, "").isdigit():
-            each = int(environment[variable])
-    if each is None and (visible := environment.get("CUDA_VISIBLE_DEVICES")) and words[:1] != ["accelerate"]:
-        each = len(visible.split(","))
-    if (include := stated.get("include")) is not None and ":" in str(include):
-        slots = [len(part.partition(":")[2].split(",")) for part in str(include).split("@")]
+        if per_host is None and environment.get(variable, "").isdigit():
+            per_host = int(environment[variable])
+    if per_host is None and (visible := environment.get("CUDA_VISIBLE_DEVICES")) and words[:1] != ["accelerate"]:
+        per_host = len(visible.split(","))
+    if (include := reader.get("include")) is not None and ":" in str(include):
+        slots = [len(host_slots.partition(":")[2].split(",")) for host_slots in str(include).split("@")]
         return {"devices": sum(slots), "per_host": slots[0]}
-    if each is None:
+    if per_host is None:
         return {}
-    if "$" in text:
-        return {"per_host": each, "unset": {"--devices N": f"nnodes = {text}"}}
-    return {"devices": each * hosts, "per_host": each}
+    if "$" in hosts_text:
+        return {"per_host": per_host, "unset": {"--devices N": f"nnodes = {hosts_text}"}}
+    return {"devices": per_host * hosts, "per_host": per_host}
 
 
 # -- shells ---------------------------------------------------------------------------------------------------
@@ -748,23 +780,23 @@ _VARIABLE = re.compile(
 )
 
 
-def _shell_words(text: str, where: str) -> list[str]:
+def _shell_words(script: str, where: str) -> list[str]:
     """Words of the command in a text, or at the end of a script, with its variables and arrays filled in.
 
     Raises:
         UsageError: it cannot be split into words.
     """
-    if "\n" not in text.strip():
-        return _split(text, where)
-    text = re.sub(r"(?m)^[ \t]*#.*$|(?<=\s)#[^\"'\n]*$", "", text.replace("\\\n", " "))
+    if "\n" not in script.strip():
+        return _split(script, where)
+    script = re.sub(r"(?m)^[ \t]*#.*$|(?<=\s)#[^\"'\n]*$", "", script.replace("\\\n", " "))
     values: dict[str, str] = {}
-    for match in _ARRAY.finditer(text):
+    for match in _ARRAY.finditer(script):
         values[match[1]] = f"{values.get(match[1], '')} {' '.join(match[2].split())}"
-    text = _ARRAY.sub("", text)
-    for name, value in _SCALAR.findall(text):
-        own = re.compile(rf"\$\{{{name}:?-([^}}]*)\}}")  # NAME=${NAME:-default}
-        values.setdefault(name, own.sub(lambda match: match[1].strip("\"'"), value.strip("\"'")))
-    text = _SCALAR.sub("", text)
+    script = _ARRAY.sub("", script)
+    for name, value in _SCALAR.findall(script):
+        self_default = re.compile(rf"\$\{{{name}:?-([^}}]*)\}}")  # NAME=${NAME:-default}
+        values.setdefault(name, self_default.sub(lambda match: match[1].strip("\"'"), value.strip("\"'")))
+    script = _SCALAR.sub("", script)
 
     def valued(match: re.Match[str]) -> str:
         """A variable's value or default; an unset one is kept."""
@@ -779,11 +811,11 @@ def _shell_words(text: str, where: str) -> list[str]:
             line = changed
         return line
 
-    lines = [filled(line) for line in re.split(r"[\n;]|&&", text) if line.strip()]
+    lines = [filled(line) for line in re.split(r"[\n;]|&&", script) if line.strip()]
     commands = [line for line in lines if any(program in line for program in (*_PROGRAMS, ".py", "torchtitan.train"))]
     chosen = max(commands, key=len, default="")
     if not chosen:  # a file with only flags
-        chosen = " ".join(filled(each) for each in values.values() if each.strip().startswith("-"))
+        chosen = " ".join(filled(flags) for flags in values.values() if flags.strip().startswith("-"))
     return _split(chosen.replace("exec ", ""), where)
 
 

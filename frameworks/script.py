@@ -107,8 +107,8 @@ def _python(setup: ExportInput, comment: str) -> str:
             "the target python needs a model: this run tuned a callable, or its run.yaml is missing; "
             "the targets yaml, json and env work"
         )
-    own = ".py:" in setup.spec
-    if own:
+    own_workload = ".py:" in setup.spec
+    if own_workload:
         setup.note(f"the data is the workload's own ({setup.spec}); run the script where that file can be found")
     else:
         setup.note(
@@ -128,17 +128,17 @@ def _python(setup: ExportInput, comment: str) -> str:
         "start": repr(setup.torchrun()),
         "seed": repr(int(setup.seed)),
         "config": config,
-        "data_option": "" if own else _DATA,
+        "data_option": "" if own_workload else _DATA,
         "lora": f", lora={setup.lora!r}" if setup.lora else "",
-        "data": "" if own else ", args.data",
+        "data": "" if own_workload else ", args.data",
     }
     # One pass, so that a value that looks like a placeholder is not replaced.
-    parts = _TEMPLATE.split("<")
-    text = parts[0]
-    for part in parts[1:]:
-        name, closed, rest = part.partition(">")
-        text += values[name] + rest if closed and name in values else "<" + part
-    return text
+    pieces = _TEMPLATE.split("<")
+    script = pieces[0]
+    for piece in pieces[1:]:
+        name, closed, following = piece.partition(">")
+        script += values[name] + following if closed and name in values else "<" + piece
+    return script
 
 
 TARGET = Target(

@@ -8,7 +8,7 @@ from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
 from .common import FSDP_ZERO_1, note_lora, note_partial_checkpointing, note_reduction, note_tf32, optimizer_text
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, Stated, plain
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, plain
 from .launcher import Launcher
 from .target import Target, hashed
 
@@ -37,11 +37,11 @@ _REPLICATE, _SHARD = "parallelism.data_parallel_replicate_degree", "parallelism.
 _PIECE = "parallelism.pipeline_parallel_microbatch_size"
 _MODE, _COMPILE, _OFFLOAD = "activation_checkpoint.mode", "compile.enable", "training.enable_cpu_offload"
 _BF16 = {_DTYPE: "float32", _PARAM: "bfloat16"}
-_NAMES = {name: each.made_by.removeprefix("Schedule") for name, each in PIPELINE_SCHEDULES.items()}
+_NAMES = {name: schedule.made_by.removeprefix("Schedule") for name, schedule in PIPELINE_SCHEDULES.items()}
 KNOBS = KnobTable(
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {
                 "fp32": {_DTYPE: "float32", _PARAM: "float32"},
                 "bf16": _BF16,
@@ -52,18 +52,18 @@ KNOBS = KnobTable(
     KnobSettings(knob="cp", keys=("parallelism.context_parallel_degree", "experimental.context_parallel_degree")),
     KnobSettings(knob="ep", keys=("parallelism.expert_parallel_degree",)),
     KnobSettings(knob="tp", keys=("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree")),
-    KnobSettings(knob="sequence_parallel", ways=({False: {_SEQUENCE: False}, True: {_SEQUENCE: True}},)),
+    KnobSettings(knob="sequence_parallel", alternatives=({False: {_SEQUENCE: False}, True: {_SEQUENCE: True}},)),
     KnobSettings(knob="pp", keys=("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")),
     KnobSettings(
         knob="pipeline_schedule",
-        ways=tuple(
-            {name: {key: made} for name, made in _NAMES.items()}
+        alternatives=tuple(
+            {name: {key: schedule} for name, schedule in _NAMES.items()}
             for key in (_SCHEDULE, "experimental.pipeline_parallel_schedule")
         ),
     ),
     KnobSettings(
         knob="fused_optimizer",
-        ways=(
+        alternatives=(
             {True: {"optimizer.implementation": "fused"}, False: {"optimizer.implementation": "foreach"}},
             {False: {"optimizer.implementation": "for-loop"}},
             {True: {"optimizer.fused": True}, False: {"optimizer.fused": False}},
@@ -71,15 +71,15 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="fusion",
-        ways=(
+        alternatives=(
             {False: {_COMPILE: False}, True: {_COMPILE: True}},
             {False: {"training.compile": False}, True: {"training.compile": True}},
         ),
     ),
-    KnobSettings(knob="checkpoint_ratio", ways=({0: {_MODE: "none"}, 1: {_MODE: "full"}},)),
+    KnobSettings(knob="checkpoint_ratio", alternatives=({0: {_MODE: "none"}, 1: {_MODE: "full"}},)),
     KnobSettings(
         knob="offload",
-        ways=(
+        alternatives=(
             {"none": {_OFFLOAD: False}, "optimizer": {_OFFLOAD: True}},
             {
                 "none": {"experimental.enable_cpu_offload": False},
@@ -97,18 +97,18 @@ Give = Callable[[str, object], None]
 
 def flags(setup: ExportInput) -> list[str]:
     """Flags of `torchtitan.train`, after those that name the model."""
-    out: list[str] = []
+    arguments: list[str] = []
 
     def give(name: str, value: object) -> None:
-        section, _, last = name.rpartition(".")
+        section, _, option = name.rpartition(".")
         if isinstance(value, bool):
-            out.append(f"--{section}.{'' if value else 'no_'}{last}")
+            arguments.append(f"--{section}.{'' if value else 'no_'}{option}")
         else:
-            out.extend((f"--{name}", str(value)))
+            arguments.extend((f"--{name}", str(value)))
 
     def say(knob: str, value: object) -> None:
-        for name, each in KNOBS.write(knob, value).items():
-            give(name, each)
+        for name, setting in KNOBS.write(knob, value).items():
+            give(name, setting)
 
     if setup.command:
         for name, value in setup.tuned(KNOBS).items():
@@ -124,7 +124,7 @@ def flags(setup: ExportInput) -> list[str]:
     elif not setup.command:
         setup.note("the batch is not known: set --training.local_batch_size")
     if setup.command:
-        return out
+        return arguments
     if setup.seq_len is not None:
         give("training.seq_len", setup.seq_len)
     _precision(setup, say)
@@ -178,21 +178,21 @@ def flags(setup: ExportInput) -> list[str]:
         setup.missing.append(f"the optimizer, {optimizer_text(setup)}: torchtitan has AdamW and Adam")
     say("fusion", bool(setup.knob("fusion")))
     # By default torchtitan captures a step as a CUDA graph, unlike redline, and then refuses pipelines.
-    out.append("--training.disable_cuda_graphs")
+    arguments.append("--training.disable_cuda_graphs")
     note_partial_checkpointing(setup, "torchtitan's full checkpoints every block")
     attention = setup.knob("attention")
     if attention not in (None, "sdpa"):
         setup.note(f"attention={attention} is chosen by torchtitan's configuration (attn_backend of the model)")
     setup.note_unless_neutral("kernels", "torchtitan compiles instead")
-    return out
+    return arguments
 
 
 def _note_whole_experts(setup: ExportInput, ep: int) -> None:
     """Notes experts that are cut otherwise beside `tp`: torchtitan's ranks of `ep` are out of all, and have whole experts."""
-    whole = setup.knob("etp") == 1
-    if setup.tp > 1 and ep > 1 and not whole:
+    whole_experts = setup.knob("etp") == 1
+    if setup.tp > 1 and ep > 1 and not whole_experts:
         setup.note(f"ep={ep} beside tp={setup.tp}: torchtitan does not cut experts over the tp ranks, like etp=1")
-    elif setup.tp > 1 and whole and ep == 1:
+    elif setup.tp > 1 and whole_experts and ep == 1:
         setup.note("etp=1 beside ep=1: torchtitan cuts experts over the tp ranks unless ranks share them")
 
 
@@ -209,9 +209,9 @@ def _chunks(setup: ExportInput, give: Give) -> None:
     if _order(setup).most == 1 or chunks == 2:
         return
     layers, stages = setup.layers + 2, setup.pp * chunks
-    each = -(-layers // stages)
-    if chunks > 2 and -(-layers // each) == stages:
-        give("parallelism.pipeline_parallel_layers_per_stage", each)
+    layers_per_stage = -(-layers // stages)
+    if chunks > 2 and -(-layers // layers_per_stage) == stages:
+        give("parallelism.pipeline_parallel_layers_per_stage", layers_per_stage)
     else:
         setup.note(f"virtual_stages={chunks}: torchtitan makes two stages a rank of these layers")
 
@@ -252,7 +252,7 @@ def _shell(setup: ExportInput, comment: str) -> str:
         'read -ra launcher <<< "${LAUNCH:-}"\n'
         f"((${{#launcher[@]}})) || launcher=({setup.hosts.torchrun()})\n"
         'exec "${launcher[@]}" -m torchtitan.train \\\n  --module "$MODULE" --config "$CONFIG" \\\n'
-        + " \\\n".join(f"  {each}" for each in arguments)
+        + " \\\n".join(f"  {argument}" for argument in arguments)
         + "\n"
     )
 
@@ -262,14 +262,14 @@ def _policy(setup: ExportInput) -> str:
     return f"activation_checkpoint:{KNOBS.write('checkpoint_ratio', int(setup.knob('checkpoint_ratio') > 0))[_MODE]}"
 
 
-def _lines(given: list[str]) -> list[str]:
+def _lines(arguments: list[str]) -> list[str]:
     """Flags with their values, one flag per line, quoted for a shell."""
     lines: list[str] = []
-    for each in given:
-        if each.startswith("--"):
-            lines.append(each)
+    for argument in arguments:
+        if argument.startswith("--"):
+            lines.append(argument)
         else:
-            lines[-1] += f" {shlex.quote(each)}"
+            lines[-1] += f" {shlex.quote(argument)}"
     return lines
 
 
@@ -314,131 +314,131 @@ LAUNCHER = Launcher(
 )
 
 
-def prepare(stated: Stated) -> None:
+def prepare(reader: SettingsReader) -> None:
     """Converts settings as torchtitan's parser and its defaults do: `--a.no_b` is `a.b=false`, and
     `activation_checkpoint:full` is a mode.
     """
-    for name in list(stated.settings):
-        section, dot, last = plain(name).rpartition(".")
-        if last.startswith("no_"):
-            stated.set(f"{section}{dot}{last[3:]}", stated.flag(name) is False)
+    for name in list(reader.settings):
+        section, dot, option = plain(name).rpartition(".")
+        if option.startswith("no_"):
+            reader.set(f"{section}{dot}{option[3:]}", reader.flag(name) is False)
         if name.startswith("activation_checkpoint:"):
-            stated.set(_MODE, name.partition(":")[2])
-    if stated.has(_PARAM):
-        stated.set(_DTYPE, "float32")
-    elif stated.has(_DTYPE):
-        stated.set(_PARAM, "bfloat16")
-    configuration = stated.get("config")
+            reader.set(_MODE, name.partition(":")[2])
+    if reader.has(_PARAM):
+        reader.set(_DTYPE, "float32")
+    elif reader.has(_DTYPE):
+        reader.set(_PARAM, "bfloat16")
+    configuration = reader.get("config")
     if configuration is None:  # defaults of TrainingConfig, and of the versions with a TOML
-        stated.set("training.batch_size" if stated.has("training.batch_size") else _LOCAL, 8)
-        stated.set("training.seq_len", 2048)
-        stated.set("activation_checkpoint.selective_ac_option", "2")
+        reader.set("training.batch_size" if reader.has("training.batch_size") else _LOCAL, 8)
+        reader.set("training.seq_len", 2048)
+        reader.set("activation_checkpoint.selective_ac_option", "2")
     elif configuration in _CONFIGS:
         local, seq_len, tp, mode = _CONFIGS[configuration]
-        own = {_LOCAL: local, "training.seq_len": seq_len, KNOBS["tp"].keys[0]: tp, _MODE: mode}
-        for name, value in own.items():
-            stated.set(name, value)
+        preset = {_LOCAL: local, "training.seq_len": seq_len, KNOBS["tp"].keys[0]: tp, _MODE: mode}
+        for name, value in preset.items():
+            reader.set(name, value)
     else:
-        stated.note(
+        reader.note(
             f"the batch, degrees and recomputation that config = {configuration} sets are not read: state those that are "
             "not torchtitan's defaults"
         )
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads the model, the batch, the replicas and the recomputation policy."""
-    _read_model(stated)
-    knobs, pp = stated.knobs, stated.knobs.get("pp", 1)
-    local = stated.whole(_LOCAL, "training.batch_size")
+    _read_model(reader)
+    knobs, pp = reader.knobs, reader.knobs.get("pp", 1)
+    local = reader.whole(_LOCAL, "training.batch_size")
     if pp > 1:
-        knobs["micro_batch"] = stated.whole(_PIECE) or 1
+        knobs["micro_batch"] = reader.whole(_PIECE) or 1
     elif local is not None:
         knobs["micro_batch"] = local
     if pp > 1 and local is not None:
         if local % knobs["micro_batch"]:
-            stated.note(f"{stated.name(_LOCAL)} = {local} is not a multiple of {_PIECE} = {knobs['micro_batch']}")
+            reader.note(f"{reader.name(_LOCAL)} = {local} is not a multiple of {_PIECE} = {knobs['micro_batch']}")
         knobs["grad_accum"] = max(1, local // knobs["micro_batch"])
-    if (total := stated.whole(_GLOBAL)) is not None:
+    if (total := reader.whole(_GLOBAL)) is not None:
         knobs.pop("grad_accum", None)
-        stated.facts["global_batch"] = total
+        reader.facts["global_batch"] = total
     elif pp == 1:
         knobs["grad_accum"] = 1
-    replicate = stated.whole(_REPLICATE, "training.data_parallel_replicate_degree") or 1
-    shard = stated.whole(_SHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree")
+    replicate = reader.whole(_REPLICATE, "training.data_parallel_replicate_degree") or 1
+    shard = reader.whole(_SHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree")
     # It also shards over the ranks of a ring, which share their samples.
     if shard is not None:
         knobs["dp"] = replicate * shard
     if shard == 1 and knobs.get("cp", 1) == 1:
         knobs["zero"] = 0
     else:
-        kept = str(stated.get(_RESHARD) or "default").lower() == "never" or (
-            pp > 1 and str(stated.get(_RESHARD) or "default").lower() == "default"
+        unsharded = str(reader.get(_RESHARD) or "default").lower() == "never" or (
+            pp > 1 and str(reader.get(_RESHARD) or "default").lower() == "default"
         )
-        knobs["zero"] = 2 if kept else 3
+        knobs["zero"] = 2 if unsharded else 3
         if replicate > 1:
             knobs["hsdp"] = replicate
-    sequence_parallel = stated.flag("parallelism.disable_sequence_parallel") is not True
+    sequence_parallel = reader.flag("parallelism.disable_sequence_parallel") is not True
     if knobs.get("tp", 1) > 1:
         if knobs.get("ep", 1) > 1:
             knobs["etp"] = 1
         knobs.setdefault("sequence_parallel", sequence_parallel)
-    schedule = stated.get("parallelism.pipeline_parallel_schedule_csv")
+    schedule = reader.get("parallelism.pipeline_parallel_schedule_csv")
     if pp > 1:
         if schedule is not None:
-            stated.note(
+            reader.note(
                 f"parallelism.pipeline_parallel_schedule_csv = {schedule}: the schedule of this file is not read"
             )
-        _read_chunks(stated)
-    _read_recomputation(stated)
-    _read_float8(stated)
+        _read_chunks(reader)
+    _read_recomputation(reader)
+    _read_float8(reader)
 
 
-def _read_model(stated: Stated) -> None:
+def _read_model(reader: SettingsReader) -> None:
     """Reads the model of `[model] name, flavor`, or of `--module, --config`, by redline's name if there is one."""
-    configuration = str(stated.get("config") or "")
+    configuration = str(reader.get("config") or "")
     if configuration:
-        stated.conventions["loss"] = "chunked"  # ChunkedLossWrapper
-        known = {config: name for name, (_, config) in PRESETS.items()}
-        stated.facts["model"] = known.get(configuration, configuration.replace("_", "-"))
-    elif (name := stated.get("model.name")) is not None:
-        flavor = str(stated.get("model.flavor") or "").lower()
-        stated.facts["model"] = f"{name}-{flavor}" if flavor else str(name)
+        reader.conventions["loss"] = "chunked"  # ChunkedLossWrapper
+        names = {config: name for name, (_, config) in PRESETS.items()}
+        reader.facts["model"] = names.get(configuration, configuration.replace("_", "-"))
+    elif (name := reader.get("model.name")) is not None:
+        flavor = str(reader.get("model.flavor") or "").lower()
+        reader.facts["model"] = f"{name}-{flavor}" if flavor else str(name)
 
 
-def _read_chunks(stated: Stated) -> None:
+def _read_chunks(reader: SettingsReader) -> None:
     """Reads the stages of a rank: two if the schedule takes several, unless the layers of each are given."""
-    order = PIPELINE_SCHEDULES[stated.knobs.setdefault("pipeline_schedule", "1f1b")]
+    order = PIPELINE_SCHEDULES[reader.knobs.setdefault("pipeline_schedule", "1f1b")]
     if order.most == 1:
         return
-    each = stated.whole("parallelism.pipeline_parallel_layers_per_stage")
-    if each is None:
-        stated.knobs["virtual_stages"] = 2
+    layers_per_stage = reader.whole("parallelism.pipeline_parallel_layers_per_stage")
+    if layers_per_stage is None:
+        reader.knobs["virtual_stages"] = 2
     else:
-        stated.facts["layers_per_stage"] = each
+        reader.facts["layers_per_stage"] = layers_per_stage
 
 
-def _read_recomputation(stated: Stated) -> None:
-    if str(stated.get(_MODE) or "selective").lower() != "selective":
+def _read_recomputation(reader: SettingsReader) -> None:
+    if str(reader.get(_MODE) or "selective").lower() != "selective":
         return
-    option = str(stated.get("activation_checkpoint.selective_ac_option") or "op")  # SelectiveAC of 0.3
+    option = str(reader.get("activation_checkpoint.selective_ac_option") or "op")  # SelectiveAC of 0.3
     if option.isdigit() and int(option) > 0:
-        stated.knobs["checkpoint_ratio"] = 1 / int(option)
+        reader.knobs["checkpoint_ratio"] = 1 / int(option)
     else:
-        stated.knobs.setdefault("checkpoint_ratio", 0)
-        stated.conventions["keeps_products"] = True
-        stated.note(
+        reader.knobs.setdefault("checkpoint_ratio", 0)
+        reader.conventions["keeps_products"] = True
+        reader.note(
             "activation_checkpoint.mode = selective (op) keeps attention and every other product of a block and recomputes "
             "the rest, which is taken into account; the knob checkpoint_ratio has no value for it"
         )
 
 
-def _read_float8(stated: Stated) -> None:
-    converters = stated.get("model.converters")
-    if "float8" in str(converters or "") or stated.flag(
+def _read_float8(reader: SettingsReader) -> None:
+    converters = reader.get("model.converters")
+    if "float8" in str(converters or "") or reader.flag(
         "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
     ):
-        recipe = str(stated.get("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise")
-        stated.knobs["precision"] = "fp8_rowwise" if recipe == "rowwise" else "fp8"
+        recipe = str(reader.get("quantize.linear.float8.recipe_name", "float8.recipe_name") or "tensorwise")
+        reader.knobs["precision"] = "fp8_rowwise" if recipe == "rowwise" else "fp8"
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,41 +448,43 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     whole until then (torch.distributed.pipelining, `backward_maybe_with_nosync`).
     """
     eight = str(config.get("precision", "")).startswith("fp8")
-    out: dict[str, Any] = {"loss": "plain"}  # that of the versions before 0.3
+    fields: dict[str, Any] = {"loss": "plain"}  # that of the versions before 0.3
     if config.get("offload") == "optimizer":
-        out["offload_weights"] = True
+        fields["offload_weights"] = True
     if config.get("pp", 1) > 1:
-        out["unsharded_gradients"] = True
+        fields["unsharded_gradients"] = True
     if config.get("precision") == "bf16" or eight:
-        out |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
-    return out | ({"products": "fp8"} if eight else {})
+        fields |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return fields | ({"products": "fp8"} if eight else {})
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes the batch and the replicas, which a file sets by several settings at once."""
     local, piece = strategy.micro_batch, {}
     if strategy.pp > 1:
         local, piece = strategy.micro_batch * strategy.grad_accum, {_PIECE: strategy.micro_batch}
-    out: dict[str, Any] = {stated.name(_LOCAL, "training.batch_size"): local, **piece}
-    if stated.has(_GLOBAL) or (strategy.pp == 1 and strategy.grad_accum > 1):
-        out[_GLOBAL] = strategy.micro_batch * strategy.grad_accum * strategy.dp
+    settings: dict[str, Any] = {reader.name(_LOCAL, "training.batch_size"): local, **piece}
+    if reader.has(_GLOBAL) or (strategy.pp == 1 and strategy.grad_accum > 1):
+        settings[_GLOBAL] = strategy.micro_batch * strategy.grad_accum * strategy.dp
     groups = (strategy.hsdp if strategy.zero else strategy.dp) or 1
     if strategy.zero == 1:
         raise LookupError("zero=1")
     if 0 < strategy.checkpoint_ratio < 1:
         every = round(1 / strategy.checkpoint_ratio)
-        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9 or stated.has("config"):  # 0.3 has no such option
+        if abs(1 / strategy.checkpoint_ratio - every) > 1e-9 or reader.has("config"):  # 0.3 has no such option
             raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
-        out |= {_MODE: "selective", "activation_checkpoint.selective_ac_option": str(every)}
-    shard = stated.name(_SHARD, "training.data_parallel_shard_degree")
-    out[stated.name(_REPLICATE)] = groups
-    given = stated.get(shard)
-    out[shard] = -1 if given is not None and int(given) == -1 and strategy.zero else strategy.dp // groups
+        settings |= {_MODE: "selective", "activation_checkpoint.selective_ac_option": str(every)}
+    shard = reader.name(_SHARD, "training.data_parallel_shard_degree")
+    settings[reader.name(_REPLICATE)] = groups
+    shard_degree = reader.get(shard)
+    settings[shard] = (
+        -1 if shard_degree is not None and int(shard_degree) == -1 and strategy.zero else strategy.dp // groups
+    )
     if strategy.zero:
         default = 2 if strategy.pp > 1 else 3
-        if stated.has(_RESHARD) or strategy.zero != default:
-            out[_RESHARD] = "always" if strategy.zero == 3 else "never"
-    return out
+        if reader.has(_RESHARD) or strategy.zero != default:
+            settings[_RESHARD] = "always" if strategy.zero == 3 else "never"
+    return settings
 
 
 FRAMEWORK = Framework(

@@ -25,7 +25,7 @@ from .common import (
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, Stated, nested
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
 from .launcher import MICRO_BATCHES, Launcher
 from .target import Target, as_json, as_yaml
 
@@ -41,7 +41,7 @@ KNOBS = KnobTable(
     KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
     KnobSettings(
         knob="precision",
-        ways=(
+        alternatives=(
             {
                 "fp32": {"bf16": False, "fp16": False},
                 "bf16": {"bf16": True, "fp16": False},
@@ -50,17 +50,21 @@ KNOBS = KnobTable(
             },
         ),
     ),
-    KnobSettings(knob="checkpoint_ratio", ways=tuple({0: {name: False}, 1: {name: True}} for name in _CHECKPOINTING)),
-    KnobSettings(knob="fusion", ways=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
-    KnobSettings(knob="kernels", ways=({False: {"use_liger_kernel": False}, True: {"use_liger_kernel": True}},)),
+    KnobSettings(
+        knob="checkpoint_ratio", alternatives=tuple({0: {name: False}, 1: {name: True}} for name in _CHECKPOINTING)
+    ),
+    KnobSettings(knob="fusion", alternatives=({False: {"torch_compile": False}, True: {"torch_compile": True}},)),
+    KnobSettings(
+        knob="kernels", alternatives=({False: {"use_liger_kernel": False}, True: {"use_liger_kernel": True}},)
+    ),
     KnobSettings(
         knob="fused_optimizer",
-        ways=({True: {"optim": "adamw_torch_fused"}, False: {"optim": "adamw_torch"}},),
+        alternatives=({True: {"optim": "adamw_torch_fused"}, False: {"optim": "adamw_torch"}},),
         has_other_values=True,
     ),
     KnobSettings(
         knob="zero",
-        ways=(
+        alternatives=(
             {
                 0: {"fsdp": None},
                 2: {"fsdp": True, "fsdp_config.reshard_after_forward": False},
@@ -74,7 +78,7 @@ KNOBS = KnobTable(
     ),
     KnobSettings(
         knob="offload",
-        ways=({"none": {"fsdp_config.cpu_offload": False}, "optimizer": {"fsdp_config.cpu_offload": True}},),
+        alternatives=({"none": {"fsdp_config.cpu_offload": False}, "optimizer": {"fsdp_config.cpu_offload": True}},),
     ),
     KnobSettings(knob="attention", keys=("attn_implementation",)),
 )
@@ -88,46 +92,46 @@ def arguments(setup: ExportInput) -> dict[str, Any]:
     if setup.command:
         optim = setup.take("optim")
         return nested(setup.tuned(KNOBS) | ({"optim": optim} if optim is not None else {}))
-    out: dict[str, Any] = {"output_dir": "out"}
+    arguments: dict[str, Any] = {"output_dir": "out"}
     if setup.micro_batch is not None:
-        out |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
+        arguments |= KNOBS.write("micro_batch", setup.micro_batch) | KNOBS.write("grad_accum", setup.grad_accum)
     else:
         setup.note("the batch is not known: set per_device_train_batch_size")
-    out |= _precision(setup)
+    arguments |= _precision(setup)
     sharded = _shards(setup)
-    out |= _checkpointing(setup, sharded)
+    arguments |= _checkpointing(setup, sharded)
     if setup.knob("fusion"):
-        out |= KNOBS.write("fusion", True)
-        out["torch_compile_backend"] = "inductor"
+        arguments |= KNOBS.write("fusion", True)
+        arguments["torch_compile_backend"] = "inductor"
         setup.note("fusion=true compiled each repeated block; the Trainer compiles the model as a whole")
     fused = setup.knob("fused_optimizer")
     if setup.optimizer:
-        out |= _own_optimizer(setup, fused)
+        arguments |= _own_optimizer(setup, fused)
     else:
         if fused is not None:
-            out |= KNOBS.write("fused_optimizer", fused)
-        out |= _optimizer(setup)
+            arguments |= KNOBS.write("fused_optimizer", fused)
+        arguments |= _optimizer(setup)
     if sharded:
-        out["fsdp"] = True
-        out["fsdp_config"] = _fsdp(setup)
+        arguments["fsdp"] = True
+        arguments["fsdp_config"] = _fsdp(setup)
     else:
         setup.note_unless_neutral("offload", "the Trainer offloads with FSDP only (or see the target deepspeed)")
         if setup.processes > 1:
             # By default the Trainer looks for parameters without a gradient in every step; a configuration that
             # trained in a trial has none.
-            out["ddp_find_unused_parameters"] = False
+            arguments["ddp_find_unused_parameters"] = False
     if setup.device_type == "cpu":
         note_kernels(setup)
     elif setup.knob("kernels"):
-        out |= KNOBS.write("kernels", True)
+        arguments |= KNOBS.write("kernels", True)
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
     # By default the Trainer waits for every micro-batch's loss to check that it is a number.
-    out["logging_nan_inf_filter"] = False
+    arguments["logging_nan_inf_filter"] = False
     if setup.device_type == "cpu":
-        out["use_cpu"] = True
-        out["dataloader_pin_memory"] = False
+        arguments["use_cpu"] = True
+        arguments["dataloader_pin_memory"] = False
     _note_the_rest(setup)
-    return out
+    return arguments
 
 
 def _precision(setup: ExportInput) -> dict[str, Any]:
@@ -150,13 +154,13 @@ _ADAM_SETTINGS = {**_SETTINGS, "eps": "adam_epsilon"}
 
 def _own_optimizer(setup: ExportInput, fused: Any) -> dict[str, Any]:
     """The optimizer of the user's workload, as far as arguments can state it; the first line names one that they cannot."""
-    out: dict[str, Any] = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    arguments: dict[str, Any] = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
     name, settings = torch_optimizer(setup) or ("", {})
     optim = _OWN.get(name)
     if optim == "adamw_torch":
         betas = settings.pop("betas", None)
-        out |= dict(zip(("adam_beta1", "adam_beta2"), betas)) if betas else {}
-        out |= {"weight_decay": settings.pop("weight_decay", 0.01)}
+        arguments |= dict(zip(("adam_beta1", "adam_beta2"), betas)) if betas else {}
+        arguments |= {"weight_decay": settings.pop("weight_decay", 0.01)}
         optim = "adamw_torch_fused" if fused else optim
     names = _ADAM_SETTINGS if name == "AdamW" else _SETTINGS
     if optim is None or not settings.keys() <= names.keys():
@@ -164,27 +168,27 @@ def _own_optimizer(setup: ExportInput, fused: Any) -> dict[str, Any]:
             f"the optimizer, {optimizer_text(setup)}, which arguments cannot state: give "
             f"Trainer(optimizers=({optimizer_text(setup, 'model.parameters()')}, None))"
         )
-        return out
-    return out | {"optim": optim} | {names[setting]: value for setting, value in settings.items()}
+        return arguments
+    return arguments | {"optim": optim} | {names[setting]: value for setting, value in settings.items()}
 
 
 def _optimizer(setup: ExportInput) -> dict[str, Any]:
     # Clipping was not measured. The Trainer computes the norm for it anyway.
-    out: dict[str, Any] = {"max_grad_norm": 0.0}
-    if given := adamw(setup):
-        out |= {
-            "learning_rate": given["lr"],
+    arguments: dict[str, Any] = {"max_grad_norm": 0.0}
+    if measured := adamw(setup):
+        arguments |= {
+            "learning_rate": measured["lr"],
             "lr_scheduler_type": "constant",
-            "adam_beta1": given["betas"][0],
-            "adam_beta2": given["betas"][1],
-            "adam_epsilon": given["eps"],
-            "weight_decay": given["weight_decay"],
+            "adam_beta1": measured["betas"][0],
+            "adam_beta2": measured["betas"][1],
+            "adam_epsilon": measured["eps"],
+            "weight_decay": measured["weight_decay"],
         }
         setup.note(
             "the Trainer spares biases and norms from weight_decay, which was of all parameters: for that "
             "give it an AdamW of your own, Trainer(optimizers=(optimizer, None))"
         )
-    return out
+    return arguments
 
 
 def _shards(setup: ExportInput) -> bool:
@@ -230,13 +234,13 @@ def _fsdp(setup: ExportInput) -> dict[str, Any]:
             f"dp_shard_size={setup.dp // groups}{tp}); a file cannot contain it, and without it pieces are cut "
             f"over all {setup.dp} replicas: less memory than {setup.found}"
         )
-    out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
+    section: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
     if setup.knob("checkpoint_ratio"):
-        out["activation_checkpointing"] = True
+        section["activation_checkpointing"] = True
     if setup.knob("offload") == "optimizer":
-        out["cpu_offload"] = True
+        section["cpu_offload"] = True
         setup.note(FSDP_OFFLOAD)
-    return out
+    return section
 
 
 def _note_the_rest(setup: ExportInput) -> None:
@@ -312,77 +316,79 @@ LAUNCHER = Launcher(
 )
 
 
-def prepare(stated: Stated) -> None:
+def prepare(reader: SettingsReader) -> None:
     """Fills in the defaults of TrainingArguments for missing FSDP settings."""
-    text = stated.get("fsdp")
-    if text is not None and stated.flag("fsdp") is not False:
-        stated.set("fsdp_config.reshard_after_forward", True)
+    fsdp = reader.get("fsdp")
+    if fsdp is not None and reader.flag("fsdp") is not False:
+        reader.set("fsdp_config.reshard_after_forward", True)
 
 
-def read(stated: Stated) -> None:
+def read(reader: SettingsReader) -> None:
     """Reads FSDP's text, checkpointing of every n-th layer, and the optimizer."""
-    given = stated.get("fsdp")
-    text = " ".join(map(str, given)) if isinstance(given, list) else str(given or "").lower()
+    fsdp = reader.get("fsdp")
+    fsdp_text = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "").lower()
     for name, stage in (("shard_grad_op", 2), ("full_shard", 3), ("hybrid_shard", 3), ("hybrid_shard_zero2", 2)):
-        if name in text:
-            stated.knobs["zero"] = stage
-    if "hybrid_shard" in text:
-        stated.facts["hybrid"] = True
-    if "offload" in text.split():
-        stated.knobs["offload"] = "optimizer"
-    every = stated.whole(_EVERY)
-    if every and stated.knobs.get("checkpoint_ratio"):
-        stated.knobs["checkpoint_ratio"] = 1 / every
-    narrow = str(stated.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16")
-    if narrow and not (stated.knobs.get("precision") == "bf16" and stated.knobs.get("zero", 0) >= 2):
-        stated.conventions["precision"] = "bf16_pure"
-    read_optimizer(stated, stated.get("optim", "optimizer"))
+        if name in fsdp_text:
+            reader.knobs["zero"] = stage
+    if "hybrid_shard" in fsdp_text:
+        reader.facts["hybrid"] = True
+    if "offload" in fsdp_text.split():
+        reader.knobs["offload"] = "optimizer"
+    every = reader.whole(_EVERY)
+    if every and reader.knobs.get("checkpoint_ratio"):
+        reader.knobs["checkpoint_ratio"] = 1 / every
+    narrow = str(reader.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16")
+    if narrow and not (reader.knobs.get("precision") == "bf16" and reader.knobs.get("zero", 0) >= 2):
+        reader.conventions["precision"] = "bf16_pure"
+    read_optimizer(reader, reader.get("optim", "optimizer"))
 
 
-def _prepare(stated: Stated) -> None:
+def _prepare(reader: SettingsReader) -> None:
     """Fills in TRL's defaults, if `trl` or one of its scripts runs (trl/trainer/base_config.py)."""
-    if stated.has(_TRL):
-        stated.set("gradient_checkpointing", True)
-        if not stated.flag("fp16"):
-            stated.set("bf16", True)
-    prepare(stated)
+    if reader.has(_TRL):
+        reader.set("gradient_checkpointing", True)
+        if not reader.flag("fp16"):
+            reader.set("bf16", True)
+    prepare(reader)
 
 
-def _read(stated: Stated) -> None:
+def _read(reader: SettingsReader) -> None:
     """Reads TRL's own arguments, and the format in which transformers loads weights."""
-    read(stated)
-    if stated.has(_TRL):
-        stated.facts.setdefault("seq_len", 1024)
-        note_stage(stated, _TRL, "trl")
-        if stated.get(_TRL) == "sft" and (stated.get("loss_type") or "chunked_nll") == "chunked_nll":
-            if not stated.flag("use_liger_kernel"):
-                stated.conventions["loss"] = "chunked"
-        if stated.flag("use_peft"):
-            rank, alpha = stated.whole("lora_r") or 16, stated.whole("lora_alpha") or 32
-            read_lora(stated, rank, stated.get("lora_target_modules"), alpha)
-            note_quantized(stated, "load_in_4bit")
-            note_quantized(stated, "load_in_8bit")
-    elif stated.has("model_name_or_path") and not any(
-        map(stated.has, ("config_name", "torch_dtype", "dtype", "deepspeed"))
+    read(reader)
+    if reader.has(_TRL):
+        reader.facts.setdefault("seq_len", 1024)
+        note_stage(reader, _TRL, "trl")
+        if reader.get(_TRL) == "sft" and (reader.get("loss_type") or "chunked_nll") == "chunked_nll":
+            if not reader.flag("use_liger_kernel"):
+                reader.conventions["loss"] = "chunked"
+        if reader.flag("use_peft"):
+            rank, alpha = reader.whole("lora_r") or 16, reader.whole("lora_alpha") or 32
+            read_lora(reader, rank, reader.get("lora_target_modules"), alpha)
+            note_quantized(reader, "load_in_4bit")
+            note_quantized(reader, "load_in_8bit")
+    elif reader.has("model_name_or_path") and not any(
+        map(reader.has, ("config_name", "torch_dtype", "dtype", "deepspeed"))
     ):
         # PreTrainedModel.from_pretrained of version 5 has dtype="auto"
-        stated.note(
+        reader.note(
             "model_name_or_path: transformers 5 loads weights in the checkpoint's format, usually bf16, unless FSDP widens them; "
             "fp32 is assumed: add --dtype float32, or --fix precision=bf16_pure"
         )
 
 
-def read_optimizer(stated: Stated, name: object) -> None:
+def read_optimizer(reader: SettingsReader, name: object) -> None:
     """Takes the optimizer's states into account; redline's own AdamW has two in float32."""
-    text = str(name or "").lower()
-    known = next((kind for part, kind in OPTIMIZERS.items() if part in text), None)
-    if known is not None:
-        stated.conventions["optimizer"] = known
-    if "8bit" in text:
-        stated.conventions["optimizer_dtype"] = "int8"
-    elif known is None and any(part in text for part in ("4bit", "galore", "apollo", "lomo", "muon")):
-        stated.note(
-            f"{stated.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two states in float32 for it"
+    lowered = str(name or "").lower()
+    kind_of_states = next((kind for name_part, kind in OPTIMIZERS.items() if name_part in lowered), None)
+    if kind_of_states is not None:
+        reader.conventions["optimizer"] = kind_of_states
+    if "8bit" in lowered:
+        reader.conventions["optimizer_dtype"] = "int8"
+    elif kind_of_states is None and any(
+        name_part in lowered for name_part in ("4bit", "galore", "apollo", "lomo", "muon")
+    ):
+        reader.note(
+            f"{reader.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two states in float32 for it"
         )
 
 
@@ -391,20 +397,20 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     full gradients. With mixed precision, FSDP upcasts shards of 16 bits to fp32 and gathers them in 16 bits; it also
     offloads shards of weights and gradients.
     """
-    out: dict[str, Any] = {"unsharded_gradients": True}
+    fields: dict[str, Any] = {"unsharded_gradients": True}
     if config.get("offload") == "optimizer":
-        out["offload_weights"] = True
+        fields["offload_weights"] = True
     if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:
-        out |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
-    return out
+        fields |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+    return fields
 
 
-def write(strategy: Strategy, stated: Stated) -> dict[str, Any]:
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     """Writes a share of checkpointed blocks, which must be every n-th."""
     ratio = strategy.checkpoint_ratio
     if ratio in (0, 1):
         return {}
-    if not stated.has(_EVERY):
+    if not reader.has(_EVERY):
         raise LookupError(f"checkpoint_ratio={ratio}")
     every = round(1 / ratio)
     if abs(1 / ratio - every) > 1e-9:

@@ -179,8 +179,8 @@ def _not_together(
             reason = support.sequences(sp, 1, degree) or _beyond_host(degree * sp, devices, device, "a layer or heads")
             if reason:
                 reasons[("tp", degree), ("sp", sp)] = reason
-        if not refused["cp"][degree] and (reason := sequence_refusal(seq_len, sp, degree)):
-            reasons[("sp", sp), ("cp", degree)] = reason
+        if not refused["cp"][degree] and (unshared := sequence_refusal(seq_len, sp, degree)):
+            reasons[("sp", sp), ("cp", degree)] = unshared
     return reasons
 
 

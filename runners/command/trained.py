@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import UsageError
-from ...frameworks.framework import Stated, plain
+from ...frameworks.framework import SettingsReader, plain
 from ...frameworks.launcher import PLACED
 from ...frameworks.reading import COMMAND, TrainerConfig, options_of, read, read_document
 from ...frameworks.registry import find_launcher
@@ -58,7 +58,9 @@ class CommandTraining:
         usual = _usual(command, words)
         stated: dict[str, Any] = {name: value for name, value in found.config.items() if name in found.stated}
         launcher = find_launcher(command.launcher) if command.launcher is not None else None
-        total = Stated({"total": launcher.samples(command) if launcher is not None else None}, COMMAND).whole("total")
+        total = SettingsReader({"total": launcher.samples(command) if launcher is not None else None}, COMMAND).whole(
+            "total"
+        )
         model = next((name for each in MODEL if isinstance(name := usual.get(each), str)), None)
         recipes = (preset_of(str(each)) for each in (found.model, *map(usual.get, RECIPE)) if each)
         models = (command.named(each) for each in (model, *recipes) if each)
@@ -96,7 +98,7 @@ def _trainer(command: Command, words: Sequence[str]) -> TrainerConfig:
     return TrainerConfig(framework="", config=Config({}), stated=frozenset())
 
 
-def _usual(command: Command, words: Sequence[str]) -> Stated:
+def _usual(command: Command, words: Sequence[str]) -> SettingsReader:
     """Returns a command's options, and the settings of the files that it names or renders."""
     settings = {plain(name): value[0] if isinstance(value, list) else value for name, value in options_of(words)}
     rendered = (match["file"] for each in command.render if (match := PLACED.fullmatch(each)))
@@ -105,7 +107,7 @@ def _usual(command: Command, words: Sequence[str]) -> Stated:
             with suppress(UsageError):  # reported when the file is rendered, or by the command itself
                 for name, value in read_document(file).items():
                     settings.setdefault(plain(name), value)
-    return Stated({name: value for name, value in settings.items() if "{" not in str(value)}, COMMAND)
+    return SettingsReader({name: value for name, value in settings.items() if "{" not in str(value)}, COMMAND)
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
@@ -113,7 +115,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     return Architecture(model_type=config["model_type"], arguments=arguments, task="causal")
 
 
-def _precision(usual: Stated) -> str | None:
+def _precision(usual: SettingsReader) -> str | None:
     for name in ("bf16", "fp16"):
         if usual.has(name) and usual.flag(name) is not False:
             return name

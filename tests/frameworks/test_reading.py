@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redline.base.errors import UsageError
 from redline.frameworks import export_targets, read, render
-from redline.frameworks.framework import Stated
+from redline.frameworks.framework import SettingsReader
 from redline.frameworks.reading import SettingsSource, _change, combined
 from redline.frameworks.registry import FRAMEWORKS, LAUNCHERS, find_framework, find_launcher
 from redline.knobs.strategy import Strategy
@@ -146,7 +146,7 @@ def test_every_setting_is_read_back_as_the_same_knob(name, knob, value):
     strategy = Strategy.of(config, devices=devices)
     can = {each: settings.values for each, settings in framework.knobs.items() if each in config}
     written = {each for each, values in can.items() if each == knob or not values or config[each] in values}
-    settings = framework.settings(strategy, Stated({}, "x"), written)
+    settings = framework.settings(strategy, SettingsReader({}, "x"), written)
     source = SettingsSource(framework=name, where="x", form="yaml", settings=settings, stated=frozenset())
     found = combined([source], {"devices": devices}).on()
     if knob == "attention" and value == "flash_attention_3":
@@ -672,7 +672,7 @@ def test_a_setting_that_is_there_already_is_no_change(folder):
 
 def test_a_changed_line_of_yaml_is_nested_as_the_file_is():
     source = SettingsSource(framework="accelerate", where="x", form="yaml", settings={}, stated=frozenset())
-    change = _change(source, Stated({}, "x"), "dynamo_config.dynamo_backend", "INDUCTOR")
+    change = _change(source, SettingsReader({}, "x"), "dynamo_config.dynamo_backend", "INDUCTOR")
     assert change.text == "dynamo_config: {dynamo_backend: INDUCTOR}"
 
 
@@ -944,7 +944,7 @@ def test_losses_in_chunks_are_those_of_torchtitan_0_3_and_of_trl():
 )
 def test_a_changed_line_is_one_of_its_file(framework, form, key, new, text):
     source = SettingsSource(framework=framework, where="x", form=form, settings={}, stated=frozenset())
-    assert _change(source, Stated({}, "x"), key, new).text == text
+    assert _change(source, SettingsReader({}, "x"), key, new).text == text
 
 
 def test_changed_recomputation_of_torchtitan_0_3_is_a_subcommand():

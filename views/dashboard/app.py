@@ -141,7 +141,5 @@ def scripts() -> str:
 
 def attachment(name: str) -> dict[str, str]:
     """Returns the header that makes a browser save the response under a plain file name."""
-    plain = "".join(
-        character if character.isascii() and (character.isalnum() or character in "-_.") else "_" for character in name
-    )
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
     return {"content-disposition": f'attachment; filename="{plain}"'}
