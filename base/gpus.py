@@ -134,7 +134,7 @@ class GpuGauge:
         readings: list[float | None] = []
         for query in (
             lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM),
-            lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
+            lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,  # NVML counts mW
         ):
             try:
                 readings.append(float(query()))
@@ -281,21 +281,16 @@ def _at_index(present: list[_Present], entry: str) -> tuple[Any, Any] | None:
 
 def _with_uuid(nvml: Any, present: list[_Present], entry: str) -> tuple[Any, Any] | None:
     """Returns the GPU or MIG instance whose UUID starts with `entry`, if there is exactly one."""
-    matches: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = []
     for gpu in present:
         if entry.startswith("GPU-") and gpu.uuid.startswith(entry):
-            matches.append(
-                (gpu.handle, None) if gpu.instances is None else (next(iter(gpu.instances), None), gpu.handle)
-            )
-        for instance in gpu.instances or () if entry.startswith("MIG-") else ():
+            pairs.append((gpu.handle, None) if gpu.instances is None else (next(iter(gpu.instances), None), gpu.handle))
+        for mig in gpu.instances or () if entry.startswith("MIG-") else ():
             # Before driver 470 the UUID of an instance was that of its GPU and two numbers.
-            ids = nvml.nvmlDeviceGetGpuInstanceId(instance), nvml.nvmlDeviceGetComputeInstanceId(instance)
-            if (
-                _text(nvml.nvmlDeviceGetUUID(instance)).startswith(entry)
-                or entry == f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"
-            ):
-                matches.append((instance, gpu.handle))
-    return matches[0] if len(matches) == 1 else None
+            ids = nvml.nvmlDeviceGetGpuInstanceId(mig), nvml.nvmlDeviceGetComputeInstanceId(mig)
+            if _text(nvml.nvmlDeviceGetUUID(mig)).startswith(entry) or entry == f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}":
+                pairs.append((mig, gpu.handle))
+    return pairs[0] if len(pairs) == 1 else None
 
 
 def _described(nvml: Any, name: str, handle: Any, parent: Any) -> Gpu:

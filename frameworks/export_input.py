@@ -185,7 +185,7 @@ class ExportInput:
 
     @staticmethod
     def _without_runs(trial: Trial, target: str) -> dict[str, Any]:
-        """The configuration with the knobs that a strategy for each run of blocks amounts to.
+        """Returns the configuration with the knobs that have the same effect as its strategy for each run of blocks.
 
         Raises:
             UsageError: it treats blocks unlike each other, which the target cannot state.
@@ -369,7 +369,7 @@ class ExportInput:
 
 
 def ending(trial: Trial) -> str:
-    """Sentence on how a trial ended that did not finish."""
+    """Returns a sentence on the end of a trial that did not finish."""
     if trial.measurement is None:
         return f"trial {trial.number} has not ended: whether it works is not known"
     reason = f" ({fold(trial.measured.reason)})" if trial.measured.reason else ""

@@ -35,7 +35,7 @@ class KnobSettings:
     option: Mapping[Any, Settings] = field(default_factory=dict)
     """Settings of a command, if they differ from those of a file."""
     has_other_values: bool = False
-    """True if the setting also has values that say nothing about the knob."""
+    """True if the setting also has values that do not determine the knob's value."""
 
     @property
     def values(self) -> tuple[Any, ...]:

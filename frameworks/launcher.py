@@ -43,7 +43,7 @@ class CommandLine(Protocol):
         """Files that it reads, each in the syntax of `PLACED`."""
 
 
-Given = TypeVar("Given", bound=CommandLine)
+CommandT = TypeVar("CommandT", bound=CommandLine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Launcher:
             name: [value for value in values if lossy or value not in LOSSY.get(name, ())]
             for name, values in self.knobs.items()
             if (devices > 1 or name not in self.several)
-            and (_mentions(command, name) or not self._stated(command, name))
+            and (_mentions(command, name) or not self._setting_of(command, name))
         }
 
     def samples(self, command: CommandLine) -> str | None:
@@ -100,15 +100,15 @@ class Launcher:
                 return word.partition("=")[2] if "=" in word else following
         return None
 
-    def _stated(self, command: CommandLine, knob: str) -> str:
-        """Option or path by which a command sets a knob itself; empty if it does not."""
+    def _setting_of(self, command: CommandLine, knob: str) -> str | None:
+        """Option or path by which a command sets a knob itself; None if it does not."""
         present = {_name(word) for word in _words(_text(command))}
         names = [_name(option) for option in _options(self.options.get(knob, ""))]
         paths = [placed_path["path"] for render in command.render if (placed_path := PLACED.fullmatch(render))]
         placed = self.paths.get(knob, "").partition("=")[0]
-        return next((name for name in names if name in present), placed if placed in paths else "")
+        return next((name for name in names if name in present), placed if placed in paths else None)
 
-    def with_knobs(self, command: Given, knobs: Mapping[str, Any], *, short: bool = True) -> Given:
+    def with_knobs(self, command: CommandT, knobs: Mapping[str, Any], *, short: bool = True) -> CommandT:
         """Returns the command with options for these knobs, and for a short run if requested.
 
         Args:
@@ -134,16 +134,16 @@ class Launcher:
             if file is None:
                 raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
             render += tuple(f"{file}:{place}" for place in placed)
-        return cast(Given, replace(cast(Any, command), command=self._with(command_text, added), render=render))
+        return cast(CommandT, replace(cast(Any, command), command=self._with(command_text, added), render=render))
 
-    def short_note(self, command: CommandLine) -> str:
-        """A note on the options of a short run; empty if it has none."""
+    def short_note(self, command: CommandLine) -> str | None:
+        """A note on the options of a short run; None if it has none."""
         _, added, replaced = self._shortened(_text(command))
         instead = f", in place of {' '.join(replaced)}" if replaced else ""
         return (
             f"trials are run with {' '.join(added)}{instead}; the winner's command has its own options"
             if added or replaced
-            else ""
+            else None
         )
 
     def _shortened(self, command: str) -> tuple[str, list[str], list[str]]:
@@ -152,7 +152,7 @@ class Launcher:
         for option in (*_options(self.bounds), *self.undone):
             owned = _matches(command, option)
             if any("{" in match[0].replace("{trial_dir}", "") for match in owned):
-                continue  # it varies
+                continue  # a knob's placeholder varies with the trial
             for match in reversed(owned):
                 command = f"{command[: match.start()].rstrip()} {command[match.end() :].lstrip()}".strip()
             if option in self.undone:
@@ -171,8 +171,8 @@ class Launcher:
             name for name in knobs if (name in self.options or name in self.paths) and not _mentions(command, name)
         )
 
-    def emulating(self, command: Given) -> Given:
-        """A command that runs its first rank alone, on one device, with communication that does nothing.
+    def emulating(self, command: CommandT) -> CommandT:
+        """Returns a command that runs its first rank alone, on one device, with communication that does nothing.
 
         Raises:
             UsageError: the framework has no such mode.
@@ -184,7 +184,7 @@ class Launcher:
             )
         command_text = self._with(without_torchrun(_text(command)), _options(self.emulated))
         env = (*command.env, *self.emulated_env)
-        return cast(Given, replace(cast(Any, command), command=command_text, env=env))
+        return cast(CommandT, replace(cast(Any, command), command=command_text, env=env))
 
     def _check(self, command: CommandLine, knob: str, values: Sequence[Any]) -> None:
         """Refuses a knob that would have no effect or another effect.
@@ -192,7 +192,7 @@ class Launcher:
         Raises:
             UsageError: the launcher cannot set the knob as requested.
         """
-        if setting := self._stated(command, knob):
+        if setting := self._setting_of(command, knob):
             raise UsageError(
                 f"the command has {setting} itself, so {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
             )
@@ -221,7 +221,7 @@ _NO_VALUE = ("--standalone", "--run-path", "--run_path")
 
 
 def without_torchrun(command: str) -> str:
-    """A command without the torchrun that starts its ranks: one process, whose environment says what rank it is.
+    """Returns a command without the torchrun that starts its ranks: one process, which gets its rank from the environment.
 
     >>> without_torchrun("torchrun --nproc-per-node 8 --standalone pretrain_gpt.py --bf16")
     'python pretrain_gpt.py --bf16'

@@ -29,7 +29,7 @@ _LAYOUT, _FIRST, _LAST = (
     "decoder-last-pipeline-num-layers",
 )
 _LONGEST_LAYOUT = 1 << 16
-"""Largest number of characters that repetitions in a layout stand for."""
+"""Largest number of characters of a layout after its repetitions are expanded."""
 _CHUNKS, _OLD_CHUNKS = "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"
 KNOBS = KnobTable(
     KnobSettings(knob="tp", keys=("tensor-model-parallel-size",)),
@@ -442,7 +442,7 @@ def read_recomputation(reader: SettingsReader, layers: int | None, names: Sequen
         count = reader.whole(count_of)
         if count is None or layers is None:
             reader.note(
-                f"{reader.name(count_of)}: the share of recomputed layers needs num-layers; all are taken to be"
+                f"{reader.name(count_of)}: the share of recomputed layers needs num-layers; all are assumed to be recomputed"
             )
             knobs["checkpoint_ratio"] = 1
         else:

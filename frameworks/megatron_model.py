@@ -174,7 +174,7 @@ _NOT_IN_GPT2 = (
 )
 """Settings that GPT-2's blocks do not have."""
 VOCABULARY = 50_304
-"""Assumed vocabulary size of a model given only by its tokenizer."""
+"""Assumed vocabulary size of a model given only by its tokenizer: GPT-2's 50,257, padded to a multiple of 128."""
 
 
 def architecture_of(reader: SettingsReader) -> dict[str, Any] | None:

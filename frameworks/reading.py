@@ -24,7 +24,7 @@ from .registry import FRAMEWORKS, find_framework
 SUFFIXES = (".toml", ".yaml", ".yml", ".json", ".sh", ".bash")
 """File endings that are recognised."""
 COMMAND = "the command"
-"""Location of a command, for messages."""
+"""Name of a command in messages, as the path is that of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +309,10 @@ def read(source: str | os.PathLike[str] | Sequence[str], *, files: bool = True) 
         UsageError: a file cannot be read, or no framework is recognised; the message lists the known ones.
     """
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_file(source)):
-        sources, launcher_facts = _of_file(path_of(source))
+        sources, launcher_facts = _read_file(path_of(source))
     else:
         arguments = _shell_words(source, COMMAND) if isinstance(source, str) else list(source)
-        sources, launcher_facts = _of_words(arguments, COMMAND, files=files)
+        sources, launcher_facts = _read_command(arguments, COMMAND, files=files)
     if not sources:
         raise UsageError(_unrecognised(str(source) if isinstance(source, os.PathLike) else source))
     return combined(sources, launcher_facts)
@@ -394,13 +394,13 @@ def _conventions(sources: Sequence[SettingsSource], knobs: Mapping[str, Any]) ->
 
 # -- files ----------------------------------------------------------------------------------------------------
 
-Found = tuple[list[SettingsSource], dict[str, Any]]
+SourcesAndFacts = tuple[list[SettingsSource], dict[str, Any]]
 """Sources, the least important first, and settings of a launcher."""
 
 
-def _of_file(path: Path) -> Found:
+def _read_file(path: Path) -> SourcesAndFacts:
     if path.suffix in (".sh", ".bash"):
-        sources, facts = _of_words(_shell_words(_text(path), str(path)), str(path), form="shell")
+        sources, facts = _read_command(_shell_words(_text(path), str(path)), str(path), form="shell")
         return sources, facts
     settings = read_document(path)
     framework = _recognised(settings)
@@ -457,7 +457,9 @@ _FILES = {
 _STAGE = re.compile(r"(?:zero|z|stage)[-_]?([0-3])", re.IGNORECASE)
 
 
-def _with_files(framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path | None) -> Found:
+def _with_files(
+    framework: Framework, settings: dict[str, Any], where: str, form: str, folder: Path | None
+) -> SourcesAndFacts:
     """A source, preceded by those of the files that it names, relative to a folder; None: they are not opened."""
     sources: list[SettingsSource] = []
     facts: dict[str, Any] = {"notes": []}
@@ -530,8 +532,8 @@ def _without_variables(
     return kept_settings, unset
 
 
-def _beside(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts beside the sources; the second take precedence."""
+def _merge_facts(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges the facts of two launchers; those of the inner one take precedence."""
     facts = {**outer, **inner, "notes": [*outer.get("notes", ()), *inner.get("notes", ())]}
     return {**facts, "unset": {**outer.get("unset", {}), **inner.get("unset", {})}}
 
@@ -626,7 +628,7 @@ def _begins(word: str) -> bool:
     )
 
 
-def _of_words(words: list[str], where: str, form: str = "", *, files: bool = True) -> Found:
+def _read_command(words: list[str], where: str, form: str = "", *, files: bool = True) -> SourcesAndFacts:
     """Sources of a command and of the files that it names, and the devices that its launcher starts."""
     environment: dict[str, str] = {}
     while (
@@ -638,7 +640,7 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
         environment[name] = value
     script = _script_at(words)
     launcher, command = words[:script], words[script:]
-    launched = _named(launcher)
+    launched = _options(launcher)
     facts = _processes(launched, launcher, environment)
     sources: list[SettingsSource] = []
     if any(Path(word).name == "accelerate" for word in launcher):
@@ -646,8 +648,8 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
             find_framework("accelerate"), _without(launched), where, form or "options", Path() if files else None
         )
         sources += [source for source in launcher_sources if len(source.settings)]
-        facts = _beside(further, facts)
-    settings = _named(command)
+        facts = _merge_facts(further, facts)
+    settings = _options(command)
     if "CONFIG_FILE" in environment:
         settings.setdefault("job.config_file", environment["CONFIG_FILE"])
     config_files = [
@@ -663,15 +665,15 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
         if isinstance(text_value, str)
     }
     config_files = [word for word in config_files if word not in taken]
-    framework = _of_command(command, settings)
+    framework = _framework_of_command(command, settings)
     for key in [key_name for key_name in settings if plain(key_name) in ("config", "config_file")]:
         config_file = settings[key]
         if isinstance(config_file, str) and config_file.endswith(SUFFIXES[:4]):
             config_files.append(config_file)
             settings.pop(key)
     for file in config_files if files else ():
-        file_sources, further = _of_file(Path(file))
-        facts = _beside(further, facts)
+        file_sources, further = _read_file(Path(file))
+        facts = _merge_facts(further, facts)
         sources += file_sources
         framework = framework or find_framework(file_sources[-1].framework)
     for word in command[1:]:
@@ -693,7 +695,7 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
         assigned = "assignments" if framework.option.startswith("{key}=") else "options"
         command_sources, further = _with_files(framework, settings, where, form or assigned, Path() if files else None)
         sources += command_sources[:-1] if only_names else command_sources
-        facts = _beside(further, facts)
+        facts = _merge_facts(further, facts)
     # An option without a value hides the setting of a file.
     empty = {plain(name) for name, value in (*launched.items(), *settings.items()) if value == ""}
     sources = [
@@ -705,7 +707,7 @@ def _of_words(words: list[str], where: str, form: str = "", *, files: bool = Tru
     return sources, facts
 
 
-def _named(words: Sequence[str]) -> dict[str, Any]:
+def _options(words: Sequence[str]) -> dict[str, Any]:
     return dict(options_of(words, _FLAGS))
 
 
@@ -726,7 +728,7 @@ def _script_at(words: Sequence[str]) -> int:
     return len(words) if any(Path(word).name in _PROGRAMS for word in words[:1]) else 0
 
 
-def _of_command(command: Sequence[str], settings: Settings) -> Framework | None:
+def _framework_of_command(command: Sequence[str], settings: Settings) -> Framework | None:
     """Framework of a script or program by its name, unless its options contradict it."""
     if not command:
         return None
@@ -804,7 +806,7 @@ def _shell_words(script: str, where: str) -> list[str]:
         return values.get(name, match[0] if default is None else default.strip("\"'"))
 
     def filled(line: str) -> str:
-        for _ in range(8):
+        for _ in range(8):  # values contain variables; a variable that contains itself would never end
             changed = _VARIABLE.sub(valued, line)
             if changed == line:
                 break

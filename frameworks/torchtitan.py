@@ -188,7 +188,7 @@ def flags(setup: ExportInput) -> list[str]:
 
 
 def _note_whole_experts(setup: ExportInput, ep: int) -> None:
-    """Notes experts that are cut otherwise beside `tp`: torchtitan's ranks of `ep` are out of all, and have whole experts."""
+    """Adds a note if experts are cut differently beside `tp`: torchtitan's `ep` counts all ranks, each with whole experts."""
     whole_experts = setup.knob("etp") == 1
     if setup.tp > 1 and ep > 1 and not whole_experts:
         setup.note(f"ep={ep} beside tp={setup.tp}: torchtitan does not cut experts over the tp ranks, like etp=1")

@@ -210,14 +210,14 @@ def text_of(
         Run(
             block,
             block,
-            ckpt=strategy.ckpt,
-            offload=strategy.offload,
+            ckpt=layer.ckpt,
+            offload=layer.offload,
             **{
-                name: None if getattr(strategy, name) == value else getattr(strategy, name)
+                name: None if getattr(layer, name) == value else getattr(layer, name)
                 for name, value in defaults.items()
             },
         )
-        for block, strategy in enumerate(strategies)
+        for block, layer in enumerate(strategies)
     )
 
 
@@ -266,6 +266,6 @@ def _item(text: str, item: str, place: int) -> tuple[str, int | bool]:
     value = int(number)
     if name == "zero" and value > 3:
         raise LayersError(f"zero is a stage from 0 to 3, but here is {value}", text, place + len(name))
-    if name in RANKS and not 1 <= value <= 1 << 20:
+    if name in RANKS and not 1 <= value <= 1 << 20:  # `MAX_DEVICES` of strategy.py, which imports this module
         raise LayersError(f"{name} is a whole number of at least 1, but here is {value}", text, place + len(name))
     return name, value

@@ -77,7 +77,7 @@ class Rule:
 
 def one_of(value: Any, names: Iterable[Any]) -> Any:
     """Condition that a knob has one of these values; False for no values."""
-    if hasattr(value, "isin"):  # an expression
+    if hasattr(value, "isin"):  # an expression, whose `isin` is one node rather than a chain of `|`
         return value.isin(names)
     condition: Any = False
     for name in names:
@@ -687,11 +687,7 @@ RULES: Sequence[Rule] = (
         _other_stages,
         "stage_blocks has a number for each of the pp * virtual_stages stages",
     ),
-    *(
-        _stages_of(name)
-        for name, schedule in PIPELINE_SCHEDULES.items()
-        if schedule.least > 1 or schedule.most is not None
-    ),
+    *(_stages_of(name) for name, order in PIPELINE_SCHEDULES.items() if order.least > 1 or order.most is not None),
     _rule(
         "split backward and ZeRO",
         "pipeline_schedule zero",

@@ -77,14 +77,14 @@ def measured_again(
     middle = median(throughputs)
     ratio = middle / initial.throughput if initial.throughput else 1.0
     many = f"{len(throughputs)} re-measurements" if len(throughputs) > 1 else "the re-measurement"
-    explanation = (
+    note = (
         f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(initial.reached, initial.unit)}"
     )
     again = replace(
         initial,
         throughput=middle,
         machine_speed=None,
-        reason=f"{explanation} ({initial.reason})" if initial.reason else explanation,
+        reason=f"{note} ({initial.reason})" if initial.reason else note,
         samples_per_second=_times(initial.samples_per_second, ratio),
         tokens_per_second=_times(initial.tokens_per_second, ratio),
         tflops_per_device=_times(initial.tflops_per_device, ratio),

@@ -173,11 +173,9 @@ def load(path: Path) -> PlanFile:
         trial=_trial(winner, used, path),
         document={"asked": request, "environment": contents.get("environment") or {}},
         others=tuple(
-            alternative["configuration"]
-            for alternative in alternatives
-            if alternative.get("configuration")
-            and alternative.get("devices", used) == used
-            and request.get("simulated")
+            plan["configuration"]
+            for plan in alternatives
+            if plan.get("configuration") and plan.get("devices", used) == used and request.get("simulated")
         ),
     )
 

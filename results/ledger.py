@@ -140,7 +140,7 @@ class Ledger:
             metadata: user attributes of the study; a study with different ones is refused.
             knobs: the values of each knob; None for a derived knob.
             make_config: makes a configuration from the stored mapping.
-            exist_ok: whether the study may exist already.
+            exist_ok: True if the study may exist already.
             lossy: the lossy values of the knobs.
 
         Raises:

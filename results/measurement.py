@@ -65,7 +65,7 @@ _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON cannot represent."""
 _NESTED = frozenset({"ranks", "probe", "observed"})
-_MOST_RANKS = 1 << 16
+_MOST_RANKS = 1 << 16  # reports of ranks that are read from an untrusted ledger
 _LONGEST_TEXT = 100_000
 """Characters of a text that are kept."""
 
@@ -270,10 +270,7 @@ class Measurement:
         for name in _names(Measurement):
             value = getattr(self, name)
             if name == "ranks":
-                value = [
-                    {field_name: to_json(getattr(rank, field_name)) for field_name in _names(RankReport)}
-                    for rank in value
-                ]
+                value = [{key: to_json(getattr(rank, key)) for key in _names(RankReport)} for rank in value]
             elif name == "probe":
                 value = None if value is None else value.to_dict()
             elif name == "observed":

@@ -128,12 +128,10 @@ def _read(cls: type, data: Any) -> dict[str, Any]:
     for name, value in values.items():
         if name in _NAMES or name in _LISTS:
             texts = name in _NAMES
-            if not isinstance(value, list | tuple) or (
-                texts and not all(isinstance(element, str) for element in value)
-            ):
+            if not isinstance(value, list | tuple) or (texts and not all(isinstance(item, str) for item in value)):
                 of = "texts" if texts else "numbers"
                 raise UsageError(f"a probe's {name} must be a list of {of}, but got {shortened(value)}")
-            values[name] = tuple(element if texts else _number(name, element) for element in value)
+            values[name] = tuple(item if texts else _number(name, item) for item in value)
         elif name in _COUNTS:
             if not count(value):
                 raise UsageError(f"a probe's {name} must be a whole number, but got {shortened(value)}")

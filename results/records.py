@@ -24,7 +24,7 @@ LARGEST_LEDGER = 32 << 20
 """Largest study.log that is read, bytes."""
 LONGEST_RECORD = 2 << 20
 """Longest line of it, bytes."""
-MOST_RECORDS = 400_000
+MOST_RECORDS = 400_000  # more than ten for each of `MOST_TRIALS`
 MOST_TRIALS = 30_000
 """Largest number of trials of a run that is read."""
 
@@ -197,6 +197,7 @@ def trials_of(
 
 def _numbered(attribute: Any) -> list[tuple[int, Any]]:
     entries = attribute.items() if isinstance(attribute, Mapping) else ()
+    # Numbers of up to 17 digits fit int64.
     return [(int(key), value) for key, value in entries if str(key).isdecimal() and len(str(key)) < 18]
 
 

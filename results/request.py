@@ -142,12 +142,12 @@ def resume(path: Path, request: Mapping[str, Any], storage: str | None) -> tuple
 
 def conflicts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Returns the differences between two requests that prevent resuming the old one's run, as `key: was X, now Y`."""
-    return [difference for key in BINDING for difference in _differences(key, _binding(old, key), _binding(new, key))]
+    return [change for key in BINDING for change in _differences(key, _binding(old, key), _binding(new, key))]
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Returns the differences between two requests that do not prevent resuming, in the same form."""
-    return [difference for key in INFORMATIVE for difference in _differences(key, old.get(key), new.get(key))]
+    return [change for key in INFORMATIVE for change in _differences(key, old.get(key), new.get(key))]
 
 
 def version_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -174,9 +174,7 @@ def _differences(key: str, old: Any, new: Any) -> list[str]:
     old, new = _by_name(old), _by_name(new)
     if isinstance(old, dict) and isinstance(new, dict):
         names = [*old, *(name for name in new if name not in old)]
-        return [
-            difference for name in names for difference in _differences(f"{key}.{name}", old.get(name), new.get(name))
-        ]
+        return [change for name in names for change in _differences(f"{key}.{name}", old.get(name), new.get(name))]
     if schema.number(old) and schema.number(new):
         # A kernel update can change the reported memory of a machine slightly.
         tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0

@@ -238,10 +238,8 @@ def _clean(value: Any, shape: Shape, location: str, faults: list[str]) -> Any:
         expected = "a mapping"
     elif isinstance(shape, list):
         if isinstance(value, list):
-            elements = [
-                _clean(element, shape[0], f"{location}[{index}]", faults) for index, element in enumerate(value)
-            ]
-            return [element for element in elements if element is not _BAD]
+            elements = [_clean(item, shape[0], f"{location}[{index}]", faults) for index, item in enumerate(value)]
+            return [item for item in elements if item is not _BAD]
         expected = "a list"
     elif shape(value):
         return value

@@ -206,12 +206,8 @@ def smallest_need(trials: Sequence[Trial]) -> Trial | None:
 def fails_everywhere(trials: Sequence[Trial]) -> str | None:
     """Returns the reason for which every finished trial crashed, with the first one's log; None if they ended otherwise."""
     finished = [trial.measured for trial in trials if not trial.pending]
-    reasons = {measurement.reason.strip() for measurement in finished if measurement.status is Status.CRASH}
-    if (
-        len(finished) < 2
-        or len(reasons) != 1
-        or any(measurement.status is not Status.CRASH for measurement in finished)
-    ):
+    reasons = {outcome.reason.strip() for outcome in finished if outcome.status is Status.CRASH}
+    if len(finished) < 2 or len(reasons) != 1 or any(outcome.status is not Status.CRASH for outcome in finished):
         return None
     return f"{reasons.pop()}{f' ({log})' if (log := finished[0].log) else ''}"
 

@@ -267,10 +267,8 @@ def _columns(path: str | Path, header_line: str, problems: list[str]) -> list[st
         names = []
     lacking = [name for name in ESSENTIAL if name not in names]
     if lacking:
-        beginning = f"starts with {header_line[:80]!r}" if header_line.strip() else "is empty"
-        raise StudyError(
-            f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {beginning}"
-        )
+        start = f"starts with {header_line[:80]!r}" if header_line.strip() else "is empty"
+        raise StudyError(f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {start}")
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         problems.append(f"{path}: column {', '.join(repeated)} is repeated; the first one counts")
@@ -326,6 +324,7 @@ def _values(name: str, texts: Sequence[str]) -> list[Any]:
 
 
 def _whole(text: str) -> bool:
+    # Longer integers may not fit a float, which a column with a fraction converts them to.
     return len(text) < 300 and _INTEGER.fullmatch(text) is not None
 
 

@@ -216,21 +216,17 @@ def has_value(knobs: Mapping[str, Knob], name: str, value: Value) -> bool:
 
 
 def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
-    without = next(
-        (knob for name, knob in knobs.items() if knob.derived and f"derived knob '{name}' = " in start), None
-    )
-    if without is not None:
+    cause = next((knob for name, knob in knobs.items() if knob.derived and f"derived knob '{name}' = " in start), None)
+    if cause is not None:
         try:
-            problems = resolve(reaching(knobs, [without.name]), (), {}, complete=True).problems
+            problems = resolve(reaching(knobs, [cause.name]), (), {}, complete=True).problems
         except RuleError as error:
             problems = [str(error)]
         return f": {problems[0]}" if problems else ""
     for name, knob in knobs.items():
         if isinstance(knob, DerivedKnob) and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
             mentioned = [knobs[dependency] for dependency in knob.rule.names]
-            inner = [
-                f"{operand.name} = `{operand.rule.text}`" for operand in mentioned if isinstance(operand, DerivedKnob)
-            ]
+            inner = [f"{base.name} = `{base.rule.text}`" for base in mentioned if isinstance(base, DerivedKnob)]
             detail = f", where {' and '.join(inner)}" if inner else ""
             return f": derived knob '{name}' = `{knob.rule.text}` has no value{detail}"
     return ""

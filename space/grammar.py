@@ -147,9 +147,7 @@ class _Translation:
             case ast.Compare():
                 return self.compared(node, depth)
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-                return self.build(
-                    node, _FUNCTIONS[name], *(self.expression(argument, depth + 1) for argument in arguments)
-                )
+                return self.build(node, _FUNCTIONS[name], *(self.expression(arg, depth + 1) for arg in arguments))
             case ast.Call():
                 self.fail("only min(...) and max(...) can be called", node)
         self.refuse(node)

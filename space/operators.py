@@ -81,10 +81,8 @@ class Operator:
         elif self.family == "equality":
             groups = {NUMBER if kind in NUMERIC else kind: (kind, operand) for kind, operand in typed}
             if len(groups) > 1:
-                (kind, operand), (other_kind, other_operand) = groups.values()
-                return (
-                    f"{operand} is {article(kind)} and {other_operand} is {article(other_kind)}: they are never equal"
-                )
+                (kind_a, a), (kind_b, b) = groups.values()
+                return f"{a} is {article(kind_a)} and {b} is {article(kind_b)}: they are never equal"
         elif self.family != "membership":  # its values were converted to the operand's kind before
             for kind, operand in typed:
                 if kind == TEXT:

@@ -33,9 +33,7 @@ class ValidSet:
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
         self.components = [Component(structure, names) for names in structure.components]
-        self._owners = {
-            name: component for component in self.components for name in (*component.names, *component.interned)
-        }
+        self._owners = {name: owner for owner in self.components for name in (*owner.names, *owner.interned)}
         knobs = structure.knobs.values()  # in a configuration, chosen knobs come first
         self._names = [knob.name for knob in sorted(knobs, key=lambda knob: knob.derived)]
         self._tables: list[Choices | TooLarge | None] = [None] * len(self.components)
@@ -270,6 +268,7 @@ class ValidSet:
         rng = np.random.default_rng(seed)
         configurations: dict[Config, None] = {}
         fruitless = 0
+        # Random joins repeat configurations; five draws in a row without a new one end the search.
         while len(configurations) < count and fruitless < 5:
             before_draw = len(configurations)
             tables = self._draw(rng, count)

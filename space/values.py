@@ -89,19 +89,15 @@ def kind_of_all(values: Iterable[Value], what: str) -> str:
     Raises:
         SpaceError: the values are of different kinds.
     """
-    examples: dict[str, Value] = {}
+    kinds: dict[str, Value] = {}
     for value in values:
-        examples.setdefault(kind_of(value), value)
-    if set(examples) == NUMERIC:
+        kinds.setdefault(kind_of(value), value)
+    if set(kinds) == NUMERIC:
         return NUMBER
-    if len(examples) > 1:
-        descriptions = [
-            f"{value!r}" if value is None else f"{value!r} ({_ARTICLE[kind]})" for kind, value in examples.items()
-        ]
-        raise SpaceError(
-            f"{what}: {' and '.join(descriptions)} are of different kinds; a knob's values must be of one kind"
-        )
-    return next(iter(examples))
+    if len(kinds) > 1:
+        texts = [f"{value!r}" if value is None else f"{value!r} ({_ARTICLE[kind]})" for kind, value in kinds.items()]
+        raise SpaceError(f"{what}: {' and '.join(texts)} are of different kinds; a knob's values must be of one kind")
+    return next(iter(kinds))
 
 
 def coerce(value: Any, kind: str | None, what: str) -> Value:

@@ -273,12 +273,8 @@ def _notes(sides: Sequence[ComparedRun]) -> list[str]:
                 f"{side.name} differs from {sides[0].name} in {difference}"
                 for difference in request.conflicts({key: base_request.get(key)}, {key: side_request.get(key)})
             ]
-        versions = [
-            (compared.document or {}).get("environment", {}).get("versions", {}) for compared in (sides[0], side)
-        ]
-        notes += [
-            f"{side.name} differs from {sides[0].name} in {change}" for change in request.version_changes(*versions)
-        ]
+        versions = [(run.document or {}).get("environment", {}).get("versions", {}) for run in (sides[0], side)]
+        notes += [f"{side.name} differs from {sides[0].name} in {line}" for line in request.version_changes(*versions)]
     return notes
 
 

@@ -21,6 +21,7 @@ COLOURS = {
     Status.SKIPPED: "#8a8f98",
 }
 ROWS = 10
+"""Largest number of trials in the table of a notebook."""
 _WIDTH, _HEIGHT, _MARGIN = 640, 150, 8
 
 

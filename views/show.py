@@ -72,23 +72,21 @@ def render(
 
     trials = run.trials()
     selection = selection or listing.Selection(top=top)
-    selected, cut_off = listing.select(trials, selection)
+    picked, cut_off = listing.select(trials, selection)
     requested = listing.chosen_columns(trials, selection.columns)
     for line in [*_head(run), *_outcome(trials, console.encoding)]:
         console.print(Text(fold(line)), soft_wrap=not console.is_terminal)
-    if not selected:
+    if not picked:
         return
     console.print()
-    outcome, knobs, common = (
-        ([_column(selected, name) for name in requested], [], []) if requested else _columns(selected)
-    )
+    outcome, knobs, common = ([_column(picked, name) for name in requested], [], []) if requested else _columns(picked)
     if console.is_terminal:
-        _draw(selected, outcome, knobs, console, reasons=not requested)
+        _draw(picked, outcome, knobs, console, reasons=not requested)
     else:
-        _write(selected, [*outcome, *knobs], console, reasons=not requested)
+        _write(picked, [*outcome, *knobs], console, reasons=not requested)
     if common:
         console.print(Text(fold("the same in all: " + ", ".join(common))), soft_wrap=not console.is_terminal)
-    again = [str(trial.number) for trial in selected if trial.remeasured]
+    again = [str(trial.number) for trial in picked if trial.remeasured]
     if again and not requested:
         many = len(again) > 1
         sentence = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
@@ -120,8 +118,8 @@ def _head(run: RunFolder | View) -> list[str]:
     return head + [f"note: {fold(problem)}" for problem in getattr(run, "problems", ())]
 
 
-def _state(run: View) -> str:
-    """Returns a line for a run that is running or was stopped; empty for any other run."""
+def _state(run: View) -> str | None:
+    """Returns a line for a run that is running or was stopped; None for any other run."""
     contents = best.read(run.path, [])
     finished = [trial for trial in run.trials() if not trial.pending]
     covers = best.confirmed(finished, contents) is not None
@@ -129,7 +127,7 @@ def _state(run: View) -> str:
     if current == state.RUNNING:
         return "running"
     if current != state.STOPPED:
-        return ""
+        return None
     again = (run.document or {}).get("asked", {}).get("request")
     return "stopped" + (f": `redline tune --out {shlex.quote(str(run.path))} --resume` continues it" if again else "")
 

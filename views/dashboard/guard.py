@@ -65,12 +65,8 @@ class Guard:
                 query_left = urlencode([pair for pair in query if pair[0] != "token"])
                 path = scope["path"] if scope["path"].startswith("/") and not scope["path"].startswith("//") else "/"
                 stored_cookie = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-                await _answer(
-                    guarded,
-                    303,
-                    "",
-                    {"location": path + ("?" + query_left if query_left else ""), "set-cookie": stored_cookie},
-                )
+                location = path + ("?" + query_left if query_left else "")
+                await _answer(guarded, 303, "", {"location": location, "set-cookie": stored_cookie})
                 return
             if not self._is_token(_cookie(headers, cookie)) and not self._is_token(_bearer(headers)):
                 await _answer(
@@ -98,10 +94,10 @@ def with_headers(send: Any, headers: Mapping[str, str]) -> Any:
     return send_with_headers
 
 
-def _host(header: str) -> str:
-    """Returns the host name in a Host header, without the port (RFC 9110, 7.2); empty if the header has any other form."""
+def _host(header: str) -> str | None:
+    """Returns the host name in a Host header, without the port (RFC 9110, 7.2); None if the header has any other form."""
     match = _NAME.fullmatch(header.strip().lower())
-    return match[1] if match else ""
+    return match[1] if match else None
 
 
 def _cookie(headers: dict[str, str], name: str) -> str | None:

@@ -19,7 +19,7 @@ PORT = 8420
 TRIES = 100
 """Ports that are tried, from the requested one upwards."""
 
-SHORTEST_TOKEN = 12
+SHORTEST_TOKEN = 12  # about 72 bits, if its characters are random
 
 
 def serve(

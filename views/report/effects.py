@@ -60,7 +60,7 @@ def _fit(described: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | 
 
     count = len(y)
     total = float(((y - y.mean()) ** 2).sum())
-    if total <= 1e-18:
+    if total <= 1e-18:  # all throughputs are equal, apart from rounding
         return None
     # The columns are centred so that the mean is not penalised.
     x = np.concatenate(blocks, axis=1)
@@ -78,19 +78,17 @@ def _fit(described: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | 
     for knob, block in zip(described, blocks):
         end = begin + block.shape[1]
         share = block.mean(axis=0)
-        centred = terms[begin:end] - share @ terms[begin:end]
-        variances.append(float(share @ centred**2))
+        effect = terms[begin:end] - share @ terms[begin:end]
+        variances.append(float(share @ effect**2))
         for index, value in enumerate(knob["values"]):
             if not block[:, index].any():
                 continue
             # The error of the distance of a value from the mean of the knob.
             against = np.eye(end - begin)[index] - share
             error = math.sqrt(max(float(against @ covariance[begin:end, begin:end] @ against), 0.0))
-            value["effect"] = math.exp(centred[index])
-            value["effect_low"], value["effect_high"] = (
-                math.exp(centred[index] - error),
-                math.exp(centred[index] + error),
-            )
+            value["effect"] = math.exp(effect[index])
+            value["effect_low"] = math.exp(effect[index] - error)
+            value["effect_high"] = math.exp(effect[index] + error)
         begin = end
     if explained <= 0 or sum(variances) <= 0:
         return 0.0

@@ -96,14 +96,12 @@ def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -
 
 def environment(request: Mapping[str, Any] | None, best: Mapping[str, Any] | None) -> list[list[Any]]:
     """Returns groups of facts about the environment, each a title and pairs of a name and a text."""
-    facts_by_group = (best or {}).get("environment") or (request or {}).get("environment") or {}
-    if not isinstance(facts_by_group, Mapping):
+    source = (best or {}).get("environment") or (request or {}).get("environment") or {}
+    if not isinstance(source, Mapping):
         return []
     groups = []
     for key, title in (("devices", "Devices"), ("host", "Machine"), ("versions", "Versions")):
-        facts = facts_by_group.get(key) or (
-            (request or {}).get("asked", {}).get("devices") if key == "devices" else None
-        )
+        facts = source.get(key) or ((request or {}).get("asked", {}).get("devices") if key == "devices" else None)
         if isinstance(facts, Mapping):
             pairs = [
                 [str(name).replace("_mib", "").replace("_", " "), _fact(name, value)]
