@@ -172,7 +172,7 @@ def no_fsdp_on_a_cpu(setup: ExportInput) -> bool:
 def read_lora(reader: SettingsReader, rank: int, target: object, alpha: int | None) -> None:
     """Reads adapters, in the format of `--lora`."""
     names = (
-        [str(module) for module in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
+        [str(layer) for layer in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
     )
     chosen = "all-linear" if not names or names == ["all"] else "+".join(names)
     reader.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"

@@ -233,24 +233,20 @@ def _edited(
     framework = find_framework(source.framework)
     reader = SettingsReader(source.settings, source.where, by_last=framework.by_last)
     mine = knobs & set(framework.knobs)
-    old_settings = framework.settings(old, reader, mine)
-    new_settings = framework.settings(new, reader, mine)
-    keys = [
-        key
-        for key in {**old_settings, **new_settings}
-        if old_settings.get(key) != new_settings.get(key) and (removing or key in new_settings)
-    ]
+    present = framework.settings(old, reader, mine)
+    wanted = framework.settings(new, reader, mine)
+    keys = [key for key in {**present, **wanted} if present.get(key) != wanted.get(key) and (removing or key in wanted)]
     replaced = {plain(reader.name(key)) for key in keys}
-    other_settings = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
-    added = {reader.name(key): new_settings[key] for key in keys if new_settings.get(key) is not None}
+    untouched = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
+    added = {reader.name(key): wanted[key] for key in keys if wanted.get(key) is not None}
     unchanged = {
         key
         for key in keys
-        if new_settings.get(key) is not None and reader.has(key) and same_setting(reader.get(key), new_settings[key])
+        if wanted.get(key) is not None and reader.has(key) and same_setting(reader.get(key), wanted[key])
     }
     changed = [key for key in keys if key not in unchanged]
-    return replace(source, settings=other_settings | added), [
-        _change(source, reader, key, new_settings.get(key)) for key in changed
+    return replace(source, settings=untouched | added), [
+        _change(source, reader, key, wanted.get(key)) for key in changed
     ]
 
 
@@ -484,17 +480,10 @@ def _with_files(
                 own_settings |= {f"fsdp_config.{key}": field_value for key, field_value in file_settings.items()}
                 continue
         file_name = str(file) if file is not None else value
-        sources.append(
-            _source(
-                kind,
-                file_settings,
-                file_name,
-                "json" if file_name.endswith(".json") else Path(file_name).suffix.lstrip("."),
-            )
-        )
-    own_settings, facts["unset"] = _without_variables(
-        framework, own_settings, commands=form not in ("toml", "yaml", "json")
-    )
+        file_form = "json" if file_name.endswith(".json") else Path(file_name).suffix.lstrip(".")
+        sources.append(_source(kind, file_settings, file_name, file_form))
+    commands = form not in ("toml", "yaml", "json")
+    own_settings, facts["unset"] = _without_variables(framework, own_settings, commands=commands)
     sources.append(_source(framework.name, own_settings, where, form))
     return sources, facts
 
@@ -504,29 +493,23 @@ def _without_variables(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings without unset variables, and the sizes that are unknown without them, by redline's option. An option of a
     command that has only such a value is a flag."""
-    options = {
-        plain(key): f"--fix {knob_settings.knob}=N"
-        for knob_settings in framework.knobs.values()
-        for key in knob_settings.keys
-    }
+    options = {plain(key): f"--fix {knob}=N" for knob, table in framework.knobs.items() for key in table.keys}
     options |= {plain(key): "--seq-len N" for key in framework.seq_len}
     options |= {plain(key): "--model MODEL" for key in framework.model}
     kept_settings: dict[str, Any] = {}
     unset: dict[str, str] = {}
     for name, value in settings.items():
-        elements = value if isinstance(value, list) else [value]
-        set_elements = [element for element in elements if not (isinstance(element, str) and "$" in element)]
-        if len(set_elements) == len(elements):
+        items = value if isinstance(value, list) else [value]
+        literals = [item for item in items if not (isinstance(item, str) and "$" in item)]
+        if len(literals) == len(items):
             kept_settings[name] = value
             continue
         total = plain(name).endswith(("global_batch_size", "train_batch_size")) and "per_device" not in plain(name)
         option = options.get(plain(name), "--global-batch N" if total else None)
-        if option is not None and elements[0] not in set_elements:
-            unset[option] = f"{name.lstrip('-')} = {elements[0]}"
+        if option is not None and items[0] not in literals:
+            unset[option] = f"{name.lstrip('-')} = {items[0]}"
         elif commands:
-            kept_settings[name] = (
-                True if not set_elements else set_elements[0] if len(set_elements) == 1 else set_elements
-            )
+            kept_settings[name] = True if not literals else literals[0] if len(literals) == 1 else literals
         else:
             kept_settings[name] = value
     return kept_settings, unset

@@ -377,18 +377,16 @@ def _read(reader: SettingsReader) -> None:
 
 
 def read_optimizer(reader: SettingsReader, name: object) -> None:
-    """Takes the optimizer's states into account; redline's own AdamW has two in float32."""
+    """Takes the states of the optimizer into account; redline's own AdamW has two in float32."""
     lowered = str(name or "").lower()
-    kind_of_states = next((kind for name_part, kind in OPTIMIZERS.items() if name_part in lowered), None)
-    if kind_of_states is not None:
-        reader.conventions["optimizer"] = kind_of_states
+    optimizer = next((optimizer for word, optimizer in OPTIMIZERS.items() if word in lowered), None)
+    if optimizer is not None:
+        reader.conventions["optimizer"] = optimizer
     if "8bit" in lowered:
         reader.conventions["optimizer_dtype"] = "int8"
-    elif kind_of_states is None and any(
-        name_part in lowered for name_part in ("4bit", "galore", "apollo", "lomo", "muon")
-    ):
+    elif optimizer is None and any(word in lowered for word in ("4bit", "galore", "apollo", "lomo", "muon")):
         reader.note(
-            f"{reader.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two states in float32 for it"
+            f"{reader.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two optimizer in float32 for it"
         )
 
 

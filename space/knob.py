@@ -51,20 +51,20 @@ class Knob(Expression):
     ) -> None:
         self.name = check_name(name)
         self.names = (self.name,)
-        self._what = f"knob '{name}'"
+        self._subject = f"knob '{name}'"
         declared = self._scalars(values, "values")
         extra = self._scalars(others, "others") if others is not None else None
         if not declared:
-            raise SpaceError(f"{self._what} has no values; give at least one")
-        self.kind = kind_of_all([*declared, *(extra or ())], self._what)
-        self.others = None if extra is None else tuple(coerce(value, self.kind, self._what) for value in extra)
+            raise SpaceError(f"{self._subject} has no values; give at least one")
+        self.kind = kind_of_all([*declared, *(extra or ())], self._subject)
+        self.others = None if extra is None else tuple(coerce(value, self.kind, self._subject) for value in extra)
         """Further values that `fix` and `override` accept; None for any of the kind."""
         self.when = when
         """Condition under which the knob exists; None for always."""
         self.help = help
         """Description, in a line."""
         if monotone_memory not in (-1, 0, 1):
-            raise SpaceError(f"{self._what}: monotone_memory is -1, 0 or 1, but got {monotone_memory!r}")
+            raise SpaceError(f"{self._subject}: monotone_memory is -1, 0 or 1, but got {monotone_memory!r}")
         self.monotone_memory = monotone_memory
         """1: larger values need more memory; -1: less; 0: unknown. For a flag, True is larger than False."""
         self._assign(self._unique(declared))
@@ -86,7 +86,7 @@ class Knob(Expression):
         Raises:
             SpaceError: not one of the knob's values; the message names the nearest.
         """
-        value = coerce(value, self.kind, self._what)
+        value = coerce(value, self.kind, self._subject)
         if value not in self._codes:
             raise self._unknown(value, self.values)
         return value
@@ -105,7 +105,7 @@ class Knob(Expression):
         Raises:
             SpaceError: `text` is not of the knob's kind.
         """
-        return from_text(text, self.kind, self._what)
+        return from_text(text, self.kind, self._subject)
 
     def column(self, codes: np.ndarray) -> np.ndarray:
         """Values at `codes`, any shape: bool, int64, float64, or object for text."""
@@ -142,26 +142,26 @@ class Knob(Expression):
 
     def _scalars(self, values: Any, argument: str) -> list[Value]:
         if isinstance(values, set | frozenset):
-            raise SpaceError(f"{self._what}: {argument} must be a list, which has an order, but got a set")
+            raise SpaceError(f"{self._subject}: {argument} must be a list, which has an order, but got a set")
         if isinstance(values, str | bytes | Expression) or not hasattr(values, "__iter__"):
-            raise SpaceError(f"{self._what}: {argument} must be a list, but got {values!r}")
+            raise SpaceError(f"{self._subject}: {argument} must be a list, but got {values!r}")
         if hasattr(values, "__len__") and len(values) > MAX_VALUES:
-            raise SpaceError(f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step")
-        return [python_scalar(value, f"{self._what}: a value") for value in values]
+            raise SpaceError(f"{self._subject}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step")
+        return [python_scalar(value, f"{self._subject}: a value") for value in values]
 
     def _unknown(self, value: Value, valid_values: Sequence[Value]) -> SpaceError:
         near = nearest(value, valid_values)
         hint = f"; the nearest is {near!r}" if near is not None else ""
-        return SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(valid_values)}")
+        return SpaceError(f"{self._subject} has no value {value!r}{hint}. Values: {listing(valid_values)}")
 
     def _unique(self, plain_values: Sequence[Value]) -> tuple[Value, ...]:
         if not plain_values:
-            raise SpaceError(f"{self._what} has no values; give at least one")
-        values = [coerce(value, self.kind, self._what) for value in plain_values]
+            raise SpaceError(f"{self._subject} has no values; give at least one")
+        values = [coerce(value, self.kind, self._subject) for value in plain_values]
         seen: set[Value] = set()
         for value in values:
             if value in seen:
-                raise SpaceError(f"{self._what} lists {value!r} twice")
+                raise SpaceError(f"{self._subject} lists {value!r} twice")
             seen.add(value)
         return tuple(values)
 
@@ -191,7 +191,7 @@ class DerivedKnob(Knob):
     def __init__(self, name: str, rule: "Rule", help: str = "") -> None:
         self.name = check_name(name)
         self.names = (self.name,)
-        self._what = f"knob '{name}'"
+        self._subject = f"knob '{name}'"
         self.rule = rule
         """Expression or callable that computes it."""
         self.kind = rule.kind
@@ -203,7 +203,7 @@ class DerivedKnob(Knob):
         Raises:
             SpaceError: `value` is of another kind.
         """
-        return coerce(value, self.kind, self._what)
+        return coerce(value, self.kind, self._subject)
 
     def hull(self, codes: np.ndarray | slice = slice(None)) -> Interval:
         return UNKNOWN

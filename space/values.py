@@ -18,7 +18,7 @@ NUMERIC = frozenset({INTEGER, NUMBER})
 _ARTICLE = {FLAG: "a flag", INTEGER: "an integer", NUMBER: "a number", TEXT: "text"}
 
 
-def python_scalar(value: Any, what: str = "value") -> Value:
+def python_scalar(value: Any, subject: str = "value") -> Value:
     """Converts `value` to a Python scalar, such as numpy's scalars.
 
     Raises:
@@ -40,15 +40,15 @@ def python_scalar(value: Any, what: str = "value") -> Value:
             value = float(value)
         else:
             raise SpaceError(
-                f"{what} must be a bool, an int, a float, a text or None, but got {value!r} "
+                f"{subject} must be a bool, an int, a float, a text or None, but got {value!r} "
                 f"of type {type(value).__name__}{_instead_of(value)}"
             )
     if isinstance(value, int):
         if abs(value) > INTEGER_LIMIT:
-            raise SpaceError(f"{what} must fit 64 bits, but got {value}")
+            raise SpaceError(f"{subject} must fit 64 bits, but got {value}")
         return value
     if not math.isfinite(value):
-        raise SpaceError(f"{what} must be finite, but got {value}")
+        raise SpaceError(f"{subject} must be finite, but got {value}")
     return value + 0.0  # -0.0 and 0.0 are the same value
 
 
@@ -83,7 +83,7 @@ def is_number(value: Value) -> TypeGuard[int | float]:
     return kind_of(value) in NUMERIC
 
 
-def kind_of_all(values: Iterable[Value], what: str) -> str:
+def kind_of_all(values: Iterable[Value], subject: str) -> str:
     """The common kind of all `values`; integers among floats are numbers.
 
     Raises:
@@ -96,17 +96,19 @@ def kind_of_all(values: Iterable[Value], what: str) -> str:
         return NUMBER
     if len(kinds) > 1:
         texts = [f"{value!r}" if value is None else f"{value!r} ({_ARTICLE[kind]})" for kind, value in kinds.items()]
-        raise SpaceError(f"{what}: {' and '.join(texts)} are of different kinds; a knob's values must be of one kind")
+        raise SpaceError(
+            f"{subject}: {' and '.join(texts)} are of different kinds; a knob's values must be of one kind"
+        )
     return next(iter(kinds))
 
 
-def coerce(value: Any, kind: str | None, what: str) -> Value:
+def coerce(value: Any, kind: str | None, subject: str) -> Value:
     """Converts `value` to the type of a knob of `kind`: 0 becomes 0.0 for a number, 2.0 becomes 2 for an integer.
 
     Raises:
         SpaceError: `value` is of another kind. True is not 1, and '2' is not 2.
     """
-    value = python_scalar(value, what)
+    value = python_scalar(value, subject)
     value_kind = kind_of(value)
     if kind is None or value_kind == kind:
         return value
@@ -115,10 +117,10 @@ def coerce(value: Any, kind: str | None, what: str) -> Value:
     if kind == INTEGER and value_kind == NUMBER and value.is_integer() and abs(value) <= 2**53:
         return int(value)
     nature = "" if value is None else f", which is {_ARTICLE[value_kind]}"
-    raise SpaceError(f"{what} is {_ARTICLE[kind]}, but got {value!r}{nature}")
+    raise SpaceError(f"{subject} is {_ARTICLE[kind]}, but got {value!r}{nature}")
 
 
-def from_text(text: str, kind: str | None, what: str) -> Value:
+def from_text(text: str, kind: str | None, subject: str) -> Value:
     """Parses `text` for a knob of `kind`, as on a command line.
 
     Raises:
@@ -133,13 +135,13 @@ def from_text(text: str, kind: str | None, what: str) -> Value:
     if kind != FLAG:
         for read in (int, float):
             try:
-                return coerce(read(text), kind, what)
+                return coerce(read(text), kind, subject)
             except ValueError:  # a SpaceError is a ValueError too
                 continue
     if kind is None:
         return text
     hint = "; give true or false" if kind == FLAG else ""
-    raise SpaceError(f"{what} is {_ARTICLE[kind]}, but got {text!r}{hint}")
+    raise SpaceError(f"{subject} is {_ARTICLE[kind]}, but got {text!r}{hint}")
 
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
