@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any, TypeVar
 
 from ..base.device import Device
@@ -39,6 +40,8 @@ SAID_S = 5.0
 """Time until the user is told what a trial waits for, s."""
 ANSWER_S = 15.0
 """Time for the hosts of a trial to answer, s."""
+LONGEST_COMMAND = 60
+"""Number of characters of another job's command that are shown."""
 GROUP = "redline"
 """First word of the names of placement groups."""
 
@@ -520,7 +523,7 @@ def _users() -> list[str]:
     searches = {name.rpartition(" #")[0]: None for name in placed if name.startswith(f"{GROUP} ")}
     own = ray.get_runtime_context().get_job_id()
     commands = [job["Entrypoint"] for job in state.jobs() if not job["IsDead"] and job["JobID"] != own]
-    others = {f"`{command}`": None for command in commands if ".ray_driver" not in command}
+    others = {f"`{shorten(command, LONGEST_COMMAND)}`": None for command in commands if ".ray_driver" not in command}
     return [*searches, *others]
 
 
