@@ -13,7 +13,10 @@ _REPLACEMENTS = {
     ("command", "compare"): "`redline show RUN RUN...` compares runs",
     ("command", "logs"): "`redline results ID -f` shows the events of a search, `--trial N` the output of a trial",
     ("command", "cancel"): "`redline queue --cancel ID` ends a search",
-    ("option", "--stop-on-error"): "a number of devices without a result says why, and the next one follows",
+    (
+        "option",
+        "--stop-on-error",
+    ): "a number of devices without a result has the reason in its row, and the next one follows",
     ("option", "--strong"): "leave it out: the global batch is constant without --weak",
     ("option", "--skip-bad-rows"): "leave bad rows out of the data, for example by the filter of datasets",
     ("option", "--from"): "write the knobs into --space FILE, or give them by --set KNOB=A,B,C",

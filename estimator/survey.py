@@ -350,7 +350,7 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
     found = _nearest(space, {name: value for name, value in values.items() if name not in named})
     if "strategy" in named:
         if values.get("checkpoint_ratio"):
-            raise SpaceError("a strategy says by ckpt which blocks are recomputed: leave checkpoint_ratio out")
+            raise SpaceError("the items ckpt of a strategy select the recomputed blocks: leave checkpoint_ratio out")
         found = Config({name: value for name, value in found.items() if name != "checkpoint_ratio"})
     return Config({**found, **named}) if named else found
 

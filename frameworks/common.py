@@ -10,7 +10,7 @@ from .framework import SettingsReader
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
-DDP_HOOK = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate asks for it"
+DDP_HOOK = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate enables it"
 FSDP_OFFLOAD = "offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too"
 FSDP_ZERO_1 = "zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)"
 

@@ -76,8 +76,8 @@ def config(setup: ExportInput) -> dict[str, Any]:
         return nested(setup.tuned(KNOBS))
     if setup.tp > 1 and setup.pp > 1:
         raise UsageError(
-            f"cannot export trial {setup.trial.number} to deepspeed: tp={setup.tp} with pp={setup.pp} is "
-            "nothing that DeepSpeed runs from a file, since its AutoTP cuts Hugging Face models and its "
+            f"cannot export trial {setup.trial.number} to deepspeed: DeepSpeed cannot run "
+            f"tp={setup.tp} with pp={setup.pp} from a file, since its AutoTP cuts Hugging Face models and its "
             "pipelines take a PipelineModule; megatron, torchtitan and python have both"
         )
     document: dict[str, Any] = {}

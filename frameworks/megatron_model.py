@@ -42,7 +42,7 @@ def model_flags(setup: ExportInput) -> list[str]:
         return []
     setup.note(
         "the tokenizer, the data and the learning rate are yours; --vocab-size is the model's, which "
-        "Megatron pads to a multiple of 128 x tp, and what a tokenizer has counts instead where one is given"
+        "Megatron pads to a multiple of 128 x tp; if a tokenizer is given, its size counts instead"
     )
     _note_uneven_stages(setup)
     return _sizes(setup) + _family(setup) + _dropout(shape)
@@ -108,8 +108,8 @@ def _family(setup: ExportInput) -> list[str]:
     family, activation = shape["family"], shape.get("activation")
     if family not in FAMILIES:
         setup.note(
-            f"of the family {family} only the sizes are known to this export: its norm, activation, biases "
-            "and positions are yours, where Megatron has them"
+            f"this export knows only the sizes of the family {family}: its norm, activation, biases and positions are "
+            "yours, if Megatron has them"
         )
         return []
     flags, activations = FAMILIES[family]

@@ -541,7 +541,7 @@ RULES: Sequence[Rule] = (
         "tp of a run",
         "strategy tp",
         _uneven_tp,
-        "tp of each run of the strategy must divide tp, the ranks that share what is in no block",
+        "tp of each run of the strategy must divide tp, the ranks that share the modules outside of blocks",
     ),
     _rule(
         "sequences of a run's model",
@@ -559,7 +559,7 @@ RULES: Sequence[Rule] = (
         "ring of a run beside heads",
         "strategy sp cp",
         _ring_among_heads,
-        "where all ranks exchange heads (sp), those that a run frees do so too: leave cp out of the run and use its sp",
+        "if all ranks exchange heads (sp), those that a run frees do so too: leave cp out of the run and use its sp",
     ),
     _rule(
         "tokens of a run",
@@ -611,7 +611,7 @@ RULES: Sequence[Rule] = (
         "recomputed blocks",
         "strategy checkpoint_ratio",
         lambda k, context: (k.checkpoint_ratio > 0) & _where(k, lambda runs: True),
-        "a strategy says by ckpt which blocks are recomputed: checkpoint_ratio must be 0",
+        "the items ckpt of a strategy select the recomputed blocks: checkpoint_ratio must be 0",
     ),
     _rule(
         "groups of a run",
@@ -755,7 +755,7 @@ RULES: Sequence[Rule] = (
         "attention of a ring",
         "cp attention strategy",
         lambda k, context: ((k.cp > 1) | _ring_of_runs(k)) & one_of(k.attention, _OTHER_ATTENTION),
-        "a ring attends by its own code, which computes blocks by torch's flash attention where attention is sdpa",
+        "a ring has its own attention, which uses torch's flash attention if attention is sdpa",
     ),
 )
 """All rules; the first broken one gives the reason."""

@@ -158,7 +158,7 @@ class History:
             return
         assert isinstance(step, int), "checked above"
         again = step_before(line, self.step)
-        if again is not None:
+        if again is not None:  # the steps after it are repeated: their earlier values are removed
             for curve in (*self.curves.values(), self.held_out):
                 curve.back(again)
         if kind in ("step", "evaluation", "resumed"):

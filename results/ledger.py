@@ -305,6 +305,7 @@ class Ledger:
             trial = self._lookup(number)
             if not trial.pending:
                 raise StudyError(f"trial {number} has already finished ({trial.measured.status})")
+            # In memory first, so that `trials` has the outcome even if the storage fails.
             done = self._trials[number] = replace(trial, measurement=measurement)
             try:
                 with contained(self._origin):

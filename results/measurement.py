@@ -303,7 +303,7 @@ class Measurement:
 def _rank(data: Any) -> dict[str, Any]:
     values = _from_json(RankReport, data)
     if values.get("rank") is None:
-        raise UsageError("a rank's report does not say which rank it is")
+        raise UsageError("a rank's report has no rank")
     values["allocation_retries"] = values.get("allocation_retries") or 0
     return values
 

@@ -86,6 +86,7 @@ def replay(data: bytes, origin: str) -> dict[int, StoredStudy]:
                 raise Malformed(f"it has the unknown operation {shortened(kind)}")
             if kind == _CREATE_STUDY:
                 name = _field(record, "study_name", str)
+                # Optuna refuses a second study of the same name, without a number for it.
                 if all(study.name != name for study in studies.values()):
                     studies[created] = StoredStudy(name)
                     created += 1
@@ -97,7 +98,7 @@ def replay(data: bytes, origin: str) -> dict[int, StoredStudy]:
                     study.attributes.update(attributes)
             elif kind == _CREATE_TRIAL:
                 study = studies.get(_field(record, "study_id", int))
-                if study is None:
+                if study is None:  # a deleted one; Optuna gives its new trials no number
                     continue
                 if len(by_id) >= MOST_TRIALS:
                     raise StudyError(f"{origin} has more than {MOST_TRIALS:,} trials")

@@ -120,6 +120,7 @@ class RunFolder:
                 folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
                 _make_logs(path)
                 rows.write()
+                # Last, so that a run that could not be resumed is not recorded as resumed.
                 if resumed:
                     write_yaml(path / RUN, document)
             except OSError as error:
@@ -230,7 +231,7 @@ class RunFolder:
         Raises:
             StudyError: the trial does not exist, or the ledger could not be written.
         """
-        self._stale.add(number)
+        self._stale.add(number)  # before the ledger: after an interrupt in between, `close` writes the row
         trial = self.ledger.remeasure(number, throughputs, failure)
         self._tabulate(trial)
         self._stale.discard(number)

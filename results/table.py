@@ -70,7 +70,7 @@ class Table:
         place = bisect.bisect_left(self._numbers, trial.number)
         if place == len(self._rows):
             self._new.append(data)
-        else:
+        else:  # a row in the middle
             self._size = None
         if trial.number in self:
             self._rows[place] = data

@@ -115,7 +115,7 @@ class LogReader:
         self._at += len(data)
         self.unread = max(0, about.st_size - self._at)
         *complete, self._rest = (self._rest + data).split(b"\n")
-        if complete and self._skips:
+        if complete and self._skips:  # the end of a line longer than `LONGEST_LINE`
             complete, self._skips = complete[1:], False
         if len(self._rest) > LONGEST_LINE:
             self.damaged += not self._skips

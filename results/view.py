@@ -17,8 +17,8 @@ from .trained import holds_training
 
 
 def instead_of_run(path: Path) -> str:
-    """Returns what a folder without a run contains instead, as the end of a message; empty if it is neither a training
-    nor a folder of runs.
+    """Returns the end of a message about a folder without a run: the training or the runs that it contains; empty if it
+    contains neither.
     """
     if holds_training(path):
         return f"; it contains a training, which `redline dashboard {path.parent}` shows"

@@ -219,7 +219,7 @@ def test_the_export_of_a_simulated_run_says_so(capsys, simulated, target):
 
 def test_deepspeed_refuses_its_tp_beside_pp(capsys, simulated):
     code, out, err = export(capsys, simulated, "--to", "deepspeed")
-    assert (code, out) == (2, "") and "tp=4 with pp=2 is nothing that DeepSpeed runs from a file" in err
+    assert (code, out) == (2, "") and "DeepSpeed cannot run tp=4 with pp=2 from a file" in err
 
 
 def test_a_simulated_run_is_started_on_the_hosts_of_its_hardware(capsys, simulated, tmp_path):

@@ -673,7 +673,7 @@ def test_replicas_that_are_one_group_need_no_word(target, form):
 
 
 def test_deepspeed_refuses_tp_beside_pp():
-    with pytest.raises(UsageError, match="tp=2 with pp=2 is nothing that DeepSpeed runs from a file"):
+    with pytest.raises(UsageError, match="DeepSpeed cannot run tp=2 with pp=2 from a file"):
         render("deepspeed", trial(tp=2, pp=2, micro_batch=1, grad_accum=2), DOCUMENT)
     assert parsed("deepspeed", tp=2, micro_batch=1, grad_accum=2)[0]["tensor_parallel"] == {"autotp_size": 2}
 

@@ -779,7 +779,7 @@ def test_model_settings_that_megatron_lacks_are_stated():
         return " ".join(render("megatron", trial, {"asked": asked}).notes)
 
     assert "no parallel residual" in notes("gpt-neox-20b") and "no parallel residual" not in notes("llama3-8b")
-    assert "of the family opt only the sizes are known" in notes("opt-350m")
+    assert "this export knows only the sizes of the family opt" in notes("opt-350m")
     assert "pp=3: 32 layers are not a multiple of the stages" in notes("llama3-8b", pp=3)
     assert "no multiple" not in notes("llama3-8b", pp=4)
     assert "by a factor of 32: Megatron parses --rope-scaling-factor, but" in notes("llama3.2-1b")

@@ -153,7 +153,7 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
     ranks = []
     for side in zip(*pairs):
         _, places, ties = np.unique(side, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(ties) - (ties - 1) / 2)[places])
+        ranks.append((np.cumsum(ties) - (ties - 1) / 2)[places])  # equal values share the mean of their ranks
     if any(np.ptp(side) == 0 for side in ranks):
         return None
     predicted_ranks, measured_ranks = ranks

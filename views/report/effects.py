@@ -69,8 +69,9 @@ def _fit(described: list[dict[str, Any]], blocks: list[Any], y: Any) -> float | 
     inverse = np.linalg.inv(gram + np.eye(len(gram)))
     terms = inverse @ (x.T @ (y - y.mean()))
     residual = y - y.mean() - x @ terms
-    leverage = np.einsum("ij,jk,ik->i", x, inverse, x) + 1 / count
+    leverage = np.einsum("ij,jk,ik->i", x, inverse, x) + 1 / count  # 1 / count: of the mean, which is fitted too
     left_out = residual / np.maximum(1 - leverage, 1e-9)
+    # The total is that of predictions by the mean of the other trials.
     explained = 1 - float((left_out**2).sum()) / (total * (count / (count - 1)) ** 2)
     freedom = max(count - 1 - float(np.trace(inverse @ gram)), 1.0)
     covariance = inverse @ gram @ inverse * (float((residual**2).sum()) / freedom)
