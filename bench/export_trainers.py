@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from redline.models import workload
 from redline.models.batches import make_batch
+from redline.schedule.materialise import materialise
 from redline.training.training import MAX_STEPS_OF_DATA, seeded
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -125,8 +126,9 @@ class Task:
         self.workload = workload(options.model, seq_len=options.seq_len, global_batch=options.global_batch)
 
     def model(self) -> torch.nn.Module:
-        with seeded(0, DEVICE), DEVICE:
+        with seeded(0, torch.device("cpu")), torch.device("meta"):
             model = self.workload.build_model({"attention": self.options.attention}).train()
+        materialise(model, DEVICE, 0, hub=model)
         # For the Trainer, which otherwise takes their loss to be a sum over labels.
         if self.workload.model.task in ("masked", "seq2seq"):
             model.accepts_loss_kwargs = False
