@@ -12,10 +12,9 @@ import click
 
 from ..base.errors import UsageError
 from ..base.forked import started
-from ..base.option import Option, check_options, options_of as declared
+from ..base.option import Option, check_options
 from ..base.reading import path_of
 from ..base.writing import as_data, write_atomic
-from ..estimator.facts.model_facts import Shape
 from ..models.request import ModelRequest, SpaceRequest
 from ..tuner.budget import parse_memory
 from .options import TRAINERS, command_line, options_of, request_of, values_of
@@ -24,7 +23,6 @@ from .status import Status
 if TYPE_CHECKING:
     from ..estimator.document import EstimateDocument
     from ..estimator.request import EstimateRequest
-    from ..results import Trial
 
 EXAMPLES = """\b
 Examples:
@@ -33,15 +31,8 @@ Examples:
   redline estimate llama3-8b --hardware a100-80gb --devices 32 --global-batch 256 --fix tp=8 --explain
   redline estimate llama3-8b --hardware h100 --devices 64 --framework megatron
   redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
-  redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
-                   --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
-  redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by the trials of a run
+  redline estimate path/to/config.json --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
 """
-OF_MAPPINGS = (
-    *("experts", "experts_per_token", "expert_intermediate", "shared_intermediate", "dense_layers"),
-    *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"),
-)
-"""Shape numbers that are not options."""
 HELP = {"devices": "Devices of one trial.  [default: 1 with --hardware, otherwise all present]"}
 NOTHING_FITS = 3
 """Exit code if no configuration is predicted to fit."""
@@ -64,13 +55,12 @@ class EstimateOptions:
         Option("Memory of a device, such as 40GiB.  [default: all]", check=parse_memory, metavar="SIZE"),
     ] = None
     framework: Annotated[str, Option(f"Trainer: {', '.join(TRAINERS)}.", metavar="NAME")] = "redline"
-    trials_from: Annotated[str | None, Option("Correct the predictions by a run's trials.", metavar="RUN")] = None
     layerwise: Annotated[bool, Option("Refine the winner: choose checkpointing for each block.")] = False
     explain: Annotated[bool, Option("Show the parts of memory and time.")] = False
 
 
 @click.command(epilog=EXAMPLES)
-@options_of(ModelRequest, SpaceRequest, EstimateOptions, Shape, without=OF_MAPPINGS, help=HELP)
+@options_of(ModelRequest, SpaceRequest, EstimateOptions, without=("data",), help=HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
@@ -89,16 +79,14 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     again = command_line(ctx)
     asked = EstimateOptions(**{each.name: options.pop(each.name) for each in fields(EstimateOptions)})
     check_options(asked)
-    shape = _shape(options)
     output = asked.out
-    given = request_of(options, shape)
+    given = request_of(options)
     single = config_of(asked.config) if asked.config else None
     if output is not None and single is not None:
         raise UsageError(
             "--out writes the plans of a space, but --config selects one configuration: use only one of them"
         )
     limit_mib = parse_memory(asked.memory_limit)
-    trials = None if asked.trials_from is None else _trials_of(asked.trials_from)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
     with Status() as status, without_collection():
         status.update("reading the model")
@@ -110,7 +98,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         beside: list[Any] = []
 
         def before_tracing() -> None:
-            if shape is None and asked.hardware is not None and single is None and trials is None and not as_json:
+            if asked.hardware is not None and single is None and not as_json:
                 beside.append(started(partial(_first_answer, {**terms, **given}, width)))
 
         request = estimate_request(**terms, **given, before_tracing=before_tracing)
@@ -129,7 +117,6 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             request,
             config=single,
             top=asked.top,
-            trials=trials,
             layerwise=asked.layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
             fewer=fewer,
@@ -144,7 +131,6 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
                 given,
                 devices=request.devices,
                 seq_len=request.estimator.training.seq_len,
-                model=shape is None,
             )
             status.clear()
     if output is not None and document.ranked:
@@ -159,7 +145,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
 
             class_name = str((request.trains.get("workload") or {}).get("class") or "")
             target = suited_target(document.ranked[0].config, asked.framework, class_name)
-            then = _next_commands(again, output, target, tunable=shape is None)
+            then = _next_commands(again, output, target)
         text = estimate_text.body(document, explain=asked.explain, width=width, then=then, advice=advice)
         click.echo("\n".join(text))
     return 0 if document.ranked else NOTHING_FITS
@@ -179,18 +165,17 @@ def _first_answer(asked: dict[str, Any], width: int) -> None:
         click.echo(f"\r\x1b[2K{text}\n" if sys.stderr.isatty() else text, err=True)
 
 
-def _next_commands(again: str, output: str | None, target: str, *, tunable: bool) -> list[str]:
+def _next_commands(again: str, output: str | None, target: str) -> list[str]:
     """Returns the commands that use the plans; `target` is the export's."""
     written = output or "plan.yaml"
     file = shlex.quote(written)
-    tune = f"redline tune {file}" if tunable else None
-    export = f"redline export {file} --to {target}"
-    width = max(len(each) for each in (tune or "", export)) + 3
-    lines = [] if output else [f"{again} -o {file}"]
-    if tune:
-        lines.append(f"{tune:<{width}}on real devices: measures these plans first")
-    lines.append(f"{export:<{width}}or --list")
-    return lines
+    tune, export = f"redline tune {file}", f"redline export {file} --to {target}"
+    width = max(len(tune), len(export)) + 3
+    return [
+        *([] if output else [f"{again} -o {file}"]),
+        f"{tune:<{width}}on real devices: measures these plans first",
+        f"{export:<{width}}or --list",
+    ]
 
 
 def _write(output: str, document: dict[str, Any]) -> None:
@@ -211,23 +196,6 @@ def _write(output: str, document: dict[str, Any]) -> None:
         raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
 
 
-def _shape(options: dict[str, Any]) -> Shape | None:
-    """Returns the shape given in place of a model; None if a model is given. Removes its options."""
-    values = {
-        field.name: (options.pop(field.name), field.default) for field, _ in declared(Shape) if field.name in options
-    }
-    switches = {name: values.pop(name)[0] for name in ("gated", "tied")}
-    given = {name: value for name, (value, default) in values.items() if value not in (None, default)}
-    if not given:
-        return None
-    if model := options["target"] or options["workload"]:
-        raise UsageError(f"give either a model or shape numbers, but got '{model}' and --{next(iter(given))}")
-    missing = [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in given]
-    if missing:
-        raise UsageError(f"shape numbers need --{', --'.join(missing)} as well")
-    return Shape(name=f"{given['layers']} x {given['hidden']}", **switches, **given)
-
-
 def config_of(text: str) -> dict[str, Any]:
     """Returns `k=v,...` as a mapping. The value of a knob that names blocks may contain commas.
 
@@ -246,18 +214,3 @@ def config_of(text: str) -> dict[str, Any]:
         else:
             pairs.append(part)
     return {name: many[0] for name, many in values_of(tuple(pairs), "--config").items()}
-
-
-def _trials_of(run: str) -> "list[Trial]":
-    """Returns the trials of a run that correct the predictions.
-
-    Raises:
-        UsageError: none of them is finished.
-    """
-    from ..results import View
-    from ..space import Config
-
-    trials = View(run, make_config=Config).trials()
-    if all(trial.pending for trial in trials):
-        raise UsageError(f"--trials-from {run}: no trial of it is finished, so there is nothing to learn from")
-    return trials

@@ -29,8 +29,6 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     by = f" ({class_name})" + by if class_name else by
     what = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
     lines = _wrapped(what, "", width)
-    if document.learned_from:
-        lines.append(f"corrected by {document.learned_from} measured trials")
     if document.survey is not None and document.ranked:
         best, base = document.ranked[0].estimate, document.baseline
         verdict = f"predicted: {best.throughput:,.0f} {best.unit}"

@@ -94,8 +94,9 @@ def _main(arguments: Sequence[str] | None) -> None:
     except click.ClickException as error:
         if debug:
             raise
-        if isinstance(error, click.NoSuchOption) and (advice := replacement("option", error.option_name)) is not None:
-            error = click.UsageError(advice, error.ctx)
+        if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+            if (advice := replacement(f"option of {error.ctx.info_name}", error.option_name)) is not None:
+                error = click.UsageError(advice, error.ctx)
         error.show()
         sys.exit(exit_codes.USAGE)
     except RedlineError as error:

@@ -30,9 +30,8 @@ class Change:
 
 
 def helpful(
-    ask: Callable[[Mapping[str, Any]], EstimateRequest], given: Mapping[str, Any], *, devices: int, seq_len: int | None,
-    model: bool,
-) -> list[Change]:  # fmt: skip
+    ask: Callable[[Mapping[str, Any]], EstimateRequest], given: Mapping[str, Any], *, devices: int, seq_len: int | None
+) -> list[Change]:
     """Returns the changes that make something fit, the least intrusive first; of shorter sequences and more devices the first
     that does.
 
@@ -40,10 +39,9 @@ def helpful(
         ask: returns the request with some of its arguments replaced.
         given: the arguments of the request.
         devices, seq_len: those of the request.
-        model: True if a model is given, not its shape.
     """
     found = []
-    for family in _families(given, devices, seq_len, model):
+    for family in _families(given, devices, seq_len):
         for options, arguments in family:
             try:
                 request = ask(arguments)
@@ -57,7 +55,7 @@ def helpful(
 
 
 def _families(
-    given: Mapping[str, Any], devices: int, seq_len: int | None, model: bool
+    given: Mapping[str, Any], devices: int, seq_len: int | None
 ) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     """Yields lists of changes of one kind, by their options and their arguments."""
     if "lossy" not in (given.get("allow") or ()):
@@ -66,10 +64,10 @@ def _families(
         lengths = [seq_len >> halving for halving in range(1, HALVINGS + 1)]
         yield [(f"--seq-len {length}", {"seq_len": length}) for length in lengths if length >= SHORTEST]
     adapters = given.get("lora")
-    if model and not adapters:
+    if not adapters:
         texts = (ADAPTERS, f"{ADAPTERS},quantize=4bit")
         yield [(f"--lora {text}", {"lora": text}) for text in texts]
-    elif model and "quantize" not in str(adapters):
+    elif "quantize" not in str(adapters):
         yield [(f"--lora {adapters},quantize=4bit", {"lora": f"{adapters},quantize=4bit"})]
     counts = [devices << doubling for doubling in range(1, DOUBLINGS + 1)]
     yield [(f"--devices {count}", {"devices": count}) for count in counts]

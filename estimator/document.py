@@ -1,10 +1,10 @@
 """Results of `redline estimate`: configurations with their predictions, as data."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.errors import UsageError
 from ..base.forked import beside
@@ -22,9 +22,6 @@ from .plans import HALF, Plan, choose, fastest, fewer_devices, rows
 from .request import EstimateRequest
 from .survey import Ranked, Survey, checked_config, device_of
 
-if TYPE_CHECKING:
-    from ..results import Trial
-
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateDocument:
@@ -37,8 +34,6 @@ class EstimateDocument:
     """Survey of the whole space; None if one configuration was requested."""
     facts: ModelFacts
     """The model's facts, in the variant of the first configuration."""
-    learned_from: int = 0
-    """Number of trials that corrected the predictions."""
     layerwise: Layerwise | None = None
     """The winner refined block by block, if requested."""
     plans: tuple[Plan, ...] = ()
@@ -60,7 +55,6 @@ class EstimateDocument:
             "seq_len": self.request.estimator.training.seq_len,
             "global_batch": self.request.global_batch,
             "memory_limit_mib": finite(self.request.estimator.memory_limit_mib),
-            "learned_from": self.learned_from,
             "assumed_of": self.request.framework.name,
             "assumed": list(self.request.framework.facts),
             "best": [entry(each, self.request.devices) for each in self.ranked],
@@ -172,7 +166,6 @@ def estimate_document(
     *,
     config: Mapping[str, Any] | None = None,
     top: int = 1,
-    trials: "Sequence[Trial] | None" = None,
     layerwise: bool = False,
     untuned: Callable[[Space, Estimator], Config] = lambda space, estimator: space.default(),
     fewer: Callable[[int], EstimateRequest] | None = None,
@@ -185,7 +178,6 @@ def estimate_document(
         request: the request.
         config: one configuration, which may leave out knobs; None for the best of the space.
         top: number of the best.
-        trials: of a run; they correct the predictions.
         layerwise: True to refine the first one block by block.
         untuned: the configuration that a user would run without tuning; it is shown beside the best.
         fewer: returns the same request for another number of devices, to add the plan on the fewest devices that keeps half of
@@ -196,12 +188,9 @@ def estimate_document(
     Raises:
         SpaceError: the configuration is not in the space.
         WorkloadError: the model cannot be traced.
-        UsageError: the trials have configurations that are impossible here.
+        UsageError: no configuration of the space can be predicted.
     """
-    estimator, learned = request.estimator, 0
-    if trials is not None:
-        estimator = estimator.calibrate(trials)
-        learned = estimator.calibrated
+    estimator = request.estimator
     whole, reference, baseline = None, None, None
     plans: tuple[Plan, ...] = ()
     if config is not None:
@@ -232,7 +221,6 @@ def estimate_document(
         ranked=ranked,
         survey=whole,
         facts=facts,
-        learned_from=learned,
         reference=reference,
         baseline=baseline,
         plans=plans,
@@ -242,7 +230,7 @@ def estimate_document(
     if not ranked or config is not None:
         return document
     say("looking for plans on fewer devices and for each block")
-    on_fewer = beside(partial(_on_fewer_devices, document, fewer, trials)) if fewer is not None else tuple
+    on_fewer = beside(partial(_on_fewer_devices, document, fewer)) if fewer is not None else tuple
     if _plans_layers(request):
         context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
         others, items = relatives(request.space, first.config), further_items(request.space)
@@ -258,11 +246,7 @@ def _plans_layers(request: EstimateRequest) -> bool:
     return (workload is None or followed(workload)) and bool(free & {"checkpoint_ratio", "zero", "tp"})
 
 
-def _on_fewer_devices(
-    document: EstimateDocument,
-    fewer: Callable[[int], EstimateRequest],
-    trials: "Sequence[Trial] | None",
-) -> tuple[Plan, ...]:
+def _on_fewer_devices(document: EstimateDocument, fewer: Callable[[int], EstimateRequest]) -> tuple[Plan, ...]:
     """The plan on the fewest devices that keeps half of the best throughput; empty if half of the devices do not."""
 
     def best(devices: int) -> Ranked | None:
@@ -270,8 +254,7 @@ def _on_fewer_devices(
             asked = fewer(devices)
         except UsageError:  # so few devices cannot share the model or its global batch
             return None
-        estimator = asked.estimator if trials is None else asked.estimator.calibrate(trials)
-        return fastest(estimator, asked.space)
+        return fastest(asked.estimator, asked.space)
 
     found = fewer_devices(HALF * document.ranked[0].estimate.throughput, document.request.devices, best)
     if found is None:

@@ -234,49 +234,57 @@ class ModelFacts:
         return made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
 
 
-def _size(help: str, *, least: int = 1) -> Option:
-    return Option(help, type=int, least=least, metavar="N")
+_POSITIVE = Option("", type=int, least=1)
+_COUNT = Option("", type=int, least=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """Shape numbers of a decoder or encoder transformer. The defaults are Llama's conventions."""
 
-    layers: Annotated[int, _size("Shape numbers instead of MODEL: repeated blocks.")]
-    hidden: Annotated[int, _size("Elements of the residual stream.")]
-    heads: Annotated[int, _size("Query heads.")]
-    vocabulary: Annotated[int, _size("Rows of the embedding.")]
-    kv_heads: Annotated[int | None, _size("Key and value heads.  [default: --heads]")] = None
+    layers: Annotated[int, _POSITIVE]
+    hidden: Annotated[int, _POSITIVE]
+    """Elements of the residual stream."""
+    heads: Annotated[int, _POSITIVE]
+    vocabulary: Annotated[int, _POSITIVE]
+    """Rows of the embedding."""
+    kv_heads: Annotated[int | None, _POSITIVE] = None
     """None: `heads`."""
-    head_dim: Annotated[int | None, _size("Elements of a head.  [default: hidden / heads]")] = None
+    head_dim: Annotated[int | None, _POSITIVE] = None
     """None: hidden / heads."""
-    intermediate: Annotated[int | None, _size("Inner size of the feed-forward network.  [default: 4 * hidden]")] = None
-    """None: 4 * hidden."""
-    gated: Annotated[
-        bool, Option("With shape numbers: a gated feed-forward network or not.", flag="gated/--not-gated")
-    ] = True
+    intermediate: Annotated[int | None, _POSITIVE] = None
+    """Inner size of the feed-forward network; None: 4 * hidden."""
+    gated: bool = True
     """True if the feed-forward network has a gate (SwiGLU), i.e. three matrices instead of two."""
-    tied: Annotated[bool, Option("With shape numbers: the head shares the matrix of the embedding.")] = False
+    tied: bool = False
+    """True if the head shares the matrix of the embedding."""
     causal: bool = True
     """True if tokens attend to earlier ones only."""
-    positions: Annotated[int, _size("Learned positions; 0: rotary.", least=0)] = 0
+    positions: Annotated[int, _COUNT] = 0
+    """Learned positions; 0: rotary."""
     biases: bool = False
     """True if products and norms have biases (GPT-2)."""
     dropout: bool = False
     """True if the model has dropout, which keeps a mask of a byte an element."""
-    experts: Annotated[int, _size("Experts of the feed-forward network of a block; 0 for a dense model.", least=0)] = 0
-    experts_per_token: Annotated[int, _size("Experts that a token is sent to.")] = 1
-    expert_intermediate: Annotated[int | None, _size("Inner size of an expert.  [default: --intermediate]")] = None
-    shared_intermediate: Annotated[
-        int, _size("Inner size of the experts that every token passes through, together.", least=0)
-    ] = 0
-    dense_layers: Annotated[int, _size("First blocks without experts.", least=0)] = 0
-    kv_lora_rank: Annotated[int, _size("Width of latent keys and values; 0: no latent attention.", least=0)] = 0
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); `head_dim` is the part without positions."""
-    q_lora_rank: Annotated[int, _size("Width of latent queries; 0: queries are not compressed.", least=0)] = 0
-    rope_head_dim: Annotated[int, _size("With latent attention: elements of a head with positions.", least=0)] = 0
-    v_head_dim: Annotated[int | None, _size("Elements of a head of values.  [default: head_dim]")] = None
-    """None: head_dim."""
+    experts: Annotated[int, _COUNT] = 0
+    """Experts of the feed-forward network of a block; 0 for a dense model."""
+    experts_per_token: Annotated[int, _POSITIVE] = 1
+    expert_intermediate: Annotated[int | None, _POSITIVE] = None
+    """Inner size of an expert; None: `intermediate`."""
+    shared_intermediate: Annotated[int, _COUNT] = 0
+    """Inner size of the experts that every token passes through, together."""
+    dense_layers: Annotated[int, _COUNT] = 0
+    """First blocks without experts."""
+    kv_lora_rank: Annotated[int, _COUNT] = 0
+    """Width of latent keys and values; 0: no latent attention. Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434,
+    section 2.1); `head_dim` is the part without positions.
+    """
+    q_lora_rank: Annotated[int, _COUNT] = 0
+    """Width of latent queries; 0: queries are not compressed."""
+    rope_head_dim: Annotated[int, _COUNT] = 0
+    """With latent attention: elements of a head with positions."""
+    v_head_dim: Annotated[int | None, _POSITIVE] = None
+    """Elements of a head of values; None: head_dim."""
     name: str = "shape"
 
     def __post_init__(self) -> None:

@@ -274,8 +274,7 @@ def _tracing_message(workload: Workload, seen: StepTrace, known: ModelFacts, lay
         f"{workload.name} cannot be traced: operator {seen.operator} does not work without values "
         f"({seen.error}). Known without it: {known.parameters:,} parameters{count}, so what weights, "
         "gradients and optimizer states take; not its activations and time. Dry runs work all the same; for "
-        "an estimate give a workload that takes the other way for tensors without values, or shape numbers "
-        "(--layers, --hidden, ...)"
+        "an estimate give a workload that takes the other way for tensors without values"
     )
 
 

@@ -12,13 +12,17 @@ from redline.estimator.document import estimate_document
 from redline.estimator.plans import choose, plan_of
 from redline.estimator.request import estimate_request
 from redline.estimator.survey import survey
-
-SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
+from small_llama import small_llama
 
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return [small_llama(tmp_path_factory.mktemp("model")), "--seq-len", 1024]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +53,8 @@ def test_the_best_are_different_plans_ranked_by_throughput_times_the_chance_to_f
     assert unfit == (~table.fits).sum()
 
 
-def test_each_plan_is_shown_with_its_figures_in_lines_that_fit_and_the_next_commands(capsys):
-    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--fix", "tp=2")
+def test_each_plan_is_shown_with_its_figures_in_lines_that_fit_and_the_next_commands(capsys, small):
+    code, out, _ = run(capsys, "estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--fix", "tp=2")
     assert code == 0
     header = next(line for line in out.splitlines() if "MFU" in line)
     assert all(word in header for word in ("tokens/s", "per GPU", "80 % range", "step", "memory", "fits", "bound by"))
@@ -65,14 +69,14 @@ def test_each_plan_is_shown_with_its_figures_in_lines_that_fit_and_the_next_comm
     figures = [row.split(maxsplit=len(name.split()))[-1] for name, row in rows.items()]
     assert len(set(figures)) == len(rows), "no two rows are the same plan"
     assert all(len(line) <= 100 for line in out.splitlines() if "redline estimate" not in line), "it would be wrapped"
-    first, verdict = out.splitlines()[:2]
-    assert first.startswith("8 x 1024 on 8 x a100-40gb") and "x untuned; fits with a chance of" in verdict
+    assert out.startswith("small (LlamaForCausalLM) on 8 x a100-40gb")
+    assert "x untuned; fits with a chance of" in out.partition("predicted: ")[2].splitlines()[0]
     assert "configurations" in out and "ruled out" not in out and "does not fit; most" not in out
     assert out.splitlines()[-1].strip().startswith("redline export plan.yaml --to accelerate")
 
 
-def test_explained_it_says_why_the_others_are_ruled_out(capsys):
-    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--memory-limit", "3GiB", "--explain"]
+def test_explained_it_says_why_the_others_are_ruled_out(capsys, small):
+    arguments = ["estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--memory-limit", "3GiB", "--explain"]
     _, out, _ = run(capsys, *arguments)
     assert "does not fit; most of its memory is" in out
 
@@ -152,13 +156,13 @@ def test_a_sampled_space_leads_to_its_best_plan(question, monkeypatch):
     assert found.best[0].estimate.throughput == pytest.approx(whole.best[0].estimate.throughput, rel=1e-6)
 
 
-def test_a_plan_file_is_what_export_reads(capsys, tmp_path):
+def test_a_plan_file_is_what_export_reads(capsys, tmp_path, small):
     import yaml
 
     plan = tmp_path / "plan.yaml"
-    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64, "-o", plan]
+    arguments = ["estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64, "-o", plan]
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and f"redline export {plan} --to accelerate" in out and "redline tune" not in out
+    assert code == 0 and f"redline export {plan} --to accelerate" in out and f"redline tune {plan}" in out
     kept = yaml.safe_load(plan.read_text())
     assert kept["simulated"] is True and kept["trains"]["devices"]["used"] == 8
     code, out, _ = run(capsys, "export", plan, "--to", "env")
@@ -166,6 +170,7 @@ def test_a_plan_file_is_what_export_reads(capsys, tmp_path):
     assert f"MICRO_BATCH={kept['best']['configuration']['micro_batch']}" in out.replace("'", "").replace('"', "")
     code, _, err = run(capsys, "export", plan, "--to", "env", "--trial", 3)
     assert code == 2 and "--trial 3 names a trial of a run" in err
+    plan.write_text(yaml.safe_dump({**kept, "trains": {**kept["trains"], "workload": None}}))
     code, _, err = run(capsys, "tune", plan)
     assert code == 2 and "does not name a model to tune" in err
     plan.write_text("best: 3\n")
@@ -285,8 +290,8 @@ def test_a_model_of_experts_says_what_is_assumed_of_them():
     assert any("mixture of 4 experts, 2 a token" in each for each in notes)
 
 
-def test_json_holds_what_the_text_says(capsys):
-    arguments = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64]
+def test_json_holds_what_the_text_says(capsys, small):
+    arguments = ["estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64]
     code, out, err = run(capsys, *arguments, "--json", "--top", 2)
     data = json.loads(out)
     assert (code, err, len(data["best"])) == (0, "", 2)
@@ -301,8 +306,8 @@ def test_json_holds_what_the_text_says(capsys):
     assert [each["role"] for each in data["plans"]][:2] == ["fastest", "2nd"] and data["plans"][0]["devices"] == 8
 
 
-def test_plans_by_another_trainer_name_it_and_its_facts(capsys):
-    asked = ["estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--framework", "megatron"]
+def test_plans_by_another_trainer_name_it_and_its_facts(capsys, small):
+    asked = ["estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--framework", "megatron"]
     code, out, _ = run(capsys, *asked)
     assert code == 0 and " by megatron on 8 x a100-40gb" in out.splitlines()[0]
     assert "assumed of megatron: weights are kept in bf16; master weights in fp32" in " ".join(out.split())
@@ -316,9 +321,9 @@ def test_plans_by_another_trainer_name_it_and_its_facts(capsys):
     assert code == 2 and "did you mean 'megatron'" in err
 
 
-def test_one_configuration_is_explained_term_by_term(capsys):
+def test_one_configuration_is_explained_term_by_term(capsys, small):
     code, out, _ = run(
-        capsys, "estimate", *SMALL, "--hardware", "h100", "--devices", 8, "--global-batch", 64,
+        capsys, "estimate", *small, "--hardware", "h100", "--devices", 8, "--global-batch", 64,
         "--config", "tp=4,zero=1,micro_batch=2", "--explain",
     )  # fmt: skip
     assert code == 0
@@ -336,11 +341,11 @@ def test_one_configuration_is_explained_term_by_term(capsys):
         ("kernals=true", "unknown knob 'kernals'"),
     ],
 )
-def test_a_configuration_outside_the_space_is_refused_by_its_rule(capsys, config, message):
+def test_a_configuration_outside_the_space_is_refused_by_its_rule(capsys, config, message, small):
     code, _, err = run(
         capsys,
         "estimate",
-        *SMALL,
+        *small,
         "--hardware",
         "h100",
         "--devices",
@@ -354,15 +359,16 @@ def test_a_configuration_outside_the_space_is_refused_by_its_rule(capsys, config
     assert message in err
 
 
-def test_the_smallest_configuration_is_named_if_none_fits(capsys):
-    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "t4", "--memory-limit", "200MiB")
+def test_the_smallest_configuration_is_named_if_none_fits(capsys, small):
+    few = [f"--fix={knob}" for knob in ("fusion=false", "kernels=false", "attention=sdpa", "precision=fp16")]
+    code, out, _ = run(capsys, "estimate", *small, *few, "--hardware", "t4", "--memory-limit", "200MiB")
     assert code == 3
     assert "no configuration is predicted to fit" in out
     assert "with the least memory," in out and "Predicted as well, and too large: shorter sequences" in out
 
 
-def test_the_advice_of_a_refusal_is_computed(capsys):
-    limited = [*SMALL, "--hardware", "t4", "--memory-limit", "1.4GiB"]
+def test_the_advice_of_a_refusal_is_computed(capsys, small):
+    limited = [*small, "--hardware", "t4", "--memory-limit", "1.4GiB"]
     code, out, _ = run(capsys, "estimate", *limited)
     assert code == 3
     advised = re.findall(r"(--[a-z-]+ \w+) \(([\d.]+) GiB\)", " ".join(out.split()))
@@ -407,7 +413,7 @@ def test_a_model_that_cannot_be_traced_names_the_operator_and_what_is_known(caps
     assert "Traceback" not in err
 
 
-def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypatch):
+def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypatch, small):
     from redline.estimator import measuring
 
     monkeypatch.setattr(measuring, "SIZES", {"cpu": (64,), "cuda": (256,)})
@@ -416,7 +422,7 @@ def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypa
     code, out, _ = run(capsys, "doctor", "--measure", "--ranks", 1, "--out", path)
     assert code == 0
     assert "matrix products in fp32" in out and str(path) in out
-    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", path, "--global-batch", 4, "--json", "--top", 1)
+    code, out, _ = run(capsys, "estimate", *small, "--hardware", path, "--global-batch", 4, "--json", "--top", 1)
     assert code == 0
     assert json.loads(out)["best"][0]["throughput"] > 0
 
@@ -430,7 +436,7 @@ def test_blocks_by_name_may_hold_commas_within_a_configuration():
         config_of("micro_batch=8,7")
 
 
-def test_a_sampled_space_reports_the_number_of_samples(question, monkeypatch, capsys):
+def test_a_sampled_space_reports_the_number_of_samples(question, monkeypatch, capsys, small):
     whole = survey(question.estimator, question.space)
     monkeypatch.setattr("redline.estimator.survey.MAX_CONFIGS", 300)
     drawn = survey(question.estimator, question.space)
@@ -440,5 +446,5 @@ def test_a_sampled_space_reports_the_number_of_samples(question, monkeypatch, ca
         assert each.config in question.space
         assert each.estimate.throughput == pytest.approx(question.estimator(each.config).throughput)
     monkeypatch.setattr("redline.estimator.plans.DRAWN", 300)
-    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64)
+    code, out, _ = run(capsys, "estimate", *small, "--hardware", "a100-40gb", "--devices", 8, "--global-batch", 64)
     assert code == 0 and "of 300 configurations, drawn from " in out

@@ -19,6 +19,7 @@ from redline.space import Config
 from redline.tuner.confirm import Confirmation
 from redline.tuner.result import make_result
 from redline.tuner.task import resolve_task
+from small_llama import small_llama
 
 H100 = find_hardware("h100-80gb")
 FIX = {
@@ -175,12 +176,12 @@ def test_an_estimate_names_both():
     assert (document["best"][0]["lossy"], document["best_exact"]["lossy"]) == ("precision=fp8", "")
 
 
-def test_estimate_prints_both(capsys):
-    shape = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
+def test_estimate_prints_both(capsys, tmp_path):
+    model = [small_llama(tmp_path), "--seq-len", 1024]
     where = ["--hardware", "h100", "--devices", 2, "--global-batch", 64]
-    arguments = [*shape, *where, "--fix", "tp=1", "--top", 1]
+    arguments = [*model, *where, "--fix", "tp=1", "--top", 1]
     code, out, _ = run(capsys, "estimate", *arguments, "--allow", "lossy")
-    assert code == 0 and "precision=fp8 (lossy)" in out
+    assert code == 0 and "precision=fp8_rowwise (lossy)" in out
     line = " ".join(out[out.index("without lossy values: ") :].split()).partition(" % of ")[0]
     assert "times the best" in line and "precision=bf16 " in line
     code, out, _ = run(capsys, "estimate", *arguments, "--fix", "precision=bf16_pure")
