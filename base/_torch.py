@@ -51,7 +51,6 @@ NAMES: dict[str, tuple[str, str]] = {
     # Many tensors at once.
     "foreach_multiply": ("torch", "_foreach_mul_"),
     "foreach_norm": ("torch", "_foreach_norm"),
-    "foreach_interpolate": ("torch", "_foreach_lerp_"),
     # Collectives that torch.compile can trace.
     "functional_collectives": ("torch.ops", "_c10d_functional"),
     "FakeProcessGroup": ("torch._C._distributed_c10d", "FakeProcessGroup"),

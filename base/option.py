@@ -48,6 +48,8 @@ class Option:
     """Placeholder for its value on the command line."""
     many: bool = False
     """True if it can be given several times."""
+    in_file: bool = False
+    """True if it is given in the YAML file of a request instead of on the command line."""
 
     @property
     def rule(self) -> str:

@@ -6,8 +6,7 @@
 
 Each cell trains a tiny model for four steps in one strategy, resumes it in another, on up to four ranks (gloo), saves
 it again at once, and trains five more steps. It passes if both checkpoints are equal bit for bit, including optimizer
-state and moving averages, and if the five losses equal those of one uninterrupted process. The exit status is 1 if a
-cell fails.
+state, and if the five losses equal those of one uninterrupted process. The exit status is 1 if a cell fails.
 """
 
 import argparse

@@ -172,9 +172,11 @@ def train(
         words = [folder, "--resume", *fixed]
     else:
         data = ("--data", out / "corpus.jsonl", "--tokenizer", base, "--held-out", 0.05, "--eval-every", steps // 6)
-        learns = ("--steps", steps, "--lr", "1e-3", "--warmup", steps // 20, "--log-every", 1)
+        settings = out / "settings.yaml"
+        settings.write_text(f"warmup: {steps // 20}\nlog_every: 1\nsave_minutes: {minutes}\n")
+        learns = ("--steps", steps, "--lr", "1e-3", "--settings", settings)
         every = 0 if minutes else max(1, steps // (3 * SAVES))
-        saves = ("--save-every", every, "--save-minutes", minutes)
+        saves = ("--save-every", every)
         words = [base, "--from", base, *data, *learns, *saves, "--out", folder]
         words += ["--seq-len", 128, "--global-batch", 16, "--devices", 2, *fixed]
     if kill_at is None:

@@ -10,7 +10,7 @@ from .options import options_for
 EXAMPLES = """\b
 Examples:
   redline convert train/llama out/llama --to hf
-  redline convert train/llama out/llama --to hf --dtype bfloat16 --average
+  redline convert train/llama out/llama --to hf --dtype bfloat16
   redline convert train/llama-lora out/adapters --to peft
 """
 

@@ -1,5 +1,6 @@
 """Options shared by several commands, and parsing of their values."""
 
+import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace
@@ -73,7 +74,7 @@ def options_for(
     decorators = list(before)
     for section in sections:
         for field, option in declared(section):
-            if field.name not in without:
+            if field.name not in without and not option.in_file:
                 decorators.append(_option(field, replace(option, help=(help or {}).get(field.name, option.help))))
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +83,16 @@ def options_for(
         return command
 
     return decorate
+
+
+def file_fields(*sections: type) -> str:
+    """Returns lines with the fields that only a request's YAML file has, and their help texts, for a command's epilog."""
+    rows = {}
+    for field, option in (pair for section in sections for pair in declared(section) if pair[1].in_file):
+        default = "" if field.default in (None, (), False) else f"  [default: {json.dumps(field.default)}]"
+        rows[field.name] = option.help + default
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
 
 
 def _option(field: Field[Any], option: Option) -> Decorator:
@@ -97,8 +108,6 @@ def _option(field: Field[Any], option: Option) -> Decorator:
         return click.option(flag, field.name, multiple=True, **shared)
     if field.default not in (None, MISSING):
         shared |= {"default": field.default, "show_default": True}
-    if isinstance(field.default, tuple):
-        return click.option(flag, field.name, nargs=len(field.default), type=option.type, **shared)
     return click.option(*flags, field.name, type=option.type, **shared)
 
 
@@ -139,7 +148,7 @@ def command_line(ctx: click.Context, *more: str) -> str:
             words.append(flag if value else max(each.secondary_opts, key=len))
         else:
             for one in value if each.multiple else [value]:
-                words += [flag, *map(str, one if each.nargs > 1 else [one])]
+                words += [flag, str(one)]
     return shlex.join([*words, *more])
 
 

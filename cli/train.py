@@ -8,27 +8,34 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..tuner.train.request import SECTIONS, TrainRequest
+from ..tuner.train.request import SECTIONS, TrainRequest, read_settings
 from . import exit_codes
-from .options import fixes_of, options_for
+from .options import file_fields, fixes_of, options_for
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   redline train runs/gpt2 --data corpus.txt --tokenizer path/to/tokenizer --steps 1000
   redline train runs/llama --data corpus.jsonl --from path/to/hf-checkpoint --lora r=16
   redline train llama-tiny --devices 2 --data corpus.txt --out train/llama
   redline train train/llama --resume --devices 4
-  redline train runs/gpt2 --data tokens.parquet --held-out 0.01 --eval-every 100 --lr 3e-4 --warmup 100
+  redline train runs/gpt2 --data tokens.parquet --held-out 0.01 --eval-every 100 --lr 3e-4 --settings train.yaml
   redline train runs/gpt2 --data corpus.txt --log-to tensorboard
   torchrun --nproc-per-node 8 -m redline.train runs/llama/best.yaml --data corpus.jsonl
+
+\b
+Settings, in a YAML file such as `warmup: 100`, besides options of the same names:
+{file_fields(*SECTIONS)}
 """
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("source")
 @options_for(*SECTIONS)
+@click.option(
+    "--settings", metavar="FILE", help="YAML with further settings, listed below; options replace its values."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def train(as_json: bool, **options: Any) -> int:
+def train(as_json: bool, settings: str | None, **options: Any) -> int:
     """Train with the winner of the run in SOURCE on real data, from the start or from a checkpoint.
 
     SOURCE is the folder of a run, its best.yaml, the name of a model (a configuration is then predicted), or with
@@ -43,7 +50,9 @@ def train(as_json: bool, **options: Any) -> int:
     context = click.get_current_context()
     stated = tuple(each for each in options if context.get_parameter_source(each) is ParameterSource.COMMANDLINE)
     options["fix"] = fixes_of(options["fix"]) or None
-    request = TrainRequest(**options, stated=stated)
+    from_file = {} if settings is None else read_settings(settings)
+    options |= {name: value for name, value in from_file.items() if name not in stated}
+    request = TrainRequest(**options, stated=(*stated, *from_file))
     from ..tuner.ranks import RankPlace
     from ..tuner.train.driver import train as start
     from ..tuner.train.launched import train_rank

@@ -28,7 +28,7 @@ from ..training.checkpoint.saver import Saver, gathered, latest, patient_group
 from ..training.checkpoint.state import State
 from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
-from ..training.loop import Loop, LoopPlan, LoopResult, averages
+from ..training.loop import Loop, LoopPlan, LoopResult
 from .dry_run import join
 from .host import COMMON_IMPORTS
 from .job import Job, Outcome, Rendezvous
@@ -36,8 +36,6 @@ from .rank import RankContext
 from .work import Work
 
 if TYPE_CHECKING:
-    import torch
-
     from .runner import TrialRequest
     from .work import CommonFields, TrialTerms
 
@@ -103,7 +101,6 @@ class TrainRank:
                 own_data=False,
             )
             _check_packing(training, samples)
-            average = averages(training) if self.hyperparameters.average is not None else None
             context.phase("checkpoint")
             folder = CheckpointFolder(self.folder / CHECKPOINTS, self.plan.keep)
             saver = Saver(folder, context.rank, group)
@@ -111,7 +108,7 @@ class TrainRank:
             checkpoint = latest(folder, group)
             if context.rank == 0:
                 folder.prepare()
-            from_weights = self._load(training, average, checkpoint, log)
+            from_weights = self._load(training, checkpoint, log)
             step, position = (0, 0) if checkpoint is None else (checkpoint.step, int(checkpoint.manifest["samples"]))
             # Waits here: collectives of steps have a shorter timeout for a rank that reads more than others.
             gathered(None, group)
@@ -133,7 +130,6 @@ class TrainRank:
                 stop=stack.enter_context(_stop_requested(self.folder if context.rank == 0 else None)),
                 memory_mib=context.memory.peak_mib,
                 peak_flops=self.peak_flops,
-                average=average,
                 from_weights=from_weights,
                 phase=context.phase,
             )
@@ -144,7 +140,6 @@ class TrainRank:
     def _load(
         self,
         training: Training,
-        average: "Mapping[torch.nn.Parameter, torch.Tensor] | None",
         checkpoint: Checkpoint | None,
         log: Callable[[Mapping[str, Any]], None],
     ) -> frozenset[str]:
@@ -157,9 +152,9 @@ class TrainRank:
             from_weights = frozenset(training.outline.frozen) & weights.tensors.keys()
             for note in weights.notes if checkpoint is None else ():
                 log({"kind": "note", "text": note})
-            State(training, average).load_weights(weights)
+            State(training).load_weights(weights)
         if checkpoint is not None:
-            State(training, average, from_weights).load(dcp_tensors(checkpoint.path), checkpoint.path.name, log)
+            State(training, from_weights).load(dcp_tensors(checkpoint.path), checkpoint.path.name, log)
             training.precision.restore(checkpoint.manifest)
             log({"kind": "resumed", "step": checkpoint.step, "checkpoint": checkpoint.path.name})
         return from_weights

@@ -1,4 +1,4 @@
-"""Hyperparameters of a training: learning rate, weight decay, clipping, averaging; each a function of the step alone."""
+"""Hyperparameters of a training: learning rate, weight decay, clipping; each a function of the step alone."""
 
 import math
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Hyperparameters:
     ] = None
     """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
     lr_schedule: Annotated[
-        str, Option(f"Learning-rate schedule: {either(LR_SCHEDULES)}.", choices=LR_SCHEDULES, metavar="NAME")
+        str, Option(f"Learning-rate schedule: {either(LR_SCHEDULES)}.", choices=LR_SCHEDULES, in_file=True)
     ] = "cosine"
     """Schedule after the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
     lr_steps: Annotated[
@@ -39,32 +39,34 @@ class Hyperparameters:
             "Steps after which the learning rate stays at its minimum.  [default: --steps, as first asked]",
             type=int,
             least=1,
-            metavar="N",
+            in_file=True,
         ),
     ] = None
     """Steps after which the learning rate stays at its minimum; None for all steps."""
-    warmup: Annotated[int, Option("Warm-up steps; the first has lr/N.", type=int, least=0, metavar="N")] = 0
+    warmup: Annotated[int, Option("Warm-up steps; the first has lr/N.", type=int, least=0, in_file=True)] = 0
     """Warm-up steps, n: step k, counted from 1, has k/n of the highest rate. Transformers' Trainer counts from 0: its
     first step has a rate of 0, and every other step the rate of the previous step here.
     """
     min_lr: Annotated[
-        float, Option("Minimum learning rate, as a share of the highest.", type=float, least=0, most=1)
+        float, Option("Minimum learning rate, as a share of the highest.", type=float, least=0, most=1, in_file=True)
     ] = 0.1
-    decay: Annotated[float, Option("Share of the steps over which wsd falls.", type=float, above=0, most=1)] = 0.2
+    decay: Annotated[
+        float, Option("Share of the steps over which wsd falls.", type=float, above=0, most=1, in_file=True)
+    ] = 0.2
     """Share of the steps over which `wsd` falls (arXiv:2404.06395)."""
-    weight_decay: Annotated[float, Option("AdamW's weight decay, for weight matrices.", type=float, least=0)] = 0.01
+    weight_decay: Annotated[
+        float, Option("AdamW's weight decay, for weight matrices.", type=float, least=0, in_file=True)
+    ] = 0.01
     """AdamW's weight decay for parameters with two dimensions or more; biases and norms have none."""
     betas: Annotated[
         tuple[float, float],
-        Option("AdamW's decay rates of gradients and squared gradients.", type=float, least=0, below=1, metavar="X X"),
+        Option("AdamW's decay rates of gradients and squared gradients.", type=float, least=0, below=1, in_file=True),
     ] = (0.9, 0.999)
-    eps: Annotated[float, Option("AdamW's epsilon.", type=float, above=0)] = 1e-8
-    clip: Annotated[float | None, Option("Largest global gradient norm; 0 for any.", type=float, least=0)] = 1.0
+    eps: Annotated[float, Option("AdamW's epsilon.", type=float, above=0, in_file=True)] = 1e-8
+    clip: Annotated[
+        float | None, Option("Largest global gradient norm; 0 for any.", type=float, least=0, in_file=True)
+    ] = 1.0
     """Largest norm of all gradients together; None or 0 for no limit."""
-    average: Annotated[
-        float | None, Option("Keep a moving average of the weights with this decay.", type=float, above=0, below=1)
-    ] = None
-    """Decay of the moving average of the weights per step, such as 0.999; None keeps no average."""
 
     def __post_init__(self) -> None:
         check_options(self)

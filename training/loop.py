@@ -23,7 +23,6 @@ from .training import Training, undone
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 MIB = 1024 * 1024
 LAG = 2
@@ -38,23 +37,25 @@ class LoopPlan:
         UsageError: a value is out of its range.
     """
 
-    log_every: Annotated[int, Option("Steps between two lines of the log.", type=int, least=1, metavar="N")] = 10
+    log_every: Annotated[int, Option("Steps between two lines of the log.", type=int, least=1, in_file=True)] = 10
     eval_every: Annotated[
         int, Option("Steps between two evaluations on held-out samples; 0 for none.", type=int, least=0, metavar="N")
     ] = 0
     eval_steps: Annotated[
-        int, Option("Largest number of global batches in an evaluation.", type=int, least=1, metavar="N")
+        int, Option("Largest number of global batches in an evaluation.", type=int, least=1, in_file=True)
     ] = 16
     save_every: Annotated[
         int, Option("Steps between two checkpoints; 0 for none by steps.", type=int, least=0, metavar="N")
     ] = 0
     save_minutes: Annotated[
-        float, Option("Minutes between two checkpoints; 0 for none by time.", type=float, least=0, metavar="N")
+        float, Option("Minutes between two checkpoints; 0 for none by time.", type=float, least=0, in_file=True)
     ] = 10.0
-    keep: Annotated[int, Option("Number of checkpoints to keep.", type=int, least=1, metavar="N")] = 3
+    keep: Annotated[int, Option("Number of checkpoints to keep.", type=int, least=1, in_file=True)] = 3
     soak: Annotated[
         bool,
-        Option(f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first."),
+        Option(
+            f"Of {LONG} steps or more: try the longest batch, an evaluation and a save after the first.", in_file=True
+        ),
     ] = True
 
     def __post_init__(self) -> None:
@@ -118,7 +119,6 @@ class Loop:
         log: receives, on rank 0, the lines of the log: a `kind` and numbers by name.
         stop: returns True to stop; called on every rank at every step.
         peak_flops: peak FLOP/s of a device, for the utilisation; None if unknown.
-        average: moving averages of parameters, if any; see `averages`.
         from_weights: frozen parameters that checkpoints leave out; see `State`.
         phase: receives the name of the next phase, so that a failure can report it.
     """
@@ -139,7 +139,6 @@ class Loop:
         stop: Callable[[], bool] = lambda: False,
         memory_mib: Callable[[], float] | None = None,
         peak_flops: float | None = None,
-        average: "Mapping[nn.Parameter, torch.Tensor] | None" = None,
         from_weights: Collection[str] = (),
         phase: Callable[[str], None] = lambda name: None,
     ) -> None:
@@ -148,7 +147,6 @@ class Loop:
         self.step, self.position = step, position
         self._hyper = hyperparameters
         self.until = self._hyper.steps if until is None else until
-        self.average = average or {}
         self._from_weights = from_weights
         self._facts = dict(facts or {})
         self._log = log if training.world.rank == 0 else lambda line: None
@@ -217,7 +215,6 @@ class Loop:
                 group["lr"] = lr * factor
         self._losses.append(gradients.passes(training, self.samples, share).detach())
         training.update(self._clip)
-        self._update_averages()
 
     def _clip(self) -> None:
         """Clips gradients by their norm, and lets the ranks agree on the next actions."""
@@ -244,24 +241,6 @@ class Loop:
             return False, False
         stop, save = self._agreed.popleft().tolist()
         return stop > 0, save > 0
-
-    def _update_averages(self) -> None:
-        if not self.average:
-            return
-        import torch
-
-        from ..base._torch import foreach_interpolate
-        from ..schedule.parallel.sharding import local
-
-        assert self._hyper.average is not None, "averages need a decay"
-        with torch.no_grad():
-            pairs = [(local(average), local(each.detach())) for each, average in self.average.items()]
-            alike = [(average, each) for average, each in pairs if each.dtype == average.dtype]
-            if alike:
-                foreach_interpolate(*map(list, zip(*alike)), 1 - self._hyper.average)
-            for average, each in pairs:
-                if each.dtype != average.dtype:  # one at a time, as each needs a copy in float32
-                    average.lerp_(each.to(average.dtype), 1 - self._hyper.average)
 
     def _begin_interval(self) -> None:
         self._losses.clear()
@@ -323,7 +302,7 @@ class Loop:
             if self._kept_step
             else "nothing was saved before"
         )
-        return Diverged(f"{what}: {kept}; a lower --lr or more --warmup may help")
+        return Diverged(f"{what}: {kept}; a lower --lr or a longer warmup may help")
 
     def _evaluate(self) -> None:
         """Logs the mean loss of held-out samples, without dropout: every token has the same weight."""
@@ -390,7 +369,7 @@ class Loop:
         self._log({"kind": "note", "step": self.step, "text": text, "seconds": seconds, "memory_mib": memory_mib})
 
     def _state(self) -> State:
-        return State(self.training, self.average, self._from_weights)
+        return State(self.training, self._from_weights)
 
     def _save(self) -> None:
         """Starts to save a checkpoint of this step."""
@@ -442,13 +421,3 @@ class Loop:
 
     def _position(self, step: int) -> int:
         return self.position + (step - self._first) * self.training.samples_per_step
-
-
-def averages(training: Training) -> "dict[nn.Parameter, torch.Tensor]":
-    """Moving averages of the trained parameters, initialized by the weights: a copy of each parameter on this rank, in float32,
-    because in bfloat16 the change of a step would be rounded away."""
-    import torch
-
-    return {
-        each: each.detach().to(torch.float32, copy=True) for each in training.model.parameters() if each.requires_grad
-    }

@@ -273,9 +273,10 @@ def test_a_real_training_is_followed_live_and_its_change_of_strategy_marked(tab,
     root, out = tmp_path / "all", tmp_path / "all" / "t"
     root.mkdir()
     (tmp_path / "corpus.txt").write_text("\n\n".join(pydoc_data.topics.topics.values()))
-    plain = ["--log-every", "1", "--fix", "precision=fp32", "--fix", "fusion=false"]
+    (tmp_path / "settings.yaml").write_text("log_every: 1\neval_steps: 1\n")
+    plain = ["--settings", tmp_path / "settings.yaml", "--fix", "precision=fp32", "--fix", "fusion=false"]
     begin = ["llama-tiny", "--data", tmp_path / "corpus.txt", "--devices", "1", "--steps", "100000", "--out", out]
-    held = ["--held-out", "0.1", "--eval-every", "5", "--eval-steps", "1"]
+    held = ["--held-out", "0.1", "--eval-every", "5"]
     made.write_training(root / "other", [])
     address = serving(root)
     tab.goto(address)

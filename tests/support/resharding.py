@@ -102,10 +102,10 @@ def part(
     from redline.training.checkpoint.state import State
     from redline.training.data import FromWorkload
     from redline.training.hyperparameters import Hyperparameters
-    from redline.training.loop import Loop, LoopPlan, averages
+    from redline.training.loop import Loop, LoopPlan
     from redline.training.training import Training
 
-    hyper = Hyperparameters(steps=BEFORE + AFTER, lr=1e-3, warmup=2, average=0.9)
+    hyper = Hyperparameters(steps=BEFORE + AFTER, lr=1e-3, warmup=2)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     group = dist.new_group(backend="gloo") if size > 1 else None
     cuda = torch.cuda.is_initialized()
@@ -117,7 +117,7 @@ def part(
         world_size=size,
         own_data=False,
     )
-    state = State(training, average := averages(training))
+    state = State(training)
     step = 0
     if begin is not None:
         checkpoint = latest(CheckpointFolder(begin), group)
@@ -133,7 +133,7 @@ def part(
     loop = Loop(
         training, FromWorkload(workload), hyper, LoopPlan(log_every=1, save_minutes=0),
         saver=None if save is None else _saver(save, rank, group), step=step, position=step * SAMPLES, until=steps,
-        log=lines.append, average=average,
+        log=lines.append,
     )  # fmt: skip
     loop.run()
     logged = [each for each in lines if each["kind"] == "step"]

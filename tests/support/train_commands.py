@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+import yaml
 from redline.cli import main
 from texts import TOPICS
 
@@ -111,6 +112,7 @@ def here(tmp_path_factory):
         (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "corpus.txt").write_text("\n".join(TOPICS)[:40_000])
     (folder / "work.py").write_text(WORKLOADS)
+    settings(folder)
     return folder
 
 
@@ -125,6 +127,17 @@ def run(here, capsys, monkeypatch):
         return ended.value.code, *capsys.readouterr()
 
     return command
+
+
+def settings(folder, **values):
+    """Writes settings of a training that logs every step into the folder, and returns their option."""
+    name = "-".join(["every-step", *values]) + ".yaml"
+    (folder / name).write_text(yaml.safe_dump({"log_every": 1, **values}))
+    return "--settings", name
+
+
+EVERY_STEP = ("--settings", "every-step.yaml")
+"""Settings in the folder of `here`."""
 
 
 def ended(here, *arguments):
@@ -221,7 +234,7 @@ def curve(folder):
 def trained(command, source, out, *more, steps=12, devices=1):
     """Returns the arguments of a training on the texts."""
     return [command, source, "--data", "corpus.txt", *SIZES, *PLAIN, "--devices", devices, "--steps", steps,
-            "--log-every", 1, "--out", out, *more]  # fmt: skip
+            *EVERY_STEP, "--out", out, *more]  # fmt: skip
 
 
 def words(result):

@@ -12,7 +12,7 @@ from redline.training.checkpoint.saver import Saver, latest
 from redline.training.checkpoint.state import State
 from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
-from redline.training.loop import Loop, LoopPlan, averages
+from redline.training.loop import Loop, LoopPlan
 
 CPU = torch.device("cpu")
 QUIET = {"log_every": 1, "save_minutes": 0}
@@ -79,12 +79,11 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     rank, size = place()
     group = dist.new_group(backend="gloo") if size > 1 else None
     training = built(workload, config, hyper, seed)
-    average = averages(training) if hyper.average is not None else None
     found = None
     if begin is not None:
         found = latest(CheckpointFolder(begin), group)
         if found is not None:
-            State(training, average, from_weights).load(dcp_tensors(found.path))
+            State(training, from_weights).load(dcp_tensors(found.path))
     saver = None
     if save is not None:
         folder = CheckpointFolder(save, plan.keep)
@@ -100,7 +99,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     loop = Loop(
         training, samples or FromWorkload(workload, seed=seed, num_evaluation=2 * workload.global_batch), hyper, plan,
         saver=saver, step=step, position=position, until=until, log=lines.append,
-        stop=lambda: stop(loop) if stop else False, average=average, from_weights=from_weights,
+        stop=lambda: stop(loop) if stop else False, from_weights=from_weights,
     )  # fmt: skip
     ended = loop.run()
     KNOWN[workload.id].update(training.workload.known)

@@ -319,30 +319,6 @@ def test_batches_of_the_user_are_made_in_the_main_thread(small):
     assert len(threads) >= HYPER.steps and all(threads)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
-def test_the_moving_average_is_one(small, tmp_path, precision):
-    kept = []
-
-    def watch(training):
-        inner, model = training.update, training.model
-
-        def update(adjust):
-            inner(adjust)
-            kept.append({name: each.detach().float().clone() for name, each in model.named_parameters()})
-
-        kept.append({name: each.detach().float().clone() for name, each in model.named_parameters()})
-        training.update = update
-
-    config = {"micro_batch": 8, "precision": precision}
-    part(small("llama"), config, replace(HYPER, average=0.8), watch=watch, save=tmp_path)
-    held = dcp_tensors(CheckpointFolder(tmp_path).all()[0].path)
-    first, *later = kept
-    for name, expected in first.items():
-        for weights in later:
-            expected = 0.8 * expected + 0.2 * weights[name]
-        torch.testing.assert_close(held[f"average/{name}"].read(), expected, rtol=1e-5, atol=1e-7)
-
-
 # -- evaluation ----------------------------------------------------------------------------------------------
 
 
@@ -482,7 +458,7 @@ def test_checkpoints_of_non_finite_steps_are_not_kept(small, run, tmp_path, conf
 
     for text in run(config, go, all=True):
         message = "the gradients of step 5 are not finite" if gradient else "the loss of step 5 is nan"
-        assert text == f"{message}: the checkpoint of step 4 was saved before; a lower --lr or more --warmup may help"
+        assert text == f"{message}: the checkpoint of step 4 was saved before; a lower --lr or a longer warmup may help"
     for each in CheckpointFolder(tmp_path).all():
         assert each.step <= 4
         assert all(stored.read().isfinite().all() for stored in dcp_tensors(each.path).values())
@@ -508,7 +484,6 @@ def test_a_training_without_a_checkpoint_says_so(small, tmp_path):
         ({"warmup": -1}, "warmup must be a whole number of at least 0, but got -1"),
         ({"min_lr": 1.5}, "min_lr must be a share from 0 to 1, but got 1.5"),
         ({"decay": 0.0}, "decay must be a share above 0, of at most 1, but got 0.0"),
-        ({"average": 1.0}, "average must be a share between 0 and 1, but got 1.0"),
         ({"clip": -1.0}, "clip must be at least 0, but got -1.0"),
         ({"clip": math.nan}, "clip must be at least 0, but got nan"),
         ({"weight_decay": math.nan}, "weight_decay must be at least 0, but got nan"),

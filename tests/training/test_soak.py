@@ -19,7 +19,7 @@ from tiers import tiered
 from torch import nn
 from trainings import part, place
 
-HYPER = Hyperparameters(steps=100, lr=1e-3, average=0.5)
+HYPER = Hyperparameters(steps=100, lr=1e-3)
 STRATEGIES = {
     "one": {"micro_batch": 2},
     "zero3": {"dp": 2, "zero": 3, "micro_batch": 2},
@@ -89,7 +89,7 @@ def test_a_training_is_bit_for_bit_the_one_without_it(request, small, tmp_path, 
         assert soaked[1:3] == plain[1:3], "random numbers, and the position"
         assert soaked[4] == plain[4], "no checkpoint more"
         assert soaked[3].keys() == plain[3].keys()
-        assert {each.partition("/")[0] for each in soaked[3]} == {"model", "optimizer", "average"}
+        assert {each.partition("/")[0] for each in soaked[3]} == {"model", "optimizer"}
         assert all(torch.equal(soaked[3][each], plain[3][each]) for each in plain[3])
         if soaked[0].lines:
             (note,) = soaked[0].of("note", "text")

@@ -5,7 +5,6 @@
  `model/NAME` | a parameter or buffer, by its name in the model as constructed |
  `optimizer/NAME/KEY` | the optimizer's state of a parameter: of the same shape, or a single number |
  `group/NUMBER/KEY` | a number in a group of the optimizer that steps have changed, other than its learning rate |
- `average/NAME` | the moving average of a parameter, if there is one |
 
 Random numbers and the order of samples are functions of the seed and the step, so they are not saved.
 """
@@ -21,12 +20,11 @@ from ..hyperparameters import NUMBERS, group_numbers
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from ...schedule.parallel.weights import Region
     from ..training import Training
 
-MODEL, OPTIMIZER, GROUP, AVERAGE = "model", "optimizer", "group", "average"
+MODEL, OPTIMIZER, GROUP = "model", "optimizer", "group"
 _NUMBERS: Mapping[str, Callable[[float], Any]] = {each.__name__: each for each in NUMBERS}
 """Kinds of numbers that optimizers keep as numbers rather than as tensors; their keys end in `:KIND`."""
 Located = dict[str, "tuple[torch.Tensor, Region]"]
@@ -40,21 +38,14 @@ class State:
     """A training's tensors by name.
 
     Args:
-        average: moving averages of its parameters on this rank, each sharded like its parameter.
         from_weights: names of frozen parameters that the weights which the training began with contain, and which a
             checkpoint therefore leaves out.
     """
 
-    def __init__(
-        self,
-        training: "Training",
-        average: "Mapping[nn.Parameter, torch.Tensor] | None" = None,
-        from_weights: Collection[str] = (),
-    ) -> None:
+    def __init__(self, training: "Training", from_weights: Collection[str] = ()) -> None:
         from ...schedule.parallel.weights import regions_of
 
         self._training = training
-        self._average = average or {}
         self._from_weights = frozenset(from_weights)
         self._model = regions_of(training.model, training.outline.names)
         self._names: dict[Any, str] = {tensor: name for name, (tensor, _) in self._model.items()}
@@ -78,9 +69,6 @@ class State:
         for (number, key), value in group_numbers(self._training.optimizer).items():
             if value != self._training.first_numbers.get((number, key)):
                 out[f"{GROUP}/{number}/{key}:{type(value).__name__}"] = self._of_group(key, value)
-        for param, value in self._average.items():
-            name = self._names[param]
-            out[f"{AVERAGE}/{name}"] = value, self._model[name][1]
         return out
 
     def _of_model(self) -> Located:
@@ -111,10 +99,6 @@ class State:
         """
         self.check(stored)
         targets = self._of_model()
-        averages = {f"{AVERAGE}/{self._names[param]}": param for param in self._average}
-        for full, param in averages.items():
-            if full in stored:
-                targets[full] = self._average[param], self._model[self._names[param]][1]
         states = self._targets(stored)
         for name, keys in states.items():
             targets |= {f"{OPTIMIZER}/{name}/{key}": each for key, each in keys.items()}
@@ -125,16 +109,11 @@ class State:
             if int(number) < len(self._training.optimizer.param_groups):
                 self._training.optimizer.param_groups[int(number)].update([_as_kept(key, value)])
         self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
-        for full, param in averages.items():
-            if full not in stored:  # a new average starts from the weights
-                self._average[param].copy_(param.detach())
 
     def load_weights(self, weights: Weights) -> None:
         """Loads this rank's part of another tool's checkpoint. Missing tensors, such as adapters, do not change."""
         given = weights.tensors
         _fill({name: each for name, each in self._model.items() if name in given}, given)
-        for param, value in self._average.items():
-            value.copy_(param.detach())
 
     def _updated(self) -> Iterator[tuple[Any, str]]:
         """Yields the parameters that this rank's optimizer updates, with their names."""

@@ -168,7 +168,7 @@ def _selected(read: "datasets.Dataset", source: Source, field: str) -> "tuple[da
         return read.select_columns([name for name in (TOKENS, LABELS) if name in names]), "tokens"
     if field not in names:
         raise WorkloadError(
-            f"{source.path}: {unknown('field', field, names)} Name the one with the text by --field NAME."
+            f"{source.path}: {unknown('field', field, names)} Name the one with the text by `field: NAME` in --settings."
         )
     kind = str(read.features[field])
     messages = getattr(read.features[field], "feature", None)

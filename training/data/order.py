@@ -194,7 +194,7 @@ class DataPlan:
         Option("Folder of a Hugging Face tokenizer, or bytes.  [default: that of --from, else bytes]", metavar="DIR"),
     ] = None
     """Folder of a Hugging Face tokenizer; None or `bytes` reads text as bytes."""
-    field: Annotated[str, Option("Column with the text, or the messages.", check=_column, metavar="NAME")] = "text"
+    field: Annotated[str, Option("Column with the text, or the messages.", check=_column, in_file=True)] = "text"
     """Column with the text of JSON lines, Parquet and datasets. A list of messages with `role` and `content`
     is a conversation, written as text by the tokenizer's chat template.
     """
@@ -203,7 +203,7 @@ class DataPlan:
         Option(
             "packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]",
             choices=get_args(Packing),
-            metavar="NAME",
+            in_file=True,
         ),
     ] = None
     """`packed`: samples are cut from all documents in a row. `documents`: the same, but tokens neither attend to nor
@@ -215,7 +215,7 @@ class DataPlan:
         Option(
             "Tokens of conversations to train on: all, or the assistant's.  [default: assistant]",
             choices=get_args(TrainOn),
-            metavar="NAME",
+            in_file=True,
         ),
     ] = None
     """`assistant`: only the assistant's messages of conversations are predicted, which the chat template has to mark by
@@ -224,7 +224,7 @@ class DataPlan:
     held_out: Annotated[
         float, Option("Share of samples held out for evaluation.", type=float, least=0, most=LARGEST_SHARE)
     ] = 0.0
-    shuffle: Annotated[bool, Option("Reorder samples in each epoch.")] = True
+    shuffle: Annotated[bool, Option("Reorder samples in each epoch.", in_file=True)] = True
     """True if each epoch has its own order; otherwise all have that of the data."""
     seed: Annotated[int, Option("Seed of weights, order and dropout.", type=int, least=0)] = 0
     """Seed of the order, and of the masks of masked language models."""

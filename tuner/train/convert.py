@@ -17,7 +17,7 @@ from ...models.layouts.weights import Weights
 from ...models.lora import AdaptedArchitecture
 from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
-from ...training.checkpoint.state import AVERAGE, MODEL
+from ...training.checkpoint.state import MODEL
 from ...training.data.order import BYTES
 from .request import TrainRequest
 from .strategy import TrainingSource
@@ -51,8 +51,6 @@ class ConvertRequest:
     """Folder of the tokenizer of a Hugging Face checkpoint; None for the training's, or that of the weights it began
     with.
     """
-    average: Annotated[bool, Option("The moving average of the weights, where one was kept.")] = False
-    """Take the moving average instead of the weights."""
     merge: Annotated[bool, Option("Add adapters to the weights that they adapt.")] = False
     """Add adapters to the weights they adapt."""
 
@@ -102,7 +100,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
         )
     checkpoint = _checkpoint(path, request.step)
     _check_adapters(request, workload.model, folder)
-    weights = _weights(checkpoint, request.average)
+    weights = _weights(checkpoint)
     if checkpoint.manifest.get("from_weights") and request.to != "peft":  # frozen ones are not in the checkpoint
         initial = find_weights(str(trained.weights), workload.model)
         weights = Weights({**initial.tensors, **weights.tensors})
@@ -118,7 +116,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
             raise
         raise StudyError(
             f"the training has removed '{checkpoint.path.name}' meanwhile: convert its latest checkpoint, or resume it with a "
-            "larger --keep"
+            "larger `keep` in --settings"
         ) from error
     return Converted(checkpoint=checkpoint, rounded_to=began_in if rounded else None)
 
@@ -163,13 +161,8 @@ def _checkpoint(path: Path, step: int | None) -> Checkpoint:
     raise StudyError(f"'{path}' has no checkpoint{'' if step is None else f' of step {step}'}; there are: {steps}")
 
 
-def _weights(checkpoint: Checkpoint, average: bool) -> Weights:
+def _weights(checkpoint: Checkpoint) -> Weights:
     """The model's weights among the tensors of a checkpoint."""
     stored = dcp_tensors(checkpoint.path)
-    names = {name.removeprefix(f"{MODEL}/"): name for name in stored if name.startswith(f"{MODEL}/")}
-    if average:
-        averages = {name.removeprefix(f"{AVERAGE}/"): name for name in stored if name.startswith(f"{AVERAGE}/")}
-        if not averages:
-            raise UsageError(f"'{checkpoint.path}' has no moving average of the weights; train with --average")
-        names |= averages
-    return Weights({name: stored[full] for name, full in names.items()})
+    prefix = f"{MODEL}/"
+    return Weights({name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)})

@@ -193,8 +193,7 @@ class Driver:
             start = weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
             dtype = main_dtype(start.shapes.values())
             self._weights_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
-        # Before the data, which may take hours, so that a refusal loses nothing; dry runs are for data that can be read.
-        strategy = None if self.request.tune_trials else self._begin()
+        strategy = self._begin()  # before the data, which may take hours, so that a refusal loses nothing
         self.listener.on_wait("reading the data")
         if not self.document:
             self.request = with_tokenizer(self.request, self.listener.on_message)
@@ -213,7 +212,6 @@ class Driver:
             )
         if self.document and not self.step:
             self.listener.on_message("there is no checkpoint to continue from: the training starts from step 0")
-        strategy = strategy or self._begin()
         step = self._samples_of(strategy)
         if self.request.eval_every and samples.num_evaluation < step:
             instead = "leave --eval-every out" if self.step else "give a larger --held-out, or leave --eval-every out"
@@ -307,11 +305,6 @@ class Driver:
         request, before = self.request, self.strategies[-1] if self.strategies else None
         known = winner(request, self.source, self.workload, self.device) if before is None else self._as_before(before)
         if known is not None:
-            if request.tune_trials and (before is None or request.resume):
-                self.listener.on_message(
-                    "--tune-trials has no effect: the configuration is known; only other --devices or another --memory-limit "
-                    "require a new plan"
-                )
             return known
         if before is None:
             self.listener.on_wait("planning")

@@ -6,9 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...base.errors import UsageError
+from ...base.errors import UsageError, unknown
 from ...base.option import Option, either
-from ...base.reading import absolute
+from ...base.reading import LARGEST_DOCUMENT, Malformed, absolute, parse_yaml, path_of, read_named, with_power
 from ...models.layouts.hugging_face import difference, own_tokenizer
 from ...models.lora import check_lora
 from ...runners.registry import RUNNERS
@@ -63,7 +63,6 @@ class LaunchRequest:
             replanned.
         workload: FILE:NAME of the source's workload, if its file has moved.
         memory_limit: memory of a device, MiB or as in `8GiB`; another limit than before is replanned.
-        tune_trials: dry runs for a new plan; 0 uses the estimate's best.
         runner: runner of the ranks, a name in `redline.runners.registry.RUNNERS`.
         ray_address: a Ray cluster to join.
         weights: a checkpoint of another tool to start from, such as a Hugging Face model's folder.
@@ -90,9 +89,6 @@ class LaunchRequest:
         str | float | None,
         Option("Memory of a device, such as 8GiB; another limit is replanned.", check=parse_memory, metavar="SIZE"),
     ] = None
-    tune_trials: Annotated[
-        int, Option("Dry runs for replanning; 0 relies on the estimate.", type=int, least=0, metavar="N")
-    ] = 0
     runner: Annotated[str, Option(f"Where ranks run: {either(RUNNERS)}.", choices=RUNNERS, metavar="NAME")] = "local"
     ray_address: Annotated[
         str | None, Option("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
@@ -172,7 +168,7 @@ def as_listed(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-OF_A_START = ("source", "out", "resume", "stated", "workload", "tune_trials", "runner", "ray_address")
+OF_A_START = ("source", "out", "resume", "stated", "workload", "runner", "ray_address")
 """Fields of a start rather than of the training."""
 MAY_CHANGE = (
     *OF_A_START,
@@ -187,6 +183,36 @@ MAY_CHANGE = (
 """Fields that may change when a training is resumed: they affect the length of the training, not its results."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
 """Sections of a request, in reading order."""
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Reads a YAML file with values of `Hyperparameters`, `LoopPlan` and `DataPlan`, by the names of their fields.
+
+    Raises:
+        UsageError: the file cannot be read, or a name or the kind of a value is unknown.
+    """
+    where = path_of(path)
+    try:
+        values = parse_yaml(read_named(where, at_most=LARGEST_DOCUMENT))
+    except (OSError, Malformed) as error:
+        raise UsageError(
+            f"the settings in {where} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    defaults = {
+        each.name: each.default for section in (DataPlan, Hyperparameters, LoopPlan) for each in fields(section)
+    }
+    del defaults["paths"]
+    if not isinstance(values, dict):
+        raise UsageError(f"the settings in {where} must be a mapping, such as `warmup: 100`")
+    settings = {}
+    for name, value in values.items():
+        if name not in defaults:
+            raise UsageError(f"the settings in {where}: {unknown('setting', name, defaults)}")
+        settings[name] = tuple(map(with_power, value)) if isinstance(value, list) else with_power(value)
+        kind = type(defaults[name])
+        if value is None or (kind in (bool, tuple) and not isinstance(settings[name], kind)):
+            raise UsageError(f"the settings in {where}: {name} cannot be {value!r}; its default is {defaults[name]!r}")
+    return settings
 
 
 def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
@@ -226,10 +252,10 @@ def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tup
         end = f" to {_rate(kept, horizon)}, where it stays" if request.steps > horizon else ""
         return request, (
             f"the learning rate continues by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
-            f"--lr-steps {request.steps} lets it fall over all {request.steps}, from {_rate(new, step)}"
+            f"lr_steps: {request.steps} in --settings lets it fall over all {request.steps}, from {_rate(new, step)}"
         )
     return request, (
-        f"by --lr-steps {request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
+        f"by lr_steps={request.lr_steps} the learning rate jumps from {_rate(old, step)} to {_rate(new, step)} at step {step}"
     )
 
 

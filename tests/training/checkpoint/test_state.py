@@ -6,18 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import lazy
 from redline.base.errors import WorkloadError
 from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
-from redline.models.layouts.weights import Weights
 from redline.models.lora import Lora, with_lora
 from redline.training.checkpoint.folder import CheckpointFolder
 from redline.training.checkpoint.saver import parts_of, shared_out
 from redline.training.checkpoint.state import State
 from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
-from redline.training.loop import averages
 from tiers import tiered
 from torch.distributed.checkpoint.staging import DefaultStager
 from trainings import built, part, unequal
@@ -264,42 +261,6 @@ def test_dropout_resumes_bit_for_bit(small, tmp_path):
 def test_dropout_on_two_ranks_resumes_bit_for_bit(two, small, tmp_path, config):
     workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
     goes_on_bit_for_bit(workload, config, tmp_path, run=two.run)
-
-
-@pytest.mark.parametrize("config", tiered([{"dp": 2, "zero": 3}], [{"tp": 2}, {"dp": 2, "zero": 1}]), ids=str)
-def test_moving_averages_are_kept(two, small, tmp_path, config):
-    hyper = replace(HYPER, average=0.5)
-    workload = with_optimizer(small("llama"), "SGD with momentum")  # rounding differences stay small
-    whole = part(workload, {"micro_batch": 8}, hyper, save=tmp_path / "whole")
-    two.run(lambda: part(workload, config, hyper, until=3, save=tmp_path / "here"))
-    part(workload, {"micro_batch": 8}, hyper, begin=tmp_path / "here", save=tmp_path / "here")
-    one, other = (dcp_tensors(CheckpointFolder(tmp_path / each).all()[0].path) for each in ("whole", "here"))
-    names = [name for name in one if name.startswith("average/")]
-    assert len(names) == len([name for name in one if name.startswith("model/")])
-    for name in names:
-        torch.testing.assert_close(other[name].read(), one[name].read(), rtol=1e-5, atol=1e-7)
-        assert not torch.equal(one[name].read(), one[name.replace("average/", "model/")].read())
-    assert whole.step == 6
-
-
-def test_an_average_that_begins_later_begins_at_the_weights(small, tmp_path):
-    part(small("llama"), {"micro_batch": 8}, HYPER, until=3, save=tmp_path)
-    part(small("llama"), {"micro_batch": 8}, replace(HYPER, average=0.999999), begin=tmp_path, until=4, save=tmp_path)
-    here, before = (dcp_tensors(each.path) for each in CheckpointFolder(tmp_path).all())
-    for name in before:
-        if name.startswith("model/"):
-            torch.testing.assert_close(
-                here[name.replace("model/", "average/")].read(), before[name].read(), atol=1e-6, rtol=0
-            )
-
-
-def test_an_average_begins_at_the_weights_of_another_tool(small):
-    training = built(small("llama"), {"micro_batch": 8}, replace(HYPER, average=0.9))
-    kept = averages(training)
-    given = {name: torch.full_like(each, 0.5) for name, each in training.model.state_dict().items()}
-    State(training, kept).load_weights(Weights({name: lazy(each) for name, each in given.items()}))
-    assert len(kept) == len(given)
-    assert all(bool((each == 0.5).all()) for pair in kept.items() for each in pair)
 
 
 # -- division of the writing among ranks ---------------------------------------------------------------------

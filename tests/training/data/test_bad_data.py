@@ -23,7 +23,7 @@ def refused(samples, tmp_path, message, *paths, error=WorkloadError, **more):
         ("a.txt", b"y" * (3 << 20) + b"\xff", r"byte 0xff at position 3145728"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"a\.jsonl cannot be read: .*(?i:utf-8)"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl cannot be read: Expected object or value"),
-        ("a.jsonl", b'{"txt": "a", "id": 1}', r"unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*by --field"),
+        ("a.jsonl", b'{"txt": "a", "id": 1}', r"unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*by `field: NAME`"),
         ("a.jsonl", b'{"text": 3}', r"'text' must contain a text, or a list of messages .*, but contains .*int64"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', r"a\.jsonl, rows 0 to 1: a row has no text: its value is null"),
         ("a.parquet", b"nothing", r"a\.parquet cannot be read: .*[Pp]arquet"),

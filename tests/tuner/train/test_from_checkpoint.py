@@ -10,7 +10,7 @@ from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
 from safetensors.torch import load_file
 from texts import TOPICS
-from train_commands import ended, trained, words
+from train_commands import ended, settings, trained, words
 
 pytestmark = pytest.mark.timeout(900)
 GENERATION = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "eos_token_id": 0}
@@ -97,7 +97,7 @@ def test_weights_that_are_not_trained_are_read_from_the_beginning_s_again(run, h
     (saved, _) = CheckpointFolder(here / "adapters" / "checkpoints").all()
     assert all(".lora_" in name for name in dcp_tensors(saved.path))
     words(run(*trained("train", "llama", "uninterrupted", *lora, steps=6)))
-    text = words(run("train", "adapters", "--resume", "--steps", 6, "--lr-steps", 6))
+    text = words(run("train", "adapters", "--resume", "--steps", 6, *settings(here, lr_steps=6)))
     assert "continuing from step-00000004" in text
     words(run("convert", "adapters", tmp_path / "hf", "--merge"))
     base, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "hf"))

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import yaml
 from processes import left_of
-from train_commands import PLAIN, SIZES, curve, lines_of, trained
+from train_commands import EVERY_STEP, PLAIN, SIZES, curve, lines_of, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -92,7 +92,7 @@ def test_an_interrupt_saves_a_checkpoint_to_resume_from(start, here, uninterrupt
 
 
 def test_a_second_interrupt_ends_at_once(start, here):
-    command = start("train", "work.py:slow", "--steps", 50, "--log-every", 1, "--devices", 1, "--out", "twice",
+    command = start("train", "work.py:slow", "--steps", 50, *EVERY_STEP, "--devices", 1, "--out", "twice",
                     "--fix", "micro_batch=1")  # fmt: skip
     command.until_holds((here / "twice" / "logs").exists)
     (here / "slow-began").unlink(missing_ok=True)  # left by planning
@@ -111,7 +111,7 @@ def test_a_second_interrupt_ends_at_once(start, here):
 
 def test_out_of_memory_resumes_in_a_safer_configuration(start, here):
     out = here / "spiking"
-    arguments = ("train", "work.py:spiking", "--devices", 1, "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1,
+    arguments = ("train", "work.py:spiking", "--devices", 1, "--memory-limit", "1GiB", "--steps", 60, *EVERY_STEP,
                  "--save-every", 4, "--fix", "micro_batch=8", "--out")  # fmt: skip
     code, text = start(*arguments, "fixed").wait()
     # No configuration is safer than the requested one.
@@ -126,13 +126,13 @@ def test_out_of_memory_resumes_in_a_safer_configuration(start, here):
     assert "note: out of memory:" in text and "continuing from step" in text and "trained: 60 steps" in text
     assert strategies[-1]["step"] % 4 == 0 and 0 < strategies[-1]["step"] <= 20
     assert curve(out).keys() == set(range(1, 61))
-    code, text = start("train", "work.py:net", "--devices", 1, "--steps", 60, "--log-every", 1, "--out", "never").wait()
+    code, text = start("train", "work.py:net", "--devices", 1, "--steps", 60, *EVERY_STEP, "--out", "never").wait()
     assert code == 0, text
     assert curve(out) == pytest.approx(curve(here / "never"), rel=1e-5)
 
 
 def test_under_torchrun_a_restart_takes_a_safer_configuration(start, here):
-    arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1, "--save-every", 4,
+    arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, *EVERY_STEP, "--save-every", 4,
                  "--out", "launched"]  # fmt: skip
     code, text = start(*arguments, launcher=torchrun(1, restarts=3)).wait()
     assert code == 0, text
@@ -159,7 +159,7 @@ def test_under_torchrun_no_safer_configuration_ends_it_with_a_remedy(start, here
 
 def test_under_torchrun_another_number_of_ranks_is_planned_again(start, here, uninterrupted):
     out = here / "regrouped"
-    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, "--log-every", 1, "--lr", "1e-3",
+    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, *EVERY_STEP, "--lr", "1e-3",
                  "--out", "regrouped"]  # fmt: skip
     code, text = start(*arguments, "--devices", 2, launcher=torchrun(1)).wait()
     assert code != 0 and "devices=2 contradicts the launcher's number of ranks, 1; leave --devices out" in text, text
@@ -194,7 +194,7 @@ def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
 
 
 def test_under_torchrun_a_rank_that_is_killed_is_started_again_from_the_checkpoint(start, here):
-    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--fix", "tp=2", "--steps", 300, "--log-every", 1,
+    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--fix", "tp=2", "--steps", 300, *EVERY_STEP,
                  "--save-every", 5]  # fmt: skip
     command = start(*arguments, "--out", "one-killed", launcher=torchrun(2, restarts=1))
     out = here / "one-killed"

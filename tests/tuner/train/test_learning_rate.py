@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from redline.training.hyperparameters import Hyperparameters
 from redline.tuner.train.request import TrainRequest, with_schedule
-from train_commands import ended, lines_of, trained
+from train_commands import ended, lines_of, settings, trained
 
 pytestmark = pytest.mark.timeout(900)
 ASKED = TrainRequest(source="x", steps=100, lr=1e-3, warmup=10)
@@ -38,7 +38,7 @@ def test_the_schedule_extends_if_nothing_jumps(schedule, step):
 def test_a_requested_schedule_is_followed_with_a_note():
     after, note = with_schedule(replace(ASKED, steps=190, lr_steps=190), ASKED, 100)
     assert after.lr_steps == 190
-    assert note == "by --lr-steps 190 the learning rate jumps from 1.00e-04 to 5.50e-04 at step 100"
+    assert note == "by lr_steps=190 the learning rate jumps from 1.00e-04 to 5.50e-04 at step 100"
 
 
 def test_the_first_step_of_a_warm_up_has_its_share_and_the_last_the_whole():
@@ -58,6 +58,6 @@ def test_more_steps_by_the_command_line_are_those_of_one_training(run, here):
         "note: the learning rate continues by its schedule over 4 steps, from 1.00e-03 to 1.00e-03, where it stays"
         in text
     )
-    assert "--lr-steps 7 lets it fall over all 7, from 4.50e-03" in text
-    assert ended(here, *trained("train", "llama", "at-once", "--lr", "1e-2", "--lr-steps", 4, steps=7)) == 0
+    assert "lr_steps: 7 in --settings lets it fall over all 7, from 4.50e-03" in text
+    assert ended(here, *trained("train", "llama", "at-once", "--lr", "1e-2", *settings(here, lr_steps=4), steps=7)) == 0
     assert learnt(here / "extended") == learnt(here / "at-once") and len(learnt(here / "at-once")) == 7

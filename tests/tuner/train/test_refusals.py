@@ -7,7 +7,7 @@ import torch
 import yaml
 from redline.training.hyperparameters import Hyperparameters
 from redline.tuner.train.request import TrainRequest
-from train_commands import SIZES, ended, trained
+from train_commands import SIZES, ended, settings, trained
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="session")
 def finished(here):
     """A finished training of six steps."""
-    assert ended(here, *trained("train", "llama", "finished", "--average", "0.9", steps=6)) == 0
+    assert ended(here, *trained("train", "llama", "finished", *settings(here, clip=0.9), steps=6)) == 0
     return "finished"
 
 
@@ -65,14 +65,17 @@ def test_a_small_vocabulary_is_refused(run, here, tmp_path):
         (("--lr", "0.5"), ["has lr=the default, and cannot continue with 0.5", "start another one for that"]),
         (("--data", "work.py"), ["corpus.txt'], and cannot continue with ['/", "/work.py']"]),
         (("--global-batch", "16"), ["has global_batch=8, and cannot continue with 16"]),
-        (("--average", "0.5"), ["has average=0.9, and cannot continue with 0.5"]),
-        (("--log-every", "0"), ["log_every must be a whole number of at least 1, but got 0"]),
+        ({"clip": 0.5}, ["has clip=0.9, and cannot continue with 0.5"]),
+        ({"log_every": 0}, ["log_every must be a whole number of at least 1, but got 0"]),
+        ({"shuffle": "never"}, ["the settings in ", "shuffle cannot be 'never'; its default is True"]),
+        ({"betas": 0.9}, ["the settings in ", "betas cannot be 0.9; its default is (0.9, 0.999)"]),
+        ({"warmpu": 3}, ["the settings in ", "unknown setting 'warmpu'; did you mean 'warmup'?"]),
         (("--devices", "0"), ["devices must be a whole number of at least 1, but got 0"]),
     ],
-    ids=["lr", "data", "global batch", "average", "plan", "devices"],
+    ids=str,
 )
-def test_a_training_does_not_resume_with_other_hyperparameters(run, finished, more, message):
-    refused(run, message, "train", finished, "--resume", *more)
+def test_a_training_does_not_resume_with_other_hyperparameters(run, here, finished, more, message):
+    refused(run, message, "train", finished, "--resume", *(settings(here, **more) if isinstance(more, dict) else more))
 
 
 def test_an_occupied_folder_is_refused(run, finished):
@@ -111,15 +114,19 @@ def test_a_start_that_is_refused_leaves_no_folder_and_takes_none_away(run, here,
 
 
 def test_betas_and_eps_are_the_optimizer_s(run, here):
-    more = ("--betas", "0.8", "0.9", "--eps", "1e-5")
+    more = (*settings(here, betas=[0.8, 0.9], eps=1e-5, lr=0.5), "--lr", "1e-3")
     assert ended(here, *trained("train", "llama", "betas", *more, steps=1)) == 0
     asked = yaml.safe_load((here / "betas" / "train.yaml").read_text())["asked"]
-    assert (asked["betas"], asked["eps"]) == ([0.8, 0.9], 1e-5)
+    assert (asked["betas"], asked["eps"], asked["lr"]) == ([0.8, 0.9], 1e-5, 1e-3)
     assert ended(here, "train", "betas", "--resume", "--steps", 2) == 0
     hyper = TrainRequest.again("betas", asked).section(Hyperparameters)
     (group,) = hyper.optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups
     assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5)
-    refused(run, ["betas must be at least 0 and below 1"], *trained("train", "llama", "no", "--betas", "0.9", "1.5"))
+    refused(
+        run,
+        ["betas must be at least 0 and below 1"],
+        *trained("train", "llama", "no", *settings(here, betas=[0.9, 1.5])),
+    )
     assert not (here / "no").exists()
 
 
@@ -189,7 +196,7 @@ def test_impossible_conversions_are_refused(run, here, finished, more, message):
     assert not (here / "nowhere").exists()
 
 
-@pytest.mark.parametrize("more", [(), ("--average",), ("--dtype", "bfloat16")], ids=str)
+@pytest.mark.parametrize("more", [(), ("--dtype", "bfloat16")], ids=str)
 def test_a_checkpoint_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, finished, tmp_path, more):
     from redline.models.layouts.dcp import dcp_tensors
     from redline.training.checkpoint.folder import CheckpointFolder
@@ -200,9 +207,8 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_loads_bit_for_bit(run, 
     dtype = torch.bfloat16 if "--dtype" in more else torch.float32
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype)
     held = dcp_tensors(CheckpointFolder(here / finished / "checkpoints").all()[0].path)
-    kind = "average" if more == ("--average",) else "model"
     for name, weight in model.named_parameters():
-        assert torch.equal(weight, held[f"{kind}/{name}"].read().to(dtype)), name
+        assert torch.equal(weight, held[f"model/{name}"].read().to(dtype)), name
     found = model.generate(torch.tensor([[72, 101, 108]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert found.shape == (1, 7)
 

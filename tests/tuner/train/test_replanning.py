@@ -65,12 +65,6 @@ def again(tmp_path):
 def test_an_unchanged_training_keeps_its_strategy(again, of_llama):
     strategy, notes, strategies = again(of_llama)
     assert notes == [] and strategies == [strategy.to_dict()] and strategy.step == 0
-    _, notes, same = again(of_llama, tune_trials=3)
-    assert same == strategies
-    assert notes == [
-        "--tune-trials has no effect: the configuration is known; only other --devices or another "
-        "--memory-limit require a new plan"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +114,3 @@ def test_a_note_where_nothing_is_safer_ends_the_start_and_not_the_one_after(agai
     with pytest.raises(NothingFound, match="no configuration for 1 device needs clearly less; more devices, a smaller"):
         again(of_net, note=note)
     assert again(of_net) == (strategy, [], strategies)
-
-
-@pytest.mark.slow
-def test_dry_runs_decide_where_they_are_asked_for(again, of_llama):
-    strategy, (reason,), strategies = again(of_llama, devices=2, tune_trials=2)
-    assert reason.startswith("replanned for 2 devices, after 1: the fastest of 2 dry runs on 2 ranks on ")
-    assert strategies[-1] == strategy.to_dict() and strategy.devices == 2

@@ -10,7 +10,7 @@ from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
 from redline.tuner.train.request import TrainRequest, taken_up
 from redline.tuner.train.strategy import read_source
-from train_commands import SIZES, curve, trained
+from train_commands import SIZES, curve, settings, trained
 from trainings import unequal
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,22 +28,26 @@ def tensors_of(folder):
 
 def test_a_training_continues_from_another_working_directory(run, here, tmp_path, monkeypatch):
     """Paths of the model, the data and the training's folder are relative to where it started."""
-    constant = ("--lr", "1e-3", "--lr-schedule", "constant", "--save-every", 1, "--average", "0.5")
-    code, out, err = run(*trained("train", "./llama", "begun-here", *constant, "--keep", 2, steps=3))
+    constant = {"lr": 1e-3, "lr_schedule": "constant", "save_every": 1}
+    code, out, err = run(*trained("train", "./llama", "begun-here", *settings(here, **constant, keep=2), steps=3))
     assert code == 0 and kept(here / "begun-here") == [3, 2], out + err
     monkeypatch.chdir(tmp_path)
     # An explicit argument counts even if it equals the default, as 3 does.
-    code, out, err = run("train", here / "begun-here", "--resume", "--steps", 6, "--keep", 3)
+    code, out, err = run(
+        "train", here / "begun-here", "--resume", "--steps", 6, "--settings", here / settings(here, keep=3)[1]
+    )
     assert code == 0 and "continuing from step-00000003" in out, out + err
     assert kept(here / "begun-here") == [6, 5, 4]
     assert [*tmp_path.iterdir()] == []
-    whole = trained("train", here / "llama", tmp_path / "whole", *constant, steps=6)
+    whole = trained(
+        "train", here / "llama", tmp_path / "whole", "--settings", here / settings(here, **constant)[1], steps=6
+    )
     whole[whole.index("corpus.txt")] = here / "corpus.txt"
     code, out, err = run(*whole)
     assert code == 0, out + err
     assert curve(here / "begun-here") == curve(tmp_path / "whole"), "bit for bit"
     one, other = (tensors_of(folder) for folder in (here / "begun-here", tmp_path / "whole"))
-    assert {name.partition("/")[0] for name in one} == {"model", "optimizer", "average"}
+    assert {name.partition("/")[0] for name in one} == {"model", "optimizer"}
     assert unequal(one, other) == []
     code, out, err = run("convert", here / "begun-here", tmp_path / "hf")
     assert code == 0 and (tmp_path / "hf" / "model.safetensors").is_file(), out + err

@@ -1,7 +1,7 @@
 """A long training whose later batch does not fit fails right after its first step."""
 
 import pytest
-from train_commands import curve
+from train_commands import curve, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = """
@@ -21,13 +21,13 @@ long = replace(net, name="long", batch=batch)
 """
 
 
-@pytest.mark.parametrize(("more", "steps"), [((), 1), (("--no-soak",), 90)], ids=["soaked", "not soaked"])
+@pytest.mark.parametrize(("more", "steps"), [({}, 1), ({"soak": False}, 90)], ids=["soaked", "not soaked"])
 def test_a_later_oom_fails_after_the_first_step(start, here, more, steps):
     (here / "long.py").write_text("import sys; sys.path.insert(0, '.')\n" + LONG)
     out = "long-" + "-".join(["soaked", *more])
-    arguments = ("train", "long.py:long", "--devices", 1, "--memory-limit", "1GiB", "--steps", 120, "--log-every", 1,
+    arguments = ("train", "long.py:long", "--devices", 1, "--memory-limit", "1GiB", "--steps", 120,
                  "--fix", "micro_batch=8", "--out", out)  # fmt: skip
-    code, text = start(*arguments, *more).wait()
+    code, text = start(*arguments, *settings(here, **more)).wait()
     assert code == 3, text
     assert "the training ran out of memory, and no configuration for 1 device needs clearly less" in text
     assert max(curve(here / out)) == steps

@@ -10,7 +10,7 @@ import yaml
 from redline.models.layouts.dcp import dcp_tensors
 from redline.models.layouts.find import LAYOUTS
 from redline.training.checkpoint.folder import CheckpointFolder
-from train_commands import GPT2, PLAIN, SIZES, curve, ended, trained
+from train_commands import EVERY_STEP, GPT2, PLAIN, SIZES, curve, ended, settings, trained
 
 pytestmark = pytest.mark.timeout(900)
 LIMITED = """
@@ -167,7 +167,7 @@ def test_a_best_yaml_that_was_copied_elsewhere_trains_its_winner(run, here, tmp_
     assert code == 0, out + err
     shutil.copy(here / "one" / "best.yaml", tmp_path / "copied.yaml")
     shutil.rmtree(here / "one")
-    arguments = ("--data", "corpus.txt", "--steps", 4, "--log-every", 1, "--out", "copied", "--json")
+    arguments = ("--data", "corpus.txt", "--steps", 4, *EVERY_STEP, "--out", "copied", "--json")
     code, out, err = run("train", tmp_path / "copied.yaml", *arguments)
     assert code == 0, out + err
     found = json.loads(out)
@@ -210,7 +210,7 @@ def test_a_training_whose_last_step_cannot_be_saved_has_failed_and_says_so(start
     assert "the training reached step 4, which could not be saved: OSError: [Errno 27] File too large" in text
     assert "there is no checkpoint, and --resume starts from step 0" in text and "Traceback" not in text
     assert not list((here / "unsaved" / "checkpoints").iterdir())
-    code, text = start("train", "unsaved", "--resume", "--keep", 1, "--steps", 3).wait()
+    code, text = start("train", "unsaved", "--resume", *settings(here, keep=1), "--steps", 3).wait()
     assert code == 0, text
     code, text = start("train", "unsaved", "--resume", "--steps", 4, launcher=launcher).wait()
     text = " ".join(text.split())
@@ -219,16 +219,11 @@ def test_a_training_whose_last_step_cannot_be_saved_has_failed_and_says_so(start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [2, 3])
-def test_separate_documents_are_averaged_under_sharding(start, here, zero):
-    """The check of documents runs the model before its averages are made."""
+def test_separate_documents_train_alike_under_sharding(start, here):
     lines = [json.dumps({"text": f"document {number} " + "abc " * (number % 7)}) for number in range(400)]
     (here / "documents.jsonl").write_text("\n".join(lines))
-    code, text = start(
-        "train", "llama", "--data", "documents.jsonl", "--packing", "documents", "--average", 0.9, "--devices", 2, *PLAIN,
-        *SIZES, "--fix", "tp=1", "--fix", f"zero={zero}", "--steps", 3, "--out", f"averaged-{zero}",
-    ).wait()  # fmt: skip
-    assert code == 0, text
-    found = latest(here / f"averaged-{zero}")
-    averages = {name: each for name, each in found.items() if "average" in name}
-    assert averages and all(each.isfinite().all() and each.any() for each in averages.values())
+    arguments = ("train", "llama", "--data", "documents.jsonl", *settings(here, packing="documents"), *PLAIN, *SIZES)
+    for out, how in (("plain", ("--devices", 1)), ("sharded", ("--devices", 2, "--fix", "tp=1", "--fix", "zero=3"))):
+        code, text = start(*arguments, *how, "--steps", 3, "--out", f"documents-{out}").wait()
+        assert code == 0, text
+    assert curve(here / "documents-sharded") == pytest.approx(curve(here / "documents-plain"), rel=1e-5)
