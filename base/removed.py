@@ -5,7 +5,9 @@ from collections.abc import Mapping
 _SETTINGS = "write `{}: VALUE` into a YAML file, given by --settings FILE"
 _COMMAND = "write `{}: VALUE` beside `command` into a YAML file, given by --command-file FILE"
 _CONFIG = "write the model's sizes into a config.json and give its path as MODEL: docs/without-a-device.md shows one"
-_SERVER = dict.fromkeys(("--server", "--token", "--trust"), "`redline submit MODEL --wait` searches on a server's devices")
+_SERVER = dict.fromkeys(
+    ("--server", "--token", "--trust"), "`redline submit MODEL --wait` searches on a server's devices"
+)
 _HEADROOM = "5 % of a device's memory is kept free; for more, give a smaller memory limit"
 _RANKS = "the ranks that decide are emulated, such as one of each pipeline stage"
 _SCALE = {

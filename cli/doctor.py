@@ -254,6 +254,6 @@ def _emulation(device: Device) -> list[str]:
         lines.append("  by links that are assumed: this GPU is not in the table; --hardware FILE states them")
     else:
         lines.append("  by the links that the table states for it")
-    lines.append("--memory-only --hardware NAME: memory of ranks on other hardware, and the time predicted")
-    lines.append(f"--emulate --launcher {'|'.join(able)}: one rank of a command by the framework's own mode")
+    lines.append("--runner emulate --hardware NAME: memory of ranks on other hardware, and the time predicted")
+    lines.append(f"`emulate: true` in --command-file, launcher {'|'.join(able)}: one rank by the framework's own mode")
     return lines

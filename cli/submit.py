@@ -12,7 +12,7 @@ from ..service.records import VISIBILITIES
 from ..tuner.request import RunRequest, SearchRequest
 from . import exit_codes
 from .options import command_of, options_of, request_of
-from .results import event_text, print_json, print_summary
+from .results import event_text, print_summary
 from .server_options import PRIORITY, client_of, with_server
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ Examples:
 """,
 )
 @options_of(*SECTIONS, without=ONLY_HERE, help=HELP)
+@click.option(
+    "--command-file", metavar="FILE", help="A YAML file with --command and further fields; see `redline tune -h`."
+)
 @click.option("--name", default="", metavar="TEXT", help="Name of the search.  [default: the model's name]")
 @click.option(
     "--priority",
@@ -59,13 +62,15 @@ Examples:
 @click.option("--key", metavar="TEXT", help="Key of the submission; submitting it again returns the same search.")
 @click.option("--wait", is_flag=True, help="Show its events until it ends.")
 @with_server
-def submit(server: str, token: str | None, trust: str | None, wait: bool, **options: Any) -> int:
+def submit(
+    server: str, token: str | None, trust: str | None, wait: bool, command_file: str | None, **options: Any
+) -> int:
     """Submit a search of MODEL to a server, with the options of `redline tune` that a server takes. Prints its id.
 
     The contents of a config.json, a space or a workload file are sent along.
     """
     own = {name: options.pop(name) for name in OF_THE_QUEUE}
-    run = submitted(request_of(options, command_of(options, None)), server, token, trust, **own)
+    run = submitted(request_of(options, command_of(options, command_file)), server, token, trust, **own)
     click.echo(run.id)
     return followed(run) if wait else 0
 
@@ -76,16 +81,6 @@ def submitted(
     """Submits the search that the arguments of `redline.tune` describe, with the options of the queue."""
     asked = {name: value for name, value in given.items() if value is not False and value not in (None, "", (), {})}
     return client_of(server, token, trust).submit(asked.pop("target"), asked.pop("space", None), **own, **asked)
-
-
-def searched(given: Mapping[str, Any], server: str, token: str | None, trust: str | None, as_json: bool) -> int:
-    """Runs `redline tune --server`: submits, waits, prints the results, and returns the exit code."""
-    run = submitted(given, server, token, trust)
-    if not as_json:
-        click.echo(f"search   {run.id} on {server}")
-        return followed(run)
-    run.wait()
-    return print_json(run)
 
 
 def followed(run: "SearchRun") -> int:

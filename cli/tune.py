@@ -21,9 +21,9 @@ from ..results.names import fresh_folder
 from ..runners.command.command import Command
 from ..tuner.request import SECTIONS, Request
 from . import exit_codes
-from .options import GroupedCommand, command_of, options_of, request_of
+from .options import GroupedCommand, command_of, file_fields, options_of, request_of
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   redline tune gpt2-tiny
   redline tune gpt2 --seq-len 1024 --global-batch 64 --trials 30 --out runs/gpt2
@@ -37,8 +37,11 @@ Examples:
   redline tune gpt2-tiny --log-to tensorboard
   redline tune gpt2 --memory-limit 4GiB --layerwise
   redline tune llama-tiny --soak
-  redline tune --command "python train.py --batch-size {micro_batch}" --space knobs.yaml
-  redline tune llama2-7b --devices 8 --server https://redline.example.org
+  redline tune --command "python train.py --batch-size {{micro_batch}}" --space knobs.yaml
+
+\b
+Fields of --command-file besides those with an option:
+{file_fields(Command)}
 """
 TARGETS = ("target", "workload", "command")
 """Parameters that name what is tuned."""
@@ -50,40 +53,19 @@ GROUPS = {
     "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
     "Search space": tuple(each.name for each in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
-    "Devices": (
-        "runner",
-        "emulate_first",
-        "hardware",
-        "memory_limit",
-        "ray_address",
-        "device_kind",
-        "server",
-        "token",
-        "trust",
-    ),
+    "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "device_kind"),
     "Results": ("out", "resume", "as_json", "log_to"),
-    "Your own command": (*(each.name for each in fields(Command)), "command_file", "dry"),
+    "Your own command": ("command", "launcher", "model", "metric", "command_file", "dry"),
 }
 """Options in the order of the help, by name of the parameter; all others are advanced."""
 
 
 @click.command(epilog=EXAMPLES, cls=GroupedCommand, groups=GROUPS)
 @options_of(*SECTIONS, Command)
-@click.option("--command-file", metavar="FILE", help="A YAML file with --command and its options.")
+@click.option("--command-file", metavar="FILE", help="A YAML file with --command and further fields, listed below.")
 @click.option("--dry", is_flag=True, help="Print the commands of the first trials without starting them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--server", metavar="URL", help="Search on a server's devices, instead of here; see `redline submit`.")
-@click.option("--token", envvar="REDLINE_TOKEN", metavar="TEXT", help="For --server.  [default: REDLINE_TOKEN]")
-@click.option("--trust", metavar="FILE", help="Certificates to trust for --server, in PEM.  [default: the system's]")
-def tune(
-    as_json: bool,
-    dry: bool,
-    command_file: str | None,
-    server: str | None,
-    token: str | None,
-    trust: str | None,
-    **options: Any,
-) -> int:
+def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> int:
     """Find the configuration that trains MODEL fastest on the available devices.
 
     MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id. Weights are not
@@ -105,16 +87,6 @@ def tune(
         given = request_of({"workload": None, **options}, command)
         if plan:
             _begin_with_plan(given, path_of(plan), moved)
-    if server is not None:
-        if dry:
-            raise UsageError("--dry prints the commands of this machine; leave --server out")
-        from .submit import searched
-
-        if given.pop("begin_with", ()):
-            click.echo(
-                "note: a server uses the plan's model and sizes, but searches its configurations itself", err=True
-            )
-        return searched(given, server, token, trust, as_json)
     if dry:
         _print_commands(command, given)
         return 0
@@ -147,7 +119,7 @@ def _resumed(options: dict[str, Any]) -> tuple[Command | None, dict[str, Any]]:
     again = request_again(options["out"])
     target = again.pop("target")
     for field in fields(Command):
-        if options.pop(field.name):
+        if options.pop(field.name, None):
             raise UsageError(f"--{field.name.replace('_', '-')} belongs to --command: repeat the run's whole command")
     source = click.get_current_context().get_parameter_source
     given = request_of(options, target)
@@ -172,9 +144,7 @@ def _begin_with_plan(given: dict[str, Any], path: Path, moved: str | None) -> No
     plan = load(path)
     trained = plan.trains.get("workload") or {}
     if not (spec := trained.get("spec")):
-        raise UsageError(
-            f"'{path}' does not name a model to tune: give MODEL, or estimate a model in place of shape numbers"
-        )
+        raise UsageError(f"'{path}' does not name a model to tune: give MODEL")
     own: dict[str, Any] = {name: plan.trains.get(name) for name in ("seq_len", "global_batch")}
     own |= {"devices": (plan.trains.get("devices") or {}).get("used"), "lora": trained.get("lora")}
     if limit := plan.trains.get("memory_limit_mib"):

@@ -132,7 +132,9 @@ class Launcher:
         if placed := [self.paths[name] for name in added_knobs if name in self.paths]:
             file = next((match["file"] for rendered in render if (match := PLACED.fullmatch(rendered))), None)
             if file is None:
-                raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
+                raise UsageError(
+                    f"--launcher {self.name} puts knobs into its file: name it in --command-file, such as `render: ds.json`"
+                )
             render += tuple(f"{file}:{place}" for place in placed)
         return cast(CommandT, replace(cast(Any, command), command=self._with(command_text, added), render=render))
 
@@ -179,7 +181,7 @@ class Launcher:
         """
         if not self.emulated:
             raise UsageError(
-                f"--emulate needs a framework that runs one rank without the others, as Megatron-LM and torchtitan do, but "
+                f"emulate needs a framework that runs one rank without the others, as Megatron-LM and torchtitan do, but "
                 f"--launcher {self.name} has no such mode; --runner emulate emulates a model in redline's own training"
             )
         command_text = self._with(without_torchrun(_text(command)), _options(self.emulated))

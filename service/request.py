@@ -76,7 +76,7 @@ def _target(target: Any) -> dict[str, Any]:
     if isinstance(target, Command):
         if target.render:
             raise UsageError(
-                "a command's --render reads files of this machine and cannot be sent to a server; leave it out"
+                "a command's `render` reads files of this machine and cannot be sent to a server; leave it out"
             )
         return {"command": target.to_dict()}
     if not isinstance(target, (str, Path)):

@@ -77,7 +77,7 @@ def emulator(
         limit_mib: memory of a rank, MiB.
         estimator: estimator of the task.
         agent: an agent that was started beforehand.
-        memory_only: replaces the request's value.
+        memory_only: measure memory alone and predict the time; None does so if the hardware is not the device here.
 
     Raises:
         UsageError: the hardware is neither known nor measurable here, or its times cannot be measured on this device.
@@ -89,12 +89,10 @@ def emulator(
             "name its hardware by --hardware NAME or FILE"
         )
     hardware, device = estimator.hardware, task.device
-    memory_only = request.memory_only if memory_only is None else memory_only
-    if not memory_only and not _is(hardware.name, hardware.kind, device):
-        raise UsageError(
-            f"times measured on {device.name} say nothing about {hardware.name}: add --memory-only, which measures memory and "
-            "predicts the time, or leave --hardware out"
-        )
+    here = _is(hardware.name, hardware.kind, device)
+    if memory_only is False and not here:
+        raise UsageError(f"times measured on {device.name} say nothing about {hardware.name}: leave --hardware out")
+    memory_only = not here if memory_only is None else memory_only
     threads = max(1, usable_cores() // task.devices) if device.type == "cpu" else None
     terms = TrialTerms(
         device=device,
@@ -108,7 +106,7 @@ def emulator(
     made = EmulateRunner(
         task.workload,
         terms,
-        EmulationTerms(hardware=hardware, ranks=request.ranks, memory_only=memory_only),
+        EmulationTerms(hardware=hardware, memory_only=memory_only),
         estimator=estimator,
         compiles=may_compile(task.workload, task.space),
         agent=agent,
@@ -203,7 +201,7 @@ def emulates_command(request: "Request") -> bool:
         return False
     if request.runs_on not in ("local", EMULATE):
         raise UsageError(
-            f"--emulate runs one rank of a command here, by --runner local, but got runner='{request.runs_on}'"
+            f"emulate runs one rank of a command here, by --runner local, but got runner='{request.runs_on}'"
         )
     return True
 

@@ -60,6 +60,10 @@ class OutOfMemoryKnowledge:
         return f"needs at least the memory of trial {trial.number}, which did not fit" + (f" ({more})" if more else "")
 
 
+HEADROOM = 0.05
+"""Share of a device's memory that candidates are expected to leave free."""
+
+
 def tight_winner(trials: Sequence[Trial], headroom: float) -> str:
     """Warning if the winner leaves less memory free than `headroom`, a share; otherwise empty."""
     winner = summary.best(trials)

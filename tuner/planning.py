@@ -18,7 +18,7 @@ from ..results import Trial
 from ..results.columns import speed
 from ..space import Config, Space
 from .default_prior import assumed_hardware
-from .feasibility import OutOfMemoryKnowledge
+from .feasibility import HEADROOM, OutOfMemoryKnowledge
 from .listener import SearchListener
 
 if TYPE_CHECKING:
@@ -153,11 +153,9 @@ def plan(
     memory_limit_mib: float | None = None,
     like: Config | None = None,
     trials: int = 0,
-    runner: str = "local",
-    ray_address: str | None = None,
     fixed: Mapping[str, Any] | None = None,
     hardware: "str | Path | Hardware | None" = None,
-    headroom: float = 0.05,
+    headroom: float = HEADROOM,
     seed: int = 0,
     out: str | Path | None = None,
     listener: SearchListener | None = None,
@@ -173,9 +171,7 @@ def plan(
         devices: number of devices; None for all.
         memory_limit_mib: memory of a device; None for all of it, on a CPU for a rank's share of the free memory.
         like: the previous configuration, if any: its results and its samples per step are kept.
-        trials: dry runs; 0 uses the estimate's best.
-        runner: runner of the dry runs.
-        ray_address: a Ray cluster to join for the dry runs.
+        trials: dry runs on this host; 0 uses the estimate's best.
         fixed: values of knobs that do not vary.
         hardware: a name, a file or `Hardware` that describes the devices; None for those at hand.
         headroom: share of a device's memory to keep free, if any configuration then fits.
@@ -193,8 +189,7 @@ def plan(
     outlook = _outlook(site, space, headroom)
     if not trials:
         return _with_notes(_by_estimate(site, space, outlook), kept)
-    where = {"runner": runner, "ray_address": ray_address, "hardware": hardware, "out": out}
-    search = {"trials": trials, "headroom": headroom, "seed": seed, **where}
+    search = {"runner": "local", "trials": trials, "headroom": headroom, "seed": seed, "hardware": hardware, "out": out}
     return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import StudyError
 from ..base.option import options_of
 from ..base.reading import absolute
-from ..base.writing import as_data
+from ..base.writing import as_data, cannot_write, write_atomic
 from ..knobs.strategy import BLOCK_KNOBS
 from ..knobs.text import exact_text
 from ..models.architecture import class_of, shape_of
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .task import Task
 
 
+COMMAND_FILE = "command.yaml"
+"""File of a run's folder with its command, if options alone cannot describe it."""
 _OF_A_START = ("out", "resume", "storage")
 """Options that a resumed search is given again."""
 
@@ -35,7 +37,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
     workload = task.workload
     what: dict[str, Any] = {}
     if task.command is not None:
-        what["command"] = shlex.join(_options_of(task.command.requested))
+        what["command"] = shlex.join(_described(task.command.requested))
     elif workload is not None:
         what["id"] = workload.id
     else:
@@ -157,7 +159,9 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
     """
     target = request.target
     if task.command is not None:
-        command = ["redline", "tune", *_options_of(task.command.requested), "--devices", str(task.devices)]
+        requested, command_file = task.command.requested, Path(request.out or "", COMMAND_FILE)
+        source = ["--command-file", str(command_file)] if _needs_file(requested) else _described(requested)
+        command = ["redline", "tune", *source, "--devices", str(task.devices)]
         for name in ("seq_len", "global_batch", "lora"):
             if (given := getattr(request, name)) is not None:
                 command += [f"--{name.replace('_', '-')}", str(given)]
@@ -182,7 +186,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         command += ["--set", f"{name}={between.join(exact_text(each) for each in values)}"]
     # A simulated run is repeated by measuring.
     where = () if task.simulated else ("runner", "hardware")
-    how = request.given(*where, "ranks", "memory_only", "trial_timeout", "measure_time")
+    how = request.given(*where, "trial_timeout", "measure_time")
     for name, value in how.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
@@ -202,8 +206,30 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
     return [*command, "--seed", str(request.seed)]
 
 
-def _options_of(command: Command) -> list[str]:
-    """Command-line options that describe a command."""
+def keep_command(command: Command, folder: Path) -> None:
+    """Writes a command that options alone cannot describe into a run's folder, for the command line of the winner.
+
+    Raises:
+        StudyError: it cannot be written.
+    """
+    import yaml
+
+    if not _needs_file(command):
+        return
+    text = yaml.safe_dump(as_data(command.to_dict()), sort_keys=False, allow_unicode=True)
+    try:
+        write_atomic(folder / COMMAND_FILE, text.encode(), durable=False)
+    except OSError as error:
+        raise cannot_write(folder / COMMAND_FILE, error) from error
+
+
+def _needs_file(command: Command) -> bool:
+    """True if fields of a command are set that have no option on the command line."""
+    return bool({field.name for field, option in options_of(Command) if option.in_file} & command.to_dict().keys())
+
+
+def _described(command: Command) -> list[str]:
+    """Describes a command by options, including those that only its file has."""
     out = []
     for name, value in command.to_dict().items():
         flag = f"--{name.replace('_', '-')}"

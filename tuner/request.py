@@ -60,7 +60,6 @@ class SearchRequest:
             Missing knobs get the valid values closest to the default. Configurations that are not valid here are
             skipped with a note.
         warm_start: folders of earlier runs, of this or another workload, to learn from.
-        headroom: share of a device's memory to keep free.
         layerwise: at the end, refine the winner block by block according to predictions and try it in a further trial,
             which wins if it is measured faster.
         soak: before the winner of a workload is named, train with it on the worst-length batch and for 200 steps of
@@ -121,7 +120,6 @@ class SearchRequest:
         str | Path | Sequence[str | Path],
         Option("An earlier run to learn from; repeatable.", metavar="RUN", many=True),
     ] = ()
-    headroom: Annotated[float, Option("Share of memory to keep free.", type=float, least=0, most=0.5, sent=True)] = 0.05
     layerwise: Annotated[bool, Option("Refine the winner block by block, and try that beside it.", sent=True)] = False
     soak: Annotated[bool, Option("Run the winner for 200 steps of varied lengths before naming it.", sent=True)] = False
     seed: Annotated[
@@ -155,13 +153,11 @@ class RunRequest:
             that process is an outcome, not the end of the search. Its output goes to the trial's log, and its changes
             are lost. False calls it in this process, which is necessary if it works on state or devices of this
             process.
-        ranks: with `emulate`, which ranks run: `deciding`, or `all` that differ.
-        memory_only: with `emulate`, measure memory alone, and predict the time: for models too large to be timed here,
-            or hardware other than this machine's.
         emulate_first: before a trial takes its devices, emulate its deciding ranks on one of them; if these run out of
             memory the trial is skipped. Some emulated trials also correct the estimate before the first.
-        hardware: a name, a YAML file or a `redline.Hardware`: the hardware to emulate; with other runners, the
-            hardware that the estimate assumes. By default it is looked up, or measured for a second.
+        hardware: a name, a YAML file or a `redline.Hardware`: the hardware to emulate, of which memory is measured and
+            time predicted if it is not this machine's; with other runners, the hardware that the estimate assumes. By
+            default it is looked up, or measured for a second.
         memory_limit: memory of each device, MiB or as in `8GiB`; by default all of it.
         trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it may take
             the same time again, and five minutes at least.
@@ -183,8 +179,6 @@ class RunRequest:
     ] = None
     direction: str | None = None
     isolate: bool = True
-    ranks: Annotated[str, Option("Ranks that emulate starts: deciding or all.", metavar="NAME")] = "deciding"
-    memory_only: Annotated[bool, Option("With emulate: measure memory, predict the time.")] = False
     emulate_first: Annotated[bool, Option("Emulate a candidate's ranks on one device before its trial.")] = False
     hardware: Annotated[
         Any,

@@ -42,6 +42,7 @@ from .emulating import (
     may_compile,
     memory_of_emulated,
 )
+from .feasibility import HEADROOM
 from .first_trial import FirstTrial, first_trial
 from .predicting import described, estimate_to_begin_with, simulator, usable
 from .record import asked_of
@@ -122,8 +123,8 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
 
     def started() -> HostAgent:
         # The memory of this CPU's own ranks is compared with real ones, which have usual pages.
-        other = request.memory_only and request.hardware is not None
-        environment = HUGE_PAGES if request.runs_on == EMULATE and other else {}
+        other = request.runs_on == EMULATE and request.hardware is not None
+        environment = HUGE_PAGES if other and find_hardware(request.hardware).kind != "cpu" else {}
         return stack.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
 
     agent, driver = None, None
@@ -193,7 +194,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
             say = request.listener.on_wait if request.listener is not None else lambda what: None
             estimator = corrected_by_emulation(estimator, task.space, ahead, say)
     prior = _prior(request, task, estimator, transferred, warn)
-    first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
+    first = first_trial(task.space, prior if task.workload is not None else None, HEADROOM)
     if first.note:
         asked["first_trial"] = first.note
 
@@ -343,7 +344,7 @@ def _surrogate_prior(
         seed=request.seed,
         prior=prior,
         warn=warn,
-        headroom=request.headroom,
+        headroom=HEADROOM,
         # A command may count samples or steps where the estimate counts tokens.
         relative=task.command is not None and not task.simulated,
     )
@@ -384,10 +385,6 @@ def check_honoured(request: Request, task: Task) -> None:
         raise UsageError(
             "--hardware names GPUs, but this machine has none to run trials on: `redline estimate` predicts them"
         )
-    for name in ("ranks", "memory_only"):
-        if request.given(name) and request.runs_on != EMULATE:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} belongs to the runner 'emulate', but the runner is '{request.runs_on}'")
     if request.soak and task.emulated:
         raise UsageError("--soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
     if request.soak and (task.own is None or task.simulated):
@@ -406,7 +403,7 @@ def check_honoured(request: Request, task: Task) -> None:
         return
     if task.command is not None and task.command.shares_metric_file and at_once > 1:
         raise UsageError(
-            f"{at_once} trials at once would write to the same --metric-file, and read each other's numbers: put {{trial_dir}} "
+            f"{at_once} trials at once would write to the same metric_file, and read each other's numbers: put {{trial_dir}} "
             "into its path, or leave --concurrency out"
         )
     if "measure_time" in given and task.command is None:

@@ -141,7 +141,8 @@ def resolve_task(
         )
     if emulated and not (isinstance(target, Command) and target.emulate):
         raise UsageError(
-            "the runner 'emulate' needs a model or a workload; a command is emulated by --emulate, where its framework can"
+            "the runner 'emulate' needs a model or a workload; a command is emulated by `emulate: true` in its "
+            "--command-file, where its framework can"
         )
     known: dict[str, Any] = {
         "notes": notes,

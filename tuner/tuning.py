@@ -16,10 +16,10 @@ from ..runners.command.work import Commands
 from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Stopwatch
-from .feasibility import tight_winner
+from .feasibility import HEADROOM, tight_winner
 from .listener import SearchListener
 from .predicting import peak_rate
-from .record import command_of, plan_of
+from .record import command_of, keep_command, plan_of
 from .refinement import refiner
 from .request import Request, taking
 from .result import Result, make_result
@@ -56,6 +56,8 @@ def run_search(request: Request) -> Result:
         messages.listener = stack.enter_context(logging_to(request.log_to, request.out, messages.listener))
         folder = stack.enter_context(_open(setup, stack.enter_context(_folder(request.out)), messages.warn))
         first_note = (setup.first.note,) if setup.first.note and not folder.resumed else ()
+        if setup.task.command is not None:
+            keep_command(setup.task.command.requested, folder.path)
         for note in (*folder.notes, *setup.task.notes, *setup.notes, *first_note):
             messages.warn(note)
         ended, lost = _search(setup, folder, watch, messages)
@@ -126,7 +128,7 @@ def _search(
             search.run()
             ended = search.ended
             if request.layerwise:
-                search.refine(refiner(setup.estimator, task.space, request.headroom, messages.warn))
+                search.refine(refiner(setup.estimator, task.space, HEADROOM, messages.warn))
             try:
                 search.confirm()
             finally:
@@ -156,7 +158,7 @@ def _conclude(
     request, task = setup.request, setup.task
     interrupted = isinstance(cause, KeyboardInterrupt)
     done = folder.trials()
-    if (tight := tight_winner(done, request.headroom)) and not interrupted:
+    if (tight := tight_winner(done, HEADROOM)) and not interrupted:
         messages.warn(tight)
     for sentence in without_effect(done):
         messages.warn(sentence)

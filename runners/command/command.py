@@ -62,11 +62,12 @@ class Command:
         Option("The model that it trains; an estimate then guides the search.", metavar="MODEL", sent=True),
     ] = None
     env: Annotated[
-        Sequence[str], Option("A variable of its environment; repeatable.", metavar="NAME=VALUE", many=True, sent=True)
+        Sequence[str],
+        Option("Variables of its environment: NAME=VALUE, or a list.", many=True, sent=True, in_file=True),
     ] = ()
     render: Annotated[
         Sequence[str],
-        Option("A file it reads, written to {trial_dir}; repeatable.", metavar="FILE[:PATH=VALUE]", many=True),
+        Option("Files it reads, written to {trial_dir}: FILE[:PATH=VALUE], or a list.", many=True, in_file=True),
     ] = ()
     metric: Annotated[
         Sequence[str],
@@ -77,23 +78,23 @@ class Command:
             many=True,
         ),
     ] = ()
-    metric_file: Annotated[str | None, Option("JSON lines or CSV that it appends to.", metavar="FILE", sent=True)] = (
-        None
-    )
+    metric_file: Annotated[str | None, Option("JSON lines or CSV that it appends to.", sent=True, in_file=True)] = None
     direction: Annotated[
-        str | None, Option("max or min, for a metric that is not a throughput.", metavar="NAME", sent=True)
+        str | None, Option("max or min, for a metric that is not a throughput.", sent=True, in_file=True)
     ] = None
     samples: Annotated[
-        str | None, Option("Samples of a step, such as '{micro_batch * 2}'.", metavar="N", sent=True)
+        str | None, Option("Samples of a step, such as '{micro_batch * 2}'.", sent=True, in_file=True)
     ] = None
     require: Annotated[
         Sequence[str],
-        Option("A bound on a metric, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True, sent=True),
+        Option("Bounds on metrics, such as 'p99_ms < 200', or a list.", many=True, sent=True, in_file=True),
     ] = ()
-    shell: Annotated[bool, Option("Start it in a shell.", sent=True)] = False
-    emulate: Annotated[bool, Option("Run one rank of it alone, where --launcher can: megatron, torchtitan.")] = False
+    shell: Annotated[bool, Option("Start it in a shell.", sent=True, in_file=True)] = False
+    emulate: Annotated[
+        bool, Option("Run one rank of it alone, where the launcher can: megatron, torchtitan.", in_file=True)
+    ] = False
     no_observe: Annotated[
-        bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True)
+        bool, Option("Read only what it prints; observe nothing inside its processes.", sent=True, in_file=True)
     ] = False
     reads_files: ClassVar[bool] = True
     """True if files that it names may be read before it is started."""
@@ -171,7 +172,7 @@ class ServerCommand(Command):
     def __post_init__(self) -> None:
         if self.render:
             raise UsageError(
-                "a command's --render reads files of the submitting machine and cannot be sent to a server; leave it out"
+                "a command's `render` reads files of the submitting machine and cannot be sent to a server; leave it out"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Asked:
     """What a trial's training was asked to be; None for what was not asked."""
 
     samples_per_step: float | None = None
-    """By the global batch, --samples, or the micro-batch and its accumulation together."""
+    """By the global batch, `samples`, or the micro-batch and its accumulation together."""
     micro_batch: float | None = None
     precision: str | None = None
     ranks: int | None = None

@@ -60,7 +60,7 @@ def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tup
         match = PLACED.fullmatch(each)
         if match is None:
             raise UsageError(
-                f"--render must be FILE or FILE:PATH=VALUE with a YAML, JSON, TOML or INI file, such as "
+                f"render must be FILE or FILE:PATH=VALUE with a YAML, JSON, TOML or INI file, such as "
                 f"ds.json:zero_optimization.stage={{zero}}, but got '{each}'"
             )
         path = Path(match["file"])

@@ -74,9 +74,9 @@ def smaller_is_better(name: str | None, direction: str | None) -> bool:
     if direction is not None and direction not in DIRECTIONS:
         raise UsageError(unknown("direction", direction, DIRECTIONS))
     if direction == "min" and name in RATES:
-        raise UsageError(f"{name} is a throughput, so larger is better; leave --direction out")
+        raise UsageError(f"{name} is a throughput, so larger is better; leave direction out")
     if direction == "max" and name in STEP_TIMES:
-        raise UsageError(f"{name} is a time, so smaller is better; leave --direction out")
+        raise UsageError(f"{name} is a time, so smaller is better; leave direction out")
     return direction == "min"
 
 
@@ -101,7 +101,7 @@ class Requirement:
             if not isinstance(rule.evaluate(dict.fromkeys(names, 0.5)), bool):
                 raise SpaceError("it is a number, not a condition")
         except SpaceError as error:
-            raise UsageError(f"--require '{text}': {error}") from None
+            raise UsageError(f"require '{text}': {error}") from None
         return cls(rule)
 
     def broken(self, values: Mapping[str, float]) -> str:

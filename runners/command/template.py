@@ -175,7 +175,9 @@ class CommandLine:
         words = _split(command) if isinstance(command, str) else [(word, False) for word in command]
         environment = []
         if syntax := next((word for word, bare in words if bare and _SHELL.fullmatch(word)), None):
-            raise UsageError(f"the command: '{syntax}' is shell syntax; add --shell, or quote it if it is an argument")
+            raise UsageError(
+                f"the command: '{syntax}' is shell syntax; write `shell: true` into --command-file, or quote it"
+            )
         if isinstance(command, str):
             while words and (match := _ASSIGNMENT.match(words[0][0])):
                 value = words.pop(0)[0][match.end() :]

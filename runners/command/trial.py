@@ -117,7 +117,7 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
             f"stalls take {speed.stalled:.0%} of the time: the median step takes {speed.median_s * 1e3:,.4g} ms"
         )
     if samples is None:
-        notes.append("the samples of a step are not known, as it has no DataLoader: give --samples")
+        notes.append("the samples of a step are not known, as it has no DataLoader: state `samples` in --command-file")
     return Measurement(
         status=Status.OK,
         reason="; ".join(filter(None, notes)),

@@ -114,8 +114,8 @@ class Commands(Work):
         """The command without the options that shorten its run."""
         self._environment = tuple(_variable(each, knobs) for each in command.env)
         self._files = read_files(command.render, knobs)
-        self._samples = Template.read(command.samples, knobs, "--samples") if command.samples else None
-        self._grows = Template.read(command.metric_file, knobs, "--metric-file") if command.metric_file else None
+        self._samples = Template.read(command.samples, knobs, "samples") if command.samples else None
+        self._grows = Template.read(command.metric_file, knobs, "metric_file") if command.metric_file else None
         self._lines = lines_for(command.metric)
         self._wanted = self._lines.first
         self._smaller = smaller_is_better(self._wanted, command.direction)
@@ -167,13 +167,13 @@ class Commands(Work):
         for knob in self._space.knobs:
             if not knob.derived and knob.name not in used:
                 raise UsageError(
-                    f"the knob '{knob.name}' is not used by the command, --env or --render; write "
+                    f"the knob '{knob.name}' is not used by the command, its env or render; write "
                     f"{{{knob.name}}} where its value belongs, or remove it from the space"
                 )
 
     @property
     def shares_metric_file(self) -> bool:
-        """True if trials at the same time would write to the same `--metric-file`."""
+        """True if trials at the same time would write to the same `metric_file`."""
         return self._grows is not None and not self._grows.names & {"trial_dir", "trial"}
 
     def check_program(self) -> None:
@@ -211,7 +211,7 @@ class Commands(Work):
         path = Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
         if not path.suffix or "tfevents" in path.name:
             raise UsageError(
-                f"--metric-file is a file of JSON lines or CSV, such as {{trial_dir}}/log.jsonl, but got '{path}'; events of "
+                f"metric_file is a file of JSON lines or CSV, such as {{trial_dir}}/log.jsonl, but got '{path}'; events of "
                 "TensorBoard are not read: a training with PyTorch is observed without them, any other can call redline.report"
             )
 
@@ -373,7 +373,7 @@ class Commands(Work):
             try:
                 return float(text)
             except ValueError:
-                raise UsageError(f"--samples must be a number, but is '{text}'") from None
+                raise UsageError(f"samples must be a number, but is '{text}'") from None
         if "micro_batch" not in self._space.by_name:
             return None
         replicas = values.get("dp") or max(1, self._devices // prod(values.get(name) or 1 for name in SPLITS))
@@ -405,16 +405,14 @@ def _emulating(command: Command) -> Command:
         UsageError: no launcher is named, or it has no such mode.
     """
     if command.launcher is None:
-        raise UsageError(
-            "--emulate needs --launcher: its mode that runs one rank without the others is the framework's"
-        )
+        raise UsageError("emulate needs a launcher: its mode that runs one rank without the others is the framework's")
     if command.shell:
-        raise UsageError("--emulate takes torchrun out of the command, which it cannot in a shell: drop --shell")
+        raise UsageError("emulate takes torchrun out of the command, which it cannot in a shell: leave shell out")
     return find_launcher(command.launcher).emulating(command)
 
 
 def _variable(text: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise UsageError(f"--env must be NAME=VALUE, such as OMP_NUM_THREADS={{threads}}, but got '{text}'")
-    return name, Template.read(value, knobs, f"--env {name}")
+        raise UsageError(f"env must be NAME=VALUE, such as OMP_NUM_THREADS={{threads}}, but got '{text}'")
+    return name, Template.read(value, knobs, f"env {name}")

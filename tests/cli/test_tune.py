@@ -157,20 +157,12 @@ def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, c
             ["--command", "true {micro_batch} {mode}", "--runner", "simulate"],
             "simulate was removed: `redline estimate -o plan.yaml` predicts",
         ),
-        (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
+        (["--command-file", "render.yaml"], "x.yaml, cannot be read"),
         (
-            [
-                "--command",
-                "true {micro_batch} {mode}",
-                "--metric-file",
-                "log.csv",
-                "--metric",
-                "x",
-                "--concurrency",
-                "2",
-            ],
-            "would write to the same --metric-file, and read each other's numbers: put {trial_dir}",
+            ["--command-file", "shared.yaml", "--concurrency", "2"],
+            "would write to the same metric_file, and read each other's numbers: put {trial_dir}",
         ),
+        (["--command", "true", "--env", "A=1"], "--env was removed: write NAME=VALUE before the command's program"),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),
         (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
         (["--command-file", "odd.yaml", "--metric", "x"], "write the value of --metric into it"),
@@ -179,6 +171,8 @@ def test_the_first_two_that_time_out_without_a_metric_end_the_search(checkout, c
 )
 def test_options_that_do_not_apply_to_a_command_are_refused_at_once(checkout, capsys, arguments, says):
     Path("odd.yaml").write_text("command: a\ncomand: b\n")
+    Path("render.yaml").write_text("command: 'true {micro_batch} {mode}'\nrender: x.yaml\n")
+    Path("shared.yaml").write_text("command: 'true {micro_batch} {mode}'\nmetric_file: log.csv\nmetric: x\n")
     code, _, err = run(capsys, "tune", *arguments, *(["--space", "knobs.yaml"] if "gpt2-tiny" not in arguments else []))
     assert code == 2 and says in err
     assert not Path("runs").exists()
@@ -241,11 +235,11 @@ def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
 def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, capsys):
     text = "import sys\nload = int(sys.argv[1])\nprint(f'{load * 10} requests/s, p99 {load * 60} ms')\n"
     Path("bench.py").write_text(text)
-    code, out, err = run(
-        capsys, "tune", "--command", f"{shlex.quote(sys.executable)} bench.py {{clients}}", "--set", "clients=1,3,5",
-        "--metric", r"(?P<requests_per_second>\d+) requests/s, p99 (?P<p99_ms>\d+) ms", "--require", "p99_ms < 200",
-        "--sampler", "grid", "--out", "r",
-    )  # fmt: skip
+    fields = {"command": f"{shlex.quote(sys.executable)} bench.py {{clients}}", "require": "p99_ms < 200"}
+    fields["metric"] = r"(?P<requests_per_second>\d+) requests/s, p99 (?P<p99_ms>\d+) ms"
+    Path("command.yaml").write_text(yaml.safe_dump(fields))
+    options = ["--set", "clients=1,3,5", "--sampler", "grid", "--out", "r"]
+    code, out, err = run(capsys, "tune", "--command-file", "command.yaml", *options)
     assert code == 0, out + err
     rows = {row["knob.clients"]: row for row in csv.DictReader(open("r/trials.csv"))}
     assert {clients: row["status"] for clients, row in rows.items()} == {"1": "ok", "3": "ok", "5": "wrong"}
@@ -261,6 +255,13 @@ def test_a_bounded_metric_is_shown_for_every_trial_and_the_winner(checkout, caps
     (shown,) = [line.split() for line in out.splitlines() if line.startswith("reported ")]
     assert shown == ["reported", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
     assert "redline report r" in out and "redline export" not in out
+    # Only the command's file has the bound, so the run keeps it for the command that measures the winner again.
+    Path("command.yaml").unlink()
+    again = shlex.split(yaml.safe_load(Path("r/best.yaml").read_text())["reproduce"])
+    assert again[:4] == ["redline", "tune", "--command-file", "r/command.yaml"]
+    code, out, err = run(capsys, *again[1:], "--out", "again")
+    assert code == 0, out + err
+    assert [row["reason"] for row in csv.DictReader(open("again/trials.csv"))] == ["p99_ms = 180"]
 
 
 def test_the_winner_s_command_runs_as_it_is_printed(checkout, capsys):
@@ -272,10 +273,10 @@ folder.joinpath("weights").touch()
 """)
     Path("job.json").write_text('{"batch": 0}')
     command = f"{shlex.quote(sys.executable)} train.py {{trial_dir}} --port {{master_port}} {{clients}}"
-    code, out, err = run(
-        capsys, "tune", "--command", command, "--set", "clients=1,3", "--metric", r"value (?P<value>\d)", "--sampler",
-        "grid", "--render", "job.json:batch={clients}", "--out", "runs/a",
-    )  # fmt: skip
+    fields = {"command": command, "metric": r"value (?P<value>\d)", "render": "job.json:batch={clients}"}
+    Path("command.yaml").write_text(yaml.safe_dump(fields))
+    options = ["--set", "clients=1,3", "--sampler", "grid", "--out", "runs/a"]
+    code, out, err = run(capsys, "tune", "--command-file", "command.yaml", *options)
     assert code == 0, out + err
     (shown,) = [line for line in out.splitlines() if "the winner's command:" in line]
     line = shown.partition("command: ")[2]

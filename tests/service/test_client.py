@@ -203,7 +203,7 @@ def test_commands_submit_show_and_cancel(service, tmp_path):
         ran(service, "submit", "gpt2-tiny", role="reader")
 
 
-def test_tune_with_a_server_waits_there_for_what_it_finds(service, tmp_path):
+def test_a_submission_waits_for_what_is_found(service):
     def answer():
         until = time.monotonic() + 20
         while time.monotonic() < until:
@@ -215,12 +215,11 @@ def test_tune_with_a_server_waits_there_for_what_it_finds(service, tmp_path):
 
     thread = threading.Thread(target=answer)
     thread.start()
-    token = service.tokens["submitter"]
-    output = ran(service, "tune", "gpt2-tiny", "--trials", "2", "--server", service.address, "--token", token)
+    output = ran(service, "submit", "gpt2-tiny", "--trials", "2", "--wait")
     thread.join()
-    assert "winner   trial" in output and service.address in output
+    assert "winner   trial" in output
     with pytest.raises(UsageError, match="^--out only applies .* cannot be sent"):
-        ran(service, "tune", "gpt2-tiny", "--out", str(tmp_path / "x"), "--server", service.address, "--token", token)
+        travelling({"target": "gpt2-tiny", "out": "x"})
 
 
 def test_tokens_are_made_listed_and_revoked_in_the_database(tmp_path):
@@ -282,5 +281,5 @@ def test_options_with_the_value_zero_are_sent(monkeypatch):
             sent.update(options)
 
     monkeypatch.setattr(submit, "client_of", lambda *where: Client())
-    submit.submitted({"target": "gpt2-tiny", "patience": 0, "headroom": 0.0, "resume": False, "fix": {}}, "", None)
-    assert sent == {"patience": 0, "headroom": 0.0}
+    submit.submitted({"target": "gpt2-tiny", "patience": 0, "seed": 0, "resume": False, "fix": {}}, "", None)
+    assert sent == {"patience": 0, "seed": 0}

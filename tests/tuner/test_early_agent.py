@@ -164,8 +164,8 @@ def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path, runner, module
     ("options", "huge"),
     [
         ({"runner": "local"}, False),
-        ({"runner": "emulate", "devices": 2, "memory_only": True}, False),
-        ({"runner": "emulate", "devices": 2, "memory_only": True, "hardware": "h100-80gb"}, True),
+        ({"runner": "emulate", "devices": 2}, False),
+        ({"runner": "emulate", "devices": 2, "hardware": "h100-80gb"}, True),
     ],
 )
 def test_memory_of_other_hardware_is_measured_with_huge_pages(started, tmp_path, options, huge):

@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
     """A search for 64 devices that measures only memory."""
     out = tmp_path_factory.mktemp("runs") / "emulated"
     result = rl.tune(
-        "gpt2-tiny", runner="emulate", devices=64, hardware="h100-80gb", memory_only=True, trials=2, patience=0, out=out,
+        "gpt2-tiny", runner="emulate", devices=64, hardware="h100-80gb", trials=2, patience=0, out=out,
         **{**NARROW, "global_batch": 256},
     )  # fmt: skip
     return result, out
@@ -66,21 +66,14 @@ def test_a_whole_search_is_emulated_and_says_so_wherever_it_is_shown(finished, c
     assert code == 0 and "emulated" in text
 
 
-def test_times_of_one_device_are_not_taken_for_anothers():
-    with pytest.raises(UsageError, match="memory_only"):
-        rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h100-80gb", trials=1, **NARROW)
-
-
 def test_unknown_hardware_is_refused_with_the_nearest():
     with pytest.raises(UsageError, match="h100"):
-        rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h10-80gb", trials=1, memory_only=True, **NARROW)
+        rl.tune("gpt2-tiny", runner="emulate", devices=4, hardware="h10-80gb", trials=1, **NARROW)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"runner": "local", "memory_only": True}, "memory_only=True belongs to the runner 'emulate'"),
-        ({"runner": "emulate", "ranks": "some", "memory_only": True, "hardware": "h100-80gb"}, "deciding"),
         ({"runner": "emulate", "soak": True}, "no part in emulated trials"),
         ({"runner": "simulate", "hardware": "h100-80gb", "emulate_first": True}, "emulate_first"),
         ({"runner": "local", "emulate_first": True, "devices": 1}, "no use for trials of one device"),
@@ -211,18 +204,24 @@ for step in range(1, 300):
 """
 OLD = "import sys; sys.exit('pretrain_gpt.py: error: unrecognized arguments: --fake-process-group')"
 COMMAND = [
-    *("tune", "--launcher", "megatron", "--emulate", "--devices", "16", "--global-batch", "32", "--trials", "2"),
-    *("--set", "micro_batch=1,2", "--measure-time", "100ms", "--sampler", "grid"),
-    *("--metric", r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)"),
+    *("tune", "--command-file", "command.yaml", "--devices", "16", "--global-batch", "32", "--trials", "2"),
+    *("--set", "micro_batch=1,2", "--measure-time", "100ms", "--sampler", "grid", "--out", "run"),
 ]
+
+
+def write_command(command):
+    """Writes command.yaml, with the launcher's own emulation."""
+    fields = {"command": command, "launcher": "megatron", "emulate": True}
+    fields["metric"] = r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)"
+    Path("command.yaml").write_text(yaml.safe_dump(fields))
 
 
 def test_one_rank_of_a_command_runs_in_the_framework_s_own_mode(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("pretrain_gpt.py").write_text(FAKE)
-    command = "torchrun --nproc-per-node 16 pretrain_gpt.py"
+    write_command("torchrun --nproc-per-node 16 pretrain_gpt.py")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    code, out, err = run(capsys, *COMMAND, "--command", command, "--out", "run")
+    code, out, err = run(capsys, *COMMAND)
     assert code == 0, out + err
     rows = list(csv.DictReader(open("run/trials.csv")))
     assert [row["status"] for row in rows] == ["ok", "ok"], rows
@@ -236,7 +235,8 @@ def test_a_version_that_lacks_the_mode_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("pretrain_gpt.py").write_text(OLD)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    code, _, _ = run(capsys, *COMMAND, "--command", "torchrun pretrain_gpt.py", "--out", "run")
+    write_command("torchrun pretrain_gpt.py")
+    code, _, _ = run(capsys, *COMMAND)
     assert code == 3
     row = next(csv.DictReader(open("run/trials.csv")))
     assert row["status"] == "crash"

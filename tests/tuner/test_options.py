@@ -11,10 +11,12 @@ import pydantic
 import pytest
 import redline
 from click.testing import CliRunner
+from command_line import run
 from redline.base.errors import UsageError
 from redline.base.option import Option, check_options, options_of
+from redline.base.removed import REPLACEMENTS
 from redline.cli.main import redline as program
-from redline.cli.options import options_for
+from redline.cli.options import file_fields, options_for
 from redline.runners.command.command import Command
 from redline.service.api.models import CommandForm, EstimateForm, SearchForm, form
 from redline.service.request import TARGETS, TRAVELLING
@@ -22,10 +24,9 @@ from redline.tuner.request import SECTIONS, Request
 
 ONLY_PYTHON = {"direction", "isolate", "prior", "begin_with", "listener"}
 """Arguments that are objects or belong to a callable."""
-ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "server", "token", "trust", "as_json"}
+ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "as_json"}
 ONLY_HERE = {
-    *("data", "warm_start", "ray_address", "ranks", "memory_only", "emulate_first"),
-    *("out", "resume", "storage", "log_to"),
+    *("data", "warm_start", "ray_address", "emulate_first", "out", "resume", "storage", "log_to"),
 }
 """Options with files or settings of the machine that a search runs on: they are not sent to a server."""
 OTHERWISE_SENT = {"devices", "space", "allow", "override", "fix", "runner", "hardware"}
@@ -44,18 +45,39 @@ def test_command_line_python_and_api_have_the_same_options():
     assert set(CommandForm.model_fields) == {each.name for each in fields(Command)} - {"render", "emulate"}
     assert set(EstimateForm.model_fields) - set(SearchForm.model_fields) == {"config", "top"}
     submit = {each.name for each in program.get_command(click.Context(program), "submit").params}
-    assert submit >= {*SearchForm.model_fields, *CommandForm.model_fields} - {*TARGETS, "runner"} | {
-        "target",
-        "command",
-    }
+    by_option = {field.name for field, option in options_of(Command) if not option.in_file}
+    assert submit >= {*SearchForm.model_fields, *by_option} - {*TARGETS, "runner"} | {"target", "command"}
     assert not submit & {*ONLY_HERE, "runner", "render", "emulate"}
+
+
+def options_by_flag(name):
+    """Returns the flags of a command's options, `--help` included."""
+    # Within the program, as click keeps a command's first help option, whose names are those of the context.
+    within = click.Context(program, **program.context_settings)
+    options = [each for each in program.get_command(within, name).get_params(within) if isinstance(each, click.Option)]
+    return [max((*each.opts, *each.secondary_opts), key=len) for each in options]
+
+
+@pytest.mark.parametrize(("name", "most"), [("tune", 40), ("estimate", 20), ("train", 24)])
+def test_a_command_has_few_options(name, most):
+    assert len(options_by_flag(name)) <= most
+
+
+def test_there_are_few_commands():
+    assert len(program.list_commands(click.Context(program))) <= 20
+
+
+@pytest.mark.parametrize("name", ["tune", "submit", "scale", "estimate", "train", "convert"])
+def test_a_removed_option_is_refused_with_what_to_use_instead(capsys, name):
+    for flag, advice in REPLACEMENTS[f"option of {name}"].items():
+        code, _, err = run(capsys, name, flag)
+        assert code == 2 and f"Error: {flag} was removed: {advice}" in err
 
 
 def test_defaults_are_the_same_everywhere():
     parameters = signature(redline.tune).parameters
     tune = program.get_command(click.Context(program), "tune")
     params = {each.name: each for each in tune.params}
-    # Within the program, as click keeps a command's first help option, whose names are those of the context.
     within = click.Context(program, **program.context_settings)
     given = tune.make_context("tune", ["gpt2-tiny"], parent=within).params
     for name, (field, option) in OPTIONS.items():
@@ -105,7 +127,10 @@ class Section:
     apples: Annotated[int, Option("Number of apples.", type=int, least=2, sent=True, sent_most=9)] = 3
     ripe: Annotated[bool, Option("Only ripe ones.", sent=True)] = False
     share: Annotated[float | None, Option("A share.", type=float, above=0, below=1)] = None
-    sizes: Annotated[tuple[float, float], Option("Two sizes.", type=float, least=0, below=1)] = (0.1, 0.2)
+    sizes: Annotated[tuple[float, float], Option("Two sizes.", type=float, least=0, below=1, in_file=True)] = (
+        0.1,
+        0.2,
+    )
 
 
 def test_a_new_option_needs_one_line():
@@ -115,8 +140,12 @@ def test_a_new_option_needs_one_line():
         check_options(Section(**given))
         click.echo(sorted(given.items()))
 
-    found = CliRunner().invoke(pick, ["--apples", "5", "--ripe", "--sizes", "0.3", "0.4"], catch_exceptions=False)
-    assert found.output == "[('apples', 5), ('ripe', True), ('share', None), ('sizes', (0.3, 0.4))]\n"
+    found = CliRunner().invoke(pick, ["--apples", "5", "--ripe"], catch_exceptions=False)
+    assert found.output == "[('apples', 5), ('ripe', True), ('share', None)]\n"
+    assert (
+        "sizes" not in CliRunner().invoke(pick, ["--help"]).output
+        and file_fields(Section) == "  sizes  Two sizes.  [default: [0.1, 0.2]]"
+    )
     assert re.search(r"--apples N +Number of apples\.  \[default: 3\]", CliRunner().invoke(pick, ["--help"]).output)
     with pytest.raises(UsageError, match="apples must be a whole number of at least 2, but got 1"):
         CliRunner().invoke(pick, ["--apples", "1"], catch_exceptions=False)

@@ -7,17 +7,17 @@ from inspect import signature
 import pytest
 import redline as rl
 from redline.base.errors import SpaceError, StudyError, UsageError, WorkloadError
+from redline.base.option import options_of
 from redline.cli.main import main, redline
 from redline.frameworks.launch import LAUNCHES
 from redline.frameworks.registry import LAUNCHERS
 from redline.models.layouts.find import LAYOUTS
 from redline.runners.registry import RUNNERS
-from redline.training.hyperparameters import LR_SCHEDULES
 from redline.tuner.request import SEARCH_RUNNERS, SECTIONS, Request, in_python
 from redline.tuner.samplers import sampler_names
 from redline.tuner.trackers import TRACKERS
 
-PYTHON_ONLY = {"begin_with", "prior", "isolate", "listener"}
+PYTHON_ONLY = {"begin_with", "direction", "prior", "isolate", "listener"}
 
 
 def test_the_sections_are_the_request_in_the_order_of_its_constructor():
@@ -41,8 +41,8 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
     options = {each.name: each for each in command.params}
     assert {each.name for each in fields(Request)} - set(options) == PYTHON_ONLY
     assert set(options) - {each.name for each in fields(Request)} == {
-        *("workload", "as_json", "command_file", "dry", "server", "token", "trust"),
-        *({each.name for each in fields(rl.Command)} - {each.name for each in fields(Request)}),
+        *("workload", "as_json", "command_file", "dry"),
+        *(field.name for field, option in options_of(rl.Command) if not option.in_file),
     }
     parsed = command.make_context("tune", ["gpt2-tiny"], parent=redline.make_context("redline", ["tune"])).params
     for each in fields(Request):
@@ -59,7 +59,6 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
         ("tune", "log_to", TRACKERS),
         ("train", "runner", RUNNERS),
         ("train", "log_to", TRACKERS),
-        ("train", "lr_schedule", LR_SCHEDULES),
         ("convert", "to", LAYOUTS),
         ("export", "launch", LAUNCHES),
     ],
@@ -89,7 +88,6 @@ def test_simulated_trials_have_a_deadline_on_request_only():
         ({"trials": 1.5}, "trials must be a whole number of at least 1, but got 1.5"),
         ({"device_hours": 0}, "device_hours must be above 0"),
         ({"patience": -1}, "patience must be a whole number of at least 0"),
-        ({"headroom": 0.6}, "headroom must be a share from 0 to 0.5"),
         ({"seed": -1}, "seed must be a whole number of at least 0"),
         ({"sampler": "bay"}, "did you mean 'bayes'"),
         ({"time": "soon"}, "such as 90s"),

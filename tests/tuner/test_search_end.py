@@ -148,8 +148,6 @@ def test_device_hours_are_those_of_the_trials_devices():
         ({"patience": 1.5}, "patience must be a whole number"),
         ({"device_hours": 0}, "device_hours must be above 0"),
         ({"device_hours": float("nan")}, "device_hours must be above 0"),
-        ({"headroom": -0.1}, "headroom must be a share from 0 to 0.5"),
-        ({"headroom": 5}, "headroom must be a share from 0 to 0.5"),
         ({"time": "10s", "trial_timeout": "1m"}, "more than the 10 s of the whole search"),
         (
             {"time": "1h", "device_hours": 3, "devices": 2},

@@ -151,7 +151,7 @@ def test_shown_commands_are_quoted_for_a_shell(space, name):
         ("train 'a", "cannot be split into words: no closing quotation"),
         ("", "the command is empty"),
         ("A=1", "the command is empty"),
-        ("cd sub && train {micro_batch}", "'&&' is shell syntax; add --shell"),
+        ("cd sub && train {micro_batch}", "'&&' is shell syntax; write `shell: true`"),
         ("cd sub; train {micro_batch}", "'sub;' is shell syntax"),
         ("train {micro_batch} | tee log", r"'\|' is shell syntax"),
         ("train {micro_batch} > log.txt", "'>' is shell syntax"),

@@ -553,8 +553,8 @@ def test_gigabytes_of_output_are_read_and_not_kept(run, script):
         ({"command": f"{TORCHRUN} --nproc-per-node 2 trian.py {{micro_batch}}"}, "there is no file 'trian.py'"),
         ({"command": "true"}, "the knob 'micro_batch' is not used"),
         ({"command": "true {micro_batch} {x}"}, "unknown placeholder"),
-        ({"command": "true {micro_batch}", "env": ["A"]}, "--env must be NAME=VALUE"),
-        ({"command": "true {micro_batch}", "samples": "{x}"}, "--samples: unknown placeholder"),
+        ({"command": "true {micro_batch}", "env": ["A"]}, "env must be NAME=VALUE"),
+        ({"command": "true {micro_batch}", "samples": "{x}"}, "samples: unknown placeholder"),
         ({"command": ["true", "{micro_batch}"], "shell": True}, "one text, not a list of words"),
     ],
 )
@@ -597,5 +597,5 @@ def test_samples_of_a_step_follow_from_knobs_or_an_option(space):
         return made._work(made.values(space.config(micro_batch=2), 0, Path()))
 
     assert work() == 8.0 and work(samples="{micro_batch * 3}") == 6.0 and work(samples="5") == 5.0
-    with pytest.raises(UsageError, match="--samples must be a number"):
+    with pytest.raises(UsageError, match="samples must be a number"):
         work(samples="many")
