@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...base.errors import UsageError, unknown
-from ...base.option import Option, either
+from ...base.option import Option, either, options_of
 from ...base.reading import LARGEST_DOCUMENT, Malformed, absolute, parse_yaml, path_of, read_named, with_power
 from ...models.layouts.hugging_face import difference, own_tokenizer
 from ...models.lora import check_lora
@@ -195,23 +195,24 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     try:
         values = parse_yaml(read_named(where, at_most=LARGEST_DOCUMENT))
     except (OSError, Malformed) as error:
-        raise UsageError(
-            f"the settings in {where} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    defaults = {
-        each.name: each.default for section in (DataPlan, Hyperparameters, LoopPlan) for each in fields(section)
-    }
-    del defaults["paths"]
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the settings in {where} cannot be read: {why}") from error
+    sections = (DataPlan, Hyperparameters, LoopPlan)
+    known = {field.name: (field, option) for section in sections for field, option in options_of(section)}
+    del known["paths"]
     if not isinstance(values, dict):
         raise UsageError(f"the settings in {where} must be a mapping, such as `warmup: 100`")
     settings = {}
     for name, value in values.items():
-        if name not in defaults:
-            raise UsageError(f"the settings in {where}: {unknown('setting', name, defaults)}")
+        if name not in known:
+            raise UsageError(f"the settings in {where}: {unknown('setting', name, known)}")
+        field, option = known[name]
         settings[name] = tuple(map(with_power, value)) if isinstance(value, list) else with_power(value)
-        kind = type(defaults[name])
-        if value is None or (kind in (bool, tuple) and not isinstance(settings[name], kind)):
-            raise UsageError(f"the settings in {where}: {name} cannot be {value!r}; its default is {defaults[name]!r}")
+        kind = (
+            type(field.default) if isinstance(field.default, (bool, tuple)) else str if option.type is None else object
+        )
+        if value is None or not isinstance(settings[name], kind):
+            raise UsageError(f"the settings in {where}: {name} cannot be {value!r}; its default is {field.default!r}")
     return settings
 
 

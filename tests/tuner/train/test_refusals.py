@@ -69,6 +69,7 @@ def test_a_small_vocabulary_is_refused(run, here, tmp_path):
         ({"log_every": 0}, ["log_every must be a whole number of at least 1, but got 0"]),
         ({"shuffle": "never"}, ["the settings in ", "shuffle cannot be 'never'; its default is True"]),
         ({"betas": 0.9}, ["the settings in ", "betas cannot be 0.9; its default is (0.9, 0.999)"]),
+        ({"tokenizer": 3}, ["the settings in ", "tokenizer cannot be 3; its default is None"]),
         ({"warmpu": 3}, ["the settings in ", "unknown setting 'warmpu'; did you mean 'warmup'?"]),
         (("--devices", "0"), ["devices must be a whole number of at least 1, but got 0"]),
     ],
