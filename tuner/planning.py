@@ -155,7 +155,6 @@ def plan(
     trials: int = 0,
     fixed: Mapping[str, Any] | None = None,
     hardware: "str | Path | Hardware | None" = None,
-    headroom: float = HEADROOM,
     seed: int = 0,
     out: str | Path | None = None,
     listener: SearchListener | None = None,
@@ -174,7 +173,6 @@ def plan(
         trials: dry runs on this host; 0 uses the estimate's best.
         fixed: values of knobs that do not vary.
         hardware: a name, a file or `Hardware` that describes the devices; None for those at hand.
-        headroom: share of a device's memory to keep free, if any configuration then fits.
         seed: seed of the dry runs.
         out: a new folder for the search; None saves nothing.
         listener: receives the events of the search.
@@ -186,10 +184,10 @@ def plan(
     """
     site = _site(with_samples_of(workload, like), devices, memory_limit_mib, hardware, like, fixed or {})
     space, kept = site.space(site.devices)
-    outlook = _outlook(site, space, headroom)
+    outlook = _outlook(site, space)
     if not trials:
         return _with_notes(_by_estimate(site, space, outlook), kept)
-    search = {"runner": "local", "trials": trials, "headroom": headroom, "seed": seed, "hardware": hardware, "out": out}
+    search = {"runner": "local", "trials": trials, "seed": seed, "hardware": hardware, "out": out}
     return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
 
 
@@ -377,7 +375,7 @@ def _device(machine: "Hardware | None") -> Device:
     return detect() if machine is None else device_of(machine)
 
 
-def _outlook(site: _Site, space: Space, headroom: float) -> _Outlook:
+def _outlook(site: _Site, space: Space) -> _Outlook:
     """Predicts the best configuration, by throughput times the probability to run. Configurations that leave too
     little headroom count only if no other fits.
     """
@@ -390,13 +388,13 @@ def _outlook(site: _Site, space: Space, headroom: float) -> _Outlook:
     trace_space(estimator.source, space, estimator.training)
     limit_mib = estimator.memory_limit_mib
     try:
-        found = survey(estimator, space, top=1, order=_hopeful((1.0 - headroom) * limit_mib))
+        found = survey(estimator, space, top=1, order=_hopeful((1.0 - HEADROOM) * limit_mib))
         if found.best:
             return _Outlook(estimator=estimator, survey=found, note="")
         found = survey(estimator, space, top=1, order=_hopeful(limit_mib))
     except UsageError as error:
         return _Outlook(estimator=None, survey=None, note=str(error))
-    note = f"less than {100 * headroom:g} % of the memory stays free" if found.best else ""
+    note = f"less than {100 * HEADROOM:g} % of the memory stays free" if found.best else ""
     return _Outlook(estimator=estimator, survey=found, note=note)
 
 

@@ -15,6 +15,7 @@ from redline.base.errors import NothingFound, SpaceError
 from redline.estimator import Estimator, TrainingSetup
 from redline.space import Config
 from redline.tuner import planning
+from redline.tuner.feasibility import HEADROOM
 from redline.tuner.planning import (
     CLEARLY_LESS,
     adapted,
@@ -127,17 +128,16 @@ def test_unsupported_formats_become_exact_ones_with_a_note(tiny):
 
 def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(tiny):
     workload, asked = with_samples_of(tiny, LIKE), {"devices": 2, "like": LIKE, "hardware": H100}
-    measure = estimator(workload, 2)
-    unbound = plan(tiny, **asked, headroom=0.0)
-    headroom = 1 - 0.8 * unbound.estimate.peak_memory_mib / measure.memory_limit_mib
-    found = plan(tiny, **asked, headroom=headroom)
+    limit_mib = plan(tiny, **asked).estimate.peak_memory_mib / 0.97
+    measure = estimator(workload, 2, limit_mib)
+    found = plan(tiny, **asked, memory_limit_mib=limit_mib)
     space, _ = training_space(workload, planning._device(_hardware()), 2, LIKE)
     table = measure.table(list(space))
-    room = table.fullest_memory_mib <= (1 - headroom) * measure.memory_limit_mib
+    room = table.fullest_memory_mib <= (1 - HEADROOM) * measure.memory_limit_mib
     assert 0 < room.sum() < len(table)
     hope = table.throughput * table.probability_runs
     assert found.estimate.throughput * found.estimate.probability_runs == pytest.approx(hope[room].max())
-    assert found.estimate.peak_memory_mib <= (1 - headroom) * measure.memory_limit_mib
+    assert found.estimate.peak_memory_mib <= (1 - HEADROOM) * measure.memory_limit_mib
 
 
 def test_the_risk_of_failure_reduces_the_expected_throughput():
