@@ -26,7 +26,7 @@ ONLY_PYTHON = {"direction", "isolate", "prior", "begin_with", "listener"}
 """Arguments that are objects or belong to a callable."""
 ONLY_COMMAND_LINE = {"workload", "command_file", "dry", "as_json"}
 ONLY_HERE = {
-    *("data", "warm_start", "ray_address", "emulate_first", "out", "resume", "storage", "log_to"),
+    *("data", "warm_start", "ray_address", "device_kind", "emulate_first", "out", "resume", "storage", "log_to"),
 }
 """Options with files or settings of the machine that a search runs on: they are not sent to a server."""
 OTHERWISE_SENT = {"devices", "space", "allow", "override", "fix", "runner", "hardware"}
@@ -51,11 +51,10 @@ def test_command_line_python_and_api_have_the_same_options():
 
 
 def options_by_flag(name):
-    """Returns the flags of a command's options, `--help` included."""
-    # Within the program, as click keeps a command's first help option, whose names are those of the context.
-    within = click.Context(program, **program.context_settings)
-    options = [each for each in program.get_command(within, name).get_params(within) if isinstance(each, click.Option)]
-    return [max((*each.opts, *each.secondary_opts), key=len) for each in options]
+    """Returns the flags of a command's options, without `--help`."""
+    parameters = program.get_command(click.Context(program), name).params
+    options = [parameter for parameter in parameters if isinstance(parameter, click.Option)]
+    return [max((*option.opts, *option.secondary_opts), key=len) for option in options]
 
 
 @pytest.mark.parametrize(("name", "most"), [("tune", 40), ("estimate", 20), ("train", 24)])
