@@ -139,13 +139,13 @@ def _socket_of(listener: Listener) -> socket.socket:
 
 
 def _fork(client: Connection, listener: Listener, parent: Channel) -> tuple[int, int]:
-    me = os.getpid()
+    agent_pid = os.getpid()
     pid = os.fork()
     if pid:
         return pid, os.pidfd_open(pid)
     code = 1
     try:
-        die_with_parent(me)
+        die_with_parent(agent_pid)
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _socket_of(listener).close()

@@ -82,20 +82,20 @@ class Compilation:
     """Measures the time that torch.compile takes in this process and reports when it begins and ends.
 
     Args:
-        tell: called with True when this rank begins to compile or to wait for others that may, with False when that
+        report: called with True when this rank begins to compile or to wait for others that may, with False when that
             ends.
-        elsewhere: whether the trial has ranks on other hosts. Their compilations are unknown here, so until `settled`
+        elsewhere: True if the trial has ranks on other hosts. Their compilations are unknown here, so until `settled`
             this rank counts as waiting for them.
     """
 
-    def __init__(self, tell: Callable[[bool], None], *, elsewhere: bool = False) -> None:
+    def __init__(self, report: Callable[[bool], None], *, elsewhere: bool = False) -> None:
         from ..schedule.primitives.modules import on_compilation
 
-        self._report = tell
+        self._report = report
         self._elsewhere = elsewhere
         self._waits = False
         self._reported = False
-        self._since: float | None = None
+        self._begun: float | None = None
         self.seconds = 0.0
         """Total time of finished compilations, s."""
         on_compilation(self._on_begin, self._on_end)
@@ -111,17 +111,17 @@ class Compilation:
         self._update()
 
     def _on_begin(self) -> None:
-        self._since = time.perf_counter()
+        self._begun = time.perf_counter()
         self._update()
 
     def _on_end(self) -> None:
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
+        if self._begun is not None:
+            self.seconds += time.perf_counter() - self._begun
+            self._begun = None
         self._update()
 
     def _update(self) -> None:
-        now = self._waits or self._since is not None
-        if now != self._reported:
-            self._reported = now
-            self._report(now)
+        compiling_or_waiting = self._waits or self._begun is not None
+        if compiling_or_waiting != self._reported:
+            self._reported = compiling_or_waiting
+            self._report(compiling_or_waiting)

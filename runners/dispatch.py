@@ -23,20 +23,19 @@ MEMORY_SHARE = 0.7
 TURN_S, TURNS_OF_ALONE = 0.5, 5.0
 """Longest turn, s, and the smallest number of turns in which an interleaved candidate is measured as long as alone."""
 TURNS_A_SECOND, TURNS_SHARE = 4.0, 2.0
-"""Number of turns per second of a candidate's time budget, if more than a job's default, and the time of all its
-turns as a multiple of the budget.
-"""
+"""Turns per second of a candidate's time budget, if more than a job's default; and the time of all its turns as a multiple of
+the budget."""
 SETTLE_S = 20.0
 """Time for a GPU's clocks to settle before a possible winner is measured, s."""
 CORES_A_GPU = 2
-"""Cores that a rank on a GPU keeps busy: its own thread, and that of backward or of the data."""
+"""Cores that a rank on a GPU keeps busy: its main thread, and the one of the backward pass or of the data."""
 
 
 class DryRunner(Runner):
     """Runs trials in fresh processes. Subclasses define where."""
 
-    def __init__(self, what: Workload | Work, terms: TrialTerms) -> None:
-        self.work = what if isinstance(what, Work) else DryRuns(what)
+    def __init__(self, work: Workload | Work, terms: TrialTerms) -> None:
+        self.work = work if isinstance(work, Work) else DryRuns(work)
         self.terms = terms
         self.confirms = self.work.confirms
         on_gpus = terms.device.type == "cuda"
@@ -53,13 +52,13 @@ class DryRunner(Runner):
         if outcome.status is Status.CRASH and is_damaged_library(outcome.reason):
             # Another trial was killed while it linked; the ranks of the second run remove the damaged library.
             outcome = self._run(request)
-        known: CommonFields = {
+        common: CommonFields = {
             "devices": self.terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
             "log": request.log_name,
         }
-        return self.work.measurement(request, self.terms, outcome, known)
+        return self.work.measurement(request, self.terms, outcome, common)
 
     def _run(self, request: TrialRequest) -> Outcome:
         at_once, device = self.slots, self.terms.device
@@ -72,46 +71,46 @@ class DryRunner(Runner):
         """True on CPUs and one host. GPU candidates fill the memory and are not slowed down by others; several hosts
         would need a port for each candidate.
         """
-        here = self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices)
-        return here and self.confirms and self.work.in_turns
+        one_host = self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices)
+        return one_host and self.confirms and self.work.in_turns
 
     def take_turns(
         self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
     ) -> list[list[Measurement]] | None:
         terms = self.terms
         room = min(terms.device.memory_mib, available_memory_mib())
-        peaks_mib = _sum([each.peak_memory_mib for each in alone])
+        peaks_mib = _sum([measured.peak_memory_mib for measured in alone])
         if peaks_mib is None or peaks_mib * terms.devices > MEMORY_SHARE * room:
             return None
         jobs = [self.work.job(request, terms) for request in requests]
         turns_s = TURNS_SHARE * terms.plan.seconds * len(jobs)
-        alone_s = _sum([each.timeout_s for each in jobs])
-        together = replace(
+        alone_s = _sum([job.timeout_s for job in jobs])
+        interleaved = replace(
             jobs[0],
-            beside=tuple(each.program for each in jobs[1:]),
-            turn_s=min(TURN_S, max(each.seconds_measure or TURN_S for each in alone) / TURNS_OF_ALONE),
+            beside=tuple(job.program for job in jobs[1:]),
+            turn_s=min(TURN_S, max(measured.seconds_measure or TURN_S for measured in alone) / TURNS_OF_ALONE),
             turns=max(jobs[0].turns, round(TURNS_A_SECOND * terms.plan.seconds)),
             turns_s=turns_s,
             patience_s=patience_s,
             timeout_s=None if alone_s is None else alone_s + turns_s + patience_s,
-            compile_timeout_s=sum(each.compile_timeout_s for each in jobs),
+            compile_timeout_s=sum(job.compile_timeout_s for job in jobs),
         )
         started, begin = time.time(), time.perf_counter()
-        outcome = self.dispatch(together)
-        if outcome.status is not Status.OK:  # one candidate ended all of them
+        outcome = self.dispatch(interleaved)
+        if outcome.status is not Status.OK:  # one candidate ended the processes of all
             return None
-        known: CommonFields = {
+        common: CommonFields = {
             "devices": terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
             "log": requests[0].log_name,
         }
-        found = []
+        turns = []
         for number, request in enumerate(requests):
-            part = Outcome.of([each.report[number] for each in outcome.ranks])
-            measured = self.work.measurement(request, terms, part, known)
-            found.append(self.work.turns(measured, part) if measured.ok else [measured])
-        return found
+            candidate = Outcome.of([rank.report[number] for rank in outcome.ranks])
+            measured = self.work.measurement(request, terms, candidate, common)
+            turns.append(self.work.turns(measured, candidate) if measured.ok else [measured])
+        return turns
 
 
 class DryRuns(Work):
@@ -154,43 +153,44 @@ class DryRuns(Work):
         )
 
     def measurement(
-        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: CommonFields
+        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, common: CommonFields
     ) -> Measurement:
         reports = _reports(outcome)
-        common: _Common = {
-            **known,
+        fields: _DryRunFields = {
+            **common,
             "memory_limit_mib": terms.memory_limit_mib or float(terms.device.memory_mib),
-            "ranks": tuple(_rank_report(each) for each in outcome.ranks),
+            "ranks": tuple(_rank_report(rank) for rank in outcome.ranks),
         }
         if outcome.status is not Status.OK or not reports:
-            needs = [each.needed_memory_mib for each in outcome.ranks if each.needed_memory_mib]
-            peaks = [each.peak_memory_mib for each in outcome.ranks if each.peak_memory_mib]
+            needs = [rank.needed_memory_mib for rank in outcome.ranks if rank.needed_memory_mib]
+            peaks = [rank.peak_memory_mib for rank in outcome.ranks if rank.peak_memory_mib]
             return Measurement(
                 status=outcome.status,
                 reason=outcome.reason,
                 peak_memory_mib=max(needs or peaks, default=None),
-                **common,
+                **fields,
             )
-        return self._timed(request, terms, reports, common)
+        return self._timed(request, terms, reports, fields)
 
     def turns(self, measured: Measurement, outcome: Outcome) -> list[Measurement]:
         reports = _reports(outcome)
-        together_ms = max(each.step_ms for each in reports)
-        found = []
-        for turn in zip(*(each.turns for each in reports), strict=True):
-            step_ms = max(each.step_ms for each in turn)
-            load = foreign_cores([each.load for each in turn])
-            throughput = measured.reached * together_ms / step_ms
-            found.append(replace(measured, throughput=throughput, step_ms=step_ms, foreign_cores=load))
-        return found
+        slowest_ms = max(report.step_ms for report in reports)
+        measurements = []
+        for reports_of_turn in zip(*(report.turns for report in reports), strict=True):
+            step_ms = max(report.step_ms for report in reports_of_turn)
+            load = foreign_cores([report.load for report in reports_of_turn])
+            throughput = measured.reached * slowest_ms / step_ms
+            measurements.append(replace(measured, throughput=throughput, step_ms=step_ms, foreign_cores=load))
+        return measurements
 
     def _timed(
-        self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: "_Common"
+        self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], fields: "_DryRunFields"
     ) -> Measurement:
         from . import numerics_check
 
         config = request.config
-        slowest = max(reports, key=lambda each: each.step_ms)
+        # Ranks wait for each other: the slowest one determines the step.
+        slowest = max(reports, key=lambda report: report.step_ms)
         samples_per_second = slowest.samples_per_step / slowest.step_ms * 1e3
         tokens_per_second = None
         if slowest.tokens_per_step:
@@ -199,38 +199,38 @@ class DryRuns(Work):
         if slowest.flops_per_step:
             tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
         peak = peak_flops(terms.device, config)
-        retries = sum(each.allocation_retries for each in reports)
-        probe = numerics_check.together([each.probe for each in reports], [each.first for each in reports])
-        wrong = numerics_check.numerics_mismatch(
+        retries = sum(report.allocation_retries for report in reports)
+        probe = numerics_check.together([report.probe for report in reports], [report.first for report in reports])
+        mismatch = numerics_check.numerics_mismatch(
             probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss
         )
-        notes = [wrong or slowest.note]
-        if slowest.soak is not None and not wrong:
-            notes.append(f"soaked for {slowest.soak.words}")
-        if request.reference is not None and not wrong:
+        notes = [mismatch or slowest.note]
+        if slowest.soak is not None and not mismatch:
+            notes.append(f"soaked for {slowest.soak.summary}")
+        if request.reference is not None and not mismatch:
             notes.append(numerics_check.why_incomparable(probe, request.reference))
-        if slowest.seconds_settle and not wrong:
+        if slowest.seconds_settle and not mismatch:
             notes.append(_at_settled_clocks(slowest))
-        load = numerics_check.expert_load([each.probe for each in reports])
-        if load is not None and int(config.get("ep") or 1) > 1 and not wrong:
+        load = numerics_check.expert_load([report.probe for report in reports])
+        if load is not None and int(config.get("ep") or 1) > 1 and not mismatch:
             notes.append(f"the fullest expert has {load:.2f} times the mean of rows")
-        dropped = numerics_check.dropped_share([each.dropped for each in reports])
-        if dropped is not None and not wrong:
+        dropped = numerics_check.dropped_share([report.dropped for report in reports])
+        if dropped is not None and not mismatch:
             notes.append(f"experts dropped {100 * dropped:.1f} % of the rows")
-        if retries and not wrong:
+        if retries and not mismatch:
             notes.append(f"near OOM: {retries} allocation retries")
         seconds_build = slowest.seconds_build + slowest.seconds_compile
-        seconds_known = sum((seconds_build, slowest.seconds_warmup, slowest.seconds_measure))
+        seconds_reported = sum((seconds_build, slowest.seconds_warmup, slowest.seconds_measure))
         return Measurement(
-            status=Status.WRONG if wrong else Status.OK,
-            reason="; ".join(each for each in notes if each),
+            status=Status.WRONG if mismatch else Status.OK,
+            reason="; ".join(note for note in notes if note),
             throughput=tokens_per_second if self.workload.unit == "tokens/s" else samples_per_second,
             unit=self.workload.unit,
             samples_per_second=samples_per_second,
             tokens_per_second=tokens_per_second,
             step_ms=slowest.step_ms,
             step_ms_spread=slowest.spread_ms,
-            peak_memory_mib=max(each.peak_memory_mib for each in reports),
+            peak_memory_mib=max(report.peak_memory_mib for report in reports),
             tflops_per_device=tflops,
             mfu=None if tflops is None or peak is None else tflops * 1e12 / peak,
             loss=slowest.loss,
@@ -238,18 +238,18 @@ class DryRuns(Work):
             expert_load=load,
             expert_dropped=dropped,
             samples_per_step=slowest.samples_per_step,
-            foreign_cores=foreign_cores([each.load for each in reports]),
-            seconds_overhead=max(0.0, common["seconds_total"] - seconds_known),
+            foreign_cores=foreign_cores([report.load for report in reports]),
+            seconds_overhead=max(0.0, fields["seconds_total"] - seconds_reported),
             seconds_build=seconds_build,
             seconds_compile=slowest.seconds_compile,
             seconds_warmup=slowest.seconds_warmup,
             seconds_measure=slowest.seconds_measure,
-            **common,
+            **fields,
         )
 
 
-class _Common(CommonFields):
-    """Fields that all measurements of a workload's dry runs have."""
+class _DryRunFields(CommonFields):
+    """Fields of all measurements of a workload's dry runs."""
 
     memory_limit_mib: float
     ranks: tuple[RankReport, ...]
@@ -257,19 +257,19 @@ class _Common(CommonFields):
 
 def _sum(values: Sequence[float | None]) -> float | None:
     """Returns the sum; None if a value is None."""
-    known = [each for each in values if each is not None]
-    return sum(known) if len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if len(numbers) == len(values) else None
 
 
 def _reports(outcome: Outcome) -> list[DryRunReport]:
     """Returns the reports of the ranks that ended successfully."""
-    return [each.report for each in outcome.ranks if isinstance(each.report, DryRunReport)]
+    return [rank.report for rank in outcome.ranks if isinstance(rank.report, DryRunReport)]
 
 
 def _at_settled_clocks(report: DryRunReport) -> str:
-    at = "" if report.clock_mhz is None else f" at {report.clock_mhz:,.0f} MHz"
-    drew = "" if report.power_w is None else f" and {report.power_w:,.0f} W"
-    return f"measured{at}{drew} after {report.seconds_settle:.0f} s for clocks to settle"
+    clock = "" if report.clock_mhz is None else f" at {report.clock_mhz:,.0f} MHz"
+    power = "" if report.power_w is None else f" and {report.power_w:,.0f} W"
+    return f"measured{clock}{power} after {report.seconds_settle:.0f} s for clocks to settle"
 
 
 def peak_flops(device: Device, config: Mapping[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""The program of one rank of a trial: build the candidate, warm it up, time it, report."""
+"""The program of a trial's ranks: builds the candidate, warms it up, times it and reports."""
 
 import time
 from collections.abc import Callable
@@ -69,8 +69,8 @@ class DryRunReport:
     """CUDA: power of the device while measured, W."""
     load: HostLoad | None = None
     """Load of the host's CPUs during warm-up and measurement; None if unknown."""
-    note: str = ""
-    """Why the measurement was cut short."""
+    note: str | None = None
+    """Why the measurement was cut short; None if it was not."""
     dropped: tuple[int, int] | None = None
     """Rows that experts dropped in training, and those that were routed; None without a capacity."""
     turns: tuple["TurnReport", ...] = ()
@@ -112,20 +112,20 @@ class _Steps:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.first: Any = None
+        self.first_loss: Any = None
         """Loss of the first step."""
-        self.last: Any = None
+        self.last_loss: Any = None
         """Loss of the latest step."""
-        self.seen: StepPart | None = None
+        self.first_values: StepPart | None = None
         """Values of the first step that was not skipped."""
 
     def __call__(self) -> None:
-        if self.seen is None:
-            self.last, self.seen = first_step(self._training)
+        if self.first_values is None:
+            self.last_loss, self.first_values = first_step(self._training)
         else:
-            self.last = self._training.step()
-        if self.first is None:
-            self.first = self.last
+            self.last_loss = self._training.step()
+        if self.first_loss is None:
+            self.first_loss = self.last_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,11 @@ class DryRun:
 
         context.phase("probe")
         compilation.expected()
+        # The probe needs memory that training does not.
         with context.memory.aside():
             probe = take(training)
         compiled_in_probe = compilation.seconds
-        retries_before = context.memory.allocation_retries()
+        retries_so_far = context.memory.allocation_retries()
 
         steps = _Steps(training)
         context.phase("first steps")
@@ -171,7 +172,7 @@ class DryRun:
         gpu = GpuWatch(context.local_rank) if context.device_type == "cuda" else None
         agree, mean = _agreement(context.world_size)
         timing = measure(
-            steps if gpu is None else gpu.beside(steps),
+            steps if gpu is None else gpu.sampling(steps),
             clock,
             self.plan if self.soak is None else self.soak.measuring(self.plan),
             best_step_ms=self._best_step_ms(training),
@@ -190,10 +191,10 @@ class DryRun:
             samples_per_step=training.samples_per_step,
             tokens_per_step=training.tokens_per_step,
             flops_per_step=training.flops_per_step(),
-            loss=float(steps.first),
-            last_loss=float(steps.last) if soaked is None else soaked.loss,
+            loss=float(steps.first_loss),
+            last_loss=float(steps.last_loss) if soaked is None else soaked.loss,
             probe=probe,
-            first=steps.seen,
+            first=steps.first_values,
             seconds_build=seconds_build,
             seconds_compile=compiled_in_probe + timing.seconds_compile,
             seconds_warmup=timing.seconds_warmup,
@@ -205,7 +206,7 @@ class DryRun:
             build_memory_mib=build_memory_mib,
             peak_allocated_mib=context.memory.peak_allocated_mib(),
             outside_mib=context.outside_mib(),
-            allocation_retries=context.memory.allocation_retries() - retries_before,
+            allocation_retries=context.memory.allocation_retries() - retries_so_far,
             load=watch.load(),
             note=timing.stopped_early,
             dropped=dropped_rows(training.model),
@@ -245,15 +246,15 @@ class DryRun:
         context.phase("soak")
         if training.compiled:
             compilation.expected()  # for new shapes
-        found = soak(training, self.soak, self.seed, lambda: compilation.seconds)
+        report = soak(training, self.soak, self.seed, lambda: compilation.seconds)
         compilation.settled()
-        return found
+        return report
 
     def _best_step_ms(self, training: Training) -> float | None:
         if not self.best_throughput:
             return None
-        per_step = training.tokens_per_step if self.workload.unit == "tokens/s" else training.samples_per_step
-        return per_step / self.best_throughput * 1e3 if per_step else None
+        amount = training.tokens_per_step if self.workload.unit == "tokens/s" else training.samples_per_step
+        return amount / self.best_throughput * 1e3 if amount else None
 
 
 def join(context: RankContext) -> None:
@@ -308,6 +309,6 @@ def _agreement(world_size: int) -> tuple[Callable[[list[float]], list[float]], C
         return tensor.tolist()
 
     def mean(values: list[float]) -> list[float]:
-        return [each / world_size for each in reduced(values, dist.ReduceOp.SUM)]
+        return [total / world_size for total in reduced(values, dist.ReduceOp.SUM)]
 
     return (lambda values: reduced(values, dist.ReduceOp.MAX)), mean

@@ -1,4 +1,4 @@
-"""Trials on one device instead of many: some ranks run one after another, and their communication is priced.
+"""Trials on one device instead of many: some ranks run one after another, and their communication time is predicted.
 
 Each rank that decides the result runs in a fresh process with a process group without peers (`training/emulation.py`). Memory is
 measured. The step time is the measured computation of the ranks plus the communication time (`replay.py`) over the links of the
@@ -119,10 +119,13 @@ class EmulateRunner(Runner):
         except WorkloadError as error:
             failed = Outcome(status=Status.CRASH, reason=str(error))
         else:
+            # All ranks of a trial together have one trial's time.
             deadline = request.timeout_s or self.terms.timeout_s
             for number, rank in enumerate(self._ranks(world, request.config)):
-                left = None if deadline is None else max(1.0, deadline - (time.perf_counter() - begin))
-                outcome = self._agent.run(self._job(request, rank, left, first=number == 0), key=str(request.log or ""))
+                remaining_s = None if deadline is None else max(1.0, deadline - (time.perf_counter() - begin))
+                outcome = self._agent.run(
+                    self._job(request, rank, remaining_s, first=number == 0), key=str(request.log or "")
+                )
                 rank_outcomes += outcome.ranks
                 if outcome.status is not Status.OK:
                     failed = outcome
@@ -133,15 +136,15 @@ class EmulateRunner(Runner):
             "seconds_total": time.perf_counter() - begin,
             "log": request.log_name,
             "memory_limit_mib": self.terms.memory_limit_mib or float(self.terms.device.memory_mib),
-            "emulated_ranks": ",".join(str(each.rank) for each in rank_outcomes),
+            "emulated_ranks": ",".join(str(outcome.rank) for outcome in rank_outcomes),
         }
         if failed is not None:
-            needs = [each.needed_memory_mib or each.peak_memory_mib for each in failed.ranks]
+            needs = [outcome.needed_memory_mib or outcome.peak_memory_mib for outcome in failed.ranks]
             return Measurement(
                 status=failed.status,
                 reason=f"emulated: {failed.reason}",
-                peak_memory_mib=max((each for each in needs if each), default=None),
-                ranks=tuple(_rank_report(each, None) for each in rank_outcomes),
+                peak_memory_mib=max((need for need in needs if need), default=None),
+                ranks=tuple(_rank_report(outcome, None) for outcome in rank_outcomes),
                 **common,
             )
         return self._measured(request, world, rank_outcomes, common)
@@ -153,8 +156,8 @@ class EmulateRunner(Runner):
         return emulated_ranks(world, config, self.emulation, fullest)
 
     def _runs_eagerly(self, config: Mapping[str, Any]) -> bool:
-        """True if a configuration with fusion is run without: code that is compiled for this CPU computes its products, which
-        takes hours for a large model, and has little in common with the code of a GPU."""
+        """True if a configuration with fusion runs without it. Code compiled for this CPU would compute the products, which
+        takes hours for a large model, and differs from the code of a GPU."""
         on_cpu = self.terms.device.type == "cpu" and self.emulation.hardware.kind != "cpu"
         return on_cpu and self.emulation.memory_only and bool(config.get("fusion"))
 
@@ -187,27 +190,27 @@ class EmulateRunner(Runner):
     def _measured(
         self, request: TrialRequest, world: World, outcomes: Sequence[RankOutcome], common: Mapping[str, Any]
     ) -> Measurement:
-        reports: dict[int, EmulatedReport] = {each.rank: each.report for each in outcomes}
-        first = next(iter(reports.values()))
-        beside = {rank: self.beside_mib(world, each) for rank, each in reports.items()}
-        known: dict[str, Any] = {
-            "peak_memory_mib": max(each.peak_memory_mib + beside[rank] for rank, each in reports.items()),
-            "samples_per_step": first.samples_per_step,
+        reports: dict[int, EmulatedReport] = {outcome.rank: outcome.report for outcome in outcomes}
+        lowest = next(iter(reports.values()))
+        communication = {rank: self.communication_mib(world, report) for rank, report in reports.items()}
+        fields: dict[str, Any] = {
+            "peak_memory_mib": max(report.peak_memory_mib + communication[rank] for rank, report in reports.items()),
+            "samples_per_step": lowest.samples_per_step,
             "unit": self.workload.unit,
-            "seconds_build": sum(each.seconds_build + each.seconds_compile for each in reports.values()),
-            "seconds_compile": sum(each.seconds_compile for each in reports.values()),
-            "seconds_warmup": sum(each.seconds_warmup for each in reports.values()),
-            "seconds_measure": sum(each.seconds_measure for each in reports.values()),
+            "seconds_build": sum(report.seconds_build + report.seconds_compile for report in reports.values()),
+            "seconds_compile": sum(report.seconds_compile for report in reports.values()),
+            "seconds_warmup": sum(report.seconds_warmup for report in reports.values()),
+            "seconds_measure": sum(report.seconds_measure for report in reports.values()),
         }
-        spent = sum(known[name] for name in ("seconds_build", "seconds_warmup", "seconds_measure"))
-        known["seconds_overhead"] = max(0.0, common["seconds_total"] - spent)
+        spent = sum(fields[name] for name in ("seconds_build", "seconds_warmup", "seconds_measure"))
+        fields["seconds_overhead"] = max(0.0, common["seconds_total"] - spent)
         notes = [f"emulated ranks {common['emulated_ranks']} of {self.terms.devices}, no comparison with a reference"]
         if self.terms.device.type == "cuda":
-            notes.append(f"{max(beside.values()):,.0f} MiB of NCCL added")
-        if odd := [str(rank) for rank, each in reports.items() if not each.finite]:
-            notes.append(f"values of rank {', '.join(odd)} are not finite, and kernels may run at another speed")
+            notes.append(f"{max(communication.values()):,.0f} MiB of NCCL added")
+        if not_finite := [str(rank) for rank, report in reports.items() if not report.finite]:
+            notes.append(f"values of rank {', '.join(not_finite)} are not finite, and kernels may run at another speed")
         if self.emulation.memory_only:
-            assert self._estimator is not None, "what is not timed is predicted"
+            assert self._estimator is not None, "without times the estimator predicts them"
             estimate = self._estimator(request.config)
             step, spread = estimate.step_ms / 1e3, Z95 / Z80 * (estimate.step_ms_high - estimate.step_ms_low) / 2e3
             modelled = step
@@ -217,10 +220,10 @@ class EmulateRunner(Runner):
         else:
             step, spread, modelled = self._step(world, reports)
             notes.append(f"{1e3 * (step - modelled):,.1f} ms measured and {1e3 * modelled:,.1f} ms modelled")
-        ranks = tuple(_rank_report(each, step, beside[each.rank]) for each in outcomes)
-        rate = first.samples_per_step / step
-        tokens = first.tokens_per_step / step if first.tokens_per_step else None
-        tflops = first.flops_per_step / step / 1e12 / self.terms.devices if first.flops_per_step else None
+        ranks = tuple(_rank_report(outcome, step, communication[outcome.rank]) for outcome in outcomes)
+        rate = lowest.samples_per_step / step
+        tokens = lowest.tokens_per_step / step if lowest.tokens_per_step else None
+        tflops = lowest.flops_per_step / step / 1e12 / self.terms.devices if lowest.flops_per_step else None
         return Measurement(
             status=Status.OK,
             reason="; ".join(notes),
@@ -232,24 +235,25 @@ class EmulateRunner(Runner):
             seconds_modelled=modelled,
             tflops_per_device=tflops,
             ranks=ranks,
-            **known,
+            **fields,
             **dict(common),
         )
 
     def _step(self, world: World, reports: Mapping[int, EmulatedReport]) -> tuple[float, float, float]:
         """Returns the step time, the half-width of its 95 % interval, and its modelled part, s."""
         best: tuple[float, float, float] | None = None
-        for line in pipelines(world, list(reports)):
-            traces = [reports[rank].traces for rank in line]
-            played = [self._play(steps, 1.0) for steps in zip(*traces)]
-            seconds, scatter = median_interval([each.seconds for each in played])
-            middle = min(played, key=lambda each: abs(each.seconds - seconds))
-            at = played.index(middle)
+        for pipeline in pipelines(world, list(reports)):
+            traces = [reports[rank].traces for rank in pipeline]
+            replays = [self._play(steps, 1.0) for steps in zip(*traces)]
+            seconds, scatter = median_interval([replay.seconds for replay in replays])
+            median = min(replays, key=lambda replay: abs(replay.seconds - seconds))
+            number = replays.index(median)
+            # The interval: scatter of the measured steps, and the uncertainty of all prices together.
             factor = math.exp(Z95 * self._wire.log_std)
-            ends = [self._play([each[at] for each in traces], scale).seconds for scale in (1 / factor, factor)]
-            spread = math.hypot(scatter, (ends[1] - ends[0]) / 2)
+            bounds = [self._play([trace[number] for trace in traces], scale).seconds for scale in (1 / factor, factor)]
+            spread = math.hypot(scatter, (bounds[1] - bounds[0]) / 2)
             if best is None or seconds > best[0]:
-                best = seconds, spread, min(middle.modelled, seconds)
+                best = seconds, spread, min(median.modelled, seconds)
         assert best is not None, "a trial has a rank"
         return best
 
@@ -270,7 +274,7 @@ class EmulateRunner(Runner):
             world_size=self.terms.devices,
         )
 
-    def beside_mib(self, world: World, report: EmulatedReport) -> float:
+    def communication_mib(self, world: World, report: EmulatedReport) -> float:
         """Memory of real communication in addition to the rank's own, MiB: NCCL's buffers on CUDA; gloo and torch's flight
         recorder in a CPU process. 0 if a CPU measures the memory of other hardware, since the limit then excludes NCCL."""
         if self.terms.device.type == "cuda":
@@ -283,20 +287,20 @@ class EmulateRunner(Runner):
         """Memory of NCCL's communicators on a device, MiB: channels to the peers in each group, and the fixed part of each
         communicator. Groups are those of the mesh's axes, of ranks that share sequences or experts, and of all ranks. It is
         assumed, not measured: an emulated rank has no communicators."""
-        hardware, total = self.emulation.hardware, 0.0
+        hardware, total_mib = self.emulation.hardware, 0.0
         tp, replicas = world.tp, world.replicas
         # The ranks of each group, and the distance between neighbours in it.
         groups = {(tp, 1), (world.sp, tp), (world.cp, tp * world.sp), (replicas, tp), (world.pp, tp * replicas)}
         groups |= {(world.size, 1), *([(world.ep, tp), (replicas // world.ep, tp * world.ep)] if world.ep > 1 else [])}
         for size, stride in groups:
             if size > 1:
-                far = size * stride > hardware.devices_per_node
-                channels = NCCL_CHANNELS / 2 if far else NCCL_CHANNELS
-                total += NCCL_BASE_MIB + channels * NCCL_CHANNEL_MIB * min(2, size - 1)
-        return total
+                crosses_nodes = size * stride > hardware.devices_per_node
+                channels = NCCL_CHANNELS / 2 if crosses_nodes else NCCL_CHANNELS
+                total_mib += NCCL_BASE_MIB + channels * NCCL_CHANNEL_MIB * min(2, size - 1)
+        return total_mib
 
     def stop(self, log: str) -> None:
-        """Ends the trial that writes this log."""
+        """Stops the trial that writes this log."""
         self._agent.stop(log)
 
     def close(self) -> None:
@@ -312,10 +316,10 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
     experts are shared. Step time needs all stages of a pipeline; memory needs the first, the last, and the fullest.
 
     Args:
-        fullest: the stage that is predicted to need the most memory.
+        fullest: the stage with the largest predicted memory.
     """
     stages = list(range(world.pp))
-    within = world.replicas * world.tp
+    ranks_per_stage = world.replicas * world.tp
     if emulation.memory_only and emulation.ranks != "all":
         stages = sorted({0, fullest, world.pp - 1})
     # Whole experts (`etp`) are on ranks that share a layer, too.
@@ -326,7 +330,7 @@ def emulated_ranks(world: World, config: Mapping[str, Any], emulation: Emulation
         replicas = [0] if equal_replicas else list(range(world.replicas))
         tensors = sorted({0, world.tp - 1})
         places = [replica * world.tp + tensor for replica in replicas for tensor in tensors]
-    return [stage * within + place for stage in stages for place in places]
+    return [stage * ranks_per_stage + place for stage in stages for place in places]
 
 
 MOST_SHARERS = 4
@@ -335,21 +339,21 @@ MOST_SHARERS = 4
 
 def pipelines(world: World, ranks: Sequence[int]) -> list[list[int]]:
     """Ranks with the same position in their stages, stage by stage."""
-    within = world.replicas * world.tp
-    lines: dict[int, list[int]] = {}
+    ranks_per_stage = world.replicas * world.tp
+    by_position: dict[int, list[int]] = {}
     for rank in sorted(ranks):
-        lines.setdefault(rank % within, []).append(rank)
-    return list(lines.values())
+        by_position.setdefault(rank % ranks_per_stage, []).append(rank)
+    return list(by_position.values())
 
 
-def _rank_report(outcome: RankOutcome, step: float | None, beside_mib: float = 0.0) -> RankReport:
+def _rank_report(outcome: RankOutcome, step: float | None, communication_mib: float = 0.0) -> RankReport:
     report = outcome.report if isinstance(outcome.report, EmulatedReport) else None
     return RankReport(
         rank=outcome.rank,
         status=outcome.status,
         reason=outcome.reason,
         step_ms=None if step is None else step * 1e3,
-        peak_memory_mib=report.peak_memory_mib + beside_mib if report else outcome.peak_memory_mib,
+        peak_memory_mib=report.peak_memory_mib + communication_mib if report else outcome.peak_memory_mib,
         peak_allocated_mib=report.peak_allocated_mib if report else None,
         build_memory_mib=report.build_memory_mib if report else None,
         allocation_retries=report.allocation_retries if report else 0,

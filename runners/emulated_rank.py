@@ -74,12 +74,12 @@ class EmulatedDryRun(DryRun):
         training = self._built(context)
         seconds_build = time.perf_counter() - begin
         build_memory_mib = context.memory.peak_mib()
-        retries_before = context.memory.allocation_retries()
+        retries_so_far = context.memory.allocation_retries()
         if not self.memory_only:
             self._probe(training, context, compilation)
         context.phase("first steps")
         steps = _Recorded(training, recorder, SHORT_STEPS if self.memory_only else ())
-        # Compiled code is not replaced.
+        # Compiled code does not call the products that `WithoutProducts` replaces.
         skips = self.memory_only and on_cpu and not training.compiled
         with recorder.watching_streams(), WithoutProducts() if skips else nullcontext():
             timing = measure(
@@ -101,7 +101,7 @@ class EmulatedDryRun(DryRun):
             seconds_measure=timing.seconds_measure,
             peak_memory_mib=context.memory.peak_mib(),
             peak_allocated_mib=context.memory.peak_allocated_mib(),
-            allocation_retries=context.memory.allocation_retries() - retries_before,
+            allocation_retries=context.memory.allocation_retries() - retries_so_far,
             build_memory_mib=build_memory_mib,
             messages=recorder.messages,
             groups=len(recorder.groups),
@@ -110,7 +110,7 @@ class EmulatedDryRun(DryRun):
 
     @staticmethod
     def plan_of(plan: TimingPlan) -> TimingPlan:
-        """A plan whose recorded steps take little memory."""
+        """Returns a plan with at most `MOST_STEPS` measured steps, whose records take memory."""
         return replace(plan, max_steps=min(plan.max_steps, MOST_STEPS))
 
     def _probe(self, training: Training, context: RankContext, compilation: Compilation) -> None:
@@ -130,17 +130,19 @@ class EmulatedDryRun(DryRun):
 
 
 SHORTEST = TimingPlan(warmup_min_steps=1, warmup_max_steps=1, min_steps=1, max_steps=1)
-"""As many steps as `SHORT_STEPS`."""
+"""One step of warm-up and one measured, as many as `SHORT_STEPS`: the second one has the peak of memory."""
 
 
 class _Recorded:
+    """Steps of a training, recorded; the first ones with few micro-batches if requested."""
+
     def __init__(self, training: Training, recorder: "Recorder", micro_batches: Sequence[int] = ()) -> None:
-        self._training, self._recorder, self._few = training, recorder, list(micro_batches)
+        self._training, self._recorder, self._short_steps = training, recorder, list(micro_batches)
         self._loss: torch.Tensor | None = None
 
     def __call__(self) -> None:
         self._recorder.begin_step()
-        self._loss = self._training.short_step(self._few.pop(0)) if self._few else self._training.step()
+        self._loss = self._training.short_step(self._short_steps.pop(0)) if self._short_steps else self._training.step()
         self._recorder.end_step()
 
     @property
@@ -148,10 +150,10 @@ class _Recorded:
         """True if the last loss and all weights are finite; waits for the device."""
         import torch
 
-        held = [each.detach() for each in self._training.model.parameters() if not each.is_meta]
-        local = [each.to_local() if hasattr(each, "to_local") else each for each in held]
-        found = [bool(torch.isfinite(each).all()) for each in (*local, self._loss) if each is not None]
-        return all(found)
+        parameters = [parameter.detach() for parameter in self._training.model.parameters() if not parameter.is_meta]
+        local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in parameters]
+        finite = [bool(torch.isfinite(tensor).all()) for tensor in (*local, self._loss) if tensor is not None]
+        return all(finite)
 
 
 class _RecorderClock(Clock):
@@ -164,4 +166,4 @@ class _RecorderClock(Clock):
         return float(self._recorder.now())
 
     def read(self, marks: "list[float]") -> list[float]:  # type: ignore[override]
-        return [(after - before) * 1e3 for before, after in pairwise(marks)]
+        return [(later - earlier) * 1e3 for earlier, later in pairwise(marks)]

@@ -43,7 +43,7 @@ _OOM_SENTENCES = (
     # triton/third_party/nvidia/backend/driver.c
     r"Triton Error \[(CUDA|HIP)\]: out of memory",
 )
-_OOM_TEXT = re.compile("|".join(f"(?:{each})" for each in _OOM_SENTENCES) + r"|\A\s*std::bad_alloc\s*\Z")
+_OOM_TEXT = re.compile("|".join(f"(?:{sentence})" for sentence in _OOM_SENTENCES) + r"|\A\s*std::bad_alloc\s*\Z")
 # Printed by libstdc++, libgomp and OpenBLAS before they end the process.
 _FATAL_OOM = re.compile(
     rf"what\(\): *(std::bad_alloc|[^\n]*(?:{'|'.join(_OOM_SENTENCES[:4])}))"
@@ -62,7 +62,7 @@ _PRINTED_OOM = re.compile(
     r"|[^\n]*\bRan out of memory in memory space)"
     # tensorflow/core/framework/op_kernel.cc
     r"|\bOOM when allocating tensor with shape|\bResourceExhaustedError\b[^\n]*\bfailed to allocate memory\b"
-    # Slurm: slurmstepd of versions with and without cgroups, and srun. A limit exceeded "at some point" is no failure.
+    # Slurm: slurmstepd of versions with and without cgroups, and srun. A limit exceeded "at some point" is not a failure.
     r"|\bDetected \d+ oom[-_]kill event|\berror: Exceeded (?:job|step) memory limit(?! at some point)"
     r"|\berror: (?:Job|Step) \S+ exceeded memory limit\b|\bsrun: error: \S+: tasks? [\d,-]+: Out Of Memory"
 )
@@ -107,32 +107,32 @@ _WRAPPED = re.compile(r"\[Stage \d+\] failed to run (forward|backward)")
 
 
 def text_of(error: BaseException) -> str:
-    """Returns the text of an exception, whose own formatting may fail as well."""
+    """Returns the message of an exception, or the reason why it cannot be formatted."""
     try:
         return str(error)
-    except Exception as failed:
-        return f"(its message cannot be printed: {type(failed).__name__})"
+    except Exception as failure:
+        return f"(its message cannot be printed: {type(failure).__name__})"
 
 
 def is_oom(error: BaseException) -> bool:
     """True if an exception, or one that it was raised from, reports that memory ran out."""
-    return any(_says_oom(each) for each in _chain(error))
+    return any(_says_oom(cause) for cause in _chain(error))
 
 
 def _says_oom(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     # torch's, without importing it here.
-    if any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__):
+    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     return isinstance(error, RuntimeError) and bool(_OOM_TEXT.search(text_of(error)))
 
 
-def says_peer_lost(text: str) -> bool:
+def says_peer_lost(output: str) -> bool:
     """True if printed text reports that the other side of a connection has ended."""
-    return bool(_PEER_LOST.search(text))
+    return bool(_PEER_LOST.search(output))
 
 
 def line_says_oom(line: str) -> bool:
@@ -162,9 +162,9 @@ def may_be_oom(error: BaseException) -> bool:
     cuDNN has no engine (or none for its number format).
     """
     return any(
-        isinstance(each, RuntimeError)
-        and any(pattern.search(text_of(each)) for pattern in (_NO_THREAD, _NO_PRIMITIVE, _NO_HANDLE, _NO_ENGINE))
-        for each in _chain(error)
+        isinstance(cause, RuntimeError)
+        and any(pattern.search(text_of(cause)) for pattern in (_NO_THREAD, _NO_PRIMITIVE, _NO_HANDLE, _NO_ENGINE))
+        for cause in _chain(error)
     )
 
 
@@ -175,17 +175,17 @@ def is_damaged_library(reason: str) -> bool:
 
 def lacks_shared_memory(error: BaseException) -> bool:
     """True if an exception, or one that it was raised from, reports that NCCL found no room in /dev/shm."""
-    return any(isinstance(each, RuntimeError) and _NO_SHARED_MEMORY.search(text_of(each)) for each in _chain(error))
+    return any(isinstance(cause, RuntimeError) and _NO_SHARED_MEMORY.search(text_of(cause)) for cause in _chain(error))
 
 
 def requested_mib(error: BaseException) -> float | None:
     """Returns the size of the failed allocation that the message names, MiB; None if it names none."""
-    return next((amount for each in _chain(error) if (amount := requested_in(text_of(each))) is not None), None)
+    return next((amount for cause in _chain(error) if (amount := requested_in(text_of(cause))) is not None), None)
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """True if an exception comes from a collective whose other side has ended."""
-    return any(isinstance(each, (RuntimeError, OSError)) and says_peer_lost(text_of(each)) for each in _chain(error))
+    """True if an exception comes from a collective of which another rank has ended."""
+    return any(isinstance(cause, (RuntimeError, OSError)) and says_peer_lost(text_of(cause)) for cause in _chain(error))
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -193,8 +193,8 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     # torch.distributed.pipelining wraps the exception of a stage in one with the shapes of its arguments.
     if error.__cause__ is not None and _WRAPPED.search(text_of(error)):
         return one_line(error.__cause__, limit)
-    text = text_of(error).strip()
-    return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, limit)
+    message = text_of(error).strip()
+    return shortened(f"{type(error).__name__}: {message}" if message else type(error).__name__, limit)
 
 
 def shortened(text: str, limit: int = 300) -> str:
@@ -203,28 +203,28 @@ def shortened(text: str, limit: int = 300) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def from_exit(returncode: int, last_words: str = "", shortage: str = "") -> tuple[Status, str]:
+def from_exit(returncode: int, last_words: str = "", shortage: str | None = None) -> tuple[Status, str]:
     """Returns status and reason of a rank that ended without a report. Negative codes are signals.
 
     Args:
         returncode: the exit code.
         last_words: the end of its output. A failed allocation outside of Python aborts the process with nothing but a
             line on standard error.
-        shortage: evidence that memory was short at that time; empty if there is none. Without it, a SIGKILL, which
-            anyone may have sent, and a thread that could not start are a `crash`.
+        shortage: evidence that memory was short at that time. Without it, a SIGKILL, which anyone may have sent, and a
+            thread that could not start are a `crash`.
     """
-    how = ended(returncode) + (" before it reported" if returncode >= 0 else "")
+    ending = ended(returncode) + (" before it reported" if returncode >= 0 else "")
     fatal = _FATAL_OOM.search(last_words)
     if fatal:
-        return Status.OOM, f"{how}: {fatal[0]}"
-    refused = _NO_THREAD.search(last_words)
-    if refused:
-        how = f"{how}: {refused[0]}"
-    if returncode != -signal.SIGKILL and not refused:
-        return Status.CRASH, how
+        return Status.OOM, f"{ending}: {fatal[0]}"
+    no_thread = _NO_THREAD.search(last_words)
+    if no_thread:
+        ending = f"{ending}: {no_thread[0]}"
+    if returncode != -signal.SIGKILL and not no_thread:
+        return Status.CRASH, ending
     if shortage:
-        return Status.OOM, f"{how}: {shortage}"
-    return Status.CRASH, f"{how}, without evidence that memory was short"
+        return Status.OOM, f"{ending}: {shortage}"
+    return Status.CRASH, f"{ending}, without evidence that memory was short"
 
 
 def ended(returncode: int) -> str:
@@ -238,9 +238,9 @@ def ended(returncode: int) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+    visited: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
         yield current
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)

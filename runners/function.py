@@ -1,4 +1,4 @@
-"""Trials of a callable `fn(config) -> throughput | Measurement`, in fresh processes or in this one."""
+"""Trials of a callable `fn(config) -> throughput | Measurement`, in fresh processes or in this process."""
 
 import math
 import sys
@@ -44,8 +44,8 @@ class Calls(Work):
 
     def __init__(self, function: Callable[[Config], Any], *, smaller: bool = False) -> None:
         self._function, self._smaller = _pickled(function), smaller
-        own = ("redline.runners.supervisor", "redline.runners.function", "cloudpickle")
-        self.imports = (*own, *(name for name in _OFTEN_NEEDED if name in sys.modules))
+        needed = ("redline.runners.supervisor", "redline.runners.function", "cloudpickle")
+        self.imports = (*needed, *(name for name in _OFTEN_NEEDED if name in sys.modules))
 
     def job(self, request: TrialRequest, terms: "TrialTerms") -> Job:
         import cloudpickle
@@ -62,9 +62,9 @@ class Calls(Work):
         )
 
     def measurement(
-        self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
+        self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, common: "CommonFields"
     ) -> Measurement:
-        return own_measurement(outcome, terms.memory_limit_mib, known)
+        return reported_measurement(outcome, terms.memory_limit_mib, common)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class FunctionRunner(Runner):
         return _completed(measured, started=started, seconds_total=time.perf_counter() - begin)
 
 
-def own_measurement(outcome: Outcome, limit_mib: float | None, known: "CommonFields") -> Measurement:
+def reported_measurement(outcome: Outcome, limit_mib: float | None, common: "CommonFields") -> Measurement:
     """Returns the measurement that a trial's single process reported, or one with the reason why it reported none."""
     rank = next(iter(outcome.ranks), None)
     peak = None
@@ -122,9 +122,10 @@ def own_measurement(outcome: Outcome, limit_mib: float | None, known: "CommonFie
         # Without a limit the memory of the process alone is not comparable with anything.
         peak = rank.needed_memory_mib or (rank.peak_memory_mib if limit_mib is not None else None)
     if outcome.status is Status.OK and rank is not None:
-        return _completed(rank.report, **known, peak_memory_mib=peak, memory_limit_mib=limit_mib)
+        # Fields that the callable's own measurement contains take precedence.
+        return _completed(rank.report, **common, peak_memory_mib=peak, memory_limit_mib=limit_mib)
     return Measurement(
-        status=outcome.status, reason=outcome.reason, peak_memory_mib=peak, memory_limit_mib=limit_mib, **known
+        status=outcome.status, reason=outcome.reason, peak_memory_mib=peak, memory_limit_mib=limit_mib, **common
     )
 
 
@@ -160,10 +161,10 @@ def _read(value: Any, smaller: bool = False) -> Measurement:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         number = value.item()  # a tensor or an array without dimensions
     if isinstance(number, bool) or not isinstance(number, Real):
-        text = " ".join(repr(value).split())
+        result = " ".join(repr(value).split())
         raise UsageError(
             f"a tuned callable must return a number (throughput, higher is better) or a redline.Measurement, "
-            f"but returned {text if len(text) <= 100 else text[:99] + '…'}"
+            f"but returned {result if len(result) <= 100 else result[:99] + '…'}"
         )
     if not math.isfinite(number):
         return Measurement(status=Status.WRONG, reason=f"the callable returned {float(number)}")
@@ -179,9 +180,9 @@ def _read(value: Any, smaller: bool = False) -> Measurement:
 def _finite(measured: Measurement) -> Measurement:
     """Returns a user's measurement without non-finite numbers. It is `wrong` if it was `ok` without a valid throughput."""
     invalid: dict[str, Any] = {
-        each.name: None
-        for each in fields(Measurement)
-        if isinstance(number := getattr(measured, each.name), float) and not math.isfinite(number)
+        field.name: None
+        for field in fields(Measurement)
+        if isinstance(number := getattr(measured, field.name), float) and not math.isfinite(number)
     }
     if measured.ok and (measured.throughput is None or "throughput" in invalid):
         reason = f"the callable returned an ok measurement with throughput={measured.throughput}"
@@ -189,9 +190,9 @@ def _finite(measured: Measurement) -> Measurement:
     return replace(measured, **invalid) if invalid else measured
 
 
-def _completed(measured: Measurement, **known: Any) -> Measurement:
+def _completed(measured: Measurement, **defaults: Any) -> Measurement:
     """Fills in the fields that a measurement does not set itself."""
-    return replace(measured, **{name: value for name, value in known.items() if not getattr(measured, name)})
+    return replace(measured, **{name: value for name, value in defaults.items() if not getattr(measured, name)})
 
 
 def _failed(error: BaseException, request: TrialRequest) -> Measurement:

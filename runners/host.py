@@ -77,7 +77,7 @@ class HostAgent:
         self._process = HelperProcess("redline.runners.agent", "agent", environment=self._environment)
         self._address = str(self._process.folder / SOCKET)
         self._caller = Caller(self._process.connection, lambda error: "the host agent was lost")
-        sys_path = tuple(os.path.abspath(each) for each in sys.path)
+        sys_path = tuple(os.path.abspath(entry) for entry in sys.path)
         self._imports_begun = [self._caller.begin(START, AgentSetup(sys_path=sys_path, imports=self._imports))]
 
     def _restart(self) -> None:
@@ -93,8 +93,8 @@ class HostAgent:
     def also_import(self, imports: Sequence[str]) -> None:
         """Makes the agent import further modules in the background. `wait_ready` and `run` wait for that."""
         with self._lock:
-            known = self._left_out.union(self._imports)
-            new = tuple(dict.fromkeys(each for each in imports if each not in known))
+            requested = self._left_out.union(self._imports)
+            new = tuple(dict.fromkeys(module for module in imports if module not in requested))
             if new:
                 self._imports += new
                 self._imports_begun.append(self._caller.begin(IMPORT, new))
@@ -115,10 +115,10 @@ class HostAgent:
                 if self._imported(self._imports_begun[0]):
                     del self._imports_begun[0]
                 elif not self._closed:
-                    how = failure.ended(self._process.ended())
+                    ending = failure.ended(self._process.ended())
                     if starts == STARTS:
-                        text = f"the host agent died {STARTS} times before it was ready ({how})"
-                        raise RunnerError(self._process.with_last_words(text))
+                        message = f"the host agent died {STARTS} times before it was ready ({ending})"
+                        raise RunnerError(self._process.with_last_words(message))
                     starts += 1
                     self._restart()
             if self._closed:
@@ -141,9 +141,9 @@ class HostAgent:
                 initialises_cuda: str | None = call.result(POLL_S)
                 if initialises_cuda is None:
                     return True
-                place = self._imports.index(initialises_cuda)
-                self._left_out.update(self._imports[place:])  # what follows may import it as well
-                self._imports = self._imports[:place]
+                position = self._imports.index(initialises_cuda)
+                self._left_out.update(self._imports[position:])  # what follows may import it as well
+                self._imports = self._imports[:position]
                 warnings.warn(
                     f"importing {initialises_cuda} initialises CUDA, so each trial imports it itself, which takes longer. "
                     "Move the code that needs the device (a tensor on 'cuda', torch.cuda.get_device_name, ...) from the "
@@ -160,10 +160,10 @@ class HostAgent:
             except RedlineError as error:
                 if not call.replied:
                     return False
-                text = str(error)
+                message = str(error)
                 if not isinstance(error, RemoteError):
-                    text = f"{type(error).__name__}: {text}\n{error.__cause__}"
-                self._failure = RunnerError(f"the host agent did not start: {text}")  # a restart would fail as well
+                    message = f"{type(error).__name__}: {message}\n{error.__cause__}"
+                self._failure = RunnerError(f"the host agent did not start: {message}")  # a restart would fail as well
                 raise self._failure from None
             now = time.monotonic()
             active = active if _is_stopped(self.pid) else now
@@ -215,17 +215,17 @@ class HostAgent:
             connection = Client(self._address, "AF_UNIX")
         except OSError as error:
             raise RunnerError(self._lost(error)) from error
-        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        with socket.socket(fileno=os.dup(connection.fileno())) as sender:
             # A send then fails with BlockingIOError if the agent does not read (`man 7 socket`).
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(BEGIN_S), 0))
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(BEGIN_S), 0))
         return Caller(connection, self._lost).begin(method, work)
 
     def _lost(self, error: Exception) -> str:
         """Returns the error text of a connection that failed."""
         if isinstance(error, BlockingIOError):
             return str(self._end_idle_agent())
-        how = "closed" if self._closed else f"lost ({type(error).__name__})"
-        return self._process.with_last_words(f"the host agent was {how} during a trial")
+        state = "closed" if self._closed else f"lost ({type(error).__name__})"
+        return self._process.with_last_words(f"the host agent was {state} during a trial")
 
     def _end_idle_agent(self) -> RunnerError:
         """Ends an agent that does not begin a job and returns the error."""
@@ -274,14 +274,14 @@ def _outcome(call: Call, job: Job) -> Outcome:
     deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
     while True:
         # The supervisor's deadline begins when the memory of earlier trials is free.
-        patience = ANSWER_S + job.teardown_s - TEARDOWN_S + (WAIT_S if job.on_gpus else 0.0)
-        left = None if job.timeout_s is None else max(0.0, deadline.at + patience - time.monotonic())
+        patience_s = ANSWER_S + job.teardown_s - TEARDOWN_S + (WAIT_S if job.on_gpus else 0.0)
+        remaining_s = None if job.timeout_s is None else max(0.0, deadline.at + patience_s - time.monotonic())
         try:
-            note: Compiling | None = call.note(left)
+            note: Compiling | None = call.note(remaining_s)
         except TimeoutError:
             kill_tree(started.supervisor)
-            silent = f"its supervisor did not answer for another {patience:g} s and was killed"
-            return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {silent}")
+            unanswered = f"its supervisor did not answer for another {patience_s:g} s and was killed"
+            return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {unanswered}")
         if note is None:
             outcome: Outcome = call.result()
             return outcome

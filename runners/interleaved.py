@@ -24,6 +24,7 @@ from .job import Job, RankOutcome
 from .load import CHANGED_CORES, Watch, family_s, foreign_cores
 
 YOURS, ENOUGH = "yours", "enough"
+"""Messages to a program: it has the next turn, or all turns are over."""
 FEWEST_TURNS = 2
 """Smallest number of turns of each program, regardless of time."""
 
@@ -33,11 +34,11 @@ RunProgram = Callable[[int, Job, Connection, "Turn"], None]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tells a program when it may run."""
+    """A program's end of the channel that gives it turns."""
 
     seconds: float
     channel: Connection | None = None
-    """To the process that gives turns; None on other ranks, which follow."""
+    """To the process that gives turns; None on ranks other than 0, which follow."""
 
     def wait(self) -> bool:
         """Waits for this program's turn. Returns False when all turns are over. Returns at once on ranks that follow."""
@@ -50,51 +51,51 @@ class Turn:
 
 
 class _Program:
-    """A program's process, as seen by the process that gives turns."""
+    """The process of a program, which it forks, and the parent's ends of its channels."""
 
     def __init__(self, number: int, job: Job, rank: int, limit_s: float | None, run: RunProgram) -> None:
         self.reports, sender = Pipe(duplex=False)
         self._channel, child_end = Pipe()
         self._rank, self._limit_s = rank, limit_s
         self.outcome: RankOutcome | None = None
-        me = os.getpid()
+        parent = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            die_with_parent(me)
+            die_with_parent(parent)
             turn = Turn(job.turn_s, child_end if rank == 0 else None)
-            turn.wait()
+            turn.wait()  # the first turn is for building: programs build one after the other
             run(number, job, sender, turn)
         sender.close()
         child_end.close()
         self._pidfd = os.pidfd_open(self._pid)
 
-    def give(self, word: str, tell: Callable[[tuple[str, object]], None]) -> None:
-        """Sends a word to the program and waits until it has done its turn (not for `ENOUGH`) or ended. Kills it if
-        that takes longer than a trial may.
+    def give(self, message: str, forward: Callable[[tuple[str, object]], None]) -> None:
+        """Sends `YOURS` or `ENOUGH` to the program and waits until its turn is done, or with `ENOUGH` until it has ended.
+        Kills it if that takes longer than a trial may. Its compilations are passed to `forward`.
         """
         with suppress(OSError):  # the program's end is detected below
-            self._channel.send(word)
-        ends = [self.reports, self._pidfd, *([self._channel] if word == YOURS else ())]
+            self._channel.send(message)
+        events = [self.reports, self._pidfd, *([self._channel] if message == YOURS else ())]
         end = None if self._limit_s is None else time.monotonic() + self._limit_s
         while self.outcome is None:
-            ready = wait(ends, None if end is None else max(0.0, end - time.monotonic()))
+            ready = wait(events, None if end is None else max(0.0, end - time.monotonic()))
             if not ready:
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self._pid, signal.SIGKILL)  # its exit is not waited for: the supervisor kills what is left
                 reason = f"its turn took more than {self._limit_s:g} s"
                 self.outcome = RankOutcome(rank=self._rank, status=Status.TIMEOUT, reason=reason)
-            elif self.reports in ready and self._receive(tell):
+            elif self.reports in ready and self._receive(forward):
                 continue
             elif self._channel in ready:
                 with suppress(EOFError, OSError):
                     self._channel.recv()
                     return
-                ends.remove(self._channel)
+                events.remove(self._channel)
             elif self._pidfd in ready:
-                _, status = os.waitpid(self._pid, 0)
-                how, reason = failure.from_exit(os.waitstatus_to_exitcode(status))
-                self.outcome = RankOutcome(rank=self._rank, status=how, reason=reason)
+                _, wait_status = os.waitpid(self._pid, 0)
+                status, reason = failure.from_exit(os.waitstatus_to_exitcode(wait_status))
+                self.outcome = RankOutcome(rank=self._rank, status=status, reason=reason)
 
-    def _receive(self, tell: Callable[[tuple[str, object]], None]) -> bool:
+    def _receive(self, forward: Callable[[tuple[str, object]], None]) -> bool:
         try:
             kind, value = self.reports.recv()
         except (EOFError, OSError):
@@ -102,7 +103,7 @@ class _Program:
         if kind == "outcome":
             self.outcome = value
         elif kind == "compiling":
-            tell((kind, value))
+            forward((kind, value))
         return True
 
 
@@ -116,7 +117,7 @@ def run_interleaved(job: Job, rank: int, reports: Connection, run: RunProgram) -
         run: see `RunProgram`.
     """
     pickles = (job.program, *job.beside)
-    # On ranks that follow, one program after the other is waited for, from its build to its last turn.
+    # Ranks that follow wait for one program after the other, each from its build to its last turn.
     share = len(pickles) if rank == 0 else 1
     limit_s = None if job.timeout_s is None else (job.timeout_s + job.compile_timeout_s) / share
     programs = [
@@ -125,29 +126,29 @@ def run_interleaved(job: Job, rank: int, reports: Connection, run: RunProgram) -
     ]
     if rank == 0:
         reports.send(("phase", "build"))
-        for each in programs:
-            each.give(YOURS, reports.send)
+        for program in programs:
+            program.give(YOURS, reports.send)
         reports.send(("phase", "turns"))
         _give_turns(job, programs, reports)
-    for each in programs:
-        each.give(ENOUGH, reports.send)
-    return RankOutcome(rank=rank, status=Status.OK, report=tuple(each.outcome for each in programs))
+    for program in programs:
+        program.give(ENOUGH, reports.send)
+    return RankOutcome(rank=rank, status=Status.OK, report=tuple(program.outcome for program in programs))
 
 
 def _give_turns(job: Job, programs: list[_Program], reports: Connection) -> None:
-    """Gives turns until each program has had enough of them without other load on the machine, or the time is over."""
+    """Gives turns until each program has had `job.turns` without other load on the machine, or the time is over."""
     supervisor = os.getppid()
     watch = Watch(lambda: family_s(supervisor))
     begin, number, calm = time.monotonic(), 0, 0
     while number < FEWEST_TURNS or calm < job.turns:
         allowed_s = job.turns_s + (job.patience_s if calm < number else 0.0)
-        alive = [each for each in programs if each.outcome is None]
+        alive = [program for program in programs if program.outcome is None]
         if not alive or (number >= FEWEST_TURNS and time.monotonic() > begin + allowed_s):
             break
         watch.restart()
         # The order rotates, so that a program does not always follow the same one.
         start = number % len(alive)
-        for each in [*alive[start:], *alive[:start]]:
-            each.give(YOURS, reports.send)
+        for program in [*alive[start:], *alive[:start]]:
+            program.give(YOURS, reports.send)
         number += 1
         calm += (foreign_cores([watch.load()]) or 0.0) < CHANGED_CORES

@@ -41,7 +41,7 @@ class Job:
     ranks: int = 1
     """Number of processes to start on this host."""
     one_a_host: bool = False
-    """True if every host has one process, whatever its devices. The first of these that returns ends the job."""
+    """True for one process a host, with all its devices. The first of these that returns ends the job."""
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     device_type: str = "cpu"
     """`cpu` or `cuda`."""
@@ -62,7 +62,7 @@ class Job:
     log: str | None = None
     """File for the output of the ranks; None to discard it."""
     log_continues: bool = False
-    """True to append to what an earlier job of the trial wrote there."""
+    """True to append to the output of an earlier job of the trial."""
     beside: tuple[bytes, ...] = ()
     """Further programs, which are in memory with the first and take turns with it (see `turns`)."""
     turn_s: float = 0.5
@@ -120,7 +120,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
-    """A note at every change, since compilation does not count towards the deadline."""
+    """A note that compilation begins or ends, whose time does not count towards the deadline."""
 
     yes: bool
     """True if any rank of the job compiles from now on."""
@@ -163,12 +163,12 @@ class Outcome:
 
         Args:
             ranks: in order.
-            several: whether the trial has further ranks; by default whether there are several here.
+            several: True if the trial has several ranks, over all hosts; by default if there are several in `ranks`.
         """
-        failed = [each for each in ranks if each.status is not Status.OK]
+        failed = [outcome for outcome in ranks if outcome.status is not Status.OK]
         if not failed:
             return cls(status=Status.OK, ranks=tuple(ranks))
-        # A lost peer is a consequence; a signal or an allocation failure is a cause.
-        cause = min(failed, key=lambda each: (each.secondary, each.status is not Status.OOM, each.rank))
-        where = f"rank {cause.rank}: " if several or (several is None and len(ranks) > 1) else ""
-        return cls(status=cause.status, reason=where + cause.reason, ranks=tuple(ranks), secondary=cause.secondary)
+        # A lost peer is a consequence of another rank's failure. Of several causes an out-of-memory comes first.
+        cause = min(failed, key=lambda outcome: (outcome.secondary, outcome.status is not Status.OOM, outcome.rank))
+        prefix = f"rank {cause.rank}: " if several or (several is None and len(ranks) > 1) else ""
+        return cls(status=cause.status, reason=prefix + cause.reason, ranks=tuple(ranks), secondary=cause.secondary)

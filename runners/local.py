@@ -15,7 +15,7 @@ from .work import TrialTerms, Work
 
 
 class SharedDevices:
-    """Devices shared by the trials of one or several runners. Each device is used by one trial at a time.
+    """Devices shared by the trials of one or several runners. One trial at a time uses a device.
 
     Args:
         ids: of the devices, as in `CUDA_VISIBLE_DEVICES`.
@@ -24,7 +24,7 @@ class SharedDevices:
 
     def __init__(self, ids: Sequence[str] = (), *, count: int = 0) -> None:
         self._named = bool(ids)
-        self._order = {each: at for at, each in enumerate(ids)}
+        self._order = {device_id: position for position, device_id in enumerate(ids)}
         self._free = list(ids) if ids else [""] * count
         self._changed = threading.Condition()
 
@@ -39,7 +39,7 @@ class SharedDevices:
         """Returns devices that `take` gave, with the same count."""
         with self._changed:
             self._free += ids if self._named else [""] * count
-            self._free.sort(key=lambda each: self._order.get(each, 0))  # neighbours have the fastest links
+            self._free.sort(key=lambda device_id: self._order.get(device_id, 0))  # neighbours have the fastest links
             self._changed.notify_all()
 
 
@@ -47,7 +47,7 @@ class LocalRunner(DryRunner):
     """Runs trials through one host agent on this machine, as many at once as devices allow.
 
     Args:
-        what: the workload, or other work.
+        work: the work of the trials; a workload for its dry runs.
         terms: devices, limits and deadlines of every trial.
         concurrency: trials at once; by default the number of devices over the devices of a trial, and one on a CPU.
         agent: an agent that was started beforehand, which this runner closes; by default one is started.
@@ -61,14 +61,14 @@ class LocalRunner(DryRunner):
 
     def __init__(
         self,
-        what: Workload | Work,
+        work: Workload | Work,
         terms: TrialTerms,
         *,
         concurrency: int | None = None,
         agent: HostAgent | None = None,
         shared: SharedDevices | None = None,
     ) -> None:
-        super().__init__(what, terms)
+        super().__init__(work, terms)
         cuda = terms.device.type == "cuda"
         if cuda and terms.devices > terms.device.count:
             raise UsageError(
@@ -96,9 +96,9 @@ class LocalRunner(DryRunner):
 
     def on(self, shared: SharedDevices) -> "LocalRunner":
         """Returns this runner for trials on other devices. Both use the same agent, which only this one closes."""
-        other = copy(self)
-        other._shared = shared
-        return other
+        runner = copy(self)
+        runner._shared = shared
+        return runner
 
     def dispatch(self, job: Job) -> Outcome:
         ids = self._shared.take(self.terms.devices)

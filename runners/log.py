@@ -10,14 +10,14 @@ from ..base.host_memory import MIB
 
 
 class LogFile:
-    """Writes the beginning of a stream as it comes and its end when it closes, with the number of bytes left out in
-    between.
+    """Writes the beginning of a stream as it comes, and its end when it closes. The number of bytes left out in between is
+    written as well.
 
     Args:
         path: the file; None to discard.
-        head: bytes written as they come.
-        tail: bytes kept of the end.
-        continues: append to the file.
+        head: bytes at the beginning that are written as they come.
+        tail: bytes at the end that are written when it closes.
+        continues: True to append to the file.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ def _status(*names: str) -> list[int]:
     values = dict.fromkeys(names, 0)
     with open("/proc/self/status") as file:
         for line in file:
-            name, _, rest = line.partition(":")
+            name, _, value = line.partition(":")
             if name in values:
-                values[name] = int(rest.split()[0])
+                values[name] = int(value.split()[0])
     return [values[name] for name in names]
 
 
@@ -89,9 +89,9 @@ class MemoryMeter(ABC):
         """
         return None
 
-    def shortage(self) -> str:
-        """Returns evidence that there is no memory even for the smallest request; empty if there is none."""
-        return ""
+    def shortage(self) -> str | None:
+        """Returns evidence that there is no memory even for the smallest request; None without evidence."""
+        return None
 
 
 class HostMemoryMeter(MemoryMeter):
@@ -105,7 +105,7 @@ class HostMemoryMeter(MemoryMeter):
         (mapped_kib,) = _status("VmData")
         limit = mapped_kib * 1024 + int(limit_mib * MIB)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        if hard != resource.RLIM_INFINITY:
+        if hard != resource.RLIM_INFINITY:  # a process may not exceed its hard limit
             limit = min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
@@ -114,25 +114,25 @@ class HostMemoryMeter(MemoryMeter):
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
-    def shortage(self) -> str:
+    def shortage(self) -> str | None:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         # glibc allocates this much for a thread (`man 3 pthread_create`).
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if limit == resource.RLIM_INFINITY:
-            return ""
+            return None
         (mapped_kib,) = _status("VmData")
         fits = mapped_kib * 1024 + (_STACK if stack == resource.RLIM_INFINITY else stack) <= limit
-        return "" if fits else "not even a thread's stack fits under the limit"
+        return None if fits else "not even a thread's stack fits under the limit"
 
     def peak_mib(self) -> float:
-        # The kernel keeps a high-water mark of the whole resident set only. File pages (libraries) are
-        # touched once and stay, so their present size is that at the peak.
+        # The kernel has a high-water mark only of the whole resident set. File pages (libraries) are touched once and
+        # stay, so their present size is also that at the peak.
         peak_kib, file_kib, shared_kib = _status("VmHWM", "RssFile", "RssShmem")
         return max(0.0, (peak_kib - file_kib - shared_kib - self._base_kib) / 1024)
 
     def held_mib(self) -> float:
-        (now_kib,) = _status("RssAnon")
-        return max(0.0, (now_kib - self._base_kib) / 1024)
+        (anonymous_kib,) = _status("RssAnon")
+        return max(0.0, (anonymous_kib - self._base_kib) / 1024)
 
 
 class CudaMemoryMeter(MemoryMeter):
@@ -171,7 +171,7 @@ class CudaMemoryMeter(MemoryMeter):
     def peak_allocated_mib(self) -> float | None:
         return self._peak_allocated() / MIB
 
-    def shortage(self) -> str:
+    def shortage(self) -> str | None:
         if any(self._cuda.memory_stats(device).get("num_ooms", 0) for device in self._devices):
             return "the allocator had no memory for a request"  # which a library may have handled
         for device in self._devices:
@@ -181,14 +181,14 @@ class CudaMemoryMeter(MemoryMeter):
                 continue
             if free < _HANDLES:
                 return f"{free / MIB:,.0f} of {total / MIB:,.0f} MiB of {device} are free"
-        return ""
+        return None
 
     def outside_mib(self) -> float | None:
-        most = 0.0
+        most_mib = 0.0
         for device in self._devices:
             free, total = self._cuda.mem_get_info(device)
-            most = max(most, (total - free - self._cuda.memory_reserved(device)) / MIB)
-        return most
+            most_mib = max(most_mib, (total - free - self._cuda.memory_reserved(device)) / MIB)
+        return most_mib
 
     def _peak_reserved(self) -> int:
         return max(self._reserved_before, *(self._cuda.max_memory_reserved(device) for device in self._devices))
@@ -197,8 +197,8 @@ class CudaMemoryMeter(MemoryMeter):
         return max(self._allocated_before, *(self._cuda.max_memory_allocated(device) for device in self._devices))
 
     def allocation_retries(self) -> int:
-        stats = (self._cuda.memory_stats(device) for device in self._devices)
-        return sum(int(each.get("num_alloc_retries", 0)) for each in stats)
+        per_device = (self._cuda.memory_stats(device) for device in self._devices)
+        return sum(int(statistics.get("num_alloc_retries", 0)) for statistics in per_device)
 
 
 class GpuMemory:
@@ -213,30 +213,35 @@ class GpuMemory:
 
         self._nvml = pynvml
         self._handles = []
-        self._before = {each.name: each.used_mib for each in gpu_use()}
+        self._initial_mib = {gpu.name: gpu.used_mib for gpu in gpu_use()}
         with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            for at in range(pynvml.nvmlDeviceGetCount()):
+            for index in range(pynvml.nvmlDeviceGetCount()):
                 with suppress(pynvml.NVMLError):  # a GPU of another job
-                    self._handles.append(pynvml.nvmlDeviceGetHandleByIndex(at))
+                    self._handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
 
     def held_mib(self, pids: Iterable[int]) -> float:
         """Returns the memory of these processes together, on the GPU where it is largest, MiB."""
-        wanted, most = set(pids), 0.0
+        requested, most_mib = set(pids), 0.0
         for handle in self._handles:
             try:
                 running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             except self._nvml.NVMLError:
                 continue
-            most = max(most, sum(each.usedGpuMemory or 0 for each in running if each.pid in wanted) / MIB)
-        if most == 0.0 and wanted:
-            most = max((each.used_mib - self._before.get(each.name, each.used_mib) for each in gpu_use()), default=0.0)
-        return max(0.0, most)
+            most_mib = max(
+                most_mib, sum(process.usedGpuMemory or 0 for process in running if process.pid in requested) / MIB
+            )
+        if most_mib == 0.0 and requested:
+            most_mib = max(
+                (gpu.used_mib - self._initial_mib.get(gpu.name, gpu.used_mib) for gpu in gpu_use()), default=0.0
+            )
+        return max(0.0, most_mib)
 
 
 WAIT_S = 30.0
-"""How long to wait for memory to become free, s."""
+"""Longest time to wait for memory to become free, s. Later the memory belongs to other processes."""
 POLL_S = 0.1
+"""Interval between readings while waiting, s."""
 NEAR_MIB = 64.0
 """Tolerance when used memory is compared with that before an earlier trial, MiB."""
 FLOOR = "used-of-gpu-"
@@ -246,9 +251,9 @@ FLOOR = "used-of-gpu-"
 def wait_for_room(
     names: Sequence[str],
     folder: str | Path | None,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
-    given_up: Callable[[], bool] = lambda: False,
+    cancelled: Callable[[], bool] = lambda: False,
     use: Callable[[Sequence[str]], list[GpuUse]] = gpu_use,
 ) -> float:
     """Waits until the memory of earlier trials is free, and returns the memory still used on the fullest GPU, MiB.
@@ -256,38 +261,36 @@ def wait_for_room(
     Args:
         names: the GPUs, as in `CUDA_VISIBLE_DEVICES`.
         folder: contains the used memory before earlier trials; None to not wait.
-        say: called with messages about the wait and about memory of other processes.
-        given_up: returns True when the trial is not needed any more.
+        notify: called with messages about the wait and about memory of other processes.
+        cancelled: returns True when the trial is not needed any more.
         use: reads the used memory.
     """
     begin, uses = time.monotonic(), use(names)
-    files = (
-        {each.name: Path(folder, FLOOR + each.name.replace("/", "-")) for each in uses} if folder is not None else {}
-    )
+    files = {gpu.name: Path(folder, FLOOR + gpu.name.replace("/", "-")) for gpu in uses} if folder is not None else {}
     floors = {name: float(file.read_text()) for name, file in files.items() if file.exists()}
 
-    def over(uses: list[GpuUse]) -> list[GpuUse]:
-        return [each for each in uses if each.used_mib > floors.get(each.name, each.used_mib) + NEAR_MIB]
+    def unfreed(uses: list[GpuUse]) -> list[GpuUse]:
+        return [gpu for gpu in uses if gpu.used_mib > floors.get(gpu.name, gpu.used_mib) + NEAR_MIB]
 
-    held = over(uses)
-    while over(uses) and time.monotonic() - begin < WAIT_S and not given_up():
+    waited_for = unfreed(uses)
+    while unfreed(uses) and time.monotonic() - begin < WAIT_S and not cancelled():
         time.sleep(POLL_S)
         uses = use(names)
-    if held:
-        seconds, late = time.monotonic() - begin, over(uses)
-        for each in late:
-            say(
-                f"GPU {each.name}: after {seconds:.0f} s {each.used_mib:,.0f} of {each.total_mib:,.0f} MiB are still used, "
-                f"{each.used_mib - floors[each.name]:,.0f} more than before; other processes use them now"
+    if waited_for:
+        seconds, still_unfreed = time.monotonic() - begin, unfreed(uses)
+        for gpu in still_unfreed:
+            notify(
+                f"GPU {gpu.name}: after {seconds:.0f} s {gpu.used_mib:,.0f} of {gpu.total_mib:,.0f} MiB are still used, "
+                f"{gpu.used_mib - floors[gpu.name]:,.0f} more than before; other processes use them now"
             )
-        if not late:
-            say(
-                f"waited {seconds:.1f} s until the memory of GPU {', '.join(each.name for each in held)} was free again"
+        if not still_unfreed:
+            notify(
+                f"waited {seconds:.1f} s until the memory of GPU {', '.join(gpu.name for gpu in waited_for)} was free again"
             )
-    for each in uses if files else ():
+    for gpu in uses if files else ():
         # Memory that was not freed belongs to other processes: later trials do not wait for it.
-        files[each.name].write_text(f"{each.used_mib}")
-    return max((each.used_mib for each in uses), default=0.0)
+        files[gpu.name].write_text(f"{gpu.used_mib}")
+    return max((gpu.used_mib for gpu in uses), default=0.0)
 
 
 NEAR = 0.9
@@ -295,10 +298,11 @@ NEAR = 0.9
 SAMPLE_S = 0.5
 """Interval between samples of memory during a trial, s. A sample takes some tens of microseconds."""
 _KILLED = re.compile(r"[^;]*Killed process (?P<pid>\d+) \([^)]*\)")
+"""The kernel's message about a process that it killed (`__oom_kill_process` in mm/oom_kill.c)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ProcessMemory:
     """A process's memory at one moment, MiB."""
 
     resident: float
@@ -316,8 +320,8 @@ class KernelLog:
         except OSError:
             self._file = None
 
-    def killed(self, pid: int) -> str:
-        """Returns the line in which the out-of-memory killer names this process; empty if there is none."""
+    def killed(self, pid: int) -> str | None:
+        """Returns the line in which the out-of-memory killer names this process; None if there is none."""
         while self._file is not None:
             try:
                 record = os.read(self._file, 8192)
@@ -332,7 +336,7 @@ class KernelLog:
             match = _KILLED.search(line)
             if match and int(match["pid"]) == pid:
                 return match[0]
-        return ""
+        return None
 
     def close(self) -> None:
         """Closes the log."""
@@ -358,21 +362,21 @@ class Shortage:
         self._groups = memory_groups(proc)
         self._total_mib = total_memory_mib(self._groups)
         self._free_mib = free_memory_mib(self._groups)
-        self._counted = self._count()
-        self._first: dict[int, _Held] = {}
-        self._last: dict[int, _Held] = {}
+        self._initial_kills = self._kills()
+        self._initial: dict[int, _ProcessMemory] = {}
+        self._latest: dict[int, _ProcessMemory] = {}
 
     def look(self, pids: Sequence[int]) -> None:
         """Records the memory of these processes and the free memory."""
         self._free_mib = free_memory_mib(self._groups)
         for pid in pids:
-            held = _held(pid)
-            if held is not None:
-                self._first.setdefault(pid, held)
-                self._last[pid] = held
+            memory = _process_memory(pid)
+            if memory is not None:
+                self._initial.setdefault(pid, memory)
+                self._latest[pid] = memory
 
-    def evidence(self, pid: int, peak_resident_mib: float = 0.0) -> str:
-        """Returns evidence that memory was short when a process ended; empty if there is none.
+    def evidence(self, pid: int, peak_resident_mib: float = 0.0) -> str | None:
+        """Returns evidence that memory was short when a process ended; None without evidence.
 
         Args:
             pid: the process, which has ended.
@@ -380,26 +384,26 @@ class Shortage:
         """
         if line := self._log.killed(pid):
             return f"the kernel's log has '{line}'"
-        count, before = self._count(), self._counted
-        if count is not None and before is not None and count[0] > before[0]:
-            return f"oom_kill of {count[1]} rose from {before[0]} to {count[0]}"
-        last = self._last.get(pid)
+        kills, initial = self._kills(), self._initial_kills
+        if kills is not None and initial is not None and kills[0] > initial[0]:
+            return f"oom_kill of {kills[1]} rose from {initial[0]} to {kills[0]}"
+        latest = self._latest.get(pid)
         # Memory allocated between the last sample and its end.
-        grown = max(0.0, peak_resident_mib - last.resident) if last is not None else 0.0
-        if last is not None and self._limit_mib is not None:
-            held = last.anonymous - self._first[pid].anonymous + grown
-            if held >= NEAR * self._limit_mib:
-                return f"it used {held:,.0f} of its limit of {self._limit_mib:,.0f} MiB"
-        left = max(0.0, self._free_mib - grown)
-        if left <= (1 - NEAR) * self._total_mib:
-            return f"{left:,.0f} of {self._total_mib:,.0f} MiB of host memory were left"
-        return ""
+        grown_mib = max(0.0, peak_resident_mib - latest.resident) if latest is not None else 0.0
+        if latest is not None and self._limit_mib is not None:
+            used_mib = latest.anonymous - self._initial[pid].anonymous + grown_mib
+            if used_mib >= NEAR * self._limit_mib:
+                return f"it used {used_mib:,.0f} of its limit of {self._limit_mib:,.0f} MiB"
+        free_mib = max(0.0, self._free_mib - grown_mib)
+        if free_mib <= (1 - NEAR) * self._total_mib:
+            return f"{free_mib:,.0f} of {self._total_mib:,.0f} MiB of host memory were left"
+        return None
 
     def close(self) -> None:
         """Closes the kernel's log."""
         self._log.close()
 
-    def _count(self) -> tuple[int, str] | None:
+    def _kills(self) -> tuple[int, str] | None:
         """Returns the kernel's count of out-of-memory kills and its scope: the control group if it counts them, else
         the machine.
         """
@@ -414,7 +418,7 @@ class Shortage:
         return (int(fields["oom_kill"]), "this machine") if "oom_kill" in fields else None
 
 
-def _held(pid: int) -> _Held | None:
+def _process_memory(pid: int) -> _ProcessMemory | None:
     """Returns a process's memory; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -423,4 +427,4 @@ def _held(pid: int) -> _Held | None:
     fields = dict(re.findall(r"^(VmRSS|RssAnon):\s+(\d+)", status, re.MULTILINE))
     if len(fields) < 2:
         return None
-    return _Held(int(fields["VmRSS"]) / 1024, int(fields["RssAnon"]) / 1024)
+    return _ProcessMemory(int(fields["VmRSS"]) / 1024, int(fields["RssAnon"]) / 1024)

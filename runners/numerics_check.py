@@ -1,7 +1,7 @@
 """Checks that a candidate trains the same model, by comparing its probe with the reference's."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,27 +25,27 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
         parts: of all ranks of a trial, at least one.
         firsts: of their first steps.
     """
-    shares, steps = [each.share for each in parts], [each for each in firsts if each is not None]
-    changed, size = sum(each.changed for each in parts), sum(each.size for each in parts)
-    comparable = steps and not any(each.by_batch for each in parts)
+    shares, compared_steps = [part.share for part in parts], [step for step in firsts if step is not None]
+    changed, size = sum(part.changed for part in parts), sum(part.size for part in parts)
+    comparable = compared_steps and not any(part.by_batch for part in parts)
     return replace(
         shares[0],
-        quiet=Computed.together([each.quiet for each in shares]),
-        step=Computed.together([each.computed for each in steps]) if comparable else None,
-        logits=tuple(sum(column) for column in zip(*(each.logits for each in shares if each.logits))),
+        quiet=Computed.together([share.quiet for share in shares]),
+        step=Computed.together([step.computed for step in compared_steps]) if comparable else None,
+        logits=tuple(sum(column) for column in zip(*(share.logits for share in shares if share.logits))),
         noise=math.sqrt(changed / size) if size else 0.0,
-        noise_numbers=max(each.noise_numbers for each in shares),
-        still=tuple(sorted({name for each in steps for name in each.still})),
-        brought=_all(each.brought for each in shares),
-        rates=_all(each.rates for each in shares),
-        trained=_all(each.trained for each in shares),
-        frozen=_all(each.frozen for each in shares),
-        loss_roundoff=max(each.loss_roundoff for each in shares),
+        noise_numbers=max(share.noise_numbers for share in shares),
+        still=tuple(sorted({name for step in compared_steps for name in step.still})),
+        brought=_all(share.brought for share in shares),
+        rates=_all(share.rates for share in shares),
+        trained=_all(share.trained for share in shares),
+        frozen=_all(share.frozen for share in shares),
+        loss_roundoff=max(share.loss_roundoff for share in shares),
     )
 
 
-def _all(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    return tuple(sorted({name for each in names for name in each}))
+def _all(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(sorted({name for names in lists for name in names}))
 
 
 def expert_load(parts: Sequence[ProbePart]) -> float | None:
@@ -55,8 +55,8 @@ def expert_load(parts: Sequence[ProbePart]) -> float | None:
     totals: dict[str, list[int]] = {}
     for part in parts:
         for path, rows in part.rows.items():
-            before = totals.get(path, [0] * len(rows))
-            totals[path] = [one + other for one, other in zip(before, rows, strict=True)]
+            counts = totals.get(path, [0] * len(rows))
+            totals[path] = [count + further for count, further in zip(counts, rows, strict=True)]
     loads = [max(rows) * len(rows) / sum(rows) for rows in totals.values() if sum(rows)]
     return sum(loads) / len(loads) if loads else None
 
@@ -67,13 +67,13 @@ def dropped_share(parts: Sequence[tuple[int, int] | None]) -> float | None:
     Args:
         parts: number of dropped and of routed rows of each rank.
     """
-    known = [each for each in parts if each is not None]
-    routed = sum(rows for _, rows in known)
-    return sum(dropped for dropped, _ in known) / routed if routed else None
+    counts = [part for part in parts if part is not None]
+    routed = sum(rows for _, rows in counts)
+    return sum(dropped for dropped, _ in counts) / routed if routed else None
 
 
-def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
-    """Returns the reason why a candidate's computation differs from the reference's; empty if it does not.
+def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str | None:
+    """Returns how a candidate's computation differs from the reference's; None if it does not.
 
     Args:
         probe: of the candidate.
@@ -88,8 +88,9 @@ def numerics_mismatch(probe: Probe, reference: Reference | None, *, loss: float,
     if not _without_randomness(probe).finite:
         return f"the probe's results are not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_incomparable(probe, reference):
-        return ""
-    return next((each.wrong.description for each in comparisons(probe, reference.probe) if each.wrong is not None), "")
+        return None
+    departures = (comparison.wrong for comparison in comparisons(probe, reference.probe))
+    return next((departure.description for departure in departures if departure is not None), None)
 
 
 def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
@@ -102,8 +103,8 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
     yield compare(_without_randomness(expected), _without_randomness(probe), tolerance)
     if max(probe.roundoff, expected.roundoff) <= EXACT and len(probe.names) == len(expected.quiet.parameters):
         # Another gradient of one parameter hardly changes the norm of all.
-        wanted, found = (_by_parameter(each.quiet, probe.names) for each in (expected, probe))
-        yield compare(wanted, found, replace(tolerance, least=SMALL, gradients=tolerance.vectors))
+        expected_norms, norms = (_by_parameter(source.quiet, probe.names) for source in (expected, probe))
+        yield compare(expected_norms, norms, replace(tolerance, least=SMALL, gradients=tolerance.vectors))
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
     same_samples = probe.step is not None and probe.step.samples == samples
@@ -112,22 +113,22 @@ def comparisons(probe: Probe, expected: Probe) -> Iterator[Comparison]:
 
 
 def _settings(probe: Probe, expected: Probe) -> Iterator[Departure]:
-    """Departures of what is read from the modules: rates of dropout, and which parameters are trained. Modules that only
-    one of them has are not compared.
+    """Yields departures of the modules' settings: rates of dropout, and the set of trained parameters. Modules that only
+    one of the two models has are not compared.
     """
-    if not (probe.trained and expected.trained):  # of a run that did not record them
+    if not (probe.trained and expected.trained):  # an earlier version of redline did not record them
         return
     differs = partial(Departure, by=math.inf, allowed=0.0)
-    rates, wanted = _rates(probe), _rates(expected)
-    for name, values in wanted.items():
-        if (found := rates.get(name, values)) != values:
-            description = f"the rate of dropout {name} is {_listed(found)}, the reference's {_listed(values)}"
+    rates, expected_rates = _rates(probe), _rates(expected)
+    for name, values in expected_rates.items():
+        if (actual := rates.get(name, values)) != values:
+            description = f"the rate of dropout {name} is {_listed(actual)}, the reference's {_listed(values)}"
             yield differs(kind="dropout", description=description)
-    active, wanted_active = ([name for name, values in each.items() if values != {0.0}] for each in (rates, wanted))
-    if bool(active) != bool(wanted_active):
+    active, expected_active = _active(rates), _active(expected_rates)
+    if bool(active) != bool(expected_active):
         description = (
-            f"no dropout is active in training, and {and_more(wanted_active)} is in the reference"
-            if wanted_active
+            f"no dropout is active in training, and {and_more(expected_active)} is in the reference"
+            if expected_active
             else f"the dropout {and_more(active)} is active in training, and none is in the reference"
         )
         yield differs(kind="dropout", description=description)
@@ -140,10 +141,15 @@ def _settings(probe: Probe, expected: Probe) -> Iterator[Departure]:
 def _rates(probe: Probe) -> dict[str, set[float]]:
     """Rates of dropout, by path."""
     rates: dict[str, set[float]] = {}
-    for text in probe.rates:
-        path, _, rate = text.rpartition("=")
+    for dropout in probe.rates:
+        path, _, rate = dropout.rpartition("=")
         rates.setdefault(path, set()).add(float(rate))
     return rates
+
+
+def _active(rates: Mapping[str, set[float]]) -> list[str]:
+    """Paths of the dropouts that have an effect."""
+    return [path for path, values in rates.items() if values != {0.0}]
 
 
 def _listed(rates: set[float]) -> str:
@@ -156,17 +162,17 @@ def _by_parameter(computed: Computed, names: Sequence[str]) -> Numbers:
     return Numbers(gradients=gradients, on=" on the probe")
 
 
-def why_incomparable(probe: Probe, reference: Reference) -> str:
-    """Returns the reason why a candidate cannot be compared with the reference; empty if it can."""
+def why_incomparable(probe: Probe, reference: Reference) -> str | None:
+    """Returns why a candidate cannot be compared with the reference; None if it can."""
     expected = reference.probe
-    own_samples, expected_samples = probe.quiet.samples, expected.quiet.samples
-    if own_samples != expected_samples:
-        return f"not compared with the reference, which was probed with {expected_samples} samples, not {own_samples}"
+    samples, expected_samples = probe.quiet.samples, expected.quiet.samples
+    if samples != expected_samples:
+        return f"not compared with the reference, which was probed with {expected_samples} samples, not {samples}"
     if probe.weights and expected.weights and probe.weights != expected.weights:
         return f"not compared with the reference, whose model has {expected.weights:,} weights, not {probe.weights:,}"
-    if other := sorted(set(probe.brought) ^ set(expected.brought)):
-        return f"not compared with the reference, which has other weights: {and_more(other)}"
-    return ""
+    if differing := sorted(set(probe.brought) ^ set(expected.brought)):
+        return f"not compared with the reference, which has other weights: {and_more(differing)}"
+    return None
 
 
 def _without_randomness(probe: Probe) -> Numbers:
@@ -183,10 +189,10 @@ def _step(probe: Probe) -> Numbers:
 def _numbers(computed: Computed | None, on: str) -> Numbers:
     if computed is None:
         return Numbers(on=on)
-    whole = "the norm of the gradient"
+    gradient = "the norm of the gradient"
     places = [f" of repeated block {number}" for number in range(len(computed.blocks))]
-    blocks = {f"{whole}{place}": norm for place, norm in zip(places, computed.blocks)}
-    vectors = [f"{whole} of biases and norms{place}" for place in (*places, " outside of repeated blocks")]
-    norms = {**blocks, **dict(zip(vectors, computed.vectors)), whole: computed.gradient}
+    blocks = {f"{gradient}{place}": norm for place, norm in zip(places, computed.blocks)}
+    vectors = [f"{gradient} of biases and norms{place}" for place in (*places, " outside of repeated blocks")]
+    norms = {**blocks, **dict(zip(vectors, computed.vectors)), gradient: computed.gradient}
     gradients = {name: torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
     return Numbers(loss=computed.loss, gradients=gradients, vectors=vectors, on=on)

@@ -14,16 +14,17 @@ import psutil
 
 from ..base.forked import prctl
 
+# linux/prctl.h
 _PR_SET_NAME = 15
-LONGEST_NAME = 15
-"""Longest name of a process, bytes."""
 _PR_SET_CHILD_SUBREAPER = 36
+LONGEST_NAME = 15
+"""Longest name of a process, bytes (`man 2 prctl`)."""
 
 
 def call_this_process(name: str) -> None:
     """Sets the name of this process in `ps` and `top`. A fork otherwise has the name of its parent."""
-    text = ctypes.create_string_buffer(name.encode()[:LONGEST_NAME])
-    prctl(_PR_SET_NAME, ctypes.addressof(text))
+    buffer = ctypes.create_string_buffer(name.encode()[:LONGEST_NAME])
+    prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def adopt_orphans() -> None:
@@ -32,7 +33,7 @@ def adopt_orphans() -> None:
 
 
 def offer_to_oom_killer() -> None:
-    """Makes the kernel kill this process first when memory runs out, instead of the user's other processes.
+    """Makes the kernel's out-of-memory killer choose this process before the user's other processes.
 
     Source: `man 5 proc_pid_oom_score_adj`.
     """
@@ -48,16 +49,17 @@ def kill_descendants(deadline_s: float = 10.0) -> None:
         TimeoutError: some do not die, for example in uninterruptible I/O.
     """
     end = time.monotonic() + deadline_s
-    me = psutil.Process()
+    # Repeated: a process may fork while it is killed, and orphans of killed ones become children of this process.
+    this_process = psutil.Process()
     while reap():
-        for each in me.children(recursive=True):
+        for process in this_process.children(recursive=True):
             try:
-                os.kill(each.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         if time.monotonic() > end:
-            left = [each.pid for each in me.children(recursive=True)]
-            raise TimeoutError(f"processes survive SIGKILL: {left}")
+            survivors = [process.pid for process in this_process.children(recursive=True)]
+            raise TimeoutError(f"processes survive SIGKILL: {survivors}")
         time.sleep(0.001)
 
 
@@ -66,32 +68,35 @@ def builds_released(processes: Iterable[psutil.Process]) -> Iterator[None]:
     """Removes the locks of these processes, which the `with` kills, in torch's cache of compiled extensions.
 
     Such a lock (`torch.utils.file_baton`) is a file `lock` beside the extension's `build.ninja`, which its owner keeps
-    open. A killed owner leaves it behind, and every later process that loads the extension waits for ever.
+    open. A killed owner leaves the lock behind, and every later process that loads the extension waits for ever.
     """
-    held: dict[Path, os.stat_result] = {}
-    for each in processes:
+    locks: dict[Path, os.stat_result] = {}
+    for process in processes:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            for link in Path(f"/proc/{each.pid}/fd").iterdir():
+            for link in Path(f"/proc/{process.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     file = link.readlink()
                     if file.name == "lock" and file.with_name("build.ninja").exists():
-                        held[file] = file.stat()
+                        locks[file] = file.stat()
     yield
-    for file, was in held.items():
+    for file, earlier in locks.items():
         with contextlib.suppress(OSError):
-            now = file.stat()
-            if (now.st_ino, now.st_ctime_ns) == (was.st_ino, was.st_ctime_ns):  # not another process's by now
+            current = file.stat()
+            if (current.st_ino, current.st_ctime_ns) == (
+                earlier.st_ino,
+                earlier.st_ctime_ns,
+            ):  # not another process's by now
                 file.unlink()
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """Returns a process and all its descendants.
+    """Returns a process and all its descendants, itself first.
 
     Raises:
         psutil.NoSuchProcess: it has ended.
     """
-    first = psutil.Process(pid)
-    return [first, *first.children(recursive=True)]
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
 def kill_tree(pid: int) -> None:
@@ -100,21 +105,21 @@ def kill_tree(pid: int) -> None:
     """
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):  # it ended meanwhile, and its children have another parent
-        found = [psutil.Process(pid)]
-        while found:
-            for each in found:
+        new_processes = [psutil.Process(pid)]
+        while new_processes:
+            for process in new_processes:
                 with contextlib.suppress(psutil.Error):
-                    each.suspend()
-            tree += found
-            found = [each for each in tree[0].children(recursive=True) if each not in tree]
+                    process.suspend()
+            tree += new_processes
+            new_processes = [process for process in tree[0].children(recursive=True) if process not in tree]
     with builds_released(tree):
-        for each in reversed(tree):
+        for process in reversed(tree):
             with contextlib.suppress(psutil.Error):
-                each.kill()
+                process.kill()
 
 
 def reap() -> bool:
-    """Reaps the children that have ended. Returns True if there are any left.
+    """Reaps the children that have ended. Returns True if others still run.
 
     A process whose first thread has ended looks like a zombie while other threads still run, so only the kernel's
     answer counts.
@@ -142,33 +147,33 @@ class Deadline:
     """Time limit of the trial; None for no limit, including compilation."""
     compile_timeout_s: float = 0.0
     """Time limit of all its compilations."""
-    _compiled: float = 0.0
-    _since: float | None = None
+    _compiled_s: float = 0.0
+    _compiling_since: float | None = None
 
     def compiling(self, yes: bool, now: float) -> bool:
         """Records that a rank begins to compile or that none compiles any more. Returns True if that is a change."""
         if yes == self.in_compilation:
             return False
-        if self._since is None:
-            self._since = now
+        if self._compiling_since is None:
+            self._compiling_since = now
         else:
-            self._compiled += now - self._since
-            self._since = None
+            self._compiled_s += now - self._compiling_since
+            self._compiling_since = None
         return True
 
     @property
     def in_compilation(self) -> bool:
         """True while the time of compilations runs."""
-        return self._since is not None
+        return self._compiling_since is not None
 
     @property
     def at(self) -> float:
         """When the trial must end if nothing changes; infinite for never."""
         if self.timeout_s is None:
             return math.inf
-        if self._since is not None:
-            return self._since + self.compile_timeout_s - self._compiled
-        return self.begin + self.timeout_s + self._compiled
+        if self._compiling_since is not None:
+            return self._compiling_since + self.compile_timeout_s - self._compiled_s
+        return self.begin + self.timeout_s + self._compiled_s
 
     @property
     def reason(self) -> str:

@@ -33,7 +33,7 @@ from ..base.reading import parse_json
 CALL, CANCEL, NOTE, DONE, FAILED, ALIVE = "call", "cancel", "note", "done", "failed", "alive"
 """Kinds of messages. Each message is a tuple: its kind, the number of its call, and further items."""
 LONGEST_ERROR = 2000
-"""Number of characters of an error of an untrusted peer that are kept."""
+"""Longest error of an untrusted peer, characters; the rest is cut off."""
 
 
 class RemoteError(RunnerError):
@@ -49,7 +49,7 @@ class Channel:
 
     Args:
         connection: with a socket below it, such as one end of a `Pipe()`.
-        plain: whether messages are JSON instead of pickles, which run code when they are loaded: for untrusted peers.
+        plain: True for messages in JSON, from untrusted peers: loading a pickle can run code.
         largest: longest message that is received, bytes; None for no limit. Only with `plain`.
     """
 
@@ -99,8 +99,8 @@ class Channel:
 
 def hang_up(connection: Connection) -> None:
     """Ends a connection for both ends and wakes up threads that wait on it."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)
 
 
 class Call:
@@ -201,7 +201,7 @@ class Caller:
 
     @property
     def lost(self) -> bool:
-        """True if the peer is known to be lost. It will not reply any more."""
+        """True if the peer is known to be lost, so that no further reply comes."""
         return self._reason is not None
 
     def look(self) -> bool:
@@ -216,6 +216,7 @@ class Caller:
                 call.end(error=RunnerError(self._reason), replied=False)
                 return call
             self._open[call.number] = call
+        # Outside of the lock: another thread must be able to read, or both peers could wait with full buffers.
         try:
             self.send(CALL, call.number, method, arguments)
         except BaseException:  # the arguments cannot be pickled
@@ -242,15 +243,15 @@ class Caller:
         end = math.inf if within_s is None else time.monotonic() + within_s
         with self._changed:
             while not over() and self._reason is None:
-                left = None if end == math.inf else max(0.0, end - time.monotonic())
+                remaining_s = None if end == math.inf else max(0.0, end - time.monotonic())
                 if self._reading:
-                    if not self._changed.wait(left) and not over():
+                    if not self._changed.wait(remaining_s) and not over():
                         return False
                     continue
                 self._reading = True
                 self._changed.release()
                 try:
-                    received = self._read(left)
+                    received = self._read(remaining_s)
                 finally:
                     self._changed.acquire()
                     self._reading = False
@@ -274,19 +275,19 @@ class Caller:
             self._lose(error)
         return True
 
-    def _handle(self, kind: str, number: int, *more: Any) -> None:
+    def _handle(self, kind: str, number: int, *items: Any) -> None:
         self._received = time.monotonic()
         if kind == ALIVE and not self._plain:
             self._patience_s = self._silence_s
             return
         with self._changed:
             if kind == NOTE and not self._plain:
-                self._open[number].add(*more)
+                self._open[number].add(*items)
             elif kind == DONE:
-                (value,) = more
+                (value,) = items
                 self._open.pop(number).end(value)
             elif kind == FAILED:
-                error = self._error(*more)
+                error = self._error(*items)
                 self._open.pop(number).end(error=error)
             else:
                 raise ValueError(f"a message of the unknown kind {kind!r}")
@@ -294,11 +295,11 @@ class Caller:
 
     def _error(self, kind: str, message: str, trace: str) -> Exception:
         """Returns the error that the peer raised."""
-        known: Any = getattr(errors, kind, None)
-        is_redline_error = isinstance(known, type) and issubclass(known, RedlineError)
+        error_type: Any = getattr(errors, kind, None)
+        is_redline_error = isinstance(error_type, type) and issubclass(error_type, RedlineError)
         if self._plain:
             return RunnerError((message if is_redline_error else f"{kind}: {message}")[:LONGEST_ERROR])
-        error: Exception = known(message) if is_redline_error else RemoteError(f"{kind}: {message}\n{trace}")
+        error: Exception = error_type(message) if is_redline_error else RemoteError(f"{kind}: {message}\n{trace}")
         error.__cause__ = RemoteTraceback(trace)
         return error
 
@@ -310,9 +311,9 @@ class Caller:
             reason = self._on_lost(error) if self._open or not self._closed else "the connection is closed"
             with self._changed:
                 self._reason = reason
-                left, self._open = list(self._open.values()), {}
-                for each in left:
-                    each.end(error=RunnerError(reason), replied=False)
+                open_calls, self._open = list(self._open.values()), {}
+                for call in open_calls:
+                    call.end(error=RunnerError(reason), replied=False)
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -329,7 +330,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A call as its receiver has it."""
+    """A call on the side of the peer that receives it."""
 
     channel: Channel
     number: int
@@ -352,7 +353,7 @@ class Received:
 
     def fail(self, error: BaseException) -> None:
         """Replies with an error."""
-        kinds = (each.__name__ for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
+        kinds = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
         kind = next(kinds, type(error).__name__)
         trace = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
@@ -379,7 +380,7 @@ def receive_call(channel: Channel) -> Received:
 
 
 def keep_alive(channel: Channel) -> None:
-    """Sends a sign of life. From the first one on, the caller expects a message in each `silence_s`."""
+    """Sends a sign of life. After the first one, the caller expects a message within each `silence_s`."""
     with contextlib.suppress(OSError):
         channel.send(ALIVE, 0)
 
@@ -396,12 +397,12 @@ def serve(
     """
     while True:
         try:
-            kind, number, *more = channel.receive()
+            kind, number, *items = channel.receive()
         except EOFError:
             return
         if kind == CANCEL:
             cancel(number)
             continue
-        method, arguments = more
+        method, arguments = items
         received = Received(channel, number, method, tuple(arguments))
         threading.Thread(target=received.reply, args=(answer,), daemon=True, name=method).start()

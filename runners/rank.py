@@ -78,17 +78,17 @@ class RankContext:
 def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None = None) -> None:
     """Runs the job's program as one of its ranks and ends the process. Never returns."""
     code = 1
+    # Ends by `os._exit` in any case: the frames that called this belong to the process that was forked.
     try:
         faulthandler.enable(file=sys.stderr, all_threads=True)
         faulthandler.register(DUMP_STACKS, file=sys.stderr, all_threads=True, chain=False)
         if job.beside:
+
+            def run_program(number: int, program_job: Job, program_reports: Connection, program_turn: Turn) -> None:
+                run_rank(program_job, local_rank, f"{init_method}-{number}", program_reports, program_turn)
+
             # Before threads are started, since a fork does not copy them.
-            outcome = run_interleaved(
-                job,
-                job.rendezvous.first_rank + local_rank,
-                reports,
-                lambda number, one, its, its_turn: run_rank(one, local_rank, f"{init_method}-{number}", its, its_turn),
-            )
+            outcome = run_interleaved(job, job.rendezvous.first_rank + local_rank, reports, run_program)
         else:
             outcome = _run(job, local_rank, init_method, reports, turn)
         reports.send(("outcome", outcome))
@@ -106,7 +106,7 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn:
     meter: MemoryMeter = HostMemoryMeter()
     context = None
     try:
-        random.seed(0)
+        random.seed(0)  # a fork has the state of its parent's generator
         # A callable may not need torch, whose import can take longer than a trial.
         if job.device_type == "cuda" or "torch" in sys.modules:
             meter = _prepare_torch(job, local_rank) or meter
@@ -150,9 +150,9 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     torch.manual_seed(0)
     if job.device_type == "cuda":
         torch.cuda.set_device(local_rank)
-        # A callable is one process, whatever the number of its devices.
-        each = max(1, len(job.device_ids) // job.ranks)
-        return CudaMemoryMeter([torch.device("cuda", local_rank * each + number) for number in range(each)])
+        # A callable is one process for all its devices.
+        devices = max(1, len(job.device_ids) // job.ranks)
+        return CudaMemoryMeter([torch.device("cuda", local_rank * devices + number) for number in range(devices)])
     # Starts the threads that compute, and those of backward passes in CUDA builds (8 without a GPU), before the limit counts:
     # their stacks belong to the framework.
     ones = torch.ones(256, 256, requires_grad=True)
@@ -164,35 +164,35 @@ def _failed(rank: int, job: Job, meter: MemoryMeter, context: RankContext | None
     needed = None
     reason = failure.one_line(error)
     out_of_memory = failure.is_oom(error)
-    if not out_of_memory and failure.may_be_oom(error) and (short := meter.shortage()):
-        out_of_memory, reason = True, f"{reason}, as {short}"
+    if not out_of_memory and failure.may_be_oom(error) and (evidence := meter.shortage()):
+        out_of_memory, reason = True, f"{reason}, as {evidence}"
     full_shared = not out_of_memory and failure.lacks_shared_memory(error)
-    if full_shared and (room := shared_memory()) is not None:
+    if full_shared and (sizes := shared_memory()) is not None:
         # The device memory that would have been needed is unknown.
-        free, total = (each / MIB for each in room)
+        free, total = (size / MIB for size in sizes)
         reason = (
             f"{reason} ({free:,.0f} of {total:,.0f} MiB of /dev/shm are free; give a container more with --shm-size)"
         )
     if out_of_memory:
-        # The memory of the frames must be counted while the traceback keeps them alive.
-        held, requested = meter.held_mib(), failure.requested_mib(error)
+        # Read before the frames are cleared, while their tensors are still in memory.
+        held_mib, requested_mib = meter.held_mib(), failure.requested_mib(error)
         if job.memory_limit_mib is None and isinstance(meter, HostMemoryMeter):
-            needed = requested  # the memory that ran out is unknown, and so is the part in use
+            needed = requested_mib  # the memory that ran out is unknown, and so is the part in use
         else:
-            needed = max(held + (requested or 0.0), job.memory_limit_mib or 0.0)
-            if requested is not None:
+            needed = max(held_mib + (requested_mib or 0.0), job.memory_limit_mib or 0.0)
+            if requested_mib is not None:
                 # The allocator's full message is in the log.
                 limit = f" of {job.memory_limit_mib:,.0f}" if job.memory_limit_mib else ""
-                reason = f"requested {requested:,.0f} MiB with {held:,.0f}{limit} MiB in use"
+                reason = f"requested {requested_mib:,.0f} MiB with {held_mib:,.0f}{limit} MiB in use"
         traceback.clear_frames(error.__traceback__)
     if isinstance(meter, HostMemoryMeter):
         meter.lift()
     traceback.print_exception(error)
-    where = f" (during {context.phase_name})" if context else ""
+    phase = f" (during {context.phase_name})" if context else ""
     return RankOutcome(
         rank=rank,
         status=Status.OOM if out_of_memory or full_shared else Status.CRASH,
-        reason=reason + where,
+        reason=reason + phase,
         peak_memory_mib=meter.peak_mib(),
         needed_memory_mib=needed,
         secondary=not out_of_memory and not full_shared and failure.is_peer_lost(error),

@@ -10,7 +10,7 @@ from .local import LocalRunner, SharedDevices
 from .ray_runner import RayRunner
 from .work import TrialTerms, Work
 
-RUNNERS: Mapping[str, type[DryRunner]] = {each.name: each for each in (RayRunner, LocalRunner)}
+RUNNERS: Mapping[str, type[DryRunner]] = {runner.name: runner for runner in (RayRunner, LocalRunner)}
 
 
 def runner_on(
@@ -24,7 +24,7 @@ def runner_on(
     shared: SharedDevices | None = None,
     ray: Mapping[str, Any] | None = None,
 ) -> DryRunner:
-    """Creates the runner of a name.
+    """Creates a runner by name.
 
     Args:
         name: one of `RUNNERS`.
@@ -42,9 +42,9 @@ def runner_on(
     """
     if name not in RUNNERS:
         raise UsageError(unknown("runner", name, RUNNERS))
-    own: Mapping[str, Mapping[str, Any]] = {
+    arguments: Mapping[str, Mapping[str, Any]] = {
         "ray": {"address": address, **(ray or {})},
         "local": {"agent": agent, "shared": shared},
     }
-    make: Any = RUNNERS[name]
-    return make(work, terms, concurrency=concurrency, **own.get(name, {}))
+    runner_class: Any = RUNNERS[name]
+    return runner_class(work, terms, concurrency=concurrency, **arguments.get(name, {}))

@@ -1,8 +1,9 @@
 """Adds the time of communication to the recorded steps of emulated ranks.
 
 A rank's step is a sequence of computing intervals, starts of communications, and waits for them. The replay takes the intervals
-as they were measured and gives every communication its price: it starts when its rank reaches it and the earlier ones of its
-group are done, and the rank waits where it waited. Communication that a rank overlaps with computing stays hidden.
+as they were measured and every communication with its predicted time (its price): it starts when its rank reaches it and the
+earlier ones of its group are done, and the rank waits where it waited. Communication that a rank overlaps with computing costs
+no time.
 
 Recorded ranks synchronise: a transfer between two stages of a pipeline starts when both have reached it, so the bubble follows
 from the actual order of the stages. Ranks that were not recorded behave like a recorded one and arrive with it. If ranks share
@@ -42,21 +43,21 @@ class ReplayedStep:
 
 @dataclass(slots=True)
 class _Thread:
-    """A stream of a rank; a CPU has one."""
+    """A stream of a rank. A CPU has one stream."""
 
     rank: int
     todo: list["_Action"]
     """Remaining actions, the next one last."""
-    left: float = 0.0
-    """Seconds of computing left in the current interval."""
+    remaining: float = 0.0
+    """Of the current computing interval, s."""
 
 
 @dataclass(slots=True)
 class _Transfer:
     """A communication in progress."""
 
-    left: float
-    """Seconds left."""
+    remaining: float
+    """Time until it ends, s."""
     keys: tuple[object, ...]
     """Items that are done when it ends."""
     channel: object
@@ -86,41 +87,41 @@ class _Player:
 
     def play(self, threads: Iterable[_Thread], ranks: frozenset[int]) -> None:
         self.ranks = ranks
-        for each in threads:
-            self._go_on(each)
+        for thread in threads:
+            self._advance(thread)
         while self.running or self.transfers:
             busy = len(self.running) * self.copies
             rate = min(1.0, self.cores / busy) if self.cores is not None and busy else 1.0
             active: list[_Thread | _Transfer] = [*self.running, *self.transfers]
-            first = min(active, key=lambda each: each.left)
-            passed = first.left
-            for one in active:
-                one.left -= passed
+            next_done = min(active, key=lambda activity: activity.remaining)
+            passed = next_done.remaining
+            for activity in active:
+                activity.remaining -= passed
             self.now += passed / rate
-            if isinstance(first, _Thread):
-                self.running.remove(first)
-                self._go_on(first)
+            if isinstance(next_done, _Thread):
+                self.running.remove(next_done)
+                self._advance(next_done)
             else:
-                self._end(first)
+                self._end(next_done)
         if self.waiting:
             stuck = ", ".join(str(key) for key in list(self.waiting)[:3])
             raise AssertionError(f"recorded ranks wait for what none of them begins: {stuck}")
 
-    def _go_on(self, thread: _Thread) -> None:
+    def _advance(self, thread: _Thread) -> None:
         """Advances a thread to its next computing interval, its next wait, or its end."""
         while thread.todo:
-            what, value, message = thread.todo.pop()
-            if what == "compute":
-                thread.left = value
+            kind, value, message = thread.todo.pop()
+            if kind == "compute":
+                thread.remaining = value
                 self.running.append(thread)
                 return
-            if what == "begin":
-                assert message is not None, "what begins is a message"
+            if kind == "begin":
+                assert message is not None, "only communications begin"
                 self._begin(thread.rank, int(value), message)
-            elif what == "record":
+            elif kind == "record":
                 self._finish((("event", thread.rank, value),))
             else:  # wait for a communication, or for an event of another stream
-                key = (what, thread.rank, value)
+                key = (kind, thread.rank, value)
                 if key not in self.over:
                     self.waiting.setdefault(key, []).append(thread)
                     return
@@ -139,28 +140,28 @@ class _Player:
         self.over.update(keys)
         for key in keys:
             for thread in self.waiting.pop(key, ()):
-                self._go_on(thread)
+                self._advance(thread)
 
     def _begin(self, rank: int, number: int, message: "Message") -> None:
         members = self.ranks.intersection(message.ranks)
         if message.peer is not None:
-            ends = (rank, message.peer) if message.kind == "send" else (message.peer, rank)
-            channel: object = (message.group, *ends)
-            members = self.ranks.intersection(ends)
+            pair = (rank, message.peer) if message.kind == "send" else (message.peer, rank)
+            channel: object = (message.group, *pair)
+            members = self.ranks.intersection(pair)
             # Messages between two ranks are matched in order, separately for each tag.
             meeting: object = (channel, message.tag)
         else:
             channel = meeting = message.group
-        turn = self.count[rank, meeting] = self.count.get((rank, meeting), 0) + 1
-        there = self.meeting.setdefault((meeting, turn), [])
-        there.append((rank, number))
-        if len(there) < len(members):
+        occurrence = self.count[rank, meeting] = self.count.get((rank, meeting), 0) + 1
+        arrivals = self.meeting.setdefault((meeting, occurrence), [])
+        arrivals.append((rank, number))
+        if len(arrivals) < len(members):
             return
-        del self.meeting[meeting, turn]
+        del self.meeting[meeting, occurrence]
         # If only one rank of a group is recorded, the group has a separate channel for each recorded rank.
         channel = channel if len(members) > 1 else (channel, rank)
         queue = self.queues.setdefault(channel, deque())
-        queue.append(_Transfer(self.price(message), tuple(("wait", *each) for each in there), channel))
+        queue.append(_Transfer(self.price(message), tuple(("wait", *arrival) for arrival in arrivals), channel))
         if len(queue) == 1:
             self.transfers.append(queue[0])
 
@@ -180,11 +181,11 @@ def play(
         cores: cores that all ranks share, as on a CPU; None if each has its own device.
         world_size: of the training; by default the number of recorded ranks.
     """
-    ranks = frozenset(each.rank for each in steps)
+    ranks = frozenset(step.rank for step in steps)
     player = _Player(price, cores, (world_size or len(steps)) / len(steps))
-    threads = [thread for each in steps for thread in _threads(each)]
+    threads = [thread for step in steps for thread in _threads(step)]
     player.play(threads, ranks)
-    last = max(steps, key=lambda each: player.done[each.rank])
+    last = max(steps, key=lambda step: player.done[step.rank])
     return ReplayedStep(player.done[last.rank], last.own_seconds)
 
 
@@ -193,26 +194,26 @@ def _threads(step: "StepTrace") -> list[_Thread]:
     from ..training.emulation import Act
 
     todo: dict[int, list[_Action]] = {step.stream: []}
-    reached: dict[int, float] = {}
-    words = {Act.WAIT: "wait", Act.RECORD: "record", Act.AWAIT: "event"}
+    computed_until: dict[int, float] = {}
+    kinds = {Act.WAIT: "wait", Act.RECORD: "record", Act.AWAIT: "event"}
     started: set[tuple[str, int]] = set()
     for entry in step.entries:
         stream = todo.setdefault(entry.stream, [])
-        stretch = entry.at - reached.get(entry.stream, 0.0)
-        if stretch > 0:
-            stream.append(("compute", stretch, None))
-        reached[entry.stream] = entry.left
+        computed = entry.at - computed_until.get(entry.stream, 0.0)
+        if computed > 0:
+            stream.append(("compute", computed, None))
+        computed_until[entry.stream] = entry.left
         if entry.act is Act.BEGIN:
             started.add(("wait", entry.number))
             stream.append(("begin", entry.number, entry.message))
             continue
-        what = words[entry.act]
-        if what == "record":
+        kind = kinds[entry.act]
+        if kind == "record":
             started.add(("event", entry.number))
         # Communications of earlier steps are done.
-        if what == "record" or (what, entry.number) in started:
-            stream.append((what, entry.number, None))
-    rest = step.seconds - reached.get(step.stream, 0.0)
-    if rest > 0:
-        todo[step.stream].append(("compute", rest, None))
+        if kind == "record" or (kind, entry.number) in started:
+            stream.append((kind, entry.number, None))
+    remaining = step.seconds - computed_until.get(step.stream, 0.0)
+    if remaining > 0:
+        todo[step.stream].append(("compute", remaining, None))
     return [_Thread(step.rank, actions[::-1]) for actions in todo.values()]

@@ -98,6 +98,7 @@ class TrialRequest:
 
 
 _LOG = re.compile(r"\d{1,12}(\.[a-z]{1,12})?\.log")
+"""Name of a trial's log. Anything else from another process could name a file outside of the logs' folder."""
 
 
 def _seconds(value: Any) -> float | None:
@@ -116,7 +117,7 @@ class Runner(ABC):
     confirms: bool = True
     """True if leaders are measured again at the end."""
     settle_s: float = 0.0
-    """Longest additional time of a `sustained` trial, s."""
+    """Longest additional time of a trial with `TrialRequest.sustained`, s."""
     spare_cores: float = 0.0
     """Cores of a host that other processes may keep busy without slowing trials down."""
     per_host: int | None = None
@@ -141,7 +142,8 @@ class Runner(ABC):
         """Runs one trial. Failures of the candidate are measurements, not exceptions.
 
         Raises:
-            RunnerError: the machinery failed (a lost agent or node); the trial may be repeated.
+            RunnerError: the trial failed for a reason outside the candidate, such as a lost agent or node, and may be
+                repeated.
         """
 
     def take_turns(
@@ -160,7 +162,7 @@ class Runner(ABC):
                 not fit in memory together, or one of them ended all.
 
         Raises:
-            RunnerError: the machinery failed.
+            RunnerError: as in `run`.
         """
         return None
 
@@ -178,11 +180,11 @@ class Runner(ABC):
 
 
 class WrappingRunner(Runner):
-    """A runner that changes the trials of another one, and otherwise is like it.
+    """Base class of runners that change the trials of another one. All other properties are those of that runner.
 
     Args:
         runner: runs the trials.
-        beside: another runner that is started and ended with it.
+        beside: another runner, which is started and closed with it.
     """
 
     def __init__(self, runner: Runner, beside: Runner | None = None) -> None:
@@ -198,8 +200,8 @@ class WrappingRunner(Runner):
         return self._runner.takes_turns
 
     def wait_ready(self) -> None:
-        for each in self._all:
-            each.wait_ready()
+        for runner in self._all:
+            runner.wait_ready()
 
     def take_turns(
         self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
@@ -207,10 +209,10 @@ class WrappingRunner(Runner):
         return self._runner.take_turns(requests, alone, patience_s)
 
     def stop(self, log: str) -> None:
-        for each in self._all:
-            each.stop(log)
+        for runner in self._all:
+            runner.stop(log)
 
     def close(self) -> None:
         self.closed = True
-        for each in self._all:
-            each.close()
+        for runner in self._all:
+            runner.close()

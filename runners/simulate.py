@@ -30,8 +30,8 @@ CRASHES = 0.015
 """Share of configurations that crash, regardless of memory."""
 FRAGMENTATION = 0.02
 """Scale of the memory lost to fragmentation, as a share of the peak."""
-OWN = 0.25
-"""Share of the unexplained variance that belongs to the configuration as a whole; the rest is additive in the knobs."""
+JOINT = 0.25
+"""Share of the unexplained variance that is an effect of the whole configuration; the rest is additive in the knobs."""
 START_S = 20.0
 """Time to start ranks and communicators, s; longer on more devices."""
 COMPILE_S = 60.0
@@ -117,20 +117,21 @@ class SimulateRunner(Runner):
         peak = float(table.fullest_memory_mib[0]) * np.exp(self._unexplained(config, "memory", constants.memory_noise))
         step = estimate.step_ms * np.exp(self._unexplained(config, "time", constants.time_noise))
         random = self._random("trial", config.id, repeat)
-        seen = step * float(np.exp(random.normal(0.0, SPREAD)))
+        measured_ms = step * float(np.exp(random.normal(0.0, SPREAD)))
         if random.random() < DISTURBED:
-            seen *= 1 + random.exponential(0.1)
-        own = self._random("failures", config.id)
-        needed = peak * (1 + FRAGMENTATION * abs(own.normal()))
+            measured_ms *= 1 + random.exponential(0.1)
+        # Without the repeat: a configuration that runs out of memory or crashes does so every time.
+        chance = self._random("failures", config.id)
+        needed = peak * (1 + FRAGMENTATION * abs(chance.normal()))
         phases = self._phases(config, step)
         limit = estimate.memory_limit_mib
         if needed > limit:
             reason = f"out of memory: {needed:,.0f} MiB are needed, but {limit:,.0f} MiB are available"
-            short = replace(phases, warmup=step / 1e3, measure=0.0).total
-            failed = self._failed(request, Status.OOM, reason, short)
+            seconds = replace(phases, warmup=step / 1e3, measure=0.0).total
+            failed = self._failed(request, Status.OOM, reason, seconds)
             return replace(failed, peak_memory_mib=needed, memory_limit_mib=limit)
         total = phases.total
-        if own.random() < CRASHES:
+        if chance.random() < CRASHES:
             return self._failed(request, Status.CRASH, "a rank was lost", total)
         compiling = _compile_s(config)
         if self.terms.timeout_s is not None and total - compiling > self.terms.timeout_s:
@@ -138,18 +139,18 @@ class SimulateRunner(Runner):
             return self._failed(request, Status.TIMEOUT, reason, self.terms.timeout_s + compiling)
         cols = knob_arrays([config], self.estimator.training)
         samples = int(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
-        rate, unit = estimate.throughput * estimate.step_ms / seen, estimate.unit
-        mfu = estimate.mfu * estimate.step_ms / seen
+        rate, unit = estimate.throughput * estimate.step_ms / measured_ms, estimate.unit
+        mfu = estimate.mfu * estimate.step_ms / measured_ms
         peak_rate = self.estimator.hardware.rate(str(cols.precision[0]))
         self._log(request, "ran", estimate.breakdown)
         return Measurement(
             status=Status.OK,
             throughput=rate,
             unit=unit,
-            samples_per_second=samples / (seen * 1e-3),
+            samples_per_second=samples / (measured_ms * 1e-3),
             tokens_per_second=rate if unit == "tokens/s" else None,
-            step_ms=seen,
-            step_ms_spread=1.96 * SPREAD * seen / 3,
+            step_ms=measured_ms,
+            step_ms_spread=1.96 * SPREAD * measured_ms / 3,
             tflops_per_device=mfu * peak_rate / 1e12,
             mfu=mfu,
             devices=self.terms.devices,
@@ -186,15 +187,16 @@ class SimulateRunner(Runner):
 
     def _unexplained(self, config: Mapping[str, Any], quantity: str, noise: float) -> float:
         """Returns the effect of knobs and configuration that the estimator does not model, as a logarithm."""
+        # dp and grad_accum follow from the other knobs.
         knobs = [(name, value) for name, value in config.items() if name not in ("dp", "grad_accum")]
-        each = noise * np.sqrt((1 - OWN) / max(1, len(knobs)))
-        shared = sum(self._random(quantity, name, value).normal(0.0, each) for name, value in knobs)
-        own = self._random(quantity, *sorted(map(str, config.items()))).normal(0.0, noise * np.sqrt(OWN))
-        return float(shared + own)
+        deviation = noise * np.sqrt((1 - JOINT) / max(1, len(knobs)))
+        additive = sum(self._random(quantity, name, value).normal(0.0, deviation) for name, value in knobs)
+        joint = self._random(quantity, *sorted(map(str, config.items()))).normal(0.0, noise * np.sqrt(JOINT))
+        return float(additive + joint)
 
-    def _random(self, *parts: Any) -> np.random.Generator:
-        text = "|".join(map(str, (self.terms.seed, *parts)))
-        return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
+    def _random(self, *key: Any) -> np.random.Generator:
+        seed = "|".join(map(str, (self.terms.seed, *key)))
+        return np.random.default_rng(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8]))
 
     def _log(self, request: TrialRequest, outcome: str, breakdown: Mapping[str, float]) -> None:
         if request.log is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..training import Training
 
 BEYOND = 1_000_000
-"""Step number whose data the first step of a soak uses, so that it differs from that of all measured steps."""
+"""Step number of the first step of a soak, which determines its data: different from that of all measured steps."""
 SLACK = 3.0
 """Time limit of a step of a soak as a multiple of the measured step time. Most steps are shorter."""
 COMPILED_ANEW = 8
@@ -55,11 +55,11 @@ class SoakPlan:
             return [None] * (self.steps + 2)
         assert isinstance(workload.batch, TokenBatches)
         longest = workload.batch.seq_len
-        least = max(math.ceil(self.shortest * longest), 2)
+        shortest = max(math.ceil(self.shortest * longest), 2)
         random = Random(seed)
-        random_lengths = [random.randint(min(least, longest), longest) for _ in range(self.steps)]
-        even = [min(longest, math.ceil(length / multiple) * multiple) for length in random_lengths]
-        return [longest, *even, longest]
+        random_lengths = [random.randint(min(shortest, longest), longest) for _ in range(self.steps)]
+        divisible = [min(longest, math.ceil(length / multiple) * multiple) for length in random_lengths]
+        return [longest, *divisible, longest]
 
     def measuring(self, plan: TimingPlan) -> TimingPlan:
         """Returns a short timing plan for the measurement before the soak, since the candidate has been measured at
@@ -91,12 +91,14 @@ class SoakReport:
     """Loss of the last step, or the sum of all losses if that is not finite."""
 
     @property
-    def words(self) -> str:
-        """Summary for people."""
-        of = f" of {self.shortest:,} to {self.longest:,} tokens" if self.longest is not None else " of fresh data"
-        anew = f", {self.compiled} of them with {self.seconds_compile:.0f} s of compilation" if self.compiled else ""
-        refused = ", further lengths ran uncompiled because torch.compile gave up on them" if self.refused else ""
-        return f"{self.steps} steps{of}{anew}{refused}"
+    def summary(self) -> str:
+        """One line for the notes of a measurement."""
+        data = f" of {self.shortest:,} to {self.longest:,} tokens" if self.longest is not None else " of fresh data"
+        compilations = (
+            f", {self.compiled} of them with {self.seconds_compile:.0f} s of compilation" if self.compiled else ""
+        )
+        uncompiled = ", further lengths ran uncompiled because torch.compile gave up on them" if self.refused else ""
+        return f"{self.steps} steps{data}{compilations}{uncompiled}"
 
 
 def varies(workload: Workload) -> bool:
@@ -105,7 +107,7 @@ def varies(workload: Workload) -> bool:
 
 
 def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[], float]) -> SoakReport:
-    """Trains on batches of the plan's lengths. Every rank must call it.
+    """Trains on batches of the plan's lengths. Every rank must call this.
 
     Args:
         training: the candidate, built.
@@ -122,26 +124,26 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         world.sp * world.cp * (2 if world.cp > 1 else 1) * (world.tp if training.config.get("sequence_parallel") else 1)
     )
     lengths = plan.lengths(training.workload, seed, multiple)
-    begin, before, num_compiled = time.perf_counter(), compiled(), 0
-    given_up = refusals() if training.compiled else 0
+    begin, compiled_before, num_compiled = time.perf_counter(), compiled(), 0
+    refusals_before = refusals() if training.compiled else 0
     losses = []
     for number, length in enumerate(lengths):
-        known = compiled()
+        compiled_so_far = compiled()
         losses.append(training.passes(_batches(training, number, length)))
         training.update()
-        num_compiled += compiled() > known
+        num_compiled += compiled() > compiled_so_far
     values = torch.stack(losses).double()
-    last, total = float(values[-1]), float(values.sum())  # waits for the device
+    last_loss, sum_of_losses = float(values[-1]), float(values.sum())  # waits for the device
     varied = [length for length in lengths if length is not None]
     return SoakReport(
         steps=len(lengths),
         shortest=min(varied, default=None),
         longest=max(varied, default=None),
         seconds=time.perf_counter() - begin,
-        seconds_compile=compiled() - before,
+        seconds_compile=compiled() - compiled_before,
         compiled=num_compiled,
-        refused=training.compiled and refusals() > given_up,
-        loss=last if math.isfinite(total) else total,
+        refused=training.compiled and refusals() > refusals_before,
+        loss=last_loss if math.isfinite(sum_of_losses) else sum_of_losses,
     )
 
 
@@ -151,9 +153,11 @@ def _batches(training: "Training", number: int, length: int | None) -> list[Batc
     if length is not None:
         assert isinstance(workload.batch, TokenBatches)
         workload = replace(workload, seq_len=length, batch=replace(workload.batch, seq_len=length))
-    whole = make_batch(workload, training.samples_per_step, training.seed_of(BEYOND + number))
+    global_batch = make_batch(workload, training.samples_per_step, training.seed_of(BEYOND + number))
     share = micro * training.grad_accum
-    local_batch = to_device(batch_slice(whole, world.dp_rank * share, (world.dp_rank + 1) * share), training.device)
+    local_batch = to_device(
+        batch_slice(global_batch, world.dp_rank * share, (world.dp_rank + 1) * share), training.device
+    )
     if world.pp > 1:
         return [local_batch]
-    return [batch_slice(local_batch, at * micro, (at + 1) * micro) for at in range(training.grad_accum)]
+    return [batch_slice(local_batch, index * micro, (index + 1) * micro) for index in range(training.grad_accum)]

@@ -22,10 +22,11 @@ from .protocol import CANCEL, Received
 from .rank import DUMP_STACKS, run_rank
 
 GRACE_S = 0.2
-"""Time after the first failure for others to report theirs, to tell the cause from its consequences, s."""
+"""Time after the first failure for other ranks to report theirs, so that the cause can be distinguished from its
+consequences, s."""
 STOPPED = "ended with the ranks of another host"
 LAST_BYTES = 1 << 17
-"""Bytes at the end of a rank's output that are kept, to explain its end."""
+"""Bytes at the end of a rank's output that are searched for the cause of its end."""
 STACKS_S = 0.5
 """Time after a deadline for the ranks to print their stacks, s."""
 
@@ -89,10 +90,10 @@ class Supervisor:
         if not self.job.on_gpus:
             return
 
-        def say(message: str) -> None:
+        def notify(message: str) -> None:
             log.write(f"redline: {message}\n".encode())
 
-        used_mib = wait_for_room(self.job.device_ids, self.folder, say, given_up=self.call.channel.poll)
+        used_mib = wait_for_room(self.job.device_ids, self.folder, notify, cancelled=self.call.channel.poll)
         self.job = replace(self.job, used_mib=used_mib)
         self._deadline = Deadline(time.monotonic(), self.job.timeout_s, self.job.compile_timeout_s)
 
@@ -108,20 +109,22 @@ class Supervisor:
             output, stdout = os.pipe()
             sys.stdout.flush()
             sys.stderr.flush()
-            me = os.getpid()
+            supervisor_pid = os.getpid()
             pid = os.fork()
             if pid == 0:
-                die_with_parent(me)
+                die_with_parent(supervisor_pid)
                 offer_to_oom_killer()
                 self._shortage.close()
                 os.dup2(stdout, 1)
                 os.dup2(stdout, 2)
+                # Descriptors of the supervisor: a copy in this rank would hide that the other end was closed.
                 for fd in (stdout, output, receiver.fileno(), self.call.channel.fileno()):
                     os.close(fd)
-                for other in self._ranks:
-                    os.close(other.output)
-                    other.reports.close()
-                    os.close(other.pidfd)
+                for earlier in self._ranks:
+                    os.close(earlier.output)
+                    earlier.reports.close()
+                    os.close(earlier.pidfd)
+                # The agent has not initialised CUDA, so that the variable still has an effect in its fork.
                 if self.job.device_ids:
                     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.job.device_ids)
                 if rendezvous.interface:
@@ -135,7 +138,7 @@ class Supervisor:
             self._ranks.append(_Rank(rendezvous.first_rank + local_rank, pid, os.pidfd_open(pid), receiver, output))
 
     def _watch(self, log: LogFile) -> Outcome | None:
-        look = 0.0
+        sample_at = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self.call.channel, selectors.EVENT_READ, ("client", None))
             for rank in self._ranks:
@@ -153,10 +156,10 @@ class Supervisor:
                     return Outcome(status=Status.CRASH, reason=STOPPED, ranks=self._as_stopped(), secondary=True)
                 if now >= self._deadline.at:
                     return self._timeout(selector, log)
-                if now >= look:
+                if now >= sample_at:
                     self._shortage.look([rank.pid for rank in self._ranks if rank.returncode is None])
-                    look = now + SAMPLE_S
-                if not self._handle_events(selector, log, min(look, self._deadline.at)):
+                    sample_at = now + SAMPLE_S
+                if not self._handle_events(selector, log, min(sample_at, self._deadline.at)):
                     return None
 
     def _gather(self, selector: selectors.BaseSelector, log: LogFile, end: float) -> None:
@@ -200,7 +203,7 @@ class Supervisor:
             rank.peak_mib = value
         elif kind == "compiling":
             rank.compiling = value
-            compiling = any(each.compiling for each in self._ranks)
+            compiling = any(member.compiling for member in self._ranks)
             if self._deadline.compiling(compiling, time.monotonic()):
                 self.call.note(Compiling(compiling))
         elif rank.outcome is None:
@@ -208,29 +211,30 @@ class Supervisor:
         return True
 
     def _exited(self, rank: _Rank, log: LogFile) -> None:
-        _, status, used = os.wait4(rank.pid, 0)
+        _, status, usage = os.wait4(rank.pid, 0)
         rank.returncode = os.waitstatus_to_exitcode(status)
+        # Reports that it sent before its end may not have been read yet.
         while rank.outcome is None and rank.reports.poll(0) and self._receive(rank):
             continue
         if rank.outcome is None:
             if rank.open_output:
                 self._drain(rank, log)
-            short = self._shortage.evidence(rank.pid, used.ru_maxrss / 1024)
-            words = rank.last_words.decode(errors="replace")
-            kind, reason = failure.from_exit(rank.returncode, words[-4096:], short)
+            evidence = self._shortage.evidence(rank.pid, usage.ru_maxrss / 1024)
+            last_words = rank.last_words.decode(errors="replace")
+            kind, reason = failure.from_exit(rank.returncode, last_words[-4096:], evidence)
             # NCCL's watchdog aborts a rank whose peers have ended; the stacks of all threads follow its message.
             aborted = rank.returncode == -signal.SIGABRT and kind is Status.CRASH
             rank.outcome = RankOutcome(
                 rank=rank.number,
                 status=kind,
                 reason=f"{reason} (during {rank.phase})",
-                secondary=aborted and failure.says_peer_lost(words),
+                secondary=aborted and failure.says_peer_lost(last_words),
             )
 
     def _drain(self, rank: _Rank, log: LogFile) -> bool:
         """Copies the output of a rank, a limited amount at a time. Returns False at the end of the output."""
         label = rank.number if self.job.rendezvous.world_size > 1 else None
-        for _ in range(64):
+        for _ in range(64):  # a rank that prints without end must not delay the events of others
             try:
                 data = os.read(rank.output, 65536)
             except BlockingIOError:
@@ -243,6 +247,7 @@ class Supervisor:
         return True
 
     def _timeout(self, selector: selectors.BaseSelector, log: LogFile) -> Outcome:
+        """Makes the ranks without an outcome print their stacks, and returns the outcome of an exceeded deadline."""
         several = self.job.rendezvous.world_size > 1
         message = self._deadline.reason
         alive = [rank for rank in self._ranks if rank.outcome is None]
@@ -280,6 +285,7 @@ class Supervisor:
         return (*self._reported(), *stopped)
 
     def _end(self, log: LogFile) -> None:
+        # Ranks first, then everything that they and this process started: descendants are found as orphans.
         killed = [rank.pid for rank in self._ranks if rank.returncode is None and rank.outcome is None]
         with builds_released(family(os.getpid()) if killed else ()):
             for pid in killed:

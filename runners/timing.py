@@ -63,8 +63,8 @@ class Timing:
     """Time until clocks had settled, part of the warm-up, s."""
     seconds_compile: float = 0.0
     """Wall time of steps in which any rank compiled, part of neither warm-up nor measurement, s."""
-    stopped_early: str = ""
-    """Why the measurement was cut short; empty if it was not."""
+    stopped_early: str | None = None
+    """Why the measurement was cut short; None if it was not."""
     turns_ms: tuple[float, ...] = ()
     """Median step time of each turn if the candidate was interleaved with others, ms."""
 
@@ -106,7 +106,7 @@ class HostClock(Clock):
         return time.perf_counter()
 
     def read(self, marks: Sequence[float]) -> list[float]:
-        return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
+        return [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(marks)]
 
 
 class CudaClock(Clock):
@@ -126,7 +126,7 @@ class CudaClock(Clock):
 
     def read(self, marks: Sequence[Any]) -> list[float]:
         marks[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+        return [earlier.elapsed_time(later) for earlier, later in itertools.pairwise(marks)]
 
 
 class Turns(Protocol):
@@ -177,40 +177,41 @@ def measure(
     timed = _Timed(step, clock, agree, mean, compiled, plan.compile_max_steps)
     warm = _warm_up(timed, plan, best_step_ms, settled)
     seconds_warmup = timed.seconds
-    tail = warm[1:] or warm
-    if best_step_ms is not None and min(tail) > plan.slow_factor * best_step_ms:
-        median, half = median_interval(tail)
+    steady = warm[1:] or warm  # the first step allocates
+    if best_step_ms is not None and min(steady) > plan.slow_factor * best_step_ms:
+        median, half_width = median_interval(steady)
         return Timing(
             step_ms=median,
-            spread_ms=half if len(tail) > 1 else None,
-            steps=len(tail),
-            warmup_steps=len(warm) - len(tail),
+            spread_ms=half_width if len(steady) > 1 else None,
+            steps=len(steady),
+            warmup_steps=len(warm) - len(steady),
             seconds_warmup=seconds_warmup,
             seconds_measure=0.0,
             seconds_compile=timed.seconds_compile,
-            stopped_early=f"stopped early: {min(tail) / best_step_ms:.1f} times the step time of the best so far",
+            stopped_early=f"stopped early: {min(steady) / best_step_ms:.1f} times the step time of the best so far",
         )
+    # Restarted before each part: a rank's lead in one must not scale the steps of the next.
     timed.restart()
     seconds_settle = _settle(timed, plan, clock.chunk_seconds, warm[-1]) if turns is None else 0.0
     seconds_warmup = timed.seconds
     timed.restart()
     measuring()
-    in_turns: list[float] = []
+    turns_ms: list[float] = []
     if turns is None:
         step_times = _measure_alone(timed, plan, clock.chunk_seconds, warm[-1])
     else:
-        step_times, in_turns = _in_turns(timed, turns, agree, warm[-1])
-    median, half = median_interval(step_times)
+        step_times, turns_ms = _in_turns(timed, turns, agree, warm[-1])
+    median, half_width = median_interval(step_times)
     return Timing(
         step_ms=median,
-        spread_ms=half if len(step_times) > 1 else None,
+        spread_ms=half_width if len(step_times) > 1 else None,
         steps=len(step_times),
         warmup_steps=len(warm),
         seconds_warmup=seconds_warmup,
         seconds_measure=timed.seconds - seconds_warmup,
         seconds_settle=seconds_settle,
         seconds_compile=timed.seconds_compile,
-        turns_ms=tuple(in_turns),
+        turns_ms=tuple(turns_ms),
     )
 
 
@@ -227,9 +228,9 @@ class _Timed:
         compile_max_steps: int,
     ) -> None:
         self._step, self._clock, self._agree, self._mean, self._compiled = step, clock, agree, mean, compiled
-        self._left_out, self._until = compile_max_steps, 0.0
+        self._compile_steps_left, self._previous_elapsed = compile_max_steps, 0.0
         self._begin = time.perf_counter()
-        self._own, self._means = 0.0, 0.0
+        self._total_ms, self._mean_total_ms = 0.0, 0.0
         self.seconds = 0.0
         """Time from the beginning to the last step, without steps in which any rank compiled, s."""
         self.seconds_compile = 0.0
@@ -243,28 +244,28 @@ class _Timed:
         pipeline, once for every rank.
         """
         while True:
-            before = self._compiled()
+            compiled_before = self._compiled()
             marks = [self._clock.mark()]
             for _ in range(count):
                 self._step()
                 marks.append(self._clock.mark())
             times = self._clock.read(marks)  # waits for the device
-            elapsed, within = time.perf_counter() - self._begin, self._compiled() - before
-            own, means = self._own + sum(times), self._mean(times)
-            longest, elapsed, within = self._agree([own, elapsed, within])
-            since, self._until = self._until, elapsed
-            if within > 0 and self._left_out > 0:  # all ranks decide alike
-                self._left_out -= count
-                self.seconds_compile += elapsed - since
+            elapsed, compile_s = time.perf_counter() - self._begin, self._compiled() - compiled_before
+            total_ms, means = self._total_ms + sum(times), self._mean(times)
+            slowest_ms, elapsed, compile_s = self._agree([total_ms, elapsed, compile_s])
+            previous_elapsed, self._previous_elapsed = self._previous_elapsed, elapsed
+            if compile_s > 0 and self._compile_steps_left > 0:  # all ranks decide alike
+                self._compile_steps_left -= count
+                self.seconds_compile += elapsed - previous_elapsed
                 continue
             self.seconds = elapsed - self.seconds_compile
-            self._own, self._means = own, self._means + sum(means)
-            scale = longest / max(self._means, 1e-12)
-            return [each * scale for each in means]
+            self._total_ms, self._mean_total_ms = total_ms, self._mean_total_ms + sum(means)
+            scale = slowest_ms / max(self._mean_total_ms, 1e-12)
+            return [mean * scale for mean in means]
 
     def restart(self) -> None:
         """Resets the totals by which steps are scaled."""
-        self._own = self._means = 0.0
+        self._total_ms = self._mean_total_ms = 0.0
 
 
 def _warm_up(timed: _Timed, plan: TimingPlan, best_step_ms: float | None, settled: Callable[[], None]) -> list[float]:
@@ -284,7 +285,7 @@ def _warm_up(timed: _Timed, plan: TimingPlan, best_step_ms: float | None, settle
 
 
 def _settle(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> float:
-    """Runs steps until their time no longer changes or `settle_seconds` are over, and returns the time of that, s."""
+    """Runs steps until their time no longer changes or `settle_seconds` are over, and returns their total time, s."""
     total_ms, medians = 0.0, list[float]()
     while total_ms < plan.settle_seconds * 1e3:
         window: list[float] = []
@@ -302,14 +303,15 @@ def _measure_alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expect
     """Runs steps until their median is known, and returns their times, ms."""
     begin, step_times = timed.seconds, list[float]()
     while True:
+        # As many steps as the device may have queued: reading the clock after each would drain the queue.
         chunk = max(1, min(50, int(chunk_seconds * 1e3 / max(expected_ms, 1e-6))))
         step_times += timed(min(chunk, plan.max_steps - len(step_times)))
-        expected_ms, half = median_interval(step_times)
+        expected_ms, half_width = median_interval(step_times)
         if len(step_times) < plan.min_steps:
             continue
         if len(step_times) >= plan.max_steps or timed.seconds - begin >= plan.seconds:
             return step_times
-        if len(step_times) >= 6 and half <= plan.precision * expected_ms:
+        if len(step_times) >= 6 and half_width <= plan.precision * expected_ms:
             return step_times
 
 

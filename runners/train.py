@@ -1,4 +1,4 @@
-"""The program of one rank of a training: build the model in its configuration, resume from the latest checkpoint, train."""
+"""The program of a training's ranks: builds the model in its configuration, resumes from the latest checkpoint and trains."""
 
 import inspect
 import json
@@ -45,7 +45,7 @@ _SYNCED = ("checkpoint", "end")
 _PASSING = ("step", "progress")
 """Kinds of log lines that are dropped while the disk is full."""
 _WAITING = 200
-"""Number of latest lines kept for a log whose disk is full."""
+"""Number of latest lines that wait while a log's disk is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ class TrainRank:
                 join(context)
             group = patient_group()
         with ExitStack() as stack:
-            written = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
-            log = written or _discard
+            rank_log = stack.enter_context(_Log(self.folder, self.on_line)) if context.rank == 0 else None
+            log = rank_log or _discard
             context.phase("data")
             samples = training_data(self.data, self.workload, self.folder / DATA)
             context.phase("build")
@@ -134,8 +134,8 @@ class TrainRank:
                 phase=context.phase,
             )
             context.phase("training")
-            end = loop.run()
-            return replace(end, unlogged=written.unwritten) if written is not None else end
+            result = loop.run()
+            return replace(result, unlogged=rank_log.unwritten) if rank_log is not None else result
 
     def _load(
         self,
@@ -200,29 +200,29 @@ class Trainings(Work):
         )
 
     def measurement(
-        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, common: "CommonFields"
     ) -> Measurement:
         """Returns the status of the training and its throughput."""
         unit = self.program.workload.unit
-        ends = [each.report for each in outcome.ranks if isinstance(each.report, LoopResult)]
-        self.ended = next(iter(ends), None)
-        peaks = [each.peak_memory_mib for each in outcome.ranks if each.peak_memory_mib]
-        found = Measurement(
+        results = [rank.report for rank in outcome.ranks if isinstance(rank.report, LoopResult)]
+        self.ended = next(iter(results), None)
+        peaks = [rank.peak_memory_mib for rank in outcome.ranks if rank.peak_memory_mib]
+        measured = Measurement(
             status=outcome.status,
             reason=outcome.reason,
             memory_limit_mib=terms.memory_limit_mib or float(terms.device.memory_mib),
             peak_memory_mib=max(peaks, default=None),
-            **known,
+            **common,
         )
-        timed = [each for each in ends if each.step_ms]
-        if outcome.status is not Status.OK or not timed:
-            return found
-        slowest = max(timed, key=lambda each: each.step_ms or 0.0)
-        a_second = 1e3 / (slowest.step_ms or 1.0)
-        samples = slowest.samples_per_step * a_second
-        tokens = slowest.tokens_per_step * a_second if slowest.tokens_per_step else None
+        timed_results = [result for result in results if result.step_ms]
+        if outcome.status is not Status.OK or not timed_results:
+            return measured
+        slowest = max(timed_results, key=lambda result: result.step_ms or 0.0)
+        steps_per_second = 1e3 / (slowest.step_ms or 1.0)
+        samples = slowest.samples_per_step * steps_per_second
+        tokens = slowest.tokens_per_step * steps_per_second if slowest.tokens_per_step else None
         return replace(
-            found,
+            measured,
             throughput=tokens if unit == "tokens/s" else samples,
             unit=unit,
             samples_per_second=samples,
@@ -238,7 +238,7 @@ def _check_packing(training: Training, samples: TrainingData) -> None:
     sequences only the forward's arguments are checked.
 
     Raises:
-        WorkloadError: it does.
+        WorkloadError: the model attends across documents.
     """
     if not isinstance(samples, Samples) or samples.plan.packing != "documents":
         return
@@ -288,18 +288,19 @@ class _Log:
     def __call__(self, line: Mapping[str, Any]) -> None:
         lines = [*self._waiting, {"time": time.time(), **line}]
         self._waiting.clear()
-        reason = ""
-        for each in lines:
-            reason = reason or self._write(each)
-            if reason and each.get("kind") not in _PASSING:
-                self._waiting.append(each)
+        reason: str | None = None
+        for pending in lines:
+            # Lines after one that could not be written stay in order: they wait as well.
+            reason = reason or self._write(pending)
+            if reason and pending.get("kind") not in _PASSING:
+                self._waiting.append(pending)
         if reason:
             print(f"redline: the log cannot be written ({reason}): {json.dumps(lines[-1])}", flush=True)
         if self._on_line is not None:
             self._on_line()
 
-    def _write(self, line: Mapping[str, Any]) -> str:
-        """Writes a line. Returns the error, or an empty string."""
+    def _write(self, line: Mapping[str, Any]) -> str | None:
+        """Writes a line. Returns the error, or None."""
         data = b"\n" * self._cut + json.dumps(line, allow_nan=False).encode() + b"\n"
         try:
             written = self._file.write(data)
@@ -308,7 +309,7 @@ class _Log:
         except OSError as error:
             return str(error.strerror)
         self._cut = written < len(data) if written else self._cut
-        return "cut short" if written < len(data) else ""
+        return "cut short" if written < len(data) else None
 
 
 @contextmanager
@@ -322,10 +323,10 @@ def _stop_requested(folder: Path | None) -> Iterator[Callable[[], bool]]:
         nonlocal requested
         requested = True
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield lambda: requested or (folder is not None and os.path.exists(folder / STOP))
     finally:
-        for number, handler in before.items():
-            with suppress(TypeError):  # one that Python did not set cannot be put back
+        for number, handler in previous_handlers.items():
+            with suppress(TypeError):  # None for a handler that Python did not set, which cannot be restored
                 signal.signal(number, handler)

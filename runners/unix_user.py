@@ -1,4 +1,4 @@
-"""A Unix user for processes that must not reach anything of this process's user."""
+"""A Unix user for processes that must not have access to files of this process's user."""
 
 import grp
 import os
@@ -16,8 +16,10 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """The folder that redline is imported from."""
 CHECK_S = 120.0
 """Time to start Python, s."""
-_OF_A_USER = re.compile(r"(REDLINE_|XDG_|SSH_|SUDO_).*|HOME|MAIL|TMPDIR|TEMP|TMP|HISTFILE|OLDPWD")
+_USERS_VARIABLE = re.compile(r"(REDLINE_|XDG_|SSH_|SUDO_).*|HOME|MAIL|TMPDIR|TEMP|TMP|HISTFILE|OLDPWD")
+"""Environment variables with places and settings of this process's user."""
 _SECRET = re.compile(r".*(TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|AUTH).*|PG.*|DATABASE_URL", re.I)
+"""Environment variables whose names suggest a secret, and those of PostgreSQL's client."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +33,27 @@ class UnixUser:
     groups: tuple[int, ...]
     """Numbers of all groups. Access to GPUs may depend on one."""
 
-    def popen(self, folder: Path, **more: str) -> dict[str, Any]:
+    def popen(self, folder: Path, **defaults: str) -> dict[str, Any]:
         """Returns the arguments of `subprocess.Popen` for a process of this user, with an environment without this
         process's private variables.
 
         Args:
             folder: its home.
-            more: default values of environment variables.
+            defaults: default values of environment variables.
         """
-        kept = {**more, **os.environ}
-        environment = {name: kept[name] for name in kept if not (_OF_A_USER.fullmatch(name) or _SECRET.fullmatch(name))}
+        inherited = {**defaults, **os.environ}
+        environment = {
+            name: inherited[name]
+            for name in inherited
+            if not (_USERS_VARIABLE.fullmatch(name) or _SECRET.fullmatch(name))
+        }
         path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
         environment |= {"HOME": str(folder), "USER": self.name, "LOGNAME": self.name, "PYTHONPATH": path}
         return {
             "user": self.uid,
             "group": self.gid,
             "extra_groups": list(self.groups),
-            "umask": 0o077,
+            "umask": 0o077,  # its files are not for other users
             "env": environment,
         }
 
@@ -58,23 +64,23 @@ class UnixUser:
 
 
 def unix_user(name: str) -> UnixUser:
-    """Returns the user of that name after checking that this process can start processes of it.
+    """Returns the user of that name after checking that this process can start processes as that user.
 
     Raises:
-        UsageError: there is none, it is this process's user or an administrator, or this process lacks the permission.
+        UsageError: the user does not exist, is this process's user or an administrator, or this process lacks the permission.
     """
     try:
-        found = pwd.getpwnam(name)
+        entry = pwd.getpwnam(name)
     except KeyError:
-        raise UsageError(unknown("user of this host", name, [each.pw_name for each in pwd.getpwall()])) from None
-    if found.pw_uid == 0:
+        raise UsageError(unknown("user of this host", name, [user.pw_name for user in pwd.getpwall()])) from None
+    if entry.pw_uid == 0:
         raise UsageError(f"the user '{name}' is an administrator of this host; name one without privileges")
-    if found.pw_uid == os.geteuid():
+    if entry.pw_uid == os.geteuid():
         raise UsageError(
             f"the user '{name}' is the one that this process runs as, so that code could access its files; name another"
         )
-    groups = tuple(sorted(set(os.getgrouplist(name, found.pw_gid)) - {0}))
-    user = UnixUser(name=name, uid=found.pw_uid, gid=found.pw_gid, groups=groups)
+    groups = tuple(sorted(set(os.getgrouplist(name, entry.pw_gid)) - {0}))
+    user = UnixUser(name=name, uid=entry.pw_uid, gid=entry.pw_gid, groups=groups)
     if user.gid == 0:
         raise UsageError(f"the user '{name}' is of the group '{grp.getgrgid(0).gr_name}'; name one that is not")
     _check(user)
@@ -84,7 +90,7 @@ def unix_user(name: str) -> UnixUser:
 def _check(user: UnixUser) -> None:
     """Starts Python as that user, which checks this process's permission and the user's access to Python and redline."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [
                 sys.executable,
                 "-c",
@@ -98,9 +104,9 @@ def _check(user: UnixUser) -> None:
         )
     except PermissionError as error:
         if os.geteuid() != 0:
-            me = pwd.getpwuid(os.geteuid()).pw_name
+            own_name = pwd.getpwuid(os.geteuid()).pw_name
             raise UsageError(
-                f"'{me}' may not start processes of the user '{user.name}': start this as root, or with the capabilities "
+                f"'{own_name}' may not start processes of the user '{user.name}': start this as root, or with the capabilities "
                 "SETUID, SETGID, CHOWN, KILL and DAC_READ_SEARCH"
             ) from error
         raise UsageError(
@@ -109,6 +115,6 @@ def _check(user: UnixUser) -> None:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"Python does not start as the user '{user.name}' within {CHECK_S:g} s") from error
-    if done.returncode:
-        words = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise UsageError(f"the user '{user.name}' cannot run redline: {words}")
+    if process.returncode:
+        last_line = (process.stderr.strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
+        raise UsageError(f"the user '{user.name}' cannot run redline: {last_line}")

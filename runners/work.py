@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TIMEOUT_S = 300.0
+"""Deadline of a trial without compilation, s."""
 LEAST_COMPILE_TIMEOUT_S = 300.0
 """Smallest time limit of a trial's compilations, s."""
 
@@ -49,7 +50,7 @@ class Work(ABC):
     """The work of trials: dry runs of a workload, calls of a function, or runs of a command."""
 
     imports: tuple[str, ...]
-    """Modules that a host agent imports once, for all trials."""
+    """Modules that a host agent imports once, before it forks the processes of trials."""
     several_hosts: bool = True
     """True if the devices of a trial may be on several hosts."""
     confirms: bool = True
@@ -72,12 +73,12 @@ class Work(ABC):
 
     @abstractmethod
     def measurement(
-        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: CommonFields
+        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", common: CommonFields
     ) -> Measurement:
         """Returns the measurement for the outcome of a job.
 
         Args:
             request, terms: of the trial.
             outcome: of the job.
-            known: fields of the measurement that do not depend on the work.
+            common: fields of the measurement that do not depend on the work.
         """

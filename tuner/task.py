@@ -191,8 +191,8 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         space,
         devices=count,
         global_batch=total,
-        own_batch=trained.global_batch,
-        own_knobs=trained.knobs,
+        command_batch=trained.global_batch,
+        command_knobs=trained.knobs,
         ranks=request.devices,
         workload=workload,
     )

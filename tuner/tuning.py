@@ -197,7 +197,7 @@ def _winner_s_command(command: Commands, winner: Trial, out: Path, hosts: int) -
     except OSError as error:
         raise cannot_write(folder, error) from error
     where = ", on each host with its NODE_RANK and the first one's MASTER_ADDR" if hosts > 1 else ""
-    return f"the winner's command{where}: {command.whole(winner.config, winner.number, folder, hosts=hosts)}"
+    return f"the winner's command{where}: {command.training_command(winner.config, winner.number, folder, hosts=hosts)}"
 
 
 @contextlib.contextmanager

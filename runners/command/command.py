@@ -1,4 +1,4 @@
-"""The command to tune, as the user gives it."""
+"""The command to tune, as in the user's request."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -103,7 +103,7 @@ class Command:
 
     def __post_init__(self) -> None:
         for name in ("env", "render", "metric", "require"):
-            if isinstance(value := getattr(self, name), str):  # one of them, not its letters
+            if isinstance(value := getattr(self, name), str):  # a sequence of one text, not of its letters
                 object.__setattr__(self, name, (value,))
 
     @property
@@ -115,8 +115,7 @@ class Command:
         return Path(script or program).stem
 
     def named(self, model: str) -> str | ServerModel | None:
-        """Returns the model of a name given by it or in its text, for `redline.workload`; None if it
-        names none.
+        """Returns the model for `redline.workload` of a name in the command; None if it is not the name of a model.
 
         Raises:
             WorkloadError: `model` was given explicitly and does not exist.
@@ -134,28 +133,29 @@ class Command:
         Raises:
             UsageError: the file does not exist, or a field is missing or unknown.
         """
-        where = path_of(path)
+        file = path_of(path)
         try:
-            given = parse_yaml(read_named(where, at_most=LARGEST_DOCUMENT))
+            settings = parse_yaml(read_named(file, at_most=LARGEST_DOCUMENT))
         except OSError as error:
-            raise UsageError(f"the command's file {where} cannot be read: {error.strerror or error}") from error
+            raise UsageError(f"the command's file {file} cannot be read: {error.strerror or error}") from error
         except Malformed as error:
-            raise UsageError(f"the command's file {where} is not valid YAML: {error}") from error
-        known = [each.name for each in fields(cls)]
-        if not isinstance(given, dict) or "command" not in given:
-            raise UsageError(f"the command's file {where} must contain a mapping with `command`")
-        if unknown_fields := [name for name in given if name not in known]:
-            raise UsageError(f"the command's file {where}: {unknown('field', unknown_fields[0], known)}")
-        many = ("env", "render", "metric", "require")
+            raise UsageError(f"the command's file {file} is not valid YAML: {error}") from error
+        names = [field.name for field in fields(cls)]
+        if not isinstance(settings, dict) or "command" not in settings:
+            raise UsageError(f"the command's file {file} must contain a mapping with `command`")
+        if unknown_fields := [name for name in settings if name not in names]:
+            raise UsageError(f"the command's file {file}: {unknown('field', unknown_fields[0], names)}")
+        repeatable = ("env", "render", "metric", "require")
         values: dict[str, Any] = {
-            name: [each] if name in many and isinstance(each, str) else each for name, each in given.items()
+            name: [value] if name in repeatable and isinstance(value, str) else value
+            for name, value in settings.items()
         }
         return cls(**values)
 
 
 def hidden(env: Sequence[str]) -> list[str]:
-    """Returns environment variables with their values hidden."""
-    return [f"{each.partition('=')[0]}={HIDDEN}" for each in env]
+    """Returns environment variables, `NAME=value`, with `HIDDEN` instead of their values."""
+    return [f"{variable.partition('=')[0]}={HIDDEN}" for variable in env]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Whether a command trained what was asked: its observed training against the knobs, and against the first run."""
+"""Compares a command's observed training with the requested one, and with that of the first run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +11,9 @@ from ...results import Measurement, Trial
 from .observation import ObservedTraining, Speed
 
 FAR = 0.2
-"""Largest relative difference from the first run's loss at the same steps; beyond it the training is considered
-different.
-"""
+"""Largest relative difference from the first run's loss at the same steps, beyond which the training is different."""
 SCATTERS = 4.0
-"""The same as a multiple of the typical change of the first run's loss between steps."""
+"""The same as a multiple of the median change of the first run's loss between steps: noisy losses differ by more."""
 LEAST_STEPS = 3
 """Number of common steps with a loss that are needed for the comparison."""
 EXACT = 0.02
@@ -32,7 +30,7 @@ _SIGNATURE = ("samples_per_step", "backwards", "ranks", "products", "trained", "
 
 
 def observed_facts(training: ObservedTraining, speed: Speed, samples_per_step: float | None) -> dict[str, Any]:
-    """Returns what was observed of a training, for the measurement and the ledger.
+    """Returns the observed facts of a training, for the measurement and the ledger.
 
     Args:
         training: the processes.
@@ -68,11 +66,11 @@ def observed_facts(training: ObservedTraining, speed: Speed, samples_per_step: f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a trial's training was asked to be; None for what was not asked."""
+class RequestedTraining:
+    """The training that a trial was to run; None for values that were not requested."""
 
     samples_per_step: float | None = None
-    """By the global batch, `samples`, or the micro-batch and its accumulation together."""
+    """By the global batch, `samples`, or the micro-batch with its accumulation."""
     micro_batch: float | None = None
     precision: str | None = None
     ranks: int | None = None
@@ -80,7 +78,7 @@ class Asked:
 
 @dataclass
 class TrainingComparison:
-    """Compares the trainings of a search with what was asked, and with the first successful one."""
+    """Compares the trainings of a search with the requested ones, and with the first successful one."""
 
     unit: str = ""
     """Unit of the first run's throughput."""
@@ -89,81 +87,90 @@ class TrainingComparison:
     losses: Mapping[int, float] = field(default_factory=dict)
     """Losses of the first run, by step."""
     micro_ratio: float | None = None
-    """Observed over requested micro-batch of the first run: a command may have its own unit for it."""
+    """Observed over requested micro-batch of the first run. A command may count it in a unit of its own."""
 
-    def why_not(
-        self, measured: Measurement, samples: float | None, losses: Mapping[int, float], asked: Asked = Asked()
-    ) -> str:
-        """Returns the reason why a successful run does not count; empty if it does. The first run is recorded."""
-        if measured.observed is not None and (difference := self._not_asked(measured.observed, asked)):
+    def deviation(
+        self,
+        measured: Measurement,
+        samples: float | None,
+        losses: Mapping[int, float],
+        requested: RequestedTraining = RequestedTraining(),
+    ) -> str | None:
+        """Returns why a successful run does not count; None if it does. Records the first run."""
+        if measured.observed is not None and (difference := self._unrequested(measured.observed, requested)):
             return difference
+        # Only a run that trained as requested can be the one that others are compared with.
         if not self.unit:
             self.unit, self.samples, self.losses = measured.unit, samples, dict(losses)
         if measured.unit != self.unit:
             return f"it reported {measured.unit}, but {self.unit} before: choose one with --metric"
-        return _deviates(losses, self.losses) if samples == self.samples else ""
+        # With another number of samples per step the same step has another loss.
+        return _loss_deviation(losses, self.losses) if samples == self.samples else None
 
-    def _not_asked(self, observed: Mapping[str, Any], asked: Asked) -> str:
-        """Returns how an observed training differs from the one that was asked; empty if it does not."""
+    def _unrequested(self, observed: Mapping[str, Any], requested: RequestedTraining) -> str | None:
+        """Returns how an observed training differs from the requested one; None if it does not."""
         samples, ranks = observed["samples_per_step"], observed["ranks"]
         # The mean, or the usual step: the last one of an epoch may be smaller.
         accepted = [samples, observed.get("usual_step")]
         if observed["same_data"] and samples is not None:  # replicas with the same data, such as a synthetic one
             accepted.append(samples / observed["replicas"] * ranks)
         if (
-            asked.samples_per_step is not None
+            requested.samples_per_step is not None
             and observed["samples_seen"]
-            and not _near(accepted, asked.samples_per_step)
+            and not _near(accepted, requested.samples_per_step)
         ):
-            return f"it trains with {samples:,.6g} samples a step, not {asked.samples_per_step:,.6g}" + self._reduced(
-                observed, asked
+            return (
+                f"it trains with {samples:,.6g} samples a step, not {requested.samples_per_step:,.6g}"
+                + self._reduced(observed, requested)
             )
-        if asked.micro_batch is not None and observed["micro_batch"]:
-            ratio = observed["micro_batch"] / asked.micro_batch
+        if requested.micro_batch is not None and observed["micro_batch"]:
+            ratio = observed["micro_batch"] / requested.micro_batch
             if self.micro_ratio is None:
                 self.micro_ratio = ratio
             # A batch may have several passes, and the last one of an epoch may be smaller.
             if not _near([1.0, self.micro_ratio], ratio) and not _near(
-                [observed.get("usual_batch")], asked.micro_batch
+                [observed.get("usual_batch")], requested.micro_batch
             ):
                 return (
-                    f"it trains with {observed['micro_batch']:,.6g} samples a pass, not {asked.micro_batch:,.6g}"
-                    + self._reduced(observed, asked)
+                    f"it trains with {observed['micro_batch']:,.6g} samples a pass, not {requested.micro_batch:,.6g}"
+                    + self._reduced(observed, requested)
                 )
-        if asked.precision in FORMATS and observed["products"] not in (None, FORMATS[asked.precision]):
+        if requested.precision in FORMATS and observed["products"] not in (None, FORMATS[requested.precision]):
             return (
-                f"its matrix products ran in {observed['products']}, not in {FORMATS[asked.precision]} as "
-                f"precision={asked.precision} asks"
+                f"its matrix products ran in {observed['products']}, not in {FORMATS[requested.precision]} as "
+                f"precision={requested.precision} asks"
             )
-        if asked.ranks is not None and ranks != asked.ranks:
-            return f"it trained on {ranks} rank{'s'[: ranks > 1]}, but --devices asks for {asked.ranks}"
-        return ""
+        if requested.ranks is not None and ranks != requested.ranks:
+            return f"it trained on {ranks} rank{'s'[: ranks > 1]}, but --devices asks for {requested.ranks}"
+        return None
 
     @staticmethod
-    def _reduced(observed: Mapping[str, Any], asked: Asked) -> str:
+    def _reduced(observed: Mapping[str, Any], requested: RequestedTraining) -> str:
         micro = observed["micro_batch"]
-        return ": the trainer reduced its batch" if micro and asked.micro_batch and micro < asked.micro_batch else ""
+        reduced = micro and requested.micro_batch and micro < requested.micro_batch
+        return ": the trainer reduced its batch" if reduced else ""
 
 
 def _near(accepted: Iterable[float | None], value: float) -> bool:
-    return any(other is not None and abs(other - value) <= EXACT * abs(value) for other in accepted)
+    return any(candidate is not None and abs(candidate - value) <= EXACT * abs(value) for candidate in accepted)
 
 
-def _deviates(losses: Mapping[int, float], first: Mapping[int, float]) -> str:
-    steps = sorted(losses.keys() & first.keys())
+def _loss_deviation(losses: Mapping[int, float], first_losses: Mapping[int, float]) -> str | None:
+    steps = sorted(losses.keys() & first_losses.keys())
     if len(steps) < LEAST_STEPS:
-        return ""
-    expected = [first[step] for step in steps]
-    off = median(losses[step] - first[step] for step in steps)
-    scatter = median(abs(after - before) for before, after in pairwise(expected))
-    if abs(off) <= max(FAR * median(map(abs, expected)), SCATTERS * scatter):
-        return ""
-    at = steps[-1]
-    return f"its loss is {losses[at]:.4g} at step {at}, but that of the first run was {first[at]:.4g}"
+        return None
+    expected = [first_losses[step] for step in steps]
+    offset = median(losses[step] - first_losses[step] for step in steps)
+    scatter = median(abs(later - earlier) for earlier, later in pairwise(expected))
+    # Medians: single outliers of a loss do not count, a lasting difference does.
+    if abs(offset) <= max(FAR * median(map(abs, expected)), SCATTERS * scatter):
+        return None
+    step = steps[-1]
+    return f"its loss is {losses[step]:.4g} at step {step}, but that of the first run was {first_losses[step]:.4g}"
 
 
-def printed_differs(metric: str, value: float, speed: Speed, samples_per_step: float | None) -> str:
-    """Returns how a printed speed differs from the observed one; empty if it does not, or cannot be compared.
+def printed_deviation(metric: str, value: float, speed: Speed, samples_per_step: float | None) -> str | None:
+    """Returns how a printed speed differs from the observed one; None if it does not, or cannot be compared.
 
     Args:
         metric: its name, one of `objective.PREFERRED`.
@@ -180,7 +187,7 @@ def printed_differs(metric: str, value: float, speed: Speed, samples_per_step: f
         "tokens_per_second": None if speed.tokens_per_step is None else speed.tokens_per_step / step_s,
     }.get(metric)
     if observed is None or abs(value - observed) <= APART * observed:
-        return ""
+        return None
     return (
         f"it prints {metric} = {value:,.6g}, but {observed:,.6g} was observed over {speed.steps} steps: without --metric, the "
         "observed speed counts"
@@ -188,21 +195,22 @@ def printed_differs(metric: str, value: float, speed: Speed, samples_per_step: f
 
 
 def without_effect(trials: Sequence[Trial]) -> list[str]:
-    """Returns a sentence for each knob whose values changed nothing that was observed in successful trials.
+    """Returns a sentence for each knob whose values made no observed difference between successful trials.
 
     A knob is compared between trials that differ in it alone: by what they train, by their memory, and by their speed
     within its interval. A precision needs no such pair: its formats are observed.
     """
-    seen = [trial for trial in trials if trial.ok and trial.measured.observed is not None]
-    varied = {name for trial in seen for name in trial.config if len({_value(other, name) for other in seen}) > 1}
+    observed_trials = [trial for trial in trials if trial.ok and trial.measured.observed is not None]
+    names = {name for trial in observed_trials for name in trial.config}
+    varied = {name for name in names if len({_value(trial, name) for trial in observed_trials}) > 1}
     sentences = []
     for name in sorted(varied):
-        pairs = [(one, other) for one, other in combinations(seen, 2) if _differ_in(one, other) == {name}]
-        products = {_observed(trial)["products"] for trial in seen}
+        pairs = [pair for pair in combinations(observed_trials, 2) if _differ_in(*pair) == {name}]
+        products = {_observed(trial)["products"] for trial in observed_trials}
         amp = name in ("amp", "bf16", "fp16", "precision", "mixed_precision", "autocast")
         if amp and len(products) == 1 and products != {None}:
             sentences.append(f"{name} had no effect: all trials ran in {products.pop()}")
-        elif pairs and all(_alike(one, other) for one, other in pairs):
+        elif pairs and all(_alike(*pair) for pair in pairs):
             values = ", ".join(sorted({value_text(_value(trial, name)) for pair in pairs for trial in pair}))
             sentences.append(f"{name} had no effect: nothing observed differs between {values}")
     return sentences
@@ -218,17 +226,17 @@ def _value(trial: Trial, name: str) -> Any:
     return trial.config.get(name)
 
 
-def _differ_in(one: Trial, other: Trial) -> set[str]:
-    names = set(one.config) | set(other.config)
-    return {name for name in names if _value(one, name) != _value(other, name)}
+def _differ_in(trial: Trial, peer: Trial) -> set[str]:
+    names = set(trial.config) | set(peer.config)
+    return {name for name in names if _value(trial, name) != _value(peer, name)}
 
 
-def _alike(one: Trial, other: Trial) -> bool:
-    first, second = _observed(one), _observed(other)
-    if any(first[name] != second[name] for name in _SIGNATURE):
+def _alike(trial: Trial, peer: Trial) -> bool:
+    first_facts, second_facts = _observed(trial), _observed(peer)
+    if any(first_facts[name] != second_facts[name] for name in _SIGNATURE):
         return False
-    peaks = one.measured.peak_memory_mib, other.measured.peak_memory_mib
+    peaks = trial.measured.peak_memory_mib, peer.measured.peak_memory_mib
     if None in peaks or abs(peaks[0] - peaks[1]) > SAME_MEMORY * max(peaks):  # type: ignore[operator, type-var]
         return False
-    spread = max(one.measured.spread or 0.0, EXACT) + max(other.measured.spread or 0.0, EXACT)
-    return abs(one.throughput - other.throughput) <= spread * max(one.throughput, other.throughput)
+    spread = max(trial.measured.spread or 0.0, EXACT) + max(peer.measured.spread or 0.0, EXACT)
+    return abs(trial.throughput - peer.throughput) <= spread * max(trial.throughput, peer.throughput)

@@ -1,4 +1,4 @@
-"""Configuration files that a command reads: parsed, filled with the values of knobs, and written for each trial.
+"""Renders configuration files that a command reads: parses them, and writes them with the values of knobs for each trial.
 
 Files are edited as data, not as text. Texts that contain `{expression}` become values; a text that is a single
 expression becomes a number or boolean. A value can also be put at a path: `ds.json:zero_optimization.stage={zero}`.
@@ -20,6 +20,7 @@ from ...space.expression import Expression
 from .template import Template, is_expression
 
 _ENDINGS = (".in", ".tmpl")
+"""Endings of templates, which the written files do not have."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class TrialFile:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs and names of `GIVEN` that it uses."""
-        return frozenset(name for each in _templates(self.document) for name in each.names)
+        """The knobs and names of `PLACEHOLDERS` that it uses."""
+        return frozenset(name for template in _templates(self.document) for name in template.names)
 
     def write(self, folder: Path, values: Mapping[str, Any]) -> Path:
         """Writes the file for a trial and returns its path."""
@@ -55,27 +56,28 @@ def read_files(requested: Sequence[str], knobs: Mapping[str, Expression]) -> tup
         UsageError: a file does not exist, has an unknown format or cannot be parsed, a path does not exist in it, or
             an expression is invalid.
     """
-    found: dict[Path, Any] = {}
-    for each in requested:
-        match = PLACED.fullmatch(each)
+    documents: dict[Path, Any] = {}
+    for option in requested:
+        match = PLACED.fullmatch(option)
         if match is None:
             raise UsageError(
                 f"render must be FILE or FILE:PATH=VALUE with a YAML, JSON, TOML or INI file, such as "
-                f"ds.json:zero_optimization.stage={{zero}}, but got '{each}'"
+                f"ds.json:zero_optimization.stage={{zero}}, but got '{option}'"
             )
         path = Path(match["file"])
-        if path not in found:
+        if path not in documents:
             document = _parsed(path)
+            # Without quotation marks YAML reads a template as a mapping.
             if Path(_written_name(path)).suffix in (".yaml", ".yml"):
                 document = _unquoted(document, knobs)
-            found[path] = _with_templates(document, knobs, str(path))
+            documents[path] = _with_templates(document, knobs, str(path))
         if match["path"] is not None:
-            where = f"{path}: {match['path']}"
-            _put(found[path], match["path"], Template.read(match["value"], knobs, where), where)
-    names = [_written_name(path) for path in found]
+            subject = f"{path}: {match['path']}"
+            _put(documents[path], match["path"], Template.read(match["value"], knobs, subject), subject)
+    names = [_written_name(path) for path in documents]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two files to render would both be written as {repeated}; give them different names")
-    return tuple(TrialFile(_written_name(path), document) for path, document in found.items())
+    return tuple(TrialFile(_written_name(path), document) for path, document in documents.items())
 
 
 def _written_name(path: Path) -> str:
@@ -96,47 +98,50 @@ def _parsed(path: Path) -> Any:
 
 
 def _unquoted(value: Any, knobs: Mapping[str, Expression]) -> Any:
-    """Converts a mapping that YAML reads from `batch: {micro_batch}` back to the intended text."""
+    """Converts the mapping {"micro_batch": None}, as which YAML reads `batch: {micro_batch}`, back to a template's text."""
     if isinstance(value, list):
-        return [_unquoted(each, knobs) for each in value]
+        return [_unquoted(item, knobs) for item in value]
     if not isinstance(value, dict):
         return value
     if list(value.values()) == [None]:
         (key,) = value
         if is_expression(key, knobs):
             return f"{{{key}}}"
-    return {key: _unquoted(each, knobs) for key, each in value.items()}
+    return {key: _unquoted(item, knobs) for key, item in value.items()}
 
 
-def _with_templates(value: Any, knobs: Mapping[str, Expression], where: str) -> Any:
+def _with_templates(value: Any, knobs: Mapping[str, Expression], subject: str) -> Any:
     if isinstance(value, dict):
-        return {key: _with_templates(each, knobs, f"{where}: {key}") for key, each in value.items()}
+        return {key: _with_templates(item, knobs, f"{subject}: {key}") for key, item in value.items()}
     if isinstance(value, list):
-        return [_with_templates(each, knobs, f"{where}[{at}]") for at, each in enumerate(value)]
-    return Template.read(value, knobs, where) if isinstance(value, str) and "{" in value else value
+        return [_with_templates(item, knobs, f"{subject}[{index}]") for index, item in enumerate(value)]
+    return Template.read(value, knobs, subject) if isinstance(value, str) and "{" in value else value
 
 
-def _put(document: Any, path: str, value: Template, where: str) -> None:
-    """Puts a value at a path of keys and list positions. Missing keys are added."""
-    *parents, last = [each.replace("\0", ".") for each in path.strip().replace("\\.", "\0").split(".")]
-    at = document
+def _put(document: Any, path: str, value: Template, subject: str) -> None:
+    """Puts a value at a path of keys and list positions. Missing keys are added. A backslash escapes a dot in a key."""
+    *parents, last_key = [key.replace("\0", ".") for key in path.strip().replace("\\.", "\0").split(".")]
+    parent = document
     for key in parents:
-        at = at[_position(at, key, where)] if isinstance(at, list) else _mapping(at, where).setdefault(key, {})
-    if isinstance(at, list):
-        at[_position(at, last, where)] = value
+        if isinstance(parent, list):
+            parent = parent[_position(parent, key, subject)]
+        else:
+            parent = _mapping(parent, subject).setdefault(key, {})
+    if isinstance(parent, list):
+        parent[_position(parent, last_key, subject)] = value
     else:
-        _mapping(at, where)[last] = value
+        _mapping(parent, subject)[last_key] = value
 
 
-def _mapping(at: Any, where: str) -> dict[str, Any]:
-    if not isinstance(at, dict):
-        raise UsageError(f"{where} leads into a {type(at).__name__}, which has no keys")
-    return at
+def _mapping(parent: Any, subject: str) -> dict[str, Any]:
+    if not isinstance(parent, dict):
+        raise UsageError(f"{subject} leads into a {type(parent).__name__}, which has no keys")
+    return parent
 
 
-def _position(at: list[Any], key: str, where: str) -> int:
-    if not key.isdecimal() or int(key) >= len(at):
-        raise UsageError(f"{where} leads into a list of {len(at)}, where '{key}' is not a position")
+def _position(parent: list[Any], key: str, subject: str) -> int:
+    if not key.isdecimal() or int(key) >= len(parent):
+        raise UsageError(f"{subject} leads into a list of {len(parent)}, where '{key}' is not a position")
     return int(key)
 
 
@@ -144,15 +149,15 @@ def _templates(value: Any) -> list[Template]:
     if isinstance(value, Template):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [found for each in inside for found in _templates(each)]
+    return [template for item in inside for template in _templates(item)]
 
 
 def _filled(value: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(value, Template):
         return as_data(value.value(values))
     if isinstance(value, dict):
-        return {key: _filled(each, values) for key, each in value.items()}
-    return [_filled(each, values) for each in value] if isinstance(value, list) else value
+        return {key: _filled(item, values) for key, item in value.items()}
+    return [_filled(item, values) for item in value] if isinstance(value, list) else value
 
 
 def _write_yaml(document: Any) -> str:
@@ -178,6 +183,7 @@ def _write_toml(document: Any) -> str:
 
 
 def _ini() -> configparser.RawConfigParser:
+    # Raw: without interpolation, `%` and `$` keep their meaning for the program that reads the file.
     parser = configparser.RawConfigParser(allow_no_value=True)
     parser.optionxform = str  # type: ignore[assignment, method-assign]  # keys keep their case, as its documentation has it
     return parser
@@ -193,10 +199,12 @@ def _write_ini(document: Any) -> str:
     import io
 
     parser = _ini()
-    parser.read_dict({name: {key: value_text(each) for key, each in keys.items()} for name, keys in document.items()})
-    out = io.StringIO()
-    parser.write(out)
-    return out.getvalue()
+    parser.read_dict(
+        {name: {key: value_text(setting) for key, setting in section.items()} for name, section in document.items()}
+    )
+    stream = io.StringIO()
+    parser.write(stream)
+    return stream.getvalue()
 
 
 _FORMATS: Mapping[str, tuple[Callable[[bytes], Any], Callable[[Any], str]]] = {

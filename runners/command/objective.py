@@ -33,8 +33,8 @@ class Objective:
     name: str
     smaller: bool = False
     """True if a smaller value is better."""
-    work: float | None = None
-    """Samples per step, if known and the metric is a step time."""
+    samples_per_step: float | None = None
+    """If known, for a metric that is a step time."""
 
     @property
     def unit(self) -> str:
@@ -42,7 +42,7 @@ class Objective:
         if self.name in RATES:
             return RATES[self.name]
         if self.name in STEP_TIMES:
-            return "steps/s" if self.work is None else "samples/s"
+            return "steps/s" if self.samples_per_step is None else "samples/s"
         if self.name.endswith("_per_second"):
             return f"{self.name.removesuffix('_per_second')}/s"
         return f"1/{self.name}" if self.smaller else self.name
@@ -56,7 +56,7 @@ class Objective:
     def throughput(self, cost: float) -> float:
         """Returns the throughput for a cost."""
         if self.name in STEP_TIMES:
-            return (self.work or 1.0) * 1e3 / cost
+            return (self.samples_per_step or 1.0) * 1e3 / cost
         return 1.0 / cost if self.smaller else 1e3 / cost
 
     def cost_of(self, throughput: float) -> float:
@@ -87,39 +87,40 @@ class Requirement:
     rule: Expression
 
     @classmethod
-    def read(cls, text: str) -> "Requirement":
+    def read(cls, bound: str) -> "Requirement":
         """Parses a bound, in the grammar of a space's rules.
 
         Raises:
             UsageError: it is not a condition.
         """
         names = [
-            name for name in dict.fromkeys(_NAME.findall(text)) if name not in ("and", "or", "not", "in", "min", "max")
+            name for name in dict.fromkeys(_NAME.findall(bound)) if name not in ("and", "or", "not", "in", "min", "max")
         ]
         try:
-            rule = parse(text, {name: Knob(name, [0.0, 1.0]) for name in names})
+            rule = parse(bound, {name: Knob(name, [0.0, 1.0]) for name in names})
+            # Evaluated once at any values, because a rule without a comparison parses as well.
             if not isinstance(rule.evaluate(dict.fromkeys(names, 0.5)), bool):
                 raise SpaceError("it is a number, not a condition")
         except SpaceError as error:
-            raise UsageError(f"require '{text}': {error}") from None
+            raise UsageError(f"require '{bound}': {error}") from None
         return cls(rule)
 
-    def broken(self, values: Mapping[str, float]) -> str:
-        """Returns an error text if these values break the bound; empty otherwise."""
+    def violation(self, values: Mapping[str, float]) -> str | None:
+        """Returns an error if these values break the bound, otherwise None."""
         missing = [name for name in self.rule.names if name not in values]
         if missing:
             return f"the command did not report {', '.join(missing)}, but `{self.rule}` is required"
         if self.rule.evaluate(values) is True:
-            return ""
-        values_text = ", ".join(f"{name} = {values[name]:g}" for name in self.rule.names)
-        return f"{values_text}, but `{self.rule}` is required"
+            return None
+        reported = ", ".join(f"{name} = {values[name]:g}" for name in self.rule.names)
+        return f"{reported}, but `{self.rule}` is required"
 
 
-def chosen(name: str | None, seen: Sequence[str]) -> str | None:
-    """Returns the objective among the metrics seen so far; None if it is not among them."""
+def chosen(name: str | None, reported: Sequence[str]) -> str | None:
+    """Returns the objective among the metrics reported so far; None if it is not among them."""
     if name is not None:
-        return name if name in seen else None
-    return next((each for each in PREFERRED if each in seen), None)
+        return name if name in reported else None
+    return next((metric for metric in PREFERRED if metric in reported), None)
 
 
 def usable(value: float) -> bool:

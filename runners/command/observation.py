@@ -1,4 +1,4 @@
-"""A training as its observer saw it: the files of all its processes, read while they grow, and the speed that follows.
+"""The observed training of a command: reads the observer's files of all its processes, and computes the speed.
 
 Notation of the speed: a step i ends at e_i (s) and takes t_i = e_i - e_(i-1), less evaluations and saves between two
 steps; n_i are its samples over all ranks. The speed is sum(n_i) / sum(t_i) over whole steps, stalls included. Its
@@ -29,9 +29,9 @@ BLOCKS = 12
 WIDE = 0.1
 """Relative half-width of that interval above which measuring continues beyond the time of a measurement."""
 LONGEST = 5.0
-"""Longest measurement, as a multiple of the time of one."""
+"""Longest measurement, as a multiple of `TimingPlan.seconds`."""
 SHORTEST_S = 1.0
-"""Shortest measurement, s, so that stalls that recur are within it."""
+"""Shortest measurement, s, so that it includes recurring stalls."""
 READ_AHEAD = 2.0
 """Batches by which the passes of the measured steps may differ from the batches that were delivered in them."""
 UNSTEPPED_BACKWARDS = 16
@@ -76,7 +76,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class RaisedException:
     """The exception that ended a process or one of its threads."""
 
     type: str
@@ -101,19 +101,19 @@ class Ended:
 
 @dataclass
 class ObservedProcess:
-    """One process of the command."""
+    """One process of the command, by its observer's file."""
 
     path: Path
     facts: dict[str, Any] = field(default_factory=dict)
     """The latest facts, in the observer's names."""
     rows: list[Step] = field(default_factory=list)
-    exception: Ended | None = None
-    fault: str = ""
-    """Why the observer itself failed; empty if it did not."""
+    exception: RaisedException | None = None
+    fault: str | None = None
+    """Why the observer itself failed; None if it did not."""
     compiling: bool = False
     """True while torch.compile runs in it."""
     _offset: int = 0
-    _rest: bytes = b""
+    _incomplete: bytes = b""
 
     @property
     def rank(self) -> int:
@@ -122,23 +122,24 @@ class ObservedProcess:
 
     @property
     def world(self) -> int:
-        """Number of ranks that it knows of."""
+        """Number of ranks, by its environment or torch.distributed."""
         return self.facts.get("world") or 1
 
     def read(self) -> None:
-        """Reads what was written since the last call."""
+        """Reads the lines written since the last call."""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
         self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        # The process may be in the middle of writing its last line.
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         for line in lines:
             document = json.loads(line)
             self.facts |= document.get("facts", {})
             fields = self.facts.get("fields", ())
             self.rows += [Step(**dict(zip(fields, row, strict=True))) for row in document.get("steps", ())]
             if (exception := document.get("exception")) is not None:
-                self.exception = self.exception or Ended(
+                self.exception = self.exception or RaisedException(
                     type=exception["type"],
                     kinds=tuple(exception["kinds"]),
                     message=exception["message"],
@@ -173,8 +174,8 @@ class Speed:
     measure_s: float
     complete: bool
     """True if its interval is narrow enough, or the time of a measurement is over."""
-    stopped_early: str = ""
-    """Why it was cut short; empty if it was not."""
+    stopped_early: str | None = None
+    """Why the measurement was cut short; None if it was not."""
 
     @property
     def stalled(self) -> float:
@@ -240,16 +241,16 @@ class ObservedTraining:
 
     @property
     def replicas(self) -> float:
-        """Number of ranks with different data: as their samplers say, otherwise by comparing the values of batches."""
-        stated = max((rank.facts.get("replicas") or 0 for rank in self.ranks), default=0)
-        if stated:
-            return float(stated)
-        marks = {tuple(rank.facts.get("fingerprints", ())) for rank in self.ranks if self._draws(rank)}
-        return max(1, len(marks)) * self.world / len(self.ranks)
+        """Number of ranks with different data: by their samplers, otherwise by comparing the values of batches."""
+        sampler_replicas = max((rank.facts.get("replicas") or 0 for rank in self.ranks), default=0)
+        if sampler_replicas:
+            return float(sampler_replicas)
+        fingerprints = {tuple(rank.facts.get("fingerprints", ())) for rank in self.ranks if self._draws(rank)}
+        return max(1, len(fingerprints)) * self.world / len(self.ranks)
 
     @property
     def same_data(self) -> bool:
-        """True if several ranks read the same batches, and no sampler says that they are replicas."""
+        """True if several ranks read the same batches and their samplers do not count them as replicas."""
         return self.replicas < self.world
 
     @staticmethod
@@ -309,6 +310,7 @@ def _warm(steps: Sequence[Step], times: Sequence[float], plan: TimingPlan, buffe
     """
     if len(steps) < 2:
         return None
+    # Only among the first steps: a training whose shapes vary may compile again and again.
     compiling = [number for number, step in enumerate(steps[: plan.compile_max_steps + 1]) if step.compiling > 0]
     begin = max([0, *compiling]) + 1
     batches = sum(step.batches for step in steps[:begin])
@@ -322,8 +324,8 @@ def _warm(steps: Sequence[Step], times: Sequence[float], plan: TimingPlan, buffe
         if number - begin + 1 >= plan.warmup_max_steps or warm_s >= plan.warmup_seconds:
             return number + 1 if number + 1 < len(steps) else None
         if number > begin:
-            each, before = _net(steps[number], times[number]), _net(steps[number - 1], times[number - 1])
-            if abs(each - before) <= plan.steady_within * each:
+            net_s, previous_s = _net(steps[number], times[number]), _net(steps[number - 1], times[number - 1])
+            if abs(net_s - previous_s) <= plan.steady_within * net_s:
                 return number
     return None
 
@@ -353,7 +355,7 @@ def _speed(
     spread = _spread([seconds / step.steps for (step, _), seconds in zip(rows, net)])
     wall = sum(seconds for _, seconds in rows)
     mean = sum(net) / count
-    slow = ""
+    slow = None
     if best_s is not None and len(rows) >= plan.min_steps:
         fastest = min(seconds / step.steps for (step, _), seconds in zip(rows, net))
         if fastest > plan.slow_factor * best_s:
@@ -373,7 +375,7 @@ def _speed(
         samples_per_step=samples / count * replicas if samples else None,
         backwards_per_step=sum(step.backwards for step, _ in rows) / count,
         tokens_per_step=tokens / count * replicas if tokens else None,
-        shares={part: sum(getattr(step, part) for step, _ in rows) / wall for part in PARTS},
+        shares={name: sum(getattr(step, name) for step, _ in rows) / wall for name in PARTS},
         compile_s=sum(step.compiling for step in steps),
         warmup_s=steps[begin - 1].end - steps[0].end,
         measure_s=wall,
@@ -382,14 +384,14 @@ def _speed(
     )
 
 
-def _consumed(rows: Sequence[tuple[Step, float]], what: str) -> float:
+def _consumed(rows: Sequence[tuple[Step, float]], quantity: str) -> float:
     """Returns the samples or tokens of the passes of these steps.
 
     A loader that reads ahead has delivered a batch in an earlier step than the one that uses it. Where all but one or two
     passes have a batch each, or a fixed number of them, the passes are counted.
     """
     batches, passes = sum(step.batches for step, _ in rows), sum(step.backwards for step, _ in rows)
-    amount = float(sum(getattr(step, what) for step, _ in rows))
+    amount = float(sum(getattr(step, quantity) for step, _ in rows))
     if not batches or not passes:
         return amount
     ratio = batches / passes
@@ -399,6 +401,7 @@ def _consumed(rows: Sequence[tuple[Step, float]], what: str) -> float:
 
 def _spread(times: Sequence[float]) -> float | None:
     """Returns the relative half-width of the 95 % interval of a mean, by the means of blocks of successive values."""
+    # Blocks rather than single steps: successive steps are not independent if, say, every tenth one waits for data.
     blocks = min(BLOCKS, len(times))
     if blocks < 2:
         return None
@@ -412,7 +415,7 @@ def _spread(times: Sequence[float]) -> float | None:
 
 
 class Observation:
-    """All processes of a command that the observer has seen. Call `update` to read what they have written since.
+    """All observed processes of a command. `update` reads the lines that they have written since the last call.
 
     Args:
         folder: that of `FOLDER`; need not exist yet.
@@ -423,7 +426,7 @@ class Observation:
         self.processes: dict[Path, ObservedProcess] = {}
 
     def update(self) -> None:
-        """Reads what was written since the last call."""
+        """Reads the lines written since the last call."""
         for path in sorted(self.folder.glob("*.jsonl")):
             self.processes.setdefault(path, ObservedProcess(path)).read()
 
@@ -435,17 +438,17 @@ class Observation:
         training = [process for process in self.processes.values() if process.rows]
         if not training:
             return None
-        last = max(training, key=lambda process: process.rows[-1].end)
-        together = [process for process in training if process.world == last.world]
-        if last.world == 1:
-            together = [last]
+        latest = max(training, key=lambda process: process.rows[-1].end)
+        peers = [process for process in training if process.world == latest.world]
+        if latest.world == 1:
+            peers = [latest]
         by_rank: dict[int, ObservedProcess] = {}
-        for process in sorted(together, key=lambda process: process.facts.get("began", 0.0)):
+        for process in sorted(peers, key=lambda process: process.facts.get("began", 0.0)):
             by_rank[process.rank] = process
         return ObservedTraining(ranks=[by_rank[rank] for rank in sorted(by_rank)])
 
     @property
-    def exceptions(self) -> list[Ended]:
+    def exceptions(self) -> list[RaisedException]:
         """Exceptions that ended processes or threads, in the order in which their files are read."""
         return [process.exception for process in self.processes.values() if process.exception is not None]
 
@@ -455,6 +458,6 @@ class Observation:
         return any(process.compiling for process in self.processes.values())
 
     @property
-    def fault(self) -> str:
-        """Why an observer failed; empty if none did."""
-        return next((process.fault for process in self.processes.values() if process.fault), "")
+    def fault(self) -> str | None:
+        """Why an observer failed; None if none did."""
+        return next((process.fault for process in self.processes.values() if process.fault), None)

@@ -26,13 +26,17 @@ _NUMBER = re.compile(
     r"(?P<number>[-+]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?", re.IGNORECASE
 )
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+"""A number with commas between thousands, such as `1,234.5`."""
 _DECIMAL_COMMA = re.compile(r"[-+]?(?:\d+,(?:\d{1,2}|\d{4,})|\d{1,3}(?:\.\d{3})+,\d+)")
+"""A number with a decimal comma, such as `13,25` or `1.234,5`."""
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+"""Factors of the letters behind a number. Trainers print tokens and samples in powers of ten."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Control sequences of a terminal (ECMA-48), which set colours and move the cursor."""
 _RANK = re.compile(r"^(?:(?:\[(?:rank ?|default)\d+\]|\[\d+,\d+\]<std(?:out|err)>): ?)+")
-"""What torchrun (`--tee`, `--local-ranks-filter`), torch's own exception hook and mpirun write in front of a rank's lines."""
+"""Prefixes of a rank's lines by torchrun (`--tee`, `--local-ranks-filter`), by torch's own exception hook and by mpirun."""
 _SPLIT = re.compile(rb"[\r\n]")
-_OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
+_PATTERN_CHARACTERS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
 """Characters that regular expressions contain and names, such as `throughput(tps)`, do not."""
 
 _BAR = re.compile(
@@ -40,7 +44,7 @@ _BAR = re.compile(
     r"(?:(?:it|step|iter|batch)/s|s/(?:it|step|iter|batch))"
 )
 """A progress bar of tqdm, as `tqdm.format_meter` writes it."""
-_OF_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
+_COUNTS_STEPS = re.compile(r"\b(?:epoch[ :=\[#]*\d|train|steps?\b|iter|fine-?tun|loss\b)", re.IGNORECASE)
 """Names of bars that count training steps. A bar without a name may count anything, one over epochs counts epochs."""
 _LOSS = re.compile(
     r"(?<![\w/.])(?:lm[ _]|train[/_ ]?|reduced_train_)?loss(?: train)?['\"]?\s*[:=]\s*'?"
@@ -62,49 +66,50 @@ class Reported:
 
 @dataclass
 class Lines:
-    """Splits a stream into lines, also at carriage returns, and finds numbers in them.
+    """Splits a stream into lines, also at carriage returns, and reads numbers from them.
 
     Args:
         patterns: regular expressions whose groups are named by metrics.
         names: metrics by their names in JSON objects and files.
-        requested: the requested metrics in order; empty to read what usually contains them.
+        requested: the requested metrics in order; empty for the usual ones.
     """
 
     patterns: Sequence[re.Pattern[str]]
     names: Mapping[str, str] = field(default_factory=dict)
     requested: Sequence[str] = ()
-    _rest: bytes = field(default=b"", init=False)
+    _incomplete: bytes = field(default=b"", init=False)
 
     @property
-    def first(self) -> str | None:
+    def objective(self) -> str | None:
         """The requested objective; None if none was requested."""
         return next((name for name in self.requested if name not in BESIDE), None)
 
     def feed(self, data: bytes) -> Iterator[str]:
         """Yields the lines that these bytes complete."""
-        *whole, self._rest = _SPLIT.split(self._rest + data)
-        self._rest = self._rest[:LONGEST_LINE]
-        for line in whole:
+        *lines, self._incomplete = _SPLIT.split(self._incomplete + data)
+        # A program may print without line ends, such as binary data: this bounds the memory.
+        self._incomplete = self._incomplete[:LONGEST_LINE]
+        for line in lines:
             if line:
                 yield _text(line[:LONGEST_LINE])
 
-    def last(self) -> Iterator[str]:
-        """Yields the rest, which has no line end."""
-        rest, self._rest = self._rest, b""
-        if rest:
-            yield _text(rest)
+    def remaining(self) -> Iterator[str]:
+        """Yields the last line if it has no line end."""
+        incomplete, self._incomplete = self._incomplete, b""
+        if incomplete:
+            yield _text(incomplete)
 
     def read(self, line: str) -> dict[str, float]:
         """Returns the numbers in a line, by metric. If several patterns match, the first one counts."""
         values: dict[str, float] = {}
         for pattern in self.patterns:
             if match := pattern.search(line):
-                for name, text in match.groupdict().items():
-                    if text is not None and name not in values and (value := number(text)) is not None:
+                for name, printed in match.groupdict().items():
+                    if printed is not None and name not in values and (value := number(printed)) is not None:
                         values[name] = value
         if self.names and line.lstrip().startswith("{"):
-            named = _of_object(line)
-            values = {**{self.names[name]: named[name] for name in self.names if name in named}, **values}
+            numbers = _json_numbers(line)
+            values = {**{self.names[name]: numbers[name] for name in self.names if name in numbers}, **values}
         return values if self.requested else {**_printed(line), **values}
 
 
@@ -128,13 +133,14 @@ class StepNumbers:
         Returns:
             The duration of the steps reported before that time, as `step_ms` returns it.
         """
-        took = self.step_ms() if self._last is not None and at > self._last[1] else None
+        duration_ms = self.step_ms() if self._last is not None and at > self._last[1] else None
         if self._last is not None and step <= self._last[0]:
+            # Another rank that is behind, or the same bar drawn again: only a restart falls further.
             if step >= self._last[0] / 2 or self._last[0] <= RANKS_APART:
-                return took
+                return duration_ms
             self._from = None
         self._last = (step, at)
-        return took
+        return duration_ms
 
     def step_ms(self) -> float | None:
         """Returns the duration of each step since the last timed one, ms; None if it is not known yet."""
@@ -159,14 +165,14 @@ class Appended:
     def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
         self.path = path
         self._names = names or {}
-        self._at, self._rest = 0, b""
+        self._offset, self._incomplete = 0, b""
         self._header: list[str] | None = None
         self._start = b""
         """The first line, once it is complete."""
         self._rows = 0
         """Number of rows so far, without the header."""
-        self._again = 0
-        """Number of rows to come that were read before the file was rewritten."""
+        self._repeated = 0
+        """Number of next rows that were read before the file was rewritten."""
         self._earlier = _contents(path)
 
     def read(self, now: float, *, ended: bool = False) -> list[Reported]:
@@ -174,38 +180,38 @@ class Appended:
 
         Args:
             now: time of rows without one of their own, s.
-            ended: whether nothing more is appended, so that the last line may lack its end.
+            ended: True if nothing more is appended, so that the last line may lack its end.
         """
         try:
             with self.path.open("rb") as file:
-                if self._earlier is not None and not self._begins(file):
+                if self._earlier is not None and not self._has_begun(file):
                     return []
                 self._find_rewritten(file)
-                file.seek(self._at)
+                file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
-        self._at += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        self._offset += len(data)
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         if ended:
-            whole, self._rest = [*whole, self._rest], b""
-        found = []
-        for line in whole:
+            lines, self._incomplete = [*lines, self._incomplete], b""
+        reports = []
+        for line in lines:
             values = self._row(line.decode("utf-8", "replace").strip())
-            at = values.pop(TIME, now)
+            reported_at = values.pop(TIME, now)
             if values:
-                found.append(Reported(values, at))
-        return found
+                reports.append(Reported(values, reported_at))
+        return reports
 
-    def _begins(self, file: BinaryIO) -> bool:
-        """Returns True once this run has written to a file that existed before, and finds where."""
+    def _has_begun(self, file: BinaryIO) -> bool:
+        """Returns True once this run has written to a file that existed before, and finds the place of its first line."""
         assert self._earlier is not None
         stamp, size, start = self._earlier
         if _stamp(file) == stamp:
             return False
         # A longer file with the same beginning was appended to; any other was rewritten.
         if os.fstat(file.fileno()).st_size > size and file.read(len(start)) == start:
-            self._at = size
+            self._offset = size
             self._row(start.partition(b"\n")[0].decode("utf-8", "replace").strip())
             file.seek(0)
             self._rows = max(0, file.read(size).count(b"\n") - (self._header is not None))
@@ -218,13 +224,13 @@ class Appended:
         """
         file.seek(0)
         start = file.readline(LONGEST_LINE)
-        if os.fstat(file.fileno()).st_size < self._at or (self._start and start != self._start):
-            self._at, self._rest, self._header, self._again, self._rows = 0, b"", None, self._rows, 0
+        if os.fstat(file.fileno()).st_size < self._offset or (self._start and start != self._start):
+            self._offset, self._incomplete, self._header, self._repeated, self._rows = 0, b"", None, self._rows, 0
         self._start = start if start.endswith(b"\n") else b""
 
     def _row(self, line: str) -> dict[str, float]:
         if line.startswith("{"):
-            values = _of_object(line)
+            values = _json_numbers(line)
         elif self.path.suffix != ".csv" or not line:
             return {}
         else:
@@ -233,30 +239,30 @@ class Appended:
                 self._header = cells
                 return {}
             named = zip(self._header, cells)
-            values = {name: value for name, text in named if (value := number(text)) is not None}
+            values = {name: value for name, cell in named if (value := number(cell)) is not None}
         self._rows += 1
-        if self._again:
-            self._again -= 1
+        if self._repeated:
+            self._repeated -= 1
             return {}
         return renamed(values, self._names)
 
 
 def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
-    """True if a row has names only, some of them those of the present header."""
+    """True if all cells of a row are names, some of them in the present header."""
     return all(cell.strip() and number(cell) is None for cell in cells) and not set(cells).isdisjoint(header)
 
 
 def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
     """Returns values by metric, with names replaced by those in `names`, which take precedence."""
-    other = {name: value for name, value in values.items() if name not in names}
-    return {**other, **{names[name]: value for name, value in values.items() if name in names}}
+    unrenamed = {name: value for name, value in values.items() if name not in names}
+    return {**unrenamed, **{names[name]: value for name, value in values.items() if name in names}}
 
 
 def _printed(line: str) -> dict[str, float]:
-    """Returns what is read without being asked for: the step of a progress bar over training steps, and a training loss."""
+    """Returns the metrics that are read without a request: the step of a progress bar over training steps, and a loss."""
     values = {}
     bar = _BAR.match(line)
-    if bar is not None and _OF_STEPS.search(bar["name"]) and not NOT_TRAINING.search(bar["name"]):
+    if bar is not None and _COUNTS_STEPS.search(bar["name"]) and not NOT_TRAINING.search(bar["name"]):
         values["step"] = float(bar["step"])
     loss = _LOSS.search(line)
     if loss is not None and not NOT_TRAINING.search(line[: loss.start()]):
@@ -276,37 +282,38 @@ def lines_for(metrics: Sequence[str]) -> Lines:
         UsageError: a regular expression is invalid, has no named group, or a name is used twice.
     """
     if not metrics:
-        known = {name: name for name in (*PREFERRED, *BESIDE)}
-        return Lines([], known)
+        names = {name: name for name in (*PREFERRED, *BESIDE)}
+        return Lines([], names)
     patterns: list[re.Pattern[str]] = []
     names: dict[str, str] = {}
     requested: list[str] = []
-    for text in metrics:
-        if _OF_PATTERNS.search(text):
-            pattern = _pattern(text)
+    for option in metrics:
+        # Names in JSON lines may contain slashes, brackets and spaces, but not these characters.
+        if _PATTERN_CHARACTERS.search(option):
+            pattern = _pattern(option)
             patterns.append(pattern)
             requested += [name for name in pattern.groupindex if name not in requested]
             continue
-        called, equals, name = text.partition("=")
-        if not (equals and called.isidentifier() and name):
-            last = text.rpartition("/")[2]
-            called, name = last if last in (*PREFERRED, *BESIDE) else text, text
-        if called in names.values():
-            other = next(each for each in names if names[each] == called)
-            raise UsageError(f"--metric: '{other}' and '{name}' are both called {called}; write one as OTHER={name}")
-        names[name] = called
-        requested.append(called)
+        metric, equals, name = option.partition("=")
+        if not (equals and metric.isidentifier() and name):
+            last_part = option.rpartition("/")[2]
+            metric, name = last_part if last_part in (*PREFERRED, *BESIDE) else option, option
+        if metric in names.values():
+            namesake = next(earlier for earlier in names if names[earlier] == metric)
+            raise UsageError(f"--metric: '{namesake}' and '{name}' are both called {metric}; write one as OTHER={name}")
+        names[name] = metric
+        requested.append(metric)
     return Lines(patterns, names, requested)
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def _pattern(expression: str) -> re.Pattern[str]:
     try:
-        pattern = re.compile(text)
+        pattern = re.compile(expression)
     except re.error as error:
-        raise UsageError(f"--metric '{text}' is not a valid regular expression: {error}") from None
+        raise UsageError(f"--metric '{expression}' is not a valid regular expression: {error}") from None
     if not pattern.groupindex:
         raise UsageError(
-            f"--metric '{text}' has no named group; write one for the number, such as "
+            f"--metric '{expression}' has no named group; write one for the number, such as "
             r"'speed: (?P<tokens_per_second>[\d.]+)'"
         )
     return pattern
@@ -322,8 +329,8 @@ def _contents(path: Path) -> tuple[tuple[int, int], int, bytes] | None:
 
 
 def _stamp(file: BinaryIO) -> tuple[int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_ino, found.st_mtime_ns
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_mtime_ns
 
 
 def _text(line: bytes) -> str:
@@ -347,16 +354,16 @@ def number(text: str) -> float | None:
     return float(digits.replace(",", "")) * _SCALES[(match["scale"] or "").lower()]
 
 
-def _of_object(line: str) -> dict[str, float]:
+def _json_numbers(line: str) -> dict[str, float]:
     """Returns the numbers of a JSON object."""
     try:
-        given = json.loads(line)
+        document = json.loads(line)
     except ValueError:
         return {}
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         return {}
     return {
         name: float(value)
-        for name, value in given.items()
+        for name, value in document.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -1,4 +1,4 @@
-"""A running command: started, its metrics read, and ended once its speed is known."""
+"""A running command: starts it, reads its metrics, and ends it once its speed is known."""
 
 import contextlib
 import json
@@ -30,27 +30,27 @@ from .reading import Appended, Lines, Reported, StepNumbers
 from .suggestion import Suggestion, suggestion
 from .template import CommandLine, ShellLine
 
-LOOK_S = 0.25
+CHECK_S = 0.25
 """Interval between checks of memory and of growing files, s."""
-WORDS_S = 0.5
-"""Time after a line about an out-of-memory for a further line with the size of the allocation, s."""
+OOM_DETAIL_S = 0.5
+"""Time after the first line about an out-of-memory to wait for a line with the size of the allocation, s."""
 LINGER_S = 1.0
 """Time without output after which a command's background processes are no longer waited for, s."""
 TERM_S = 2.0
 """Time for a command to end after SIGTERM, s."""
 REPORT_S = 1.0
 """Interval between reports of its state, s."""
-HELD_S = 60.0
-"""Time for which a speed that was only printed is held back while a process of the command has imported torch, s: it may
-belong to work before the training, whose steps will be observed."""
+HOLD_S = 60.0
+"""Time to wait for observed steps after a printed speed is known, if a process of the command has imported torch, s. The
+printed speed may belong to work before the training, such as tokenizing."""
 COMPARED_S = 2.0
-"""The same for a speed that was asked for, with which observed steps are only compared, s."""
-HOPELESS_S = 10.0
-"""Time after the first line with an unread rate after which a command that is not observed is ended, s."""
+"""The same if the printed speed was requested, s: observed steps are then only compared with it."""
+UNREAD_S = 10.0
+"""Time after the first line with a speed in an unknown form, after which a command that is not observed is ended, s."""
 SHOWN_LINES = 40
 """Number of last lines shown if no metric was found."""
 MOST_LOSSES = 1000
-"""Number of losses that are kept."""
+"""Number of losses that are recorded."""
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
 _ERROR = re.compile(
     r"^(?:\[[^\]]*\]:?\s*)*(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|.*\berror: \S.*)$"
@@ -75,13 +75,13 @@ class RunTerms:
     cwd: str
     lines: Lines
     """Reads the output."""
-    grows: str | None
-    """A file that it writes numbers to."""
-    wanted: str | None
+    metric_file: str | None
+    """A file to which it writes numbers."""
+    objective: str | None
     """The objective; None for the first known metric that is reported."""
     smaller: bool
     """True if a smaller value is better."""
-    work: float | None
+    samples_per_step: float | None
     """Samples per step; None if unknown."""
     to_the_end: bool
     """True if the last value counts, False if it ends once the value is steady."""
@@ -101,7 +101,7 @@ class RunTerms:
     """Ranks that share a replica, by the knobs."""
 
 
-class _Over(Exception):
+class _Ended(Exception):
     """The command has ended or can be ended."""
 
 
@@ -115,55 +115,55 @@ class Run(Clock):
     on_peak: Callable[[float], None] = lambda mib: None
     """Called with its peak memory, MiB, whenever that rises."""
     on_compiling: Callable[[bool], None] = lambda compiling: None
-    """Called when one of its processes begins to compile, and when none does any more."""
+    """Called with True when one of its processes begins to compile, and with False when the last one has compiled."""
     on_state: Callable[[str], None] = lambda state: None
-    """Called with a text of what has been read so far, when that changes, at most once per `REPORT_S`."""
+    """Called with a description of the output so far when it changes, at most once per `REPORT_S`."""
     costs: list[float] = field(default_factory=list)
     """Cost of each value of the objective, in order."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last value of each metric."""
     losses: dict[int, float] = field(default_factory=dict)
-    """By the step reported with them, or by their order."""
-    seen: list[str] = field(default_factory=list)
+    """By reported step, or in order if no step was reported."""
+    reported_metrics: list[str] = field(default_factory=list)
     """Metrics in the order of their first report."""
     objective: Objective | None = None
     """The objective, once it has been reported."""
-    out_of_memory: str = ""
-    """Its message about an out-of-memory; empty if there was none."""
+    out_of_memory: str | None = None
+    """Its message about an out-of-memory; None if there was none."""
     over_limit: bool = False
-    """True if that is because it exceeded its memory limit."""
+    """True if it ran out of memory by exceeding its memory limit."""
     port_taken: bool = False
     """True if it reported that a port is taken."""
     peak_mib: float = 0.0
     """Memory of the fullest of its processes, or of the fullest GPU, MiB."""
-    error: str = ""
-    """The last error in its output that does not follow from another one."""
+    error: str | None = None
+    """The last error in its output that does not follow from another one; None without one."""
     speed: Speed | None = None
     """Its speed by observation; None if no training was observed."""
-    hopeless: Suggestion | None = None
-    """Set if it was ended because its speed is printed in a form that is not read."""
+    unread_speed: Suggestion | None = None
+    """Set if it was ended because it prints its speed in an unknown form."""
     _oom_until: float = math.inf
     _printed_at: float = 0.0
     """Time of its last output."""
     foreign: float | None = None
-    """Mean number of cores that other processes kept busy meanwhile."""
+    """Mean number of cores kept busy by other processes since the objective was first reported."""
     stopped: bool = False
     """True if it was stopped, False if it ended on its own."""
 
     def __post_init__(self) -> None:
-        # Beside the trial's folder, which has to be empty for trainers that refuse any other.
+        # Not in the trial's folder, because some trainers refuse an output folder that is not empty.
         folder = Path(f"{self.terms.folder}.observed", f"{self.values.get('node_rank', 0)}-{time.monotonic_ns()}")
         folder.mkdir(parents=True)
         self.report = folder / "report.json"
         self.observation = Observation(folder)
         self._appended: list[Appended] = [Appended(self.report)]
-        if self.terms.grows is not None:
-            self._appended.append(Appended(Path(self.terms.cwd, self.terms.grows), self.terms.lines.names))
+        if self.terms.metric_file is not None:
+            self._appended.append(Appended(Path(self.terms.cwd, self.terms.metric_file), self.terms.lines.names))
         self.tail: deque[str] = deque(maxlen=SHOWN_LINES)
         """Its last lines."""
         self._steps = StepNumbers()
         self._reported_at: float | None = None
-        self._look = 0.0
+        self._check_at = 0.0
         self._state, self._state_at = "", time.monotonic() + REPORT_S
         self.pids: set[int] = set()
         """All its processes."""
@@ -172,7 +172,7 @@ class Run(Clock):
         self._load: Watch | None = None
         """Load of the machine since the objective was first reported."""
         self._unread_since: float | None = None
-        """Time of the first line with a rate that is not read."""
+        """Time of the first line with a speed in an unknown form."""
         self._compiling = False
 
     # -- a clock -------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Run(Clock):
         return len(self.costs)
 
     def read(self, marks: Sequence[int]) -> list[float]:
-        return [self.costs[at - 1] for at in marks[1:]]
+        return [self.costs[mark - 1] for mark in marks[1:]]
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -208,18 +208,18 @@ class Run(Clock):
                         self.foreign = foreign_cores([self._load.load()])
                 self._end()
         finally:
-            if self.process.poll() is None:
+            if self.process.poll() is None:  # after an error in this process
                 self.process.kill()
             self.shortage.close()
         return timing
 
     def _start(self) -> None:
         terms = self.terms
-        for each in terms.files:
-            each.write(Path(terms.folder), self.values)
+        for file in terms.files:
+            file.write(Path(terms.folder), self.values)
         environment = {
             **os.environ,
-            "PYTHONUNBUFFERED": "1",
+            "PYTHONUNBUFFERED": "1",  # otherwise lines arrive when a buffer is full, not when they are printed
             FILE: str(self.report),
             **{name: template.text(self.values) for name, template in terms.environment},
         }
@@ -236,16 +236,17 @@ class Run(Clock):
             words,
             cwd=terms.cwd,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # a program that asks a question fails instead of waiting for an answer
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True,  # its process group, which `_signal` addresses, is then without this process
         )
 
     def _timed(self) -> Timing | None:
         """Follows it until its speed is known. Returns None if it ended before."""
         terms = self.terms
         try:
+            # The first value selects the objective; only from then on can costs be compared with the best so far.
             self._step()
             if terms.to_the_end:
                 while True:
@@ -256,17 +257,17 @@ class Run(Clock):
             timing = measure(self._step, self, terms.plan, best_step_ms=best)
             self._hold()
             return timing
-        except _Over:
+        except _Ended:
             return None
 
     def _hold(self) -> None:
-        """Waits for observed steps after a printed speed is known: one that was not asked for may be that of work before
-        the training, and one that was is compared with them.
+        """Waits for observed steps after a printed speed is known. A requested speed is compared with them; any other may
+        be that of work before the training.
 
         Raises:
-            _Over: the speed of the training is known by observation, or the command has ended.
+            _Ended: the speed of the training is known by observation, or the command has ended.
         """
-        end = time.monotonic() + (COMPARED_S if self.asked else HELD_S)
+        end = time.monotonic() + (COMPARED_S if self.speed_is_reported else HOLD_S)
         while self.observation.processes and not (self.speed is not None and self.speed.complete):
             if time.monotonic() >= end and self.observation.training is None:
                 return
@@ -274,14 +275,14 @@ class Run(Clock):
 
     def _step(self) -> None:
         """Waits until the objective has been reported once more."""
-        before = len(self.costs)
-        while len(self.costs) == before:
+        count = len(self.costs)
+        while len(self.costs) == count:
             self._read_output()
 
     def _read_output(self) -> None:
         """Reads the next output."""
         exited = self.process.poll() is not None
-        data = self._received(LOOK_S)
+        data = self._received(CHECK_S)
         now = time.monotonic()
         for line in self.terms.lines.feed(data):
             self._read_line(line, now)
@@ -290,13 +291,13 @@ class Run(Clock):
         # Its background processes may still print.
         over = exited and not data and (not self._selector.get_map() or now >= self._printed_at + LINGER_S)
         if over:
-            for line in self.terms.lines.last():
+            for line in self.terms.lines.remaining():
                 self._read_line(line, now)
-        if over or now >= self._look:
-            self._look = now + LOOK_S
+        if over or now >= self._check_at:
+            self._check_at = now + CHECK_S
             self._watch(now, ended=over)
         if over or (self.out_of_memory and now >= self._oom_until):
-            raise _Over
+            raise _Ended
 
     def _received(self, wait_s: float) -> bytes:
         """Returns the next output and copies it to the log; empty if there is none within `wait_s`."""
@@ -308,7 +309,7 @@ class Run(Clock):
             data = os.read(key.fd, 1 << 16)
             if not data:
                 self._selector.unregister(key.fileobj)
-            written = 0
+            written = 0  # a pipe may take only a part
             while written < len(data):
                 written += os.write(1, data[written:])
             return data
@@ -317,7 +318,7 @@ class Run(Clock):
     def _read_line(self, line: str, now: float) -> None:
         self.tail.append(line)
         if not self.out_of_memory and failure.line_says_oom(line):
-            self.out_of_memory, self._oom_until = line.strip(), now + WORDS_S
+            self.out_of_memory, self._oom_until = line.strip(), now + OOM_DETAIL_S
         elif self.out_of_memory and failure.requested_in(line) and not failure.requested_in(self.out_of_memory):
             self.out_of_memory = line.strip()
         if _PORT_TAKEN.search(line):
@@ -332,11 +333,13 @@ class Run(Clock):
 
     def _take(self, reported: Reported) -> None:
         """Records reported numbers. Values of the objective become costs."""
-        self.seen += [name for name in reported.values if name not in self.seen]
+        self.reported_metrics += [name for name in reported.values if name not in self.reported_metrics]
         if self.objective is None:
-            name = chosen(self.terms.wanted, self.seen)
+            name = chosen(self.terms.objective, self.reported_metrics)
             if name is not None:
-                self.objective = Objective(name=name, smaller=self.terms.smaller, work=self.terms.work)
+                self.objective = Objective(
+                    name=name, smaller=self.terms.smaller, samples_per_step=self.terms.samples_per_step
+                )
         self.metrics.update(reported.values)
         if "loss" in reported.values and len(self.losses) < MOST_LOSSES:
             step = reported.values.get("step", len(self.losses))
@@ -360,36 +363,36 @@ class Run(Clock):
 
     def _watch(self, now: float, *, ended: bool) -> None:
         """Checks growing files and memory."""
-        for each in self._appended:
-            for reported in each.read(now, ended=ended):
-                self._take(self._with_rates(reported) if each.path == self.report else reported)
-        held = _held_mib(self.process.pid)
-        here = self._gpus.held_mib(held) if self._gpus else max(held.values(), default=0.0)
-        if here > self.peak_mib:
-            self.peak_mib = here
-            self.on_peak(here)
+        for file in self._appended:
+            for reported in file.read(now, ended=ended):
+                self._take(self._with_rates(reported) if file.path == self.report else reported)
+        resident_mib = _resident_mib(self.process.pid)
+        memory_mib = self._gpus.held_mib(resident_mib) if self._gpus else max(resident_mib.values(), default=0.0)
+        if memory_mib > self.peak_mib:
+            self.peak_mib = memory_mib
+            self.on_peak(memory_mib)
         limit = self.terms.memory_limit_mib
-        # The limit that a process inherits (RLIMIT_DATA) does not count shared memory and mapped files.
-        if limit is not None and here > limit and not self.out_of_memory:
-            whose = "a GPU are in use" if self._gpus else "memory are resident in one process"
-            self.out_of_memory = f"{here:,.0f} MiB of {whose}, but the limit is {limit:,.0f} MiB"
+        # Checked here as well, since the inherited limit (RLIMIT_DATA) counts neither shared memory nor mapped files.
+        if limit is not None and memory_mib > limit and not self.out_of_memory:
+            scope = "a GPU are in use" if self._gpus else "memory are resident in one process"
+            self.out_of_memory = f"{memory_mib:,.0f} MiB of {scope}, but the limit is {limit:,.0f} MiB"
             self._oom_until, self.over_limit = now, True
-        self.pids.update(held)
-        self.shortage.look(list(held))
+        self.pids.update(resident_mib)
+        self.shortage.look(list(resident_mib))
         if self.terms.observe:
             self._observe(now, ended=ended)
         self._give_up(now, ended=ended)
         if now >= self._state_at:
             self._state_at = now + REPORT_S
-            before, self._state = self._state, self._read_so_far()
-            if self._state != before:
+            previous, self._state = self._state, self._read_so_far()
+            if self._state != previous:
                 self.on_state(self._state)
 
     def _observe(self, now: float, *, ended: bool) -> None:
         """Reads what the observer has written.
 
         Raises:
-            _Over: the speed is known, and no other metric was asked for.
+            _Ended: the speed is known, and no other metric was requested.
         """
         self.observation.update()
         if (compiling := self.observation.compiling) != self._compiling:
@@ -405,13 +408,13 @@ class Run(Clock):
             self._load = Watch(lambda: family_s(self.process.pid))
         self.peak_mib = max(self.peak_mib, training.peak_mib() or 0.0)
         self.speed = training.speed(self.terms.plan, best_s=self._best_step_s(training), ended=ended)
-        if not self.asked and self.speed is not None and self.speed.complete and not ended:
-            raise _Over
+        if not self.speed_is_reported and self.speed is not None and self.speed.complete and not ended:
+            raise _Ended
 
     @property
-    def asked(self) -> bool:
+    def speed_is_reported(self) -> bool:
         """True if its speed is a number that `--metric` names or the script reports."""
-        return self.terms.wanted is not None or self._reported_at is not None
+        return self.terms.objective is not None or self._reported_at is not None
 
     def _best_step_s(self, training: ObservedTraining) -> float | None:
         """Time of a step of the best candidate so far with the samples of this one's steps, s."""
@@ -423,64 +426,68 @@ class Run(Clock):
 
     def samples_per_step(self, training: ObservedTraining, speed: Speed) -> float | None:
         """Samples of a step over all ranks: those of the observed batches; without a loader, the micro-batch of the knobs
-        times the observed passes and replicas, or what the request says; None if nothing does.
+        times the observed passes and replicas, or the number in the request; None if unknown.
         """
         if speed.samples_per_step is not None:
             return speed.samples_per_step
         if self.terms.micro_batch is not None and speed.backwards_per_step:
             return self.terms.micro_batch * speed.backwards_per_step * max(1, training.world // self.terms.split)
-        return self.terms.work
+        return self.terms.samples_per_step
 
     def _give_up(self, now: float, *, ended: bool) -> None:
-        """Ends a command whose speed is printed in a form that is not read, and that cannot be observed.
+        """Ends a command that prints its speed in an unknown form and cannot be observed.
 
         Raises:
-            _Over: it is one.
+            _Ended: this command is one.
         """
-        waited = self._unread_since is not None and now >= self._unread_since + HOPELESS_S
-        if ended or not waited or self.seen or self.terms.requirements or self.observation.processes:
+        overdue = self._unread_since is not None and now >= self._unread_since + UNREAD_S
+        if ended or not overdue or self.reported_metrics or self.terms.requirements or self.observation.processes:
             return
-        self.hopeless = suggestion(list(self.tail))
-        if self.hopeless is not None and self.terms.wanted is None:
-            raise _Over
+        self.unread_speed = suggestion(list(self.tail))
+        if self.unread_speed is not None and self.terms.objective is None:
+            raise _Ended
 
     def _read_so_far(self) -> str:
-        """Describes what has been read, for the reason of a timeout."""
+        """Describes the output so far, for the reason of a timeout."""
         if self.speed is not None:
             return f"the command, after {self.speed.steps} observed step{'s'[: self.speed.steps > 1]}"
         if self.costs and self.objective is not None:
             return f"the command, after {len(self.costs)} value{'s'[: len(self.costs) > 1]} of '{self.objective.name}'"
-        if not self.tail and not self.seen:
+        if not self.tail and not self.reported_metrics:
             return f"the command, {failure.NO_METRIC}: it has printed nothing"
         return f"the command, {failure.NO_METRIC}: its output does not contain {self.missing}{self.hint}"
 
     @property
     def missing(self) -> str:
         """Name of the objective that it should report."""
-        return f"'{self.terms.wanted}'" if self.terms.wanted else "a throughput, a step's time or its number"
+        return f"'{self.terms.objective}'" if self.terms.objective else "a throughput, a step's time or its number"
 
     @property
     def hint(self) -> str:
-        """Lists the metrics that it reported and the line that nearly matched, to be appended; may be empty."""
-        near = suggestion(list(self.tail))
-        reported = f"; it reported {', '.join(self.seen)}" if self.seen else ""
-        return reported + (f"; {near.text}" if near is not None else "")
+        """The metrics that it reported and a line with a speed in an unknown form, to append to an error; may be empty."""
+        unread = suggestion(list(self.tail))
+        reported = f"; it reported {', '.join(self.reported_metrics)}" if self.reported_metrics else ""
+        return reported + (f"; {unread.text}" if unread is not None else "")
 
     def _with_rates(self, reported: Reported) -> Reported:
-        """Replaces amounts in a report by rates since the report before."""
-        values, before = dict(reported.values), self._reported_at
+        """Replaces amounts in a report by rates since the previous report."""
+        values, previous_at = dict(reported.values), self._reported_at
         self._reported_at = reported.at
         for amount in ("tokens", "samples"):
             if amount in values:
-                of = values.pop(amount)
-                if f"{amount}_per_second" not in self.seen:  # the first report announces the metric
-                    self.seen.append(f"{amount}_per_second")
-                if before is not None and reported.at > before:
-                    values[f"{amount}_per_second"] = of / (reported.at - before)
+                total = values.pop(amount)
+                if f"{amount}_per_second" not in self.reported_metrics:  # the first report announces the metric
+                    self.reported_metrics.append(f"{amount}_per_second")
+                if previous_at is not None and reported.at > previous_at:
+                    values[f"{amount}_per_second"] = total / (reported.at - previous_at)
         return replace(reported, values=values)
 
     def _end(self) -> None:
-        """Ends it and everything it started, first with SIGTERM, which its launcher may pass on."""
+        """Ends it and everything it started.
+
+        SIGTERM comes first, because launchers such as torchrun start ranks in sessions of their own and pass it on.
+        Output is read meanwhile: a process that cannot write to a full pipe would not end.
+        """
         if self.process.poll() is not None:
             return
         processes: list[psutil.Process] = []
@@ -492,8 +499,9 @@ class Run(Clock):
             while time.monotonic() < end and self.process.poll() is None:
                 try:
                     self._read_output()
-                except _Over:
+                except _Ended:
                     break
+            # Reaches the processes of its group that ignore SIGTERM; the supervisor kills those with sessions of their own.
             self._signal(signal.SIGKILL)
             self.process.wait()
         self.stopped = True
@@ -504,11 +512,11 @@ class Run(Clock):
             os.killpg(self.process.pid, number)
 
 
-def _held_mib(pid: int) -> dict[int, float]:
+def _resident_mib(pid: int) -> dict[int, float]:
     """Returns the resident memory of a process and its live descendants, MiB, by process id."""
-    held = {}
+    resident_mib = {}
     with contextlib.suppress(psutil.NoSuchProcess):
-        for each in family(pid):
+        for process in family(pid):
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                held[each.pid] = each.memory_info().rss / 2**20
-    return held
+                resident_mib[process.pid] = process.memory_info().rss / 2**20
+    return resident_mib

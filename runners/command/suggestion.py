@@ -1,4 +1,4 @@
-"""A `--metric` for lines that contain a speed in no known form, built from them and tried on them."""
+"""Suggests a `--metric` for output that contains a speed in an unknown form, and tries it on the same lines."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ _UNITS = (
     ("step_ms", r" ?ms(?:/(?:it|iter|step|batch))?\b"),
     ("step_s", r" ?s(?:ec)?/(?:it|iter|step|batch)\b"),
 )
-"""Units of speeds behind a number, by the metric that they are."""
+"""Units of speeds behind a number, by metric."""
 _NAMES = (
     (
         "tokens_per_second",
@@ -63,11 +63,12 @@ class Suggestion:
 def suggestion(lines: Sequence[str]) -> Suggestion | None:
     """Returns the metric that reads most of these lines; None if none of them contains a speed."""
     best: Suggestion | None = None
+    # From the last line on: of metrics that match equally many lines the latest counts, which is that of the training.
     for line in reversed(lines):
         if NOT_TRAINING.search(line):
             continue
         for metric, value in _candidates(line):
-            matches = sum(re.search(metric, other) is not None for other in lines)
+            matches = sum(re.search(metric, output) is not None for output in lines)
             if best is None or matches > best.matches:
                 best = Suggestion(metric=metric, line=line, value=value, matches=matches)
     return best
@@ -78,21 +79,21 @@ def _candidates(line: str) -> list[tuple[str, str]]:
     readings = []
     for name, unit in _UNITS:
         if (match := re.search(rf"(?P<number>{_NUMBER}){unit}", line, re.IGNORECASE)) is not None:
-            before = _literal(line[: match.start()])
-            after = _escaped(line[match.end("number") : match.end()])
-            readings.append((rf"{before}(?P<{name}>[\d.,]+[kKMG]?){after}", match["number"]))
+            prefix = _literal(line[: match.start()])
+            suffix = _escaped(line[match.end("number") : match.end()])
+            readings.append((rf"{prefix}(?P<{name}>[\d.,]+[kKMG]?){suffix}", match["number"]))
     for name, label in _NAMES:
         if (match := re.search(rf"(?P<label>{label})(?P<number>{_NUMBER})", line, re.IGNORECASE)) is not None:
             readings.append((rf"{_escaped(match['label'])}(?P<{name}>[\d.,]+[kKMG]?)", match["number"]))
     return readings
 
 
-def _literal(before: str) -> str:
+def _literal(prefix: str) -> str:
     """Returns the words directly in front of a number as a pattern; numbers in them may differ."""
-    words = re.search(r"[A-Za-z_(\[|,:=][^\d]{0,20}$", before)
+    words = re.search(r"[A-Za-z_(\[|,:=][^\d]{0,20}$", prefix)
     return _escaped(words[0]) if words else ""
 
 
-def _escaped(text: str) -> str:
-    """Escapes a text for a regular expression, with spaces as they are, so that it can be read."""
-    return re.escape(text).replace(r"\ ", " ")
+def _escaped(literal: str) -> str:
+    """Escapes a literal for a regular expression, with spaces as they are, so that it can be read."""
+    return re.escape(literal).replace(r"\ ", " ")

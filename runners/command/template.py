@@ -17,7 +17,7 @@ from ...space.expression import Expression
 from ...space.grammar import CONSTANTS, parse
 from ...space.values import FLAG
 
-GIVEN = {
+PLACEHOLDERS = {
     "trial": "the trial's number",
     "trial_dir": "the trial's folder",
     "devices": "devices of the trial, over all hosts",
@@ -31,16 +31,18 @@ GIVEN = {
 """Placeholders for values of the trial."""
 _BRACES = re.compile(r"\$\{[^}]*\}|\{\{|\}\}|\{(?P<inside>(?:'[^'\n]*'|\"[^\"\n]*\"|[^{}'\"])*)\}|(?P<stray>[{}])")
 _QUOTED = r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^'\"])"
-_CHOICE = re.compile(rf"(?P<one>{_QUOTED}+?)\sif\s(?P<condition>{_QUOTED}+?)\selse\s(?P<other>.+)", re.DOTALL)
+"""A text in quotation marks, in which ` if ` and ` else ` have no meaning, or one other character."""
+_CHOICE = re.compile(rf"(?P<if_true>{_QUOTED}+?)\sif\s(?P<condition>{_QUOTED}+?)\selse\s(?P<if_false>.+)", re.DOTALL)
 _SHELL = re.compile(r"&&?|\|\|?|\S*;|<|&?>>?|[012]?>>?[^>=]+")
 """Unquoted words that are shell syntax."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
+"""The beginning of a word that sets an environment variable."""
 _MARK = 0xE000
 """First of the private Unicode characters that replace braced parts while a command is split into words."""
 
 
 @dataclass(frozen=True)
-class _Given:
+class _TrialValue:
     """A value of the trial."""
 
     name: str
@@ -58,55 +60,55 @@ class _Choice:
     """One of two pieces, chosen by a condition."""
 
     condition: Expression
-    one: "_Piece"
-    other: "_Piece"
+    if_true: "_Piece"
+    if_false: "_Piece"
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self.condition.names, *self.one.names, *self.other.names)
+        return (*self.condition.names, *self.if_true.names, *self.if_false.names)
 
     @property
     def literals(self) -> tuple[str, ...]:
         """The literals among its pieces that are options."""
         literals: tuple[str, ...] = ()
-        for piece in (self.one, self.other):
+        for piece in (self.if_true, self.if_false):
             if isinstance(piece, _Choice):
                 literals += piece.literals
             elif _is_options(piece, {}):
                 literals += (value_text(piece.evaluate({})),)
         return literals
 
-    def chosen(self, values: Mapping[str, Any]) -> "_Piece":
-        """Returns the piece that the conditions choose, which is not a choice itself."""
-        piece = self.one if self.condition.evaluate(values) is True else self.other
-        return piece.chosen(values) if isinstance(piece, _Choice) else piece
+    def selected(self, values: Mapping[str, Any]) -> "_Piece":
+        """Returns the piece that the conditions select, which is not a choice itself."""
+        piece = self.if_true if self.condition.evaluate(values) is True else self.if_false
+        return piece.selected(values) if isinstance(piece, _Choice) else piece
 
     def evaluate(self, values: Mapping[str, Any]) -> Any:
-        return self.chosen(values).evaluate(values)
+        return self.selected(values).evaluate(values)
 
 
 @dataclass(frozen=True)
 class _AsPython:
     """A value written as Python does."""
 
-    of: "_Piece"
-    how: Callable[[Any], str]
+    piece: "_Piece"
+    write: Callable[[Any], str]
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.of.names
+        return self.piece.names
 
     def evaluate(self, values: Mapping[str, Any]) -> Any:
-        return self.how(self.of.evaluate(values))
+        return self.write(self.piece.evaluate(values))
 
 
-_Piece = Expression | _Given | _Choice | _AsPython
+_Piece = Expression | _TrialValue | _Choice | _AsPython
 
 
 def _is_options(piece: _Piece, values: Mapping[str, Any]) -> bool:
-    """True if a chosen piece is a literal that starts with a hyphen. The value of a knob remains one word."""
+    """True if the selected piece is a literal that starts with a hyphen. The value of a knob remains one word."""
     if isinstance(piece, _Choice):
-        return _is_options(piece.chosen(values), values)
+        return _is_options(piece.selected(values), values)
     return not piece.names and value_text(piece.evaluate(values)).startswith("-")
 
 
@@ -119,11 +121,11 @@ class Template:
     """True for a word of a command that is left out if its text is empty."""
 
     @classmethod
-    def read(cls, text: str, knobs: Mapping[str, Expression], where: str) -> "Template":
-        """Parses a text, which errors call `where`.
+    def read(cls, text: str, knobs: Mapping[str, Expression], subject: str) -> "Template":
+        """Parses a text. `subject` names it in errors.
 
         Raises:
-            UsageError: an expression is invalid, contains an unknown knob, or a brace is unbalanced.
+            UsageError: an expression is invalid or contains an unknown knob, or a brace is unbalanced.
         """
         pieces: list[str | _Piece] = []
         end = 0
@@ -132,10 +134,10 @@ class Template:
             end = match.end()
             if match["stray"]:
                 raise UsageError(
-                    f"{where}: the brace '{match[0]}' has no counterpart in '{text}'; write {{{{ or }}}} for a literal one"
+                    f"{subject}: the brace '{match[0]}' has no counterpart in '{text}'; write {{{{ or }}}} for a literal one"
                 )
             if match["inside"] is not None:
-                pieces.append(_expression(match["inside"], knobs, where))
+                pieces.append(_expression(match["inside"], knobs, subject))
             else:
                 pieces.append(match[0][0] if match[0] in ("{{", "}}") else match[0])
         pieces.append(text[end:])
@@ -143,8 +145,8 @@ class Template:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs and names of `GIVEN` that it uses."""
-        return frozenset(name for each in self.pieces if not isinstance(each, str) for name in each.names)
+        """The knobs and names of `PLACEHOLDERS` that it uses."""
+        return frozenset(name for piece in self.pieces if not isinstance(piece, str) for name in piece.names)
 
     def value(self, values: Mapping[str, Any]) -> Any:
         """Returns the value of a text that is a single expression, otherwise the filled text."""
@@ -154,7 +156,7 @@ class Template:
 
     def text(self, values: Mapping[str, Any]) -> str:
         """Returns the text with expressions replaced by values."""
-        return "".join(each if isinstance(each, str) else value_text(each.evaluate(values)) for each in self.pieces)
+        return "".join(piece if isinstance(piece, str) else value_text(piece.evaluate(values)) for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class CommandLine:
         Raises:
             UsageError: it is empty, has shell syntax, a quotation mark is unbalanced, or an expression is invalid.
         """
+        # Words of a list were separated by the caller: none is shell syntax, none is left out if it is empty.
         words = _split(command) if isinstance(command, str) else [(word, False) for word in command]
         environment = []
         if syntax := next((word for word, bare in words if bare and _SHELL.fullmatch(word)), None):
@@ -179,6 +182,7 @@ class CommandLine:
                 f"the command: '{syntax}' is shell syntax; write `shell: true` into --command-file, or quote it"
             )
         if isinstance(command, str):
+            # As in a shell, `NAME=value` in front of a command sets a variable.
             while words and (match := _ASSIGNMENT.match(words[0][0])):
                 value = words.pop(0)[0][match.end() :]
                 environment.append((match[1], Template.read(value, knobs, "the command")))
@@ -192,14 +196,14 @@ class CommandLine:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs and names of `GIVEN` that it uses."""
+        """The knobs and names of `PLACEHOLDERS` that it uses."""
         templates = (*self.words, *(value for _, value in self.environment))
-        return frozenset(name for each in templates for name in each.names)
+        return frozenset(name for template in templates for name in template.names)
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
         """Returns the command for a shell, with environment variables in front."""
-        own = [(name, each.text(values)) for name, each in self.environment]
-        words = [f"{name}={shlex.quote(value)}" for name, value in (*variables, *own)]
+        assigned = [(name, template.text(values)) for name, template in self.environment]
+        words = [f"{name}={shlex.quote(value)}" for name, value in (*variables, *assigned)]
         return " ".join([*words, *map(shlex.quote, self.texts(values))])
 
     def texts(self, values: Mapping[str, Any]) -> list[str]:
@@ -224,7 +228,7 @@ class ShellLine:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs and names of `GIVEN` that it uses."""
+        """The knobs and names of `PLACEHOLDERS` that it uses."""
         return self.template.names
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
@@ -236,15 +240,18 @@ class ShellLine:
 
         pieces = self.template.pieces
 
-        def quoted(at: int, piece: _Piece) -> str:
+        def quoted(index: int, piece: _Piece) -> str:
             value = value_text(piece.evaluate(values))
-            before, after = pieces[at - 1] if at else "", pieces[at + 1] if at + 1 < len(pieces) else ""
-            apart = isinstance(before, str) and isinstance(after, str) and f"{before[-1:]}{after[:1]}".strip() == ""
-            if apart and isinstance(piece, _Choice) and _is_options(piece, values):
+            preceding = pieces[index - 1] if index else ""
+            following = pieces[index + 1] if index + 1 < len(pieces) else ""
+            texts = isinstance(preceding, str) and isinstance(following, str)
+            # Only where it is a word of its own may a choice be several options; beside other text it is one word.
+            separate = texts and f"{preceding[-1:]}{following[:1]}".strip() == ""
+            if separate and isinstance(piece, _Choice) and _is_options(piece, values):
                 return shlex.join(shlex.split(value))
             return shlex.quote(value) if value else ""
 
-        return "".join(piece if isinstance(piece, str) else quoted(at, piece) for at, piece in enumerate(pieces))
+        return "".join(piece if isinstance(piece, str) else quoted(index, piece) for index, piece in enumerate(pieces))
 
 
 def read_command(
@@ -265,7 +272,7 @@ def read_command(
 def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
     """True if a text is a valid expression."""
     if text.strip().isidentifier():
-        return text.strip() in knobs or text.strip() in GIVEN
+        return text.strip() in knobs or text.strip() in PLACEHOLDERS
     try:
         return bool(_expression(text, knobs, "").names)
     except UsageError:
@@ -299,58 +306,63 @@ def split_words(command: str) -> list[str]:
 
 def _split(command: str) -> list[tuple[str, bool]]:
     """Returns the words of a command, each with True if it has no quotation marks or backslashes."""
-    kept: list[str] = []
+    braced: list[str] = []
 
-    def keep(match: re.Match[str]) -> str:
-        kept.append(match[0])
-        return chr(_MARK + len(kept) - 1)
+    def mark(match: re.Match[str]) -> str:
+        braced.append(match[0])
+        return chr(_MARK + len(braced) - 1)
 
-    marked = _BRACES.sub(keep, command)
+    # shlex would split an expression at its spaces and remove its quotation marks.
+    marked = _BRACES.sub(mark, command)
     try:
         words = shlex.split(marked)
     except ValueError as error:
         raise UsageError(f"the command cannot be split into words: {str(error).lower()}") from None
-    back = re.compile(f"[{chr(_MARK)}-{chr(_MARK + max(0, len(kept) - 1))}]")
+    back = re.compile(f"[{chr(_MARK)}-{chr(_MARK + max(0, len(braced) - 1))}]")
     bare = set(marked.split())
     return [
-        (back.sub(lambda match: kept[ord(match[0]) - _MARK], word) if kept else word, word in bare) for word in words
+        (back.sub(lambda match: braced[ord(match[0]) - _MARK], word) if braced else word, word in bare)
+        for word in words
     ]
 
 
-def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> _Piece:
+def _expression(text: str, knobs: Mapping[str, Expression], subject: str) -> _Piece:
     name = text.strip()
+    # A choice first: it may contain anything below, and the grammar of rules has no conditional expression.
     if choice := _CHOICE.fullmatch(text):
-        condition = _expression(choice["condition"], knobs, where)
+        condition = _expression(choice["condition"], knobs, subject)
         if not isinstance(condition, Expression) or condition.kind not in (FLAG, None):
-            raise UsageError(f"{where}: {{{text}}}: `{choice['condition'].strip()}` is not a condition")
-        one, other = (_expression(choice[each], knobs, where) for each in ("one", "other"))
-        return _Choice(condition, one, other)
+            raise UsageError(f"{subject}: {{{text}}}: `{choice['condition'].strip()}` is not a condition")
+        if_true, if_false = (_expression(choice[group], knobs, subject) for group in ("if_true", "if_false"))
+        return _Choice(condition, if_true, if_false)
     if name.endswith(("!s", "!r")):
-        of = _expression(name[:-2], knobs, where)
-        return of if isinstance(of, _AsPython) else _AsPython(of, str if name.endswith("s") else repr)
+        piece = _expression(name[:-2], knobs, subject)
+        return piece if isinstance(piece, _AsPython) else _AsPython(piece, str if name.endswith("s") else repr)
     if name in knobs:
         return knobs[name]
-    if name in GIVEN:
-        return _Given(name)
+    if name in PLACEHOLDERS:
+        return _TrialValue(name)
     if name.isidentifier() and name not in CONSTANTS:
-        problem = unknown("placeholder", f"{{{name}}}", [f"{{{each}}}" for each in (*knobs, *GIVEN)])
-        raise UsageError(f"{where}: {problem} Write literal braces as {{{{ and }}}}.")
+        problem = unknown(
+            "placeholder", f"{{{name}}}", [f"{{{placeholder}}}" for placeholder in (*knobs, *PLACEHOLDERS)]
+        )
+        raise UsageError(f"{subject}: {problem} Write literal braces as {{{{ and }}}}.")
     try:
         return parse(text, knobs)
     except SpaceError as error:
-        raise UsageError(f"{where}: {{{text}}}: {error} Write literal braces as {{{{ and }}}}.") from None
+        raise UsageError(f"{subject}: {{{text}}}: {error} Write literal braces as {{{{ and }}}}.") from None
 
 
 def _joined(pieces: Sequence[str | _Piece]) -> Iterator[str | _Piece]:
     """Joins successive texts and leaves out empty ones; yields at least one piece."""
-    text, some = "", False
-    for each in pieces:
-        if isinstance(each, str):
-            text += each
+    joined, yielded = "", False
+    for piece in pieces:
+        if isinstance(piece, str):
+            joined += piece
             continue
-        if text:
-            yield text
-        yield each
-        text, some = "", True
-    if text or not some:
-        yield text
+        if joined:
+            yield joined
+        yield piece
+        joined, yielded = "", True
+    if joined or not yielded:
+        yield joined

@@ -1,4 +1,4 @@
-"""The model that a command trains, found in its words and in the files it names."""
+"""The model that a command trains, read from its words and from the files that it names."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +22,7 @@ from .command import Command
 from .template import split_words
 
 MODEL = (*TRAINER_MODEL, "base_model_config", "base_model", "model_path")
-"""Options that name a model in commands of any trainer; the first one given counts."""
+"""Options that name a model in commands of any trainer, by precedence."""
 RECIPE = ("config", "factory", "recipe", "flavor")
 """Options that name a recipe, which may be that of a preset."""
 SEQ_LEN = (*TRAINER_LENGTHS, "cutoff_len", "sequence_len", "seq_len")
@@ -33,46 +33,46 @@ PRECISION = ("mixed_precision", "precision", "dtype", "torch_dtype")
 
 @dataclass(frozen=True, kw_only=True)
 class CommandTraining:
-    """A command's training; None for values that it does not give, or gives as templates."""
+    """A command's training; None for values that are missing or templates."""
 
     model: str | ServerModel | None = None
     """In a form that `redline.workload` accepts."""
     architecture: Architecture | None = None
-    """A model given by its sizes, as with the flags of Megatron-LM."""
+    """A model by its sizes, as with the flags of Megatron-LM."""
     seq_len: int | None = None
     global_batch: int | None = None
     """Samples per step."""
     precision: str | None = None
     split: int = 1
-    """Devices that share a replica by the degrees that the command gives."""
+    """Devices that share a replica, by the command's degrees of parallelism."""
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Values of standard knobs by the command, its files and the defaults of its trainer, if that is recognised."""
 
     @classmethod
     def by(cls, command: Command) -> "CommandTraining":
         """Reads the command as `redline check` does, with the files that it names if it reads files. Facts that no known
-        framework gives are those of options with a usual name, and of such keys in the files that it names or renders.
+        framework gives come from options with a usual name, and from such keys in the files that it names or renders.
         """
         words = _words(command)
-        found = _trainer(command, words)
-        usual = _usual(command, words)
-        stated: dict[str, Any] = {name: value for name, value in found.config.items() if name in found.stated}
+        trainer = _trainer(command, words)
+        options = _options(command, words)
+        explicit: dict[str, Any] = {name: value for name, value in trainer.config.items() if name in trainer.stated}
         launcher = find_launcher(command.launcher) if command.launcher is not None else None
         total = SettingsReader({"total": launcher.samples(command) if launcher is not None else None}, COMMAND).whole(
             "total"
         )
-        model = next((name for each in MODEL if isinstance(name := usual.get(each), str)), None)
-        recipes = (preset_of(str(each)) for each in (found.model, *map(usual.get, RECIPE)) if each)
-        models = (command.named(each) for each in (model, *recipes) if each)
-        lengths = (found.seq_len, *map(usual.whole, SEQ_LEN))
+        model = next((name for option in MODEL if isinstance(name := options.get(option), str)), None)
+        recipes = (preset_of(str(recipe)) for recipe in (trainer.model, *map(options.get, RECIPE)) if recipe)
+        models = (command.named(name) for name in (model, *recipes) if name)
+        lengths = (trainer.seq_len, *map(options.whole, SEQ_LEN))
         return cls(
             model=next((model for model in models if model is not None), None),
-            architecture=_architecture(found.architecture) if found.architecture else None,
+            architecture=_architecture(trainer.architecture) if trainer.architecture else None,
             seq_len=next(filter(None, lengths), None),
-            global_batch=total or found.global_batch,
-            precision=stated.get("precision") or _precision(usual),
-            split=prod(stated.get(name, 1) for name in SPLITS),
-            knobs=dict(found.config),
+            global_batch=total or trainer.global_batch,
+            precision=explicit.get("precision") or _precision(options),
+            split=prod(explicit.get(name, 1) for name in SPLITS),
+            knobs=dict(trainer.config),
         )
 
 
@@ -82,9 +82,9 @@ def _words(command: Command) -> list[str]:
         words = split_words(command.command) if isinstance(command.command, str) else command.command
     except UsageError:  # reported when the command is parsed as a template
         return []
-    parts = [(word, *word.partition("=")[:2]) for word in words]
+    split = [(word, *word.partition("=")[:2]) for word in words]
     return [
-        word if "{" not in word else f"{name}=" if equals and "{" not in name else "" for word, name, equals in parts
+        word if "{" not in word else f"{name}=" if equals and "{" not in name else "" for word, name, equals in split
     ]
 
 
@@ -92,16 +92,17 @@ def _trainer(command: Command, words: Sequence[str]) -> TrainerConfig:
     """Returns the training of a known framework, without the files that the command names if they cannot be read; an
     empty one if no framework is recognised.
     """
+    # An unreadable file, such as one that the command itself writes, does not hide the options of its words.
     for files in (True, False) if command.reads_files else (False,):
         with suppress(UsageError):
             return read(words, files=files)
     return TrainerConfig(framework="", config=Config({}), stated=frozenset())
 
 
-def _usual(command: Command, words: Sequence[str]) -> SettingsReader:
+def _options(command: Command, words: Sequence[str]) -> SettingsReader:
     """Returns a command's options, and the settings of the files that it names or renders."""
     settings = {plain(name): value[0] if isinstance(value, list) else value for name, value in options_of(words)}
-    rendered = (match["file"] for each in command.render if (match := PLACED.fullmatch(each)))
+    rendered = (match["file"] for option in command.render if (match := PLACED.fullmatch(option)))
     for file in map(Path, (*words, *rendered) if command.reads_files else ()):
         if file.name.removesuffix(".in").endswith((".yaml", ".yml", ".json")) and file.is_file():
             with suppress(UsageError):  # reported when the file is rendered, or by the command itself
@@ -115,11 +116,11 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     return Architecture(model_type=config["model_type"], arguments=arguments, task="causal")
 
 
-def _precision(usual: SettingsReader) -> str | None:
+def _precision(options: SettingsReader) -> str | None:
     for name in ("bf16", "fp16"):
-        if usual.has(name) and usual.flag(name) is not False:
+        if options.has(name) and options.flag(name) is not False:
             return name
-    value = str(usual.get(*PRECISION) or "").lower()
+    value = str(options.get(*PRECISION) or "").lower()
     if "bf16" in value or "bfloat16" in value:
         return "bf16"
     return None if not value else "fp16" if "16" in value else "fp32"

@@ -1,4 +1,4 @@
-"""One trial of a command: run in its own process, repeated if its port is taken, with its outcome and the reason."""
+"""One trial of a command: runs it, again if its port is taken, and classifies the outcome."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from ...results import Measurement, Status
 from .. import failure
 from ..timing import Timing, median_interval
-from .comparison import observed_facts, printed_differs
+from .comparison import observed_facts, printed_deviation
 from .objective import BESIDE, RATES, STEP_TIMES
 from .observation import ObservedTraining, Speed
 from .run import Run, RunTerms
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 STALLED = 0.1
-"""Share of the time beyond the median step above which a trial says that its steps stall."""
+"""Share of the time beyond the median step above which a trial has a note that its steps stall."""
 _KILLED = re.compile(r"SIGKILL|\bKilled\b|exitcode\s*:?\s*-9\b|exit(?:ed)? with (?:code|status) 137\b")
-
-
+"""Messages of launchers and shells about a child that was killed; 137 is 128 + SIGKILL."""
 _TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -38,11 +37,12 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
 
     Args:
         run: the run, which has ended.
-        timing: of its steps; None if it ended before that was known.
+        timing: of its steps; None if it ended before its speed was known.
     """
     code = run.process.returncode
     peak = run.peak_mib or None
     training, speed = run.observation.training, run.speed
+    # Out of memory comes first: an exit code, missing metrics and an exception may all follow from it.
     if run.out_of_memory:
         needed = 0.0 if run.over_limit else failure.requested_in(run.out_of_memory)
         return Measurement(
@@ -50,19 +50,20 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
             reason=failure.shortened(run.out_of_memory),
             peak_memory_mib=(peak or 0.0) + needed if needed is not None else None,
         )
+    # The exit code of a stopped command is that of redline's signal.
     if timing is None and code != 0 and not run.stopped:
         return _crashed(run, code)
-    if training is not None and speed is not None and not run.asked:
+    if training is not None and speed is not None and not run.speed_is_reported:
         return _observed(run, training, speed)
     if timing is None and not run.costs:
         return _silent(run)
     if (loss := run.metrics.get("loss")) is not None and not math.isfinite(loss):
         return Measurement(status=Status.WRONG, reason=f"the reported loss is {loss}", peak_memory_mib=peak, loss=loss)
-    for each in run.terms.requirements:
-        if broken := each.broken(run.metrics):
-            others = _other_metrics(run, each.rule.names)
+    for requirement in run.terms.requirements:
+        if violation := requirement.violation(run.metrics):
+            other_metrics = _other_metrics(run, requirement.rule.names)
             return Measurement(
-                status=Status.WRONG, reason="; ".join(filter(None, [broken, others])), peak_memory_mib=peak
+                status=Status.WRONG, reason="; ".join(filter(None, [violation, other_metrics])), peak_memory_mib=peak
             )
     assert run.objective is not None
     cost, spread, note = _cost(run, timing)
@@ -73,17 +74,17 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
             if run.objective.name in RATES
             else cost / STEP_TIMES.get(run.objective.name, 1.0)
         )
-        if differs := printed_differs(run.objective.name, value, speed, samples):
-            return Measurement(status=Status.WRONG, reason=differs, peak_memory_mib=peak)
+        if deviation := printed_deviation(run.objective.name, value, speed, samples):
+            return Measurement(status=Status.WRONG, reason=deviation, peak_memory_mib=peak)
     throughput, unit = run.objective.throughput(cost), run.objective.unit
     timed = run.objective.name in STEP_TIMES
-    beside = _other_metrics(run, (run.objective.name,))
+    other_metrics = _other_metrics(run, (run.objective.name,))
     return Measurement(
         status=Status.OK,
-        reason="; ".join(filter(None, [note, beside])),
+        reason="; ".join(filter(None, [note, other_metrics])),
         throughput=throughput,
         unit=unit,
-        told=beside,
+        told=other_metrics,
         tokens_per_second=throughput if unit == "tokens/s" else None,
         samples_per_second=throughput if unit == "samples/s" else None,
         step_ms=cost if timed else None,
@@ -104,8 +105,8 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
             status=Status.WRONG, reason=f"its loss is {losses[-1]}", peak_memory_mib=peak, loss=losses[-1]
         )
     for requirement in run.terms.requirements:
-        if broken := requirement.broken(run.metrics):
-            return Measurement(status=Status.WRONG, reason=broken, peak_memory_mib=peak)
+        if violation := requirement.violation(run.metrics):
+            return Measurement(status=Status.WRONG, reason=violation, peak_memory_mib=peak)
     samples = run.samples_per_step(training, speed)
     step_s, tokens = speed.seconds_per_step, speed.tokens_per_step
     throughput = (samples or 1.0) / step_s
@@ -141,17 +142,20 @@ def _observed(run: Run, training: ObservedTraining, speed: Speed) -> Measurement
 
 def _other_metrics(run: Run, without: Collection[str]) -> str:
     """Returns the last values of requested and required metrics other than the objective, as text."""
-    requested = [*run.terms.lines.requested, *(name for each in run.terms.requirements for name in each.rule.names)]
-    shown = [name for name in dict.fromkeys(requested) if name in run.metrics and name not in (*BESIDE, *without)]
-    return ", ".join(f"{name} = {run.metrics[name]:g}" for name in shown)
+    requested = [
+        *run.terms.lines.requested,
+        *(name for requirement in run.terms.requirements for name in requirement.rule.names),
+    ]
+    names = [name for name in dict.fromkeys(requested) if name in run.metrics and name not in (*BESIDE, *without)]
+    return ", ".join(f"{name} = {run.metrics[name]:g}" for name in names)
 
 
-def _cost(run: Run, timing: Timing | None) -> tuple[float, float | None, str]:
-    """Returns the cost that counts, its spread, and a note."""
+def _cost(run: Run, timing: Timing | None) -> tuple[float, float | None, str | None]:
+    """Returns the cost of the run, its spread, and a note."""
     if timing is not None:
         return timing.step_ms, timing.spread_ms, timing.stopped_early
     if run.terms.to_the_end or len(run.costs) == 1:
-        return run.costs[-1], None, ""
+        return run.costs[-1], None, None
     # It ended before it was steady. The first value is left out, as it includes one-time work.
     median, half = median_interval(run.costs[1:])
     return median, half if len(run.costs) > 2 else None, f"ended after {len(run.costs)} values"
@@ -159,17 +163,17 @@ def _cost(run: Run, timing: Timing | None) -> tuple[float, float | None, str]:
 
 def _crashed(run: Run, code: int) -> Measurement:
     output = " ".join(run.tail)
-    how = f"the command was {failure.ended(code)}" if code < 0 else f"the command exited with code {code}"
+    ending = f"the command was {failure.ended(code)}" if code < 0 else f"the command exited with code {code}"
     if code in (-signal.SIGKILL, 137) or _KILLED.search(output):
         for pid in sorted(run.pids):
-            if short := run.shortage.evidence(pid):
-                return Measurement(status=Status.OOM, reason=f"{how}: {short}")
-    last = next((line.strip() for line in reversed(run.tail) if line.strip()), "")
+            if evidence := run.shortage.evidence(pid):
+                return Measurement(status=Status.OOM, reason=f"{ending}: {evidence}")
+    last_line = next((line.strip() for line in reversed(run.tail) if line.strip()), "")
     raised = next(iter(run.observation.exceptions), None)
     if raised is not None and (not run.error or raised.type in run.error):
-        return Measurement(status=Status.CRASH, reason=failure.shortened(f"{how}: {raised.text}"))
-    error = f": {run.error}" if run.error else f"; the last line it printed: {last}" if last else ""
-    return Measurement(status=Status.CRASH, reason=failure.shortened(f"{how}{error}"))
+        return Measurement(status=Status.CRASH, reason=failure.shortened(f"{ending}: {raised.text}"))
+    error = f": {run.error}" if run.error else f"; the last line it printed: {last_line}" if last_line else ""
+    return Measurement(status=Status.CRASH, reason=failure.shortened(f"{ending}{error}"))
 
 
 def _silent(run: Run) -> Measurement:
@@ -177,17 +181,17 @@ def _silent(run: Run) -> Measurement:
     print(f"redline: the command's output does not contain {run.missing}; its last lines:", file=sys.stderr)
     for line in run.tail:
         print(f"    {line}", file=sys.stderr)
-    if run.hopeless is not None:
+    if run.unread_speed is not None:
         return Measurement(
             status=Status.CRASH,
-            reason=f"no training of it can be observed, and its speed is printed in an unknown form: {run.hopeless.text}",
+            reason=f"no training of it can be observed, and its speed is printed in an unknown form: {run.unread_speed.text}",
         )
     if raised := next(iter(run.observation.exceptions), None):
         return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {raised.text}"))
     if run.error and any(_TRACEBACK in line for line in run.tail):
         return Measurement(status=Status.CRASH, reason=failure.shortened(f"it exited with code 0 after {run.error}"))
     fault = f"; its observer failed: {run.observation.fault}" if run.observation.fault else ""
-    unseen = "" if run.terms.wanted else "an observed training step, and without "
+    unseen = "" if run.terms.objective else "an observed training step, and without "
     return Measurement(
         status=Status.CRASH, reason=f"the command ended without {unseen}reporting {run.missing}{run.hint}{fault}"
     )
@@ -214,7 +218,7 @@ class CommandReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandTrial:
-    """One trial of a command. Called in a process of its own, whose descendants are ended afterwards."""
+    """One trial of a command. Called in a process of its own, whose descendants are killed afterwards."""
 
     terms: RunTerms
     takes_port: bool
@@ -224,7 +228,8 @@ class CommandTrial:
         context.phase("the command")
         if context.world_size > 1:
             folder.mkdir(parents=True, exist_ok=True)
-            return self._on_one_of(context)
+            return self._on_host(context)
+        # Another process may take the free port before the command binds it.
         for attempt in range(PORTS):
             _make_empty(folder)
             run = Run(
@@ -240,25 +245,25 @@ class CommandTrial:
             print(f"redline: the port {run.values['master_port']} is taken; restarting on another", flush=True)
         return report
 
-    def _on_one_of(self, context: "RankContext") -> CommandReport:
-        """Runs the command on one of several hosts.
+    def _on_host(self, context: "RankContext") -> CommandReport:
+        """Runs the command on this host, one of several.
 
         Raises:
             RuntimeError: the port is taken; the caller, which started all hosts, tries another.
         """
-        where = urlsplit(context.init_method)
+        address = urlsplit(context.init_method)
         hosts = {
             "hosts": context.world_size,
             "node_rank": context.rank,
             "devices_per_host": self.terms.values["devices"] // context.world_size,
-            "master_addr": where.hostname,
-            "master_port": where.port,
+            "master_addr": address.hostname,
+            "master_port": address.port,
         }
         run = Run(self.terms, {**self.terms.values, **hosts}, context.peak, context.compiling, context.phase)
         report = _report(run)
         if self._port_taken(run, report):
             shutil.rmtree(self.terms.folder, ignore_errors=True)
-            raise RuntimeError(f"EADDRINUSE: the port {where.port} is taken")
+            raise RuntimeError(f"EADDRINUSE: the port {address.port} is taken")
         if report.silent:
             # In most trainings one host reports; its result ends the others.
             time.sleep(SILENT_S)
@@ -292,6 +297,6 @@ def _report(run: Run) -> CommandReport:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

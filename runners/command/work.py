@@ -1,4 +1,4 @@
-"""A command as the work of a search: parsed before the first trial, started for each, and its results compared."""
+"""A command as the work of a search: parsed before the first trial, started for each trial, and its results compared."""
 
 import os
 import re
@@ -21,11 +21,11 @@ from ...models.workload import Workload
 from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
-from ..function import own_measurement
+from ..function import reported_measurement
 from ..job import Job, Outcome, RankOutcome
 from ..work import LEAST_COMPILE_TIMEOUT_S, Work
 from .command import HIDDEN, Command
-from .comparison import EXACT, Asked, TrainingComparison
+from .comparison import EXACT, RequestedTraining, TrainingComparison
 from .files import read_files
 from .objective import PREFERRED, Requirement, smaller_is_better
 from .reading import lines_for
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     from ..work import CommonFields, TrialTerms
 
 
-_OF_HOSTS = {
+_HOST_VALUES = {
     "node_rank": ("\ue000", "$NODE_RANK"),
     "master_addr": ("\ue001", "$MASTER_ADDR"),
     "master_port": ("\ue002", f"${{MASTER_PORT:-{PORT}}}"),
 }
-"""Private characters and shell variables in place of values that each host has to set."""
+"""Placeholder characters and shell variables for values that differ between hosts. The characters are of Unicode's private
+use area, which no command contains."""
 _INTERPRETER = re.compile(r"python[\d.]*|bash|sh|torchrun")
 _OTHER_CODE = ("-m", "--module", "-c", "--no-python", "--no_python")
-"""Options of interpreters and torchrun after which the program is not a script."""
+"""Options of interpreters and torchrun that start something else than a script."""
 _CONCLUSIVE = (Status.OK, Status.OOM, Status.WRONG)
 """Statuses of a host's report that take precedence over those of other hosts."""
 
@@ -59,10 +60,10 @@ class Commands(Work):
         space: with the command's knobs.
         devices: of one trial.
         global_batch: samples per step, if given.
-        own_batch: samples per step that the command states itself.
-        own_knobs: values of knobs that the command trains with as it is. A configuration with these values is the user's
-            command itself, without options for them.
-        ranks: devices that were asked for explicitly, each of which should have a rank.
+        command_batch: samples per step that the command gives itself.
+        command_knobs: values of knobs that the command trains with as it is. A configuration with these values is the
+            user's command itself, without options for them.
+        ranks: devices that were requested explicitly, each of which should have a rank.
         workload: the model that it trains, if known, whose FLOPs give the MFU.
 
     Raises:
@@ -79,8 +80,8 @@ class Commands(Work):
         *,
         devices: int,
         global_batch: int | None = None,
-        own_batch: int | None = None,
-        own_knobs: Mapping[str, Any] | None = None,
+        command_batch: int | None = None,
+        command_knobs: Mapping[str, Any] | None = None,
         ranks: int | None = None,
         workload: Workload | None = None,
     ) -> None:
@@ -89,37 +90,37 @@ class Commands(Work):
         """The command as requested."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
         knobs = space.by_name
-        if command.samples is None and global_batch is None and own_batch is not None:
-            command = replace(command, samples=str(own_batch))
-        whole = as_is = command
+        if command.samples is None and global_batch is None and command_batch is not None:
+            command = replace(command, samples=str(command_batch))
+        unshortened = as_is = command
         self._added: tuple[str, ...] = ()
         """Knobs that are passed as options of the launcher."""
-        self._own_knobs = own_knobs or {}
+        self._command_knobs = command_knobs or {}
         self.notes: tuple[str, ...] = ()
         """Notes for the user on how trials differ from the command."""
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
-            whole, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
+            unshortened, as_is = launcher.with_knobs(command, knobs, short=False), launcher.with_knobs(command, {})
             command = replace(launcher.with_knobs(command, knobs), samples=self._samples_of(launcher, command))
             self._added = launcher.added(self.requested, knobs)
-            if own_knobs is not None:
-                self._own_knobs = {**{name: values[0] for name, values in launcher.knobs.items()}, **own_knobs}
+            if command_knobs is not None:
+                self._command_knobs = {**{name: values[0] for name, values in launcher.knobs.items()}, **command_knobs}
             self.notes = tuple(filter(None, [launcher.short_note(self.requested)]))
         if command.emulate:
             command = _emulating(command)
         self._line = read_command(command.command, knobs, shell=command.shell)
         self._as_is = read_command(as_is.command, knobs, shell=command.shell)
-        """The command without options for knobs, as the user has it, but for those that shorten its run."""
-        self._whole = read_command(whole.command, knobs, shell=command.shell)
-        """The command without the options that shorten its run."""
-        self._environment = tuple(_variable(each, knobs) for each in command.env)
+        """The user's command without options for knobs, with those that shorten its run."""
+        self._unshortened = read_command(unshortened.command, knobs, shell=command.shell)
+        """The command with options for knobs, without those that shorten its run."""
+        self._environment = tuple(_variable(variable, knobs) for variable in command.env)
         self._files = read_files(command.render, knobs)
         self._samples = Template.read(command.samples, knobs, "samples") if command.samples else None
-        self._grows = Template.read(command.metric_file, knobs, "metric_file") if command.metric_file else None
+        self._metric_file = Template.read(command.metric_file, knobs, "metric_file") if command.metric_file else None
         self._lines = lines_for(command.metric)
-        self._wanted = self._lines.first
-        self._smaller = smaller_is_better(self._wanted, command.direction)
-        self._requirements = tuple(Requirement.read(each) for each in command.require)
+        self._objective = self._lines.objective
+        self._smaller = smaller_is_better(self._objective, command.direction)
+        self._requirements = tuple(Requirement.read(bound) for bound in command.require)
         self._comparison = TrainingComparison()
         self._remeasured: Counter[str] = Counter()
         """Re-measurements so far, by the name of their log."""
@@ -129,8 +130,8 @@ class Commands(Work):
             *self._files,
             *filter(None, [self._samples]),
         )
-        self.names = frozenset(name for each in templates for name in each.names)
-        """The knobs and names of `GIVEN` that it uses."""
+        self.names = frozenset(name for template in templates for name in template.names)
+        """The knobs and names of `PLACEHOLDERS` that it uses."""
         if "global_batch" in self.names and global_batch is None:
             raise UsageError("the command uses {global_batch}: set it with --global-batch")
         if global_batch is not None and not self.names & {"global_batch", "grad_accum"} and self._samples is None:
@@ -139,8 +140,8 @@ class Commands(Work):
                 "{global_batch} to it"
             )
         self._check_used()
-        if self._grows is not None:
-            self._check_metric_file(self._grows)
+        if self._metric_file is not None:
+            self._check_metric_file(self._metric_file)
 
     def _samples_of(self, launcher: Launcher, command: Command) -> str | None:
         """Returns the samples per step as requested, or as given by the launcher's option.
@@ -151,6 +152,7 @@ class Commands(Work):
         if command.samples is not None or self._global_batch is not None:
             return command.samples
         samples = launcher.samples(command)
+        # With a fixed total the micro-batch does not change the samples of a step, so that they cannot be derived from it.
         if samples is None and launcher.own_total and "micro_batch" in self._space.by_name:
             raise UsageError(
                 f"--launcher {launcher.name} has a fixed number of samples per step, whatever the micro-batch: set it with "
@@ -161,7 +163,7 @@ class Commands(Work):
     def _check_used(self) -> None:
         """Refuses a knob that nothing depends on."""
         used = set(self.names)
-        for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
+        for knob in reversed(list(self._space.by_name.values())):  # a derived knob before those that it depends on
             if isinstance(knob, DerivedKnob) and knob.name in used:
                 used.update(knob.rule.names)
         for knob in self._space.knobs:
@@ -173,18 +175,18 @@ class Commands(Work):
 
     @property
     def shares_metric_file(self) -> bool:
-        """True if trials at the same time would write to the same `metric_file`."""
-        return self._grows is not None and not self._grows.names & {"trial_dir", "trial"}
+        """True if trials at the same time would write to the same `--metric-file`."""
+        return self._metric_file is not None and not self._metric_file.names & {"trial_dir", "trial"}
 
     def check_program(self) -> None:
-        """Checks that the program exists, and the script that it is started with.
+        """Checks that the program and the script that it is started with exist.
 
         Raises:
-            UsageError: one does not.
+            UsageError: one does not exist.
         """
         if isinstance(self._line, ShellLine) or self._line.words[0].names:
             return
-        program = self._line.words[0].text(self.given(0, Path()))
+        program = self._line.words[0].text(self.trial_values(0, Path()))
         if shutil.which(program) is None:
             raise UsageError(f"the command is not found: there is no program '{program}'")
         script = self._script(Path(program).name)
@@ -197,26 +199,26 @@ class Commands(Work):
         if not _INTERPRETER.fullmatch(program):
             return None
         for word in self._line.words[1:]:
-            text = "" if word.names else word.text({})
-            if text in _OTHER_CODE:
+            word_text = "" if word.names else word.text({})
+            if word_text in _OTHER_CODE:
                 return None
-            if text.endswith((".py", ".sh")) and not text.startswith("-"):
-                return text
-            if program != "torchrun" and not text.startswith("-"):
+            if word_text.endswith((".py", ".sh")) and not word_text.startswith("-"):
+                return word_text
+            if program != "torchrun" and not word_text.startswith("-"):
                 return None  # the value of an option, or a script with another ending
         return None
 
-    def _check_metric_file(self, grows: Template) -> None:
+    def _check_metric_file(self, metric_file: Template) -> None:
         """Refuses a folder, such as that of TensorBoard's events."""
-        path = Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
+        path = Path(metric_file.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))
         if not path.suffix or "tfevents" in path.name:
             raise UsageError(
                 f"metric_file is a file of JSON lines or CSV, such as {{trial_dir}}/log.jsonl, but got '{path}'; events of "
                 "TensorBoard are not read: a training with PyTorch is observed without them, any other can call redline.report"
             )
 
-    def given(self, number: int, folder: Path) -> dict[str, Any]:
-        """Returns the values of `GIVEN` on one host; with several, those that are the same on each."""
+    def trial_values(self, number: int, folder: Path) -> dict[str, Any]:
+        """Returns the values of `PLACEHOLDERS` on one host; with several, those that are the same on each."""
         return {
             "trial": number,
             "trial_dir": str(folder),
@@ -232,7 +234,7 @@ class Commands(Work):
     def values(self, config: Mapping[str, Any], number: int, folder: Path) -> dict[str, Any]:
         """Returns the values for templates. A knob that a configuration lacks has its default."""
         absent = {knob.name: knob.default for knob in self._space.knobs if not knob.derived}
-        return {**absent, **config, **self.given(number, folder)}
+        return {**absent, **config, **self.trial_values(number, folder)}
 
     def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
         """Returns the command of a trial, as for a shell."""
@@ -240,27 +242,29 @@ class Commands(Work):
         return self._shown(self._line_of(values), values)
 
     def _line_of(self, values: Mapping[str, Any]) -> CommandLine | ShellLine:
-        """The command of a trial: as the user has it, if all knobs that would be options have its own values."""
+        """Returns the command of a trial: the user's own, if all knobs that would be options have the command's values."""
         if not self._added or self.requested.emulate or self.requested.render:
             return self._line
-        own = all(name in self._own_knobs and self._own_knobs[name] == values[name] for name in self._added)
-        return self._as_is if own else self._line
+        unchanged = all(
+            name in self._command_knobs and self._command_knobs[name] == values[name] for name in self._added
+        )
+        return self._as_is if unchanged else self._line
 
-    def whole(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
+    def training_command(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
         """Returns the command for training: without the options that shorten it, and with the shell variables of
         `redline export` for values that differ between hosts.
         """
         values = {**self.values(config, number, folder), "hosts": hosts, "devices_per_host": self._devices // hosts}
         if hosts == 1:
-            return self._shown(self._whole, values)
-        shown = self._shown(self._whole, values | {name: mark for name, (mark, _) in _OF_HOSTS.items()})
-        for mark, variable in _OF_HOSTS.values():
-            # A word with a mark is in single quotes, which the variable has to be outside of.
+            return self._shown(self._unshortened, values)
+        shown = self._shown(self._unshortened, values | {name: mark for name, (mark, _) in _HOST_VALUES.items()})
+        for mark, variable in _HOST_VALUES.values():
+            # shlex has quoted a word with a mark: the quotes are closed and opened again around the variable.
             shown = shown.replace(mark, f"'\"{variable}\"'")
         return shown.replace("''\"", '"').replace("\"''", '"')
 
     def write_files(self, config: Mapping[str, Any], number: int, folder: Path) -> None:
-        """Writes the files that the command reads from `{trial_dir}`, if there are any.
+        """Writes the files that the command reads from `{trial_dir}`.
 
         Raises:
             OSError: they cannot be written.
@@ -272,7 +276,7 @@ class Commands(Work):
 
     def _shown(self, line: CommandLine | ShellLine, values: Mapping[str, Any]) -> str:
         hides = self.requested.hides_env
-        variables = [(name, HIDDEN if hides else each.text(values)) for name, each in self._environment]
+        variables = [(name, HIDDEN if hides else template.text(values)) for name, template in self._environment]
         return line.shown(values, variables)
 
     def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:
@@ -291,11 +295,11 @@ class Commands(Work):
             folder=str(folder),
             cwd=os.getcwd(),
             lines=self._lines,
-            grows=self._grows.text(values) if self._grows else None,
-            wanted=self._wanted,
+            metric_file=self._metric_file.text(values) if self._metric_file else None,
+            objective=self._objective,
             smaller=self._smaller,
-            work=self._work(values),
-            to_the_end=self._wanted is not None and self._wanted not in PREFERRED,
+            samples_per_step=self._samples_per_step(values),
+            to_the_end=self._objective is not None and self._objective not in PREFERRED,
             requirements=self._requirements,
             plan=terms.plan,
             best=request.best_throughput,
@@ -317,28 +321,28 @@ class Commands(Work):
         )
 
     def _folder_of(self, log: Path) -> Path:
-        """Returns a measurement's folder, without what an interrupted one left there.
+        """Returns a measurement's folder, without files of an interrupted one.
 
-        Re-measurements of a trial share a log but not a folder: a second one in turn would find the files of the first.
+        Re-measurements of a trial share a log but not a folder: the second one would find the files of the first.
         """
         name = log.stem
         if name.endswith(".again"):
             self._remeasured[name] += 1
             name = f"{name}-{self._remeasured[name]}"
         folder = log.parent.parent.absolute() / "trials" / name
-        # The hosts of a trial start at different times, so that none of them may remove what is in a shared folder.
+        # Removed here and not by the hosts, which start at different times and may share the folder.
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
     def measurement(
-        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "CommonFields"
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, common: "CommonFields"
     ) -> Measurement:
-        whole, losses = _together(outcome)
-        measured = own_measurement(whole, terms.memory_limit_mib, known)
+        combined, losses = _combined(outcome)
+        measured = reported_measurement(combined, terms.memory_limit_mib, common)
         if not measured.ok:
             return measured
         values = self.values(request.config, request.number, Path())
-        reason = self._comparison.why_not(measured, self._work(values), losses, self._asked(values))
+        reason = self._comparison.deviation(measured, self._samples_per_step(values), losses, self._requested(values))
         return replace(measured, status=Status.WRONG, reason=reason) if reason else self._with_flops(measured)
 
     def _with_flops(self, measured: Measurement) -> Measurement:
@@ -353,53 +357,55 @@ class Commands(Work):
             return measured
         return replace(measured, tflops_per_device=flops * measured.samples_per_second / observed["ranks"] / 1e12)
 
-    def _asked(self, values: Mapping[str, Any]) -> Asked:
-        """Returns what a trial's training was asked to be."""
+    def _requested(self, values: Mapping[str, Any]) -> RequestedTraining:
+        """Returns the training that a trial was to run."""
         micro_batch = values.get("micro_batch")
         states_batch = (
             self._samples is not None or self._global_batch is not None or "grad_accum" in self._space.by_name
         )
-        return Asked(
-            samples_per_step=self._work(values) if states_batch else None,
+        return RequestedTraining(
+            samples_per_step=self._samples_per_step(values) if states_batch else None,
             micro_batch=None if micro_batch is None else float(micro_batch),
             precision=values.get("precision"),
             ranks=self._ranks,
         )
 
-    def _work(self, values: Mapping[str, Any]) -> float | None:
+    def _samples_per_step(self, values: Mapping[str, Any]) -> float | None:
         """Returns the samples per step; None if unknown."""
         if self._samples is not None:
-            text = self._samples.text(values)
+            samples = self._samples.text(values)
             try:
-                return float(text)
+                return float(samples)
             except ValueError:
-                raise UsageError(f"samples must be a number, but is '{text}'") from None
+                raise UsageError(f"--samples must be a number, but is '{samples}'") from None
         if "micro_batch" not in self._space.by_name:
             return None
         replicas = values.get("dp") or max(1, self._devices // prod(values.get(name) or 1 for name in SPLITS))
         return float(values["micro_batch"] * values.get("grad_accum", 1) * replicas)
 
 
-def _together(outcome: Outcome) -> tuple[Outcome, Mapping[int, float]]:
-    """Combines the reports of a trial's hosts: the measurement of one of them, else the cause of the failure; and its
-    losses.
+def _combined(outcome: Outcome) -> tuple[Outcome, Mapping[int, float]]:
+    """Returns the outcome of a trial by the reports of its hosts, a measurement if one has it, otherwise the cause of the
+    failure; and the losses.
 
     The memory of the processes that read the output does not count: the command's memory is in their reports.
     """
-    reports: list[CommandReport] = [each.report for each in outcome.ranks if each.report is not None]
+    reports: list[CommandReport] = [rank.report for rank in outcome.ranks if rank.report is not None]
     if not reports:
-        ranks = tuple(replace(each, peak_memory_mib=None, needed_memory_mib=None) for each in outcome.ranks)
+        ranks = tuple(replace(rank, peak_memory_mib=None, needed_memory_mib=None) for rank in outcome.ranks)
         return replace(outcome, ranks=ranks), {}
-    order = {status: number for number, status in enumerate(_CONCLUSIVE)}
-    first = min(reports, key=lambda each: (order.get(each.measured.status, len(order)), each.echo))
-    peaks = [each.measured.peak_memory_mib for each in reports]
-    peaks += [each.peak_memory_mib for each in outcome.ranks if each.report is None and each.secondary]
-    whole = replace(first.measured, peak_memory_mib=max((each for each in peaks if each is not None), default=None))
-    return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=whole),)), first.losses
+    precedence = {status: number for number, status in enumerate(_CONCLUSIVE)}
+    decisive = min(reports, key=lambda report: (precedence.get(report.measured.status, len(precedence)), report.echo))
+    peaks = [report.measured.peak_memory_mib for report in reports]
+    peaks += [rank.peak_memory_mib for rank in outcome.ranks if rank.report is None and rank.secondary]
+    measured = replace(
+        decisive.measured, peak_memory_mib=max((peak for peak in peaks if peak is not None), default=None)
+    )
+    return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=measured),)), decisive.losses
 
 
 def _emulating(command: Command) -> Command:
-    """A command that runs one rank alone.
+    """Returns the command that runs one rank alone.
 
     Raises:
         UsageError: no launcher is named, or it has no such mode.
@@ -411,8 +417,8 @@ def _emulating(command: Command) -> Command:
     return find_launcher(command.launcher).emulating(command)
 
 
-def _variable(text: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:
-    name, equals, value = text.partition("=")
+def _variable(variable: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:
+    name, equals, value = variable.partition("=")
     if not equals or not name.isidentifier():
-        raise UsageError(f"env must be NAME=VALUE, such as OMP_NUM_THREADS={{threads}}, but got '{text}'")
-    return name, Template.read(value, knobs, f"env {name}")
+        raise UsageError(f"--env must be NAME=VALUE, such as OMP_NUM_THREADS={{threads}}, but got '{variable}'")
+    return name, Template.read(value, knobs, f"--env {name}")

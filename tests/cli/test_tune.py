@@ -406,7 +406,7 @@ def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
     task = resolve_task(request, cluster=True)
     assert task.without == {"global_batch": 16, "precision": "bf16"}
     assert [each["micro_batch"] for each in task.space] == [1, 2, 4, 8], "two replicas of 4 devices"
-    assert task.command._work({"micro_batch": 2}) == 16
+    assert task.command._samples_per_step({"micro_batch": 2}) == 16
 
 
 @pytest.mark.slow

@@ -129,13 +129,13 @@ def test_launcher_options_are_read_back_as_the_same_knobs(name, knob):
             space.derive("grad_accum", 4 * value // (micro * 2))
             asked = Command(command=program, launcher=name)
             work = Commands(asked, space, devices=2, global_batch=4 * value)
-            command = work.whole(space.default(), 0, Path("/t"), hosts=1)
+            command = work.training_command(space.default(), 0, Path("/t"), hosts=1)
             assert read(shlex.split(command)).on(2).config["grad_accum"] == value, command
             continue
         space = Space()
         space.choice(knob, [value])
         work = Commands(Command(command=program, launcher=name, samples="8"), space, devices=8)
-        command = work.whole(space.default(), 0, Path("/t"), hosts=1)
+        command = work.training_command(space.default(), 0, Path("/t"), hosts=1)
         assert read(shlex.split(command)).config[knob] == value, command
 
 

@@ -76,7 +76,7 @@ def test_memory_that_does_not_come_back_is_another_s_and_waited_for_once(tmp_pat
 
 def test_a_cancelled_trial_is_not_waited_for(tmp_path, clock):
     wait_for_room(("0",), tmp_path, lambda what: None, use=used(600))
-    wait_for_room(("0",), tmp_path, lambda what: None, use=used(70_000), given_up=lambda: True)
+    wait_for_room(("0",), tmp_path, lambda what: None, use=used(70_000), cancelled=lambda: True)
     assert clock == [0]
 
 
@@ -84,11 +84,11 @@ def test_a_supervisor_waits_before_it_starts_ranks_and_counts_the_trial_s_time_f
     here, there = Pipe()
     call = Received(Channel(here), 1, "job", ())
 
-    def waits(names, folder, say, given_up):
-        assert names == ("3",) and folder == "agents-folder" and not given_up()
+    def waits(names, folder, notify, cancelled):
+        assert names == ("3",) and folder == "agents-folder" and not cancelled()
         there.close()
-        assert given_up()
-        say("waited")
+        assert cancelled()
+        notify("waited")
         time.sleep(0.2)
         return 1234.0
 
@@ -241,7 +241,7 @@ def test_clock_and_power_are_read_beside_the_steps_that_count(nvml, monkeypatch)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", lambda handle: now[1])
     watch = GpuWatch(1, every_s=0.0)
     steps = []
-    step = watch.beside(lambda: steps.append(1))
+    step = watch.sampling(lambda: steps.append(1))
     step()
     assert (watch.clock_mhz, watch.power_w) == (1980, 300)
     watch.restart()

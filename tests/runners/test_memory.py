@@ -27,7 +27,8 @@ def test_a_process_of_several_gpus_is_limited_on_each_and_measured_by_the_fulles
 
 
 @pytest.mark.parametrize(
-    ("free", "message"), [([9000, 100], "100 of 80,000 MiB of cuda:1 are free"), ([9000, 9000], ""), ([None, None], "")]
+    ("free", "message"),
+    [([9000, 100], "100 of 80,000 MiB of cuda:1 are free"), ([9000, 9000], None), ([None, None], None)],
 )
 def test_a_device_without_room_for_a_library_s_handle_is_short(monkeypatch, free, message):
     def info(device):
@@ -46,6 +47,6 @@ def test_a_request_that_the_allocator_refused_is_a_shortage_although_memory_is_f
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9000 * MIB, 80_000 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_ooms": refused[device.index]})
     meter = CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)])
-    assert meter.shortage() == ""
+    assert meter.shortage() is None
     refused[1] = 1
     assert meter.shortage() == "the allocator had no memory for a request"

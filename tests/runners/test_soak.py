@@ -65,7 +65,7 @@ def test_samples_of_one_length_only_are_drawn_afresh():
     seen = Seen(training)
     found = soak(training, SoakPlan(steps=3), 0, lambda: 0.0)
     pixels = [float(batches[0][0].sum()) for batches in seen.batches]
-    assert len(set(pixels)) == 5 and found.words == "5 steps of fresh data"
+    assert len(set(pixels)) == 5 and found.summary == "5 steps of fresh data"
 
 
 def test_batches_are_shorter_not_padded_and_cut_into_the_micro_batches_of_the_configuration():
@@ -93,7 +93,7 @@ def test_compilations_during_the_soak_are_counted():
     compiled = [0.0, 0.0, 1.5, 1.5, 1.5, 1.5, 4.0, 4.0, 4.0, 4.0]
     found = soak(training, SoakPlan(steps=2), 0, lambda: compiled.pop(0))
     assert (found.compiled, found.seconds_compile) == (2, 4.0)
-    assert found.words.endswith(", 2 of them with 4 s of compilation")
+    assert found.summary.endswith(", 2 of them with 4 s of compilation")
 
 
 def test_lengths_beyond_the_recompilation_limit_are_reported():
@@ -108,7 +108,7 @@ def test_lengths_beyond_the_recompilation_limit_are_reported():
 
     few, many = found(4), found(20)
     assert (few.refused, many.refused) == (False, True)
-    assert "further lengths ran uncompiled" in many.words and "uncompiled" not in few.words
+    assert "further lengths ran uncompiled" in many.summary and "uncompiled" not in few.summary
 
 
 def soaked(config):

@@ -45,7 +45,7 @@ def test_values_of_an_environment_are_in_no_file_of_a_run(tmp_path):
     request = Request(given.pop("target"), **given)
     task = resolve_task(request, device=Device(type="cpu", name="cpu", count=1, memory_mib=1000))
     kept = json.dumps([asked_of(request, task), command_of(request, task, None, ())])
-    shown = task.command.rendered({"x": 2}, 0, tmp_path) + task.command.whole({"x": 2}, 0, tmp_path, hosts=1)
+    shown = task.command.rendered({"x": 2}, 0, tmp_path) + task.command.training_command({"x": 2}, 0, tmp_path, hosts=1)
     assert "hf_secret" not in kept + shown
     assert "HF_TOKEN=***" in kept and "HF_TOKEN='***'" in shown
     assert {name: each.text({"x": 2}) for name, each in task.command._environment}["HF_TOKEN"] == "hf_secret"

@@ -226,7 +226,7 @@ def gpt2_on_two(two):
 def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, knobs):
     workload, expected = gpt2_on_two
     found = spread(two, workload, **knobs)
-    assert verdict(found, expected) == ""
+    assert verdict(found, expected) is None
     # Closer than the tolerance: only the order of float32 sums differs.
     assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
     assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
@@ -253,7 +253,7 @@ def test_norms_count_shared_pieces_once(four, seed, zero):
     workload = numerics.tiny("gpt2")
     expected = spread(four, workload, dp=4, micro_batch=2)
     found = spread(four, workload, dp=4, hsdp=2, zero=zero, micro_batch=1)
-    assert verdict(found, expected) == ""
+    assert verdict(found, expected) is None
     assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
     assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
     assert found.step.gradient == pytest.approx(expected.step.gradient, rel=1e-5)
@@ -290,7 +290,7 @@ def deeper_gpt2_on_two(two):
 def test_ranks_of_several_stages_compute_what_the_reference_computes(two, deeper_gpt2_on_two, kind):
     workload, expected = deeper_gpt2_on_two
     found = spread(two, workload, pp=2, virtual_stages=2, micro_batch=2, pipeline_schedule=kind)
-    assert verdict(found, expected) == ""
+    assert verdict(found, expected) is None
     assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
     assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
     assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5)
@@ -374,7 +374,7 @@ masked = Workload(name="masked", model=Masked, batch=spans, loss=token_loss, glo
 def test_a_boolean_buffer_that_is_empty_is_seen_without_repeated_blocks():
     expected = probed(masked, micro_batch=4)
     assert expected.quiet.blocks == () and len(expected.quiet.vectors) == 1
-    assert verdict(probed(masked, micro_batch=16), expected) == ""
+    assert verdict(probed(masked, micro_batch=16), expected) is None
 
     def emptied(sch, config):
         def empty(module, args):
@@ -412,7 +412,7 @@ def test_logits_are_seen_where_samples_come_first(output, seen):
     workload = replace(masked, model=Net, loss=loss)
     expected = probed(workload, micro_batch=8)
     assert bool(expected.logits) is seen
-    assert verdict(probed(workload, micro_batch=2), expected) == ""
+    assert verdict(probed(workload, micro_batch=2), expected) is None
 
 
 def test_a_model_that_returns_its_loss_alone_is_held_to_that_and_its_gradients():
@@ -423,7 +423,7 @@ def test_a_model_that_returns_its_loss_alone_is_held_to_that_and_its_gradients()
     workload = replace(masked, model=Own, loss=None)
     expected = probed(workload, micro_batch=8)
     assert expected.logits == () and expected.noise == 0
-    assert verdict(probed(workload, micro_batch=2), expected) == ""
+    assert verdict(probed(workload, micro_batch=2), expected) is None
     halved = replace(workload, loss=lambda output, batch: output / 2)
     assert "the loss on the probe" in verdict(probed(halved, micro_batch=8), expected)
 
@@ -436,7 +436,7 @@ def test_statistics_over_the_batch_do_not_make_a_micro_batch_wrong():
     workload = replace(restless, model=Normed)
     expected = probed(workload, step=True, micro_batch=8)
     for micro in (2, 4, 16):
-        assert verdict(probed(workload, step=True, micro_batch=micro), expected) == ""
+        assert verdict(probed(workload, step=True, micro_batch=micro), expected) is None
     scaled = replace(workload, loss=lambda output, batch: 2 * cross_entropy(output, batch))
     assert "the loss on the probe" in verdict(probed(scaled, micro_batch=8), expected)
 
@@ -454,7 +454,7 @@ def test_randomness_is_found_by_its_being_drawn_not_by_its_name():
     workload = replace(restless, model=Hidden)
     expected = probed(workload, micro_batch=8)
     assert expected.noise > 0.1
-    assert verdict(probed(workload, micro_batch=2), expected) == ""
+    assert verdict(probed(workload, micro_batch=2), expected) is None
 
 
 def test_a_recurrent_model_is_probed():
@@ -471,7 +471,7 @@ def test_a_recurrent_model_is_probed():
     training = Training(workload, {"micro_batch": 4}, CPU)
     expected = together([take(training)])
     assert expected.noise > 0 and training.model.cell.dropout == 0.2 and training.model.cell.training
-    assert verdict(probed(workload, micro_batch=8), expected) == ""
+    assert verdict(probed(workload, micro_batch=8), expected) is None
 
 
 # Parameters that begin as zero or one
@@ -496,7 +496,7 @@ def test_zero_initialised_adapters_are_detected_under_every_strategy(two, knobs)
 
     workload = with_lora(numerics.tiny("llama"), Lora(r=4))
     expected = spread(two, workload, dp=2)
-    assert verdict(spread(two, workload, **knobs), expected) == ""
+    assert verdict(spread(two, workload, **knobs), expected) is None
     assert min(expected.quiet.blocks) > 0
     # Without the adapters' outer halves the inner ones have no gradient, and the model computes the same as without
     # adapters.
@@ -569,7 +569,7 @@ def keep_inactive(dropout):
 def test_small_faults_are_found_with_few_tokens(small, change, message):
     workload = small(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     expected = probed(workload, micro_batch=4)
-    assert verdict(probed(faulty(workload, lambda model: None), micro_batch=2), expected) == ""
+    assert verdict(probed(faulty(workload, lambda model: None), micro_batch=2), expected) is None
     found = verdict(probed(faulty(workload, change), micro_batch=4), expected)
     assert re.search(message, found), found
 
@@ -589,7 +589,7 @@ def test_what_is_read_survives_the_ledger(small):
     assert "transformer.h.1.mlp.c_fc.weight" in verdict(found, stored)
     earlier = {key: value for key, value in expected.to_dict().items() if key not in ("rates", "trained", "frozen")}
     earlier["quiet"] = {key: value for key, value in earlier["quiet"].items() if key != "parameters"}
-    assert verdict(expected, Probe.from_dict(earlier)) == ""
+    assert verdict(expected, Probe.from_dict(earlier)) is None
 
 
 # Weights that a schedule adds
@@ -686,7 +686,7 @@ def test_rows_that_experts_drop_in_training_are_no_departure_and_are_counted():
     found = take(training)
     assert found.by_batch and dropped_rows(training.model) == (0, 0), "the probe drops nothing"
     _, first = first_step(training)
-    assert verdict(together([found], [first]), expected) == ""
+    assert verdict(together([found], [first]), expected) is None
     dropped, routed = dropped_rows(training.model)
     assert routed == training.samples_per_step * mixture.seq_len * 2 * 2 and routed / 2 <= dropped < routed
 

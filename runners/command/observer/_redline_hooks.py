@@ -1,10 +1,10 @@
-"""The hooks by which a training is observed inside its own process, each a function of a module that the program imports.
+"""Hooks that observe a training inside its own process, a function for each module of torch.
 
-`sitecustomize` calls a function of this file when the program has imported the module that it is named for; `_redline_record`
-keeps and writes what they see. Both import nothing but the standard library, and use modules of torch that the program itself has
-imported. They run in the program's Python, 3.8 or later.
+`sitecustomize` calls a function of this file after the program has imported the module that the function hooks;
+`_redline_record` gathers and writes the events. Both files import only the standard library, and use the modules of torch that
+the program itself has imported. They run in the program's Python, 3.8 or later.
 
-Nothing here may change the program: no random numbers are drawn, no device is synchronised, nothing is printed. If the
+The hooks must not change the program: they draw no random numbers, synchronise no device and print nothing. If the
 observer itself fails, it writes the reason into its file and observes nothing further.
 """
 
@@ -33,7 +33,7 @@ def guarded(event, *arguments):
         _failed = True
         try:
             _record.write({"fault": f"{type(error).__name__}: {error}"})
-        except Exception:  # the file cannot be written either: then nothing is observed, which redline says
+        except Exception:  # the file cannot be written either: redline reports that nothing was observed
             _failed = True
 
 
@@ -123,7 +123,7 @@ def observe_evaluation(module):
 
 
 def observe_autocast(module):
-    """Observes which formats autocast is entered with."""
+    """Observes the number formats of entered autocast contexts."""
     enter = module.autocast.__enter__
 
     @functools.wraps(enter)
@@ -135,7 +135,7 @@ def observe_autocast(module):
 
 
 def observe_saving(module):
-    """Observes the time of saving, by the functions of `module` that do it."""
+    """Observes the time of calls of `module`'s functions that save."""
     for name in ("save", "save_file", "async_save"):
         function = getattr(module, name, None)
         if function is not None:

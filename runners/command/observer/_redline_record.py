@@ -1,4 +1,4 @@
-"""What a training does, as the hooks of its own process see it: gathered by steps, and written as lines of JSON.
+"""Records the events of a training, which hooks in its process report, by step, and writes them as lines of JSON.
 
 Every process of the command writes one file into the folder of the environment variable REDLINE_OBSERVE;
 `runners/command/observation.py` reads them. Times are s of the machine's monotonic clock, which all processes share. A step is a
@@ -88,7 +88,7 @@ class _Loader:
 
 
 class Record:
-    """What this process has done so far.
+    """The events of this process so far.
 
     Args:
         guarded: calls a method of this record, so that its failure does not reach the program.
@@ -301,14 +301,16 @@ class Record:
             self.evaluation = (now, dict(self.parts))
 
     def evaluation_ends(self, void=False):
-        """Ends an evaluation. It was none if a backward pass comes before `train()` or a batch to train on (`void`)."""
+        """Ends an evaluation. With `void` its time counts as training: a backward pass came before `train()` and before a
+        batch to train on.
+        """
         if self.evaluation is None:
             return
-        (begin, before), self.evaluation = self.evaluation, None
+        (begin, parts), self.evaluation = self.evaluation, None
         if void:
             return
         now = _clock()
-        self.parts = before
+        self.parts = parts
         self.parts["evaluation"] += now - begin
         self.last = now
 
@@ -345,7 +347,7 @@ class Record:
         if loss is not None and loss.numel() == 1 and loss.device.type == "cpu" and type(loss) is self.torch.Tensor:
             self.loss = (self.loss or 0.0) + float(loss.detach())
 
-    def raised(self, error, where):
+    def raised(self, error, origin):
         if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)) or self.ended_by == id(error):
             return
         self.ended_by = id(error)  # not the exception itself, whose frames hold tensors
@@ -358,7 +360,7 @@ class Record:
         except Exception as failed:  # its own text may fail
             message = "(its message cannot be printed: " + type(failed).__name__ + ")"
         self.write(
-            {"exception": {"type": type(error).__name__, "kinds": kinds, "message": message[:4000], "in": where}}
+            {"exception": {"type": type(error).__name__, "kinds": kinds, "message": message[:4000], "in": origin}}
         )
 
     def _flush(self, now):
@@ -429,8 +431,8 @@ class Record:
                     "used": (total - free) / 2**20,
                     "retries": stats["num_alloc_retries"],
                 }
-                before = memory.get(str(number), {})
-                memory[str(number)] = {name: max(value, before.get(name, 0)) for name, value in now.items()}
+                earlier = memory.get(str(number), {})
+                memory[str(number)] = {name: max(value, earlier.get(name, 0)) for name, value in now.items()}
         if memory != self.memory:
             self.memory = memory
             self.dirty = True
@@ -493,18 +495,18 @@ def _describe(batch, torch):
                 if tokens is None and name in TOKEN_NAMES:
                     tokens = value.numel()
         elif depth < 4 and hasattr(value, "items") and hasattr(value, "keys"):
-            pending += [(str(key), part, depth + 1) for key, part in value.items()]
+            pending += [(str(key), item, depth + 1) for key, item in value.items()]
         elif depth < 4 and isinstance(value, (list, tuple)):
-            pending += [(name, part, depth + 1) for part in value[:MOST_LEAVES]]
+            pending += [(name, item, depth + 1) for item in value[:MOST_LEAVES]]
         elif depth < 4 and hasattr(value, "__dict__"):
-            pending += [(key, part, depth + 1) for key, part in vars(value).items()]
+            pending += [(key, item, depth + 1) for key, item in vars(value).items()]
     if not leaves:
         return None, None, None
     sizes = [leaf.shape[0] for leaf in leaves]
-    first = leaves[0]
-    if tokens is None and first.dim() == 2 and not first.is_floating_point() and first.dtype != torch.bool:
-        tokens = first.numel()
-    return max(set(sizes), key=sizes.count), tokens, first
+    leaf = leaves[0]
+    if tokens is None and leaf.dim() == 2 and not leaf.is_floating_point() and leaf.dtype != torch.bool:
+        tokens = leaf.numel()
+    return max(set(sizes), key=sizes.count), tokens, leaf
 
 
 def _fingerprint(leaf):
@@ -526,7 +528,7 @@ def _products(tensors, tensor_class):
         if node in seen:
             continue
         seen.add(node)
-        if any(part in node.name() for part in PRODUCTS):
+        if any(fragment in node.name() for fragment in PRODUCTS):
             for metadata in getattr(node, "_input_metadata", ())[:1]:
                 name = str(metadata.dtype).replace("torch.", "")
                 products[name] = products.get(name, 0) + 1
@@ -535,7 +537,7 @@ def _products(tensors, tensor_class):
 
 
 def _replicas(iterator):
-    """Number of replicas that share the data, as its sampler knows it; None if it has none that says so."""
+    """Number of replicas that share the data, by the iterator's sampler; None if the sampler does not give it."""
     sampler = getattr(iterator, "_index_sampler", None)
     for owner in (
         sampler,

@@ -22,7 +22,7 @@ _WATCHED = {
     "safetensors.torch": "observe_saving",
     "torch._dynamo.callback": "observe_compilation",
 }
-"""Modules of the program, and the function of `_redline_hooks` that is called once each is imported."""
+"""Modules of the program, and the function of `_redline_hooks` that is called when one has been imported."""
 
 
 def _hooks():
@@ -49,7 +49,7 @@ class _Finder:
         execute = spec.loader.exec_module
 
         def exec_module(module):
-            del spec.loader.exec_module  # an attribute of this loader alone, so that the class's own is back
+            del spec.loader.exec_module  # the attribute was set on this loader: its class's method applies again
             execute(module)
             try:
                 getattr(_hooks(), _WATCHED[name])(module)

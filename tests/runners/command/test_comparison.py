@@ -3,7 +3,7 @@
 import pytest
 from redline.results import Measurement, Status
 from redline.results.measurement import Trial
-from redline.runners.command.comparison import Asked, TrainingComparison, printed_differs, without_effect
+from redline.runners.command.comparison import RequestedTraining, TrainingComparison, printed_deviation, without_effect
 from redline.runners.command.observation import Speed
 from redline.space import Config
 
@@ -30,46 +30,58 @@ def measured(throughput=640.0, peak=100.0, **changes):
 @pytest.mark.parametrize(
     ("asked", "changes", "reason"),
     [
-        (Asked(samples_per_step=64, micro_batch=16, precision="fp32", ranks=1), {}, ""),
-        (Asked(), {"samples_per_step": 3.0, "products": "float16", "ranks": 5}, ""),
-        (Asked(samples_per_step=64), {"samples_per_step": 63.5}, ""),
+        (RequestedTraining(samples_per_step=64, micro_batch=16, precision="fp32", ranks=1), {}, None),
+        (RequestedTraining(), {"samples_per_step": 3.0, "products": "float16", "ranks": 5}, None),
+        (RequestedTraining(samples_per_step=64), {"samples_per_step": 63.5}, None),
         (
-            Asked(samples_per_step=64, micro_batch=64),
+            RequestedTraining(samples_per_step=64, micro_batch=64),
             {"samples_per_step": 16.0, "micro_batch": 16.0, "backwards": 1.0},
             "it trains with 16 samples a step, not 64: the trainer reduced its batch",
         ),
-        (Asked(samples_per_step=16), {}, "it trains with 64 samples a step, not 16"),
+        (RequestedTraining(samples_per_step=16), {}, "it trains with 64 samples a step, not 16"),
         # Short last batches of epochs, and several passes over a batch.
-        (Asked(samples_per_step=64), {"samples_per_step": 50.0, "usual_step": 64.0}, ""),
-        (Asked(micro_batch=32), {"samples_per_step": 25.0, "micro_batch": 25.0, "usual_batch": 32.0}, ""),
-        (Asked(micro_batch=8), {"samples_per_step": 8.0, "micro_batch": 2.0, "usual_batch": 8.0}, ""),
+        (RequestedTraining(samples_per_step=64), {"samples_per_step": 50.0, "usual_step": 64.0}, None),
+        (RequestedTraining(micro_batch=32), {"samples_per_step": 25.0, "micro_batch": 25.0, "usual_batch": 32.0}, None),
+        (RequestedTraining(micro_batch=8), {"samples_per_step": 8.0, "micro_batch": 2.0, "usual_batch": 8.0}, None),
         (
-            Asked(samples_per_step=64, micro_batch=64),
+            RequestedTraining(samples_per_step=64, micro_batch=64),
             {"samples_per_step": 31.0, "micro_batch": 31.0, "usual_step": 32.0, "usual_batch": 32.0},
             "it trains with 31 samples a step, not 64: the trainer reduced its batch",
         ),
-        (Asked(samples_per_step=16), {"samples_seen": False}, ""),
+        (RequestedTraining(samples_per_step=16), {"samples_seen": False}, None),
         # Ranks that all read the same synthetic batches, as replicas of a data-parallel training may.
-        (Asked(samples_per_step=128), {"same_data": True, "ranks": 2}, ""),
-        (Asked(samples_per_step=256), {"same_data": True, "ranks": 2}, "it trains with 64 samples a step, not 256"),
-        (Asked(precision="bf16"), {"products": "bfloat16"}, ""),
-        (Asked(precision="bf16"), {"products": None}, ""),
-        (Asked(precision="bf16"), {}, "its matrix products ran in float32, not in bfloat16 as precision=bf16 asks"),
-        (Asked(precision="fp32"), {"products": "float16"}, "its matrix products ran in float16, not in float32 as"),
-        (Asked(ranks=2), {}, "it trained on 1 rank, but --devices asks for 2"),
+        (RequestedTraining(samples_per_step=128), {"same_data": True, "ranks": 2}, None),
+        (
+            RequestedTraining(samples_per_step=256),
+            {"same_data": True, "ranks": 2},
+            "it trains with 64 samples a step, not 256",
+        ),
+        (RequestedTraining(precision="bf16"), {"products": "bfloat16"}, None),
+        (RequestedTraining(precision="bf16"), {"products": None}, None),
+        (
+            RequestedTraining(precision="bf16"),
+            {},
+            "its matrix products ran in float32, not in bfloat16 as precision=bf16 asks",
+        ),
+        (
+            RequestedTraining(precision="fp32"),
+            {"products": "float16"},
+            "its matrix products ran in float16, not in float32 as",
+        ),
+        (RequestedTraining(ranks=2), {}, "it trained on 1 rank, but --devices asks for 2"),
     ],
 )
 def test_another_training_than_the_one_asked_for_is_named_with_both_numbers(asked, changes, reason):
-    found = TrainingComparison().why_not(measured(**changes), None, {}, asked)
-    assert found == reason if reason == "" else found.startswith(reason)
+    found = TrainingComparison().deviation(measured(**changes), None, {}, asked)
+    assert found is None if reason is None else found.startswith(reason)
 
 
 def test_a_command_may_have_its_own_unit_of_the_micro_batch_but_the_same_in_every_trial():
     comparison = TrainingComparison()
-    assert comparison.why_not(measured(micro_batch=8.0), None, {}, Asked(micro_batch=4)) == ""
-    assert comparison.why_not(measured(micro_batch=16.0), None, {}, Asked(micro_batch=8)) == ""
-    assert comparison.why_not(measured(micro_batch=8.0), None, {}, Asked(micro_batch=8)) == ""
-    assert comparison.why_not(measured(micro_batch=6.0), None, {}, Asked(micro_batch=16)) == (
+    assert comparison.deviation(measured(micro_batch=8.0), None, {}, RequestedTraining(micro_batch=4)) is None
+    assert comparison.deviation(measured(micro_batch=16.0), None, {}, RequestedTraining(micro_batch=8)) is None
+    assert comparison.deviation(measured(micro_batch=8.0), None, {}, RequestedTraining(micro_batch=8)) is None
+    assert comparison.deviation(measured(micro_batch=6.0), None, {}, RequestedTraining(micro_batch=16)) == (
         "it trains with 6 samples a pass, not 16: the trainer reduced its batch"
     )
 
@@ -97,7 +109,7 @@ def speed(**changes):
     ],
 )
 def test_a_printed_speed_far_from_the_observed_one_is_named(metric, value, differs):
-    text = printed_differs(metric, value, speed(), 64.0)
+    text = printed_deviation(metric, value, speed(), 64.0)
     assert bool(text) is differs
     if differs:
         assert f"it prints {metric} = {value:,.6g}, but " in text

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from redline.results import Measurement, Status
 from redline.runners.command.trial import CommandReport
-from redline.runners.command.work import _together
+from redline.runners.command.work import _combined
 from redline.runners.job import Outcome, RankOutcome
 
 SCRIPT = r"""
@@ -105,18 +105,18 @@ def test_hosts_reports_rank_measurement_before_cause_before_consequence():
         ((echo, oom), Status.OOM, 20.0),
         ((ok,), Status.OK, 10.0),
     ):
-        found, losses = _together(Outcome(status=stopped.status, reason=stopped.reason, ranks=ranks))
+        found, losses = _combined(Outcome(status=stopped.status, reason=stopped.reason, ranks=ranks))
         (rank,) = found.ranks
         assert (found.status, rank.report.status, rank.report.peak_memory_mib) == (Status.OK, status, peak)
         assert losses == {ranks[-1].rank: 1.0}
-    assert _together(stopped) == (stopped, {})
+    assert _combined(stopped) == (stopped, {})
 
 
 def test_the_crash_with_a_reason_counts():
     report = CommandReport(measured=Measurement(status=Status.CRASH, reason="ValueError: rank one fails"))
     echo = CommandReport(measured=Measurement(status=Status.CRASH, reason="exited with code 1"), echo=True)
     ranks = tuple(RankOutcome(rank=rank, status=Status.OK, report=each) for rank, each in enumerate((echo, report)))
-    found, _ = _together(Outcome(status=Status.OK, ranks=ranks))
+    found, _ = _combined(Outcome(status=Status.OK, ranks=ranks))
     assert found.ranks[0].report.reason == "ValueError: rank one fails"
 
 
@@ -126,5 +126,5 @@ def test_memory_of_hosts_that_were_stopped_counts():
         RankOutcome(rank=0, status=Status.CRASH, reason="ended", peak_memory_mib=70.0, secondary=True),
         RankOutcome(rank=1, status=Status.OK, report=report, peak_memory_mib=900.0),
     )
-    found, _ = _together(Outcome(status=Status.CRASH, ranks=ranks, secondary=True))
+    found, _ = _combined(Outcome(status=Status.CRASH, ranks=ranks, secondary=True))
     assert found.ranks[0].report.peak_memory_mib == 70.0

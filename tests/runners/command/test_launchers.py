@@ -97,7 +97,7 @@ def test_samples_of_a_step_are_those_of_the_launchers_own_option():
         for knob, values in {"micro_batch": [1, 8], **knobs}.items():
             space.choice(knob, values)
         work = Commands(Command(command=command, launcher=name), space, devices=devices, global_batch=global_batch)
-        return [work._work(work.values(config, 0, Path())) for config in space]
+        return [work._samples_per_step(work.values(config, 0, Path())) for config in space]
 
     # An explicit batch is a step's; Megatron's default is one pass of all replicas.
     assert samples("megatron", "sh t.sh --global-batch-size 512") == [512.0, 512.0]
@@ -280,7 +280,7 @@ def test_options_that_shorten_a_run_are_not_in_the_training_command():
     space = space_of("trainer", devices=1)
     work = Commands(Command(command="sh train.sh", launcher="trainer"), space, devices=1)
     config = space.config(micro_batch=2)
-    short, whole = work.rendered(config, 0, Path("/trial")), work.whole(config, 0, Path("/trial"), hosts=1)
+    short, whole = work.rendered(config, 0, Path("/trial")), work.training_command(config, 0, Path("/trial"), hosts=1)
     assert "--max_steps 1000" in short and "--output_dir /trial" in short
     assert "--max_steps" not in whole and "/trial" not in whole and "--per_device_train_batch_size 2" in whole
 
@@ -342,7 +342,9 @@ def test_options_that_lengthen_or_disturb_a_trial_are_replaced_and_noted(name, c
     shown = shlex.split(work.rendered({"kept": 2}, 0, Path("/trial")))
     if short is not None:
         assert sorted(shown) == sorted([*shlex.split(short), "--kept", "2"])
-    assert work.whole({"kept": 2}, 0, Path("/o"), hosts=1) == shlex.join(shlex.split(command.replace("{kept}", "2")))
+    assert work.training_command({"kept": 2}, 0, Path("/o"), hosts=1) == shlex.join(
+        shlex.split(command.replace("{kept}", "2"))
+    )
     (note,) = work.notes
     assert f", in place of {replaced}; the winner's command has its own options" in note
 

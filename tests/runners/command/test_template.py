@@ -66,7 +66,7 @@ def test_values_are_inserted_in_place_and_words_stay_separate(space, text, expec
 def test_a_command_of_several_hosts_takes_what_differs_from_variables(space):
     text = "torchrun --node-rank {node_rank} --at={master_addr}:{master_port} {name} {micro_batch} -n {hosts}"
     work = Commands(Command(command=text), _only(space, "name", "micro_batch"), devices=4)
-    shown = work.whole({"name": "two words", "micro_batch": 8}, 0, Path("/o"), hosts=2)
+    shown = work.training_command({"name": "two words", "micro_batch": 8}, 0, Path("/o"), hosts=2)
     done = subprocess.run(
         ["sh", "-c", f"MASTER_ADDR='a b'; NODE_RANK=1; set -- {shown}; printf '%s\\n' \"$@\""],
         capture_output=True, text=True, check=True,

@@ -594,7 +594,7 @@ def test_a_knob_that_a_configuration_lacks_has_its_default(space):
 def test_samples_of_a_step_follow_from_knobs_or_an_option(space):
     def work(**more):
         made = Commands(Command(command="true {micro_batch}", **more), space, devices=4)
-        return made._work(made.values(space.config(micro_batch=2), 0, Path()))
+        return made._samples_per_step(made.values(space.config(micro_batch=2), 0, Path()))
 
     assert work() == 8.0 and work(samples="{micro_batch * 3}") == 6.0 and work(samples="5") == 5.0
     with pytest.raises(UsageError, match="samples must be a number"):

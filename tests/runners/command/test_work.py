@@ -32,23 +32,23 @@ def curve(start=10.0, rate=0.02, noise=0.0, steps=40):
 )
 def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(losses, compares):
     comparison = TrainingComparison()
-    assert comparison.why_not(reported(), 32.0, curve()) == ""
-    reason = comparison.why_not(reported(), 32.0, losses)
-    assert (reason == "") is compares
+    assert comparison.deviation(reported(), 32.0, curve()) is None
+    reason = comparison.deviation(reported(), 32.0, losses)
+    assert (reason is None) is compares
     if not compares:
         assert reason.startswith("its loss is ") and "at step 39, but that of the first run was 4.584" in reason
 
 
 def test_noisy_losses_may_differ_by_their_noise():
     comparison = TrainingComparison()
-    comparison.why_not(reported(), None, curve(start=1.0, noise=0.5))
-    assert comparison.why_not(reported(), None, curve(start=1.6, noise=0.5)) == ""
+    comparison.deviation(reported(), None, curve(start=1.0, noise=0.5))
+    assert comparison.deviation(reported(), None, curve(start=1.6, noise=0.5)) is None
 
 
 def test_steps_of_other_sizes_are_not_held_against_each_other():
     comparison = TrainingComparison()
-    comparison.why_not(reported(), 32.0, curve())
-    assert comparison.why_not(reported(), 64.0, curve(start=30.0)) == ""
-    assert comparison.why_not(reported("tokens/s"), 32.0, curve()).startswith(
+    comparison.deviation(reported(), 32.0, curve())
+    assert comparison.deviation(reported(), 64.0, curve(start=30.0)) is None
+    assert comparison.deviation(reported("tokens/s"), 32.0, curve()).startswith(
         "it reported tokens/s, but samples/s before"
     )
