@@ -282,8 +282,8 @@ def lines_for(metrics: Sequence[str]) -> Lines:
         UsageError: a regular expression is invalid, has no named group, or a name is used twice.
     """
     if not metrics:
-        names = {name: name for name in (*PREFERRED, *BESIDE)}
-        return Lines([], names)
+        defaults = {name: name for name in (*PREFERRED, *BESIDE)}
+        return Lines([], defaults)
     patterns: list[re.Pattern[str]] = []
     names: dict[str, str] = {}
     requested: list[str] = []

@@ -244,9 +244,12 @@ class ShellLine:
             value = value_text(piece.evaluate(values))
             preceding = pieces[index - 1] if index else ""
             following = pieces[index + 1] if index + 1 < len(pieces) else ""
-            texts = isinstance(preceding, str) and isinstance(following, str)
             # Only where it is a word of its own may a choice be several options; beside other text it is one word.
-            separate = texts and f"{preceding[-1:]}{following[:1]}".strip() == ""
+            separate = (
+                isinstance(preceding, str)
+                and isinstance(following, str)
+                and f"{preceding[-1:]}{following[:1]}".strip() == ""
+            )
             if separate and isinstance(piece, _Choice) and _is_options(piece, values):
                 return shlex.join(shlex.split(value))
             return shlex.quote(value) if value else ""
