@@ -175,7 +175,7 @@ class Commands(Work):
 
     @property
     def shares_metric_file(self) -> bool:
-        """True if trials at the same time would write to the same `--metric-file`."""
+        """True if trials at the same time would write to the same `metric_file`."""
         return self._metric_file is not None and not self._metric_file.names & {"trial_dir", "trial"}
 
     def check_program(self) -> None:
@@ -377,7 +377,7 @@ class Commands(Work):
             try:
                 return float(samples)
             except ValueError:
-                raise UsageError(f"--samples must be a number, but is '{samples}'") from None
+                raise UsageError(f"samples must be a number, but is '{samples}'") from None
         if "micro_batch" not in self._space.by_name:
             return None
         replicas = values.get("dp") or max(1, self._devices // prod(values.get(name) or 1 for name in SPLITS))
@@ -420,5 +420,5 @@ def _emulating(command: Command) -> Command:
 def _variable(variable: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:
     name, equals, value = variable.partition("=")
     if not equals or not name.isidentifier():
-        raise UsageError(f"--env must be NAME=VALUE, such as OMP_NUM_THREADS={{threads}}, but got '{variable}'")
-    return name, Template.read(value, knobs, f"--env {name}")
+        raise UsageError(f"env must be NAME=VALUE, such as OMP_NUM_THREADS={{threads}}, but got '{variable}'")
+    return name, Template.read(value, knobs, f"env {name}")
