@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import UsageError, unknown
+from ..base.errors import UsageError, WorkloadError, unknown
 from ..frameworks.reading import Change, TrainerConfig
 from ..frameworks.registry import find_framework
 from ..knobs.rules import RULES, RuleContext, refusal
@@ -326,7 +326,12 @@ def _model(
         return KeptModel(name=shown or known.name, model_id="", seq_len=known.seq_len, trains=shape), own
 
     def made() -> TracedFacts:
-        workload = resolve_workload(target, seq_len=length, lora=trainer.lora)
+        try:
+            workload = resolve_workload(target, seq_len=length, lora=trainer.lora)
+        except WorkloadError as error:
+            if model is not None:
+                raise
+            raise WorkloadError(f"the model of the file or command (--model names another): {error}") from error
         return TracedFacts(workload, hardware.operators, hardware.liger)
 
     key = key_of_model(ModelRequest(target, seq_len=length, lora=trainer.lora))

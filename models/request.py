@@ -78,6 +78,11 @@ class ModelRequest:
         ),
     ] = None
 
+    @property
+    def names_model(self) -> bool:
+        """True if the target is the name of a model, not of a Python file."""
+        return isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceRequest:
@@ -197,9 +202,7 @@ class TrainingRequest(SpaceRequest, ModelRequest):
         """
         check_options(self)
         checked_allowance(self.allow, own_space=self.given_space is not None)
-        named = isinstance(self.target, ServerModel) or (
-            isinstance(self.target, (str, Path)) and ".py" not in str(self.target)
-        )
+        named = isinstance(self.target, ServerModel) or self.names_model
         if named and self.data is not None:
             text_bytes(Path(self.data))
         if not named or self.space is not None:

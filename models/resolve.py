@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from ..base.errors import WorkloadError, nearest, unknown
+from ..base.errors import WorkloadError, nearest
 from ..base.reading import absolute
 from .architecture import Architecture, one_line, stated_shape
+from .refusal import refuse_unlisted, unknown_type
 from .server_model import ServerModel
 from .workload import DEFAULT_GLOBAL_BATCH, Workload, default_name
 
@@ -78,9 +79,40 @@ def workload(
 
     if text in PRESETS:
         return _preset(text, given)
+    file = _file_of(text)
+    if file is not None:
+        spec = absolute(Path(text).expanduser())
+        return _of_contents(_content(file), str(file), given, name=_file_name(file), spec=spec, folder=file.parent)
+    name = text.rpartition("/")[2]
+    return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
+
+
+def check_name(text: str) -> None:
+    """Refuses a model that does not exist, or whose type or class transformers does not list, without importing it.
+
+    Raises:
+        WorkloadError: there is nothing of that name, or its configuration cannot be used.
+    """
+    from .presets import PRESETS
+
+    if text not in PRESETS and (file := _file_of(text)) is not None:
+        refuse_unlisted(_content(file), str(file))
+
+
+def _file_of(text: str) -> Path | None:
+    """The `config.json` that a specification names, which is no preset; None for a hub id.
+
+    Raises:
+        WorkloadError: there is nothing of that name.
+    """
+    from .presets import PRESETS
+
     path = Path(text).expanduser()
     if text and os.path.exists(path):  # false, not an error, for an invalid path
-        return _local(path, text, given)
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise WorkloadError(f"{text} contains no config.json, as a Hugging Face model's folder does")
+        return file
     if named := _NAMED.fullmatch(text):
         raise _no_python_file(named["path"])
     if text.endswith((".json", ".yaml", ".yml")) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
@@ -88,8 +120,7 @@ def workload(
             f"there is no file or folder {text}; give a folder or config.json, or a name that `redline models` lists"
         )
     if _HUB_ID.fullmatch(text):
-        name = text.rpartition("/")[2]
-        return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
+        return None
     # A family's name refers to models of full size.
     full = [name for name in PRESETS if len(text) > 2 and name.startswith(text.lower()) and not name.endswith("-tiny")]
     near = (full + [name for name in get_close_matches(text.lower(), PRESETS, n=3, cutoff=0.5) if name not in full])[:3]
@@ -226,14 +257,6 @@ def _preset(name: str, given: _Given) -> Workload:
     return hugging_face_workload(architecture, name=name, spec=name, **given)
 
 
-def _local(path: Path, text: str, given: _Given) -> Workload:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise WorkloadError(f"{text} contains no config.json, as a Hugging Face model's folder does")
-    content = _content(file)
-    return _of_contents(content, str(file), given, name=_file_name(file), spec=absolute(path), folder=file.parent)
-
-
 def _content(file: Path) -> Any:
     """Contents of a JSON file.
 
@@ -280,13 +303,10 @@ def _of_contents(
     model_type = content.get("model_type") if isinstance(content, Mapping) else None
     if not isinstance(model_type, str):
         raise WorkloadError(f"{where} is not a Hugging Face model's configuration: it has no model_type")
+    refuse_unlisted(content, where)
     with quiet() as transformers:
         if model_type not in transformers.CONFIG_MAPPING:
-            hint = unknown("model type", model_type, transformers.CONFIG_MAPPING).partition(" Known:")[0]
-            raise WorkloadError(
-                f"{where}: {hint} in transformers {transformers.__version__}; code that comes with a model is "
-                "not run: describe the model by a redline.Workload of your own (FILE.py:NAME)"
-            )
+            raise unknown_type(model_type, where, transformers.CONFIG_MAPPING)
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(dict(content))
         except refusals() as error:

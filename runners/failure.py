@@ -103,8 +103,6 @@ PEER_LOST = (
 )
 _PEER_LOST = re.compile(PEER_LOST, re.IGNORECASE)
 
-_WRAPPED = re.compile(r"\[Stage \d+\] failed to run (forward|backward)")
-
 
 def text_of(error: BaseException) -> str:
     """Returns the message of an exception, or the reason why it cannot be formatted."""
@@ -190,9 +188,6 @@ def is_peer_lost(error: BaseException) -> bool:
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Returns `Type: message` of an exception on one line."""
-    # torch.distributed.pipelining wraps the exception of a stage in one with the shapes of its arguments.
-    if error.__cause__ is not None and _WRAPPED.search(text_of(error)):
-        return one_line(error.__cause__, limit)
     message = text_of(error).strip()
     return shortened(f"{type(error).__name__}: {message}" if message else type(error).__name__, limit)
 

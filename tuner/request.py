@@ -15,6 +15,7 @@ from ..base.removed import replacement
 from ..estimator.hardware import find_hardware
 from ..models import Workload
 from ..models.request import ModelRequest, SpaceRequest, TrainingRequest
+from ..models.resolve import check_name
 from ..results import RunFolder
 from ..runners import Runner
 from ..runners.command.command import Command
@@ -326,6 +327,8 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
             RunFolder.check(self.out, resume=self.resume)
         elif self.resume:
             raise UsageError("--resume needs --out, the folder of the run to continue")
+        if self.names_model:
+            check_name(str(self.target))
 
     def given(self, *names: str) -> dict[str, Any]:
         """Values of the named fields that differ from their defaults."""

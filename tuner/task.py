@@ -233,7 +233,7 @@ def _trained(
     except WorkloadError as error:
         if command.model is not None:
             raise
-        return None, (f"the search begins without an estimate of the command's model: {error}; --model names one",)
+        return None, (f"the search begins without an estimate of the command's model (--model names one): {error}",)
     of = f", {found.seq_len} tokens a sample" if found.seq_len else ""
     if name is None:
         return found, (

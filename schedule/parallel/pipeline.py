@@ -1,5 +1,6 @@
 """The pipeline of a model that was cut into stages, run by torch.distributed.pipelining."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from .collectives import Axis
 from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .sharding import holders, is_dtensor
 from .split import leave, splits
+
+_WRAPPED = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
+"""torch's error in place of one of a stage; it describes the stage's arguments."""
 
 
 class Pipeline:
@@ -138,6 +142,7 @@ class Pipeline:
                 target = self._factors(factors, size)
             elif target is None:
                 target = anchor
+            failure = None
             try:
                 self.schedule.step(
                     *((anchor,) if first else ()),
@@ -147,9 +152,11 @@ class Pipeline:
                     **kwargs,
                 )
             except RuntimeError as error:
-                if isinstance(error.__cause__, ScheduleError):  # torch describes only the arguments of the stage
-                    raise error.__cause__ from None
-                raise
+                if error.__cause__ is None or not _WRAPPED.search(str(error)):
+                    raise
+                failure = error.__cause__
+            if failure is not None:  # raised here, it keeps its own cause and context
+                raise failure
         self.watch = None
         if not self.keep_outputs:
             self.outputs.clear()

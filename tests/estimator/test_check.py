@@ -189,7 +189,8 @@ def test_experts_that_are_spread_over_hosts_are_better_kept_on_one():
             {},
             r"leaves facts out: give --devices N --model MODEL --fix micro_batch=N$",
         ),
-        (f"{RUN} --config_name gtp2", {}, "unknown model 'gtp2'|gtp2"),
+        (f"{RUN} --config_name gtp2", {}, r"\(--model names another\): unknown model 'gtp2'; did you mean 'gpt2'"),
+        (RUN, {"model": "gtp2"}, "^unknown model 'gtp2'; did you mean 'gpt2'"),
         ("torchrun --nproc-per-node 2 run_clm.py --bf16", {}, "give --model MODEL$"),
         (
             "accelerate launch --num_processes 4 --mixed_precision bf16 t.py",

@@ -236,15 +236,6 @@ def test_a_long_message_becomes_one_short_line():
     assert len(line) == 300
 
 
-def test_the_reason_of_a_pipeline_stage_is_what_it_raised():
-    wrapped = RuntimeError("\n            [Stage 1] failed to run forward:\n  args: ('Tensor',)")
-    wrapped.__cause__ = ValueError("heads differ")
-    assert failure.one_line(wrapped) == "ValueError: heads differ"
-    lost = RuntimeError("[Stage 0] failed to run backward: ...")
-    lost.__cause__ = RuntimeError("Connection closed by peer [127.0.0.1]:1")
-    assert failure.is_peer_lost(lost)
-
-
 @pytest.mark.parametrize(
     "error",
     [
