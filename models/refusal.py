@@ -10,7 +10,7 @@ from ..base.errors import WorkloadError, nearest, unknown
 
 def refused(class_name: str, name: str, why: str) -> WorkloadError:
     """Error for a class that is not built, with the workload to write."""
-    end = "" if why.endswith("?") else "."
+    end = "" if why.endswith(("?", ".")) else "."
     return WorkloadError(f"{name}: {class_name} is not trained here: {why}{end}\n" + "\n".join(sketch(class_name)))
 
 

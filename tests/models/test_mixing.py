@@ -4,6 +4,7 @@ import pytest
 import torch
 from redline.base.device import Device
 from redline.models import Workload
+from redline.models.flops import flops_of
 from redline.models.mixing import mixing_of
 from redline.models.request import TrainingRequest, resolve
 from redline.models.spaces import default_space, lossy_of_space
@@ -64,6 +65,11 @@ def test_the_micro_batch_varies_only_where_it_is_the_same_training(made, mixes):
     allowed = default_space(made, CPU, allow=("lossy",))
     assert list(allowed["micro_batch"].values) == [1, 2, 4, 8, 16, 32]
     assert lossy_of_space(allowed).get("micro_batch", []) == ([1, 2, 4, 16, 32] if mixes else [])
+
+
+def test_operations_of_a_batch_norm_are_counted_with_two_samples():
+    forward = 2 * (8 * 16 + 16 * 4)
+    assert flops_of(workload(batch_norm)).per_sample == 2 * forward + 2 * 16 * 4, "the input has no gradient"
 
 
 def test_requested_values_are_marked_and_noted():
