@@ -91,7 +91,7 @@ def samples_of_a_pass(space: Space, devices: int) -> Any:
 
 
 def check_samples(workload: Workload, space: Space, devices: int, asked: int | None) -> tuple[str, ...]:
-    """Returns notes about a user's own space in which a step can have other samples than the workload's global batch.
+    """Returns notes about a space in which a step can have other samples than the workload's global batch.
 
     Args:
         asked: the requested global batch, if any.
@@ -119,5 +119,5 @@ def check_samples(workload: Workload, space: Space, devices: int, asked: int | N
         count = f"{same.size:,} of {space.size:,} configurations have"
     return (
         f"a step has micro_batch * dp * grad_accum samples, as the space gives them: {count} the workload's "
-        f"global batch of {total}",
+        f"global batch of {total}; others are another training",
     )

@@ -258,8 +258,11 @@ def resolve(
         return make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
 
     space, space_notes = request.space_or(default)
-    if request.given_space is not None or workload.space is not None:
-        space_notes += check_knobs(workload, space) + check_samples(workload, space, devices, request.global_batch)
+    own = request.given_space is not None or workload.space is not None
+    if own:
+        space_notes += check_knobs(workload, space)
+    if own or accumulation is not None:
+        space_notes += check_samples(workload, space, devices, request.global_batch)
     space_notes += with_mixing(workload, space)
     if isinstance(request.target, ServerModel) and isinstance(workload.model, Architecture):
         _check_attention(space, workload.model.attentions(device))

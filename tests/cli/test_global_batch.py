@@ -40,10 +40,12 @@ def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named()
     )
 
 
-def test_free_accumulation_has_no_batch_to_choose():
+def test_free_accumulation_keeps_the_batch_and_names_other_trainings():
     h100 = find_hardware("h100-80gb")
     task = resolve_task(TrainingRequest("gpt2-tiny", devices=64, override={"grad_accum": [1, 2]}), simulated=h100)
-    assert task.workload.global_batch == 32 and not [note for note in task.notes if "batch" in note]
+    (note,) = [note for note in task.notes if "batch" in note]
+    assert task.workload.global_batch == 32
+    assert note.endswith("configurations have the workload's global batch of 32; others are another training")
 
 
 def test_space_and_estimate_print_what_was_chosen(capsys):
