@@ -35,6 +35,16 @@ def test_modules_models_and_samplers_have_what_is_asked_of_them():
     assert missing == []
 
 
+def test_all_types_and_classes_of_transformers_are_listed_in_the_source_of_its_tables():
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+
+    tables = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    entries = [each for table in tables for each in table.values()]
+    classes = {name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)}
+    assert len(classes) > 1000 and {*CONFIG_MAPPING, *classes} <= _transformers.listed_names()
+
+
 def test_a_name_that_is_gone_is_told_in_words(monkeypatch):
     monkeypatch.setitem(_torch.NAMES, "gone", ("torch.utils._no_such_module", "gone"))
     with pytest.raises(
