@@ -79,10 +79,12 @@ def workload(
 
     if text in PRESETS:
         return _preset(text, given)
-    file = _file_of(text)
-    if file is not None:
-        spec = absolute(Path(text).expanduser())
-        return _of_contents(_content(file), str(file), given, name=_file_name(file), spec=spec, folder=file.parent)
+    config = _file_of(text)
+    if config is not None:
+        place = absolute(Path(text).expanduser())
+        return _of_contents(
+            _content(config), str(config), given, name=_file_name(config), spec=place, folder=config.parent
+        )
     name = text.rpartition("/")[2]
     return _of_contents(_hub_content(text), f"the hub's model '{text}'", given, name=name, spec=text)
 

@@ -85,6 +85,11 @@ def test_space_lists_what_is_to_try_and_no_texts_without_end(capsys, tmp_path):
     assert code == 0 and "without " not in out, "a space of one's own leaves nothing out"
 
 
+def test_a_knob_that_is_left_out_has_its_reason(capsys):
+    code, out, _ = run(capsys, "space", "vit-tiny")
+    assert code == 0 and "without kernels: the model has no projection to a vocabulary" in out
+
+
 def test_the_rule_of_the_batch_has_the_knobs_of_the_space():
     (rule,) = [rule for rule in RULES if rule.name == "global batch"]
     words = [rule.reason(RuleContext(devices=devices, global_batch=8)) for devices in (1, 2)]
