@@ -12,7 +12,7 @@ import click
 def models(as_json: bool) -> None:
     """List the predefined models with their sizes.
 
-    Any Hugging Face model works too, by its folder, its config.json or its hub id.
+    Other Hugging Face models work too, by their folder, config.json or hub id.
     """
     from ..models.presets import list_presets
 
