@@ -78,12 +78,12 @@ def group(
     crosses = size * stride > per_node
     local = np.clip(per_node // np.maximum(stride, 1), 1, size)
     nodes = np.maximum(devices / per_node, 1.0)
-    inside, own = rates(hardware, constants)
+    inside, network_rate = rates(hardware, constants)
     near = hardware.intra_node.latency_us / STEPS_OF_A_LATENCY * 1e-6
     far = hardware.inter_node.latency_us * 1e-6
     depth = np.where(crosses, np.ceil(np.log2(np.maximum(np.ceil(size / local), 1))), 0)
     share = sole_share(local, hardware) if sole else np.minimum(local, constants.network_rails)
-    outside = np.minimum(own * share / (1 + constants.scale_loss * np.log2(nodes)), inside)
+    outside = np.minimum(network_rate * share / (1 + constants.scale_loss * np.log2(nodes)), inside)
     return Group(
         size=size.astype(float),
         bandwidth=np.where(crosses, outside, inside),

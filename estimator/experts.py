@@ -52,14 +52,14 @@ def kept(part: Part, cols: KnobArrays, precision: str, constants: Constants) -> 
     """Extra bytes a token that the fullest rank keeps of a part compared with a rank that has all experts: inputs and outputs of
     products for its additional rows (fewer with f < 1), and the returned rows, from which the gradient of the experts' weights is
     computed."""
-    more = uneven(part, cols, constants) * filled(cols) - 1
+    excess = uneven(part, cols, constants) * filled(cols) - 1
     width, tp = bytes_of(precision), cols.expert_tp
-    out = np.where((cols.ep > 1) | (cols.capacity_factor > 0), part.routed * width * filled(cols), 0.0)
+    extra = np.where((cols.ep > 1) | (cols.capacity_factor > 0), part.routed * width * filled(cols), 0.0)
     for item in part.matmuls:
         if item.experts > 1:
             k, n = (size / tp if item.split == side else size for side, size in (("row", item.k), ("column", item.n)))
-            out = out + more * width * item.rows * item.count * (k + n)
-    return out / cols.token_splits
+            extra = extra + excess * width * item.rows * item.count * (k + n)
+    return extra / cols.token_splits
 
 
 @dataclass(frozen=True, slots=True)

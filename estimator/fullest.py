@@ -37,8 +37,8 @@ class FullestRank:
     def __str__(self) -> str:
         if not self.reasons:
             return "all ranks alike"
-        where = [f"pipeline rank {self.rank} of {self.pp}"] if self.least_mib < (1 - NOTICED) * self.mib else []
-        return ", ".join([*where, *self.reasons])
+        place = [f"pipeline rank {self.rank} of {self.pp}"] if self.least_mib < (1 - NOTICED) * self.mib else []
+        return ", ".join([*place, *self.reasons])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -57,13 +57,13 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
     split, _ = next(cols.splits())
     cut = staged(facts, split, setup.balance, cols)
     groups, stages = [groups for groups, _ in cut], [stage for _, stage in cut]
-    found = of_stages(groups, facts, setup, constants)
-    sums = [float(reduce(np.add, terms.values())[0]) for terms in found]
+    peaks = of_stages(groups, facts, setup, constants)
+    sums = [float(reduce(np.add, terms.values())[0]) for terms in peaks]
     most, least = int(np.argmax(sums)), int(np.argmin(sums))
     reasons: list[str] = []
     if sums[least] < (1 - NOTICED) * sums[most]:
-        more = {name: float(value[0] - found[least][name][0]) for name, value in found[most].items()}
-        (name, extra), *_ = sorted(more.items(), key=lambda item: -item[1])
+        excess = {name: float(value[0] - peaks[least][name][0]) for name, value in peaks[most].items()}
+        (name, extra), *_ = sorted(excess.items(), key=lambda item: -item[1])
         reasons.append(
             f"{extra / 1024:.1f} GiB more {name} than the emptiest "
             f"{_reason_for(name, stages[most], stages[least], split.pp, cols)}"
@@ -87,9 +87,9 @@ def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank
 def _reason_for(name: str, most: Stage, least: Stage, pp: int, cols: KnobArrays) -> str:
     """Why one stage has more of a term than another."""
     if name in _OF_MICRO_BATCHES:
-        held, other = (float(in_flight(stage.ranks[0], pp, cols)[0]) for stage in (most, least))
-        if held != other:
-            return f"since it holds {held:g} micro-batches at once instead of {other:g}"
+        held, held_by_least = (float(in_flight(stage.ranks[0], pp, cols)[0]) for stage in (most, least))
+        if held != held_by_least:
+            return f"since it holds {held:g} micro-batches at once instead of {held_by_least:g}"
     ends = [part.name for part in most.ends if part not in least.ends and part.role != "norm"]
     if most.count != least.count:
         return f"since it has {most.count} blocks instead of {least.count}"

@@ -104,19 +104,19 @@ def _sustained(base: Products, watts: float | None, tflops: float) -> float:
     static share, since voltage rises with them. A lower promised rate needs less limiting."""
     if base.watts is None or watts is None:
         return base.sustained
-    left = max(watts - STATIC * base.watts, 0.05 * watts) / (1 - STATIC) / base.watts
-    return float(min(1.0, base.sustained * (left * base.tflops / tflops) ** (1 / 3)))
+    dynamic = max(watts - STATIC * base.watts, 0.05 * watts) / (1 - STATIC) / base.watts
+    return float(min(1.0, base.sustained * (dynamic * base.tflops / tflops) ** (1 / 3)))
 
 
 @lru_cache(maxsize=256)
 def _products(chip: str, achievable: float, watts: float | None, tflops: float) -> Products:
-    for known in (chip, *(each for each in (*MEASURED, *_LIKE) if chip.startswith(each))):
-        if known in MEASURED:
-            base, units, usual = MEASURED[known], MEASURED[known].units, _ACHIEVED[known]
+    for generation in (chip, *(start for start in (*MEASURED, *_LIKE) if chip.startswith(start))):
+        if generation in MEASURED:
+            base, units, usual = MEASURED[generation], MEASURED[generation].units, _ACHIEVED[generation]
             break
-        if known in _LIKE:
-            base, units = _LIKE[known]
-            usual = next(_ACHIEVED[name] for name, each in MEASURED.items() if each.rate == base.rate)
+        if generation in _LIKE:
+            base, units = _LIKE[generation]
+            usual = next(_ACHIEVED[name] for name, products in MEASURED.items() if products.rate == base.rate)
             break
     else:
         base, units, usual = _OTHER, _A100.units, _ACHIEVED["a100"]
@@ -128,8 +128,8 @@ def products_of(hardware: Hardware) -> Products:
     """Product parameters of a device: those measured on it, those of its chip, or those of its generation, scaled by
     `achievable`."""
     if hardware.products is not None:
-        found: dict[str, Any] = {**hardware.products, "units": int(hardware.products["units"])}
-        return Products(**found)
+        values: dict[str, Any] = {**hardware.products, "units": int(hardware.products["units"])}
+        return Products(**values)
     chip = device_name(hardware.name).chip
     return _products(chip, hardware.achievable, hardware.watts, hardware.rate("bf16") / 1e12)
 
@@ -180,11 +180,11 @@ def kernel_of(implementation: str) -> str:
 def attention_share(hardware: Hardware, kernel: str, keys: "float | np.ndarray", head_dim: int) -> Any:
     """Share of the peak rate that a fused attention kernel reaches, for `keys` keys in a call."""
     chip = device_name(hardware.name).chip
-    generation = next((each for start, each in _GENERATIONS.items() if chip.startswith(start)), "a100")
+    generation = next((generation for start, generation in _GENERATIONS.items() if chip.startswith(start)), "a100")
     shares = ATTENTION_SHARES[kernel]
-    found = shares.get(generation, shares["h100"])
+    share = shares.get(generation, shares["h100"])
     if hardware.attention is not None:
         # It was measured with PyTorch's kernel.
         usual = ATTENTION_SHARES[kernel_of("sdpa")]
-        found *= hardware.attention / usual.get(generation, usual["h100"])
-    return found * keys / (keys + HALF_LENGTH) * min(1.0, (head_dim / 128.0) ** 0.35)
+        share *= hardware.attention / usual.get(generation, usual["h100"])
+    return share * keys / (keys + HALF_LENGTH) * min(1.0, (head_dim / 128.0) ** 0.35)

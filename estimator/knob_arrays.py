@@ -121,18 +121,18 @@ class KnobArrays:
         """Numbers that are close for similar configurations, shape (n, f): 1 for a doubling of a degree or size, 2 for a switch
         and for another name."""
         numbers = [getattr(self, name) for name in (*_NUMBERS, "dp", "grad_accum")]
-        counts = [each for each in numbers if each.dtype.kind in "iu"]
-        columns = [np.log2(np.maximum(each, 1)) + (each > 0) for each in counts]
-        columns += [2.0 * each for each in numbers if each.dtype.kind not in "iu"]
+        counts = [column for column in numbers if column.dtype.kind in "iu"]
+        columns = [np.log2(np.maximum(column, 1)) + (column > 0) for column in counts]
+        columns += [2.0 * column for column in numbers if column.dtype.kind not in "iu"]
         switches = (
             self.fusion,
             self.kernels,
             self.attention == "eager",
             *(getattr(self, name) for name in BLOCK_KNOBS),
         )
-        columns += [2.0 * np.array([each not in (None, False) for each in column.tolist()]) for column in switches]
-        for name, known in _KNOWN.items():
-            columns += [np.sqrt(2) * (getattr(self, name) == each) for each in known]
+        columns += [2.0 * np.array([value not in (None, False) for value in column.tolist()]) for column in switches]
+        for name, values in _KNOWN.items():
+            columns += [np.sqrt(2) * (getattr(self, name) == value) for value in values]
         return np.stack(columns, axis=1).astype(float)
 
     def order_that(self, fact: str) -> np.ndarray:
@@ -141,7 +141,7 @@ class KnobArrays:
 
     def take(self, index: np.ndarray) -> "KnobArrays":
         """The configurations at `index`."""
-        return KnobArrays(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+        return KnobArrays(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each distinct division of the model, with the mask of its configurations."""
@@ -150,20 +150,22 @@ class KnobArrays:
         chunks = int(self.virtual_stages.max(initial=0)) + 1
         codes = (self.pp * chunks + self.virtual_stages) * 2 + v_shaped
         for code in np.unique(codes[plain]).tolist():
-            at = np.flatnonzero(plain & (codes == code))
-            yield Split(code // 2 // chunks, code // 2 % chunks, bool(code % 2), None), at
+            indices = np.flatnonzero(plain & (codes == code))
+            yield Split(code // 2 // chunks, code // 2 % chunks, bool(code % 2), None), indices
         # Parts outside blocks follow the configuration's own knobs.
-        named: dict[tuple[Split, tuple[int, ...]], list[int]] = {}
+        by_split: dict[tuple[Split, tuple[int, ...]], list[int]] = {}
         for index in np.flatnonzero(~plain).tolist():
             pp, many, turned = int(self.pp[index]), int(self.virtual_stages[index]), v_shaped[index]
-            own = self.followed(index)
-            text, stages = self.strategy[index], self.stage_blocks[index]
-            layers = None if text is None else tuple(of_blocks(text, parse(text)[-1].last + 1, **own))
+            followed = self.followed(index)
+            layer_text, stages = self.strategy[index], self.stage_blocks[index]
+            layers = (
+                None if layer_text is None else tuple(of_blocks(layer_text, parse(layer_text)[-1].last + 1, **followed))
+            )
             sizes = None if stages is None else blocks_of_stages(stages)
-            key = Split(pp, many, bool(turned), layers, sizes), tuple(own.values())
-            named.setdefault(key, []).append(index)
-        for (split, _), found in named.items():
-            yield split, np.array(found)
+            key = Split(pp, many, bool(turned), layers, sizes), tuple(followed.values())
+            by_split.setdefault(key, []).append(index)
+        for (split, _), indices in by_split.items():
+            yield split, np.array(indices)
 
     def followed(self, index: int) -> dict[str, Any]:
         """The knobs of one configuration that its blocks follow where a run lacks the item, as `layers.own_knobs`."""
@@ -172,14 +174,14 @@ class KnobArrays:
     def of_group(self, layer: BlockStrategy, recomputed: float) -> "KnobArrays":
         """The configurations for a group of blocks with the strategy `layer`, a share `recomputed` of which is recomputed. Ranks
         that share neither a block's layers nor its sequences share its samples."""
-        parts = self.tp * self.sequence_ranks // layer.ranks
+        sharers = self.tp * self.sequence_ranks // layer.ranks
         return replace(
             self,
             tp=np.full(len(self), layer.tp),
             sp=np.full(len(self), layer.sp),
             cp=np.full(len(self), layer.cp),
-            dp=self.dp * parts,
-            micro_batch=self.micro_batch // parts,
+            dp=self.dp * sharers,
+            micro_batch=self.micro_batch // sharers,
             ep=np.full(len(self), layer.ep),
             zero=np.full(len(self), layer.zero),
             checkpoint_ratio=np.full(len(self), float(recomputed)),
@@ -188,9 +190,9 @@ class KnobArrays:
 
     def of_layers(self, layers: Sequence[BlockStrategy]) -> "KnobArrays":
         """A single configuration for blocks with these strategies."""
-        every = [self.of_group(each, float(each.ckpt)) for each in layers]
+        every = [self.of_group(layer, float(layer.ckpt)) for layer in layers]
         return KnobArrays(
-            **{each.name: np.concatenate([getattr(cols, each.name) for cols in every]) for each in fields(self)}
+            **{field.name: np.concatenate([getattr(cols, field.name) for cols in every]) for field in fields(self)}
         )
 
     def with_checkpoints(self, ratio: np.ndarray) -> "KnobArrays":
@@ -213,7 +215,7 @@ class KnobArrays:
 
 def _orders_that(fact: str) -> np.ndarray:
     """True for each pipeline schedule that has a fact of `PipelineSchedule`."""
-    return np.array([bool(getattr(each, fact)) for each in PIPELINE_SCHEDULES.values()])
+    return np.array([bool(getattr(schedule, fact)) for schedule in PIPELINE_SCHEDULES.values()])
 
 
 def knob_arrays(
@@ -246,9 +248,9 @@ def knob_arrays(
     texts = {name: table.texts(name) for name in BLOCK_KNOBS}
     arrays = KnobArrays(dp=dp, grad_accum=accum, order=order, **texts, **values)
     context = RuleContext(seq_len=setup.seq_len or 1)
-    given = {name for name, each in texts.items() if (each != _ABSENT).any()}
-    named = [rule for rule in RULES if given & set(rule.knobs)]
-    for rule in (*GENERAL, *named):
+    set_texts = {name for name, column in texts.items() if (column != _ABSENT).any()}
+    rules_of_texts = [rule for rule in RULES if set_texts & set(rule.knobs)]
+    for rule in (*GENERAL, *rules_of_texts):
         table.refuse(np.asarray(rule.broken(arrays, context)), rule.reason(context))
     table.refuse(
         arrays.replicas * arrays.token_splits % arrays.ep != 0,
@@ -267,8 +269,8 @@ def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:
         values[name] = table.words(name, default)
         if name in _KNOWN:
             for value in set(values[name].tolist()) - set(_KNOWN[name]):
-                at = values[name].tolist().index(value)
-                raise UsageError(f"configuration {table.show(at)}: {unknown(name, value, _KNOWN[name])}")
+                index = values[name].tolist().index(value)
+                raise UsageError(f"configuration {table.show(index)}: {unknown(name, value, _KNOWN[name])}")
     for name, (low, high) in _BOUNDS.items():
         rule = f"at least {low}" if high is None else f"from {low} to {high}"
         bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
@@ -278,23 +280,23 @@ def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:
 
 def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.ndarray:
     """Data-parallel replicas: the knob, or the devices divided by those of one replica."""
-    given, known = table.optional("dp")
+    values, is_set = table.optional("dp")
     dp = setup.devices // split
-    uneven = ~known & (dp * split != setup.devices)
+    uneven = ~is_set & (dp * split != setup.devices)
     table.refuse(uneven, f"tp * sp * cp * pp must divide the devices, {setup.devices}", split)
-    return np.where(known, given, dp)
+    return np.where(is_set, values, dp)
 
 
 def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -> np.ndarray:
     """Micro-batches of a step: the knob, the setup's, or the global batch divided by the samples of one pass of all replicas."""
-    given, known = table.optional("grad_accum")
+    values, is_set = table.optional("grad_accum")
     total = setup.global_batch
     if setup.grad_accum is not None or total is None:
-        return np.where(known, given, setup.grad_accum or 1)
+        return np.where(is_set, values, setup.grad_accum or 1)
     accum = total // np.maximum(together, 1)
-    uneven = ~known & (accum * together != total)
+    uneven = ~is_set & (accum * together != total)
     table.refuse(uneven, f"micro_batch * dp must divide the global batch, {total}", together)
-    return np.where(known, given, accum)
+    return np.where(is_set, values, accum)
 
 
 _BOUNDS = {
@@ -319,11 +321,11 @@ class _Table:
             return
         self._columns = {}
         self._rows = [
-            each if type(each) is dict else each.to_dict() if hasattr(each, "to_dict") else dict(each)
-            for each in configs
+            config if type(config) is dict else config.to_dict() if hasattr(config, "to_dict") else dict(config)
+            for config in configs
         ]
         self.size = len(self._rows)
-        kinds = {tuple(each) for each in self._rows}
+        kinds = {tuple(row) for row in self._rows}
         self._every = set(next(iter(kinds), ())).intersection(*kinds)
         """Knobs of all rows."""
         self._some = set().union(*kinds)
@@ -337,8 +339,8 @@ class _Table:
                 return np.full(self.size, default)
             if name not in self._every:
                 return [default if row.get(name) is None else row[name] for row in self._rows]
-            found = list(map(itemgetter(name), self._rows))
-            return [default if each is None else each for each in found] if None in found else found
+            values = list(map(itemgetter(name), self._rows))
+            return [default if value is None else value for value in values] if None in values else values
         if name not in self._columns:
             return np.full(self.size, default)
         column = self._columns[name]
@@ -347,7 +349,7 @@ class _Table:
             return np.where(missing, default, column) if missing.any() else column
         if column.dtype.kind != "O":
             return column
-        return [default if each is None or each != each else each for each in column]
+        return [default if value is None or value != value else value for value in column]
 
     def numbers(self, name: str, kind: type, default: Any) -> np.ndarray:
         try:
@@ -356,18 +358,18 @@ class _Table:
             raise UsageError(f"knob '{name}' must be a number in every configuration") from None
         if kind is float:
             return got
-        out = got.astype(int) if not np.isnan(got).any() else None
-        if out is None or (out != got).any():
+        integers = got.astype(int) if not np.isnan(got).any() else None
+        if integers is None or (integers != got).any():
             raise UsageError(f"knob '{name}' must be an integer in every configuration")
-        return out.astype(bool) if kind is bool else out
+        return integers.astype(bool) if kind is bool else integers
 
     def optional(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The integers of a knob, and where it is given; 0 elsewhere."""
+        """The integers of a knob, 0 where a configuration lacks it, and True where a configuration has it."""
         got = self.numbers(name, float, np.nan)
-        known = ~np.isnan(got)
-        if (got[known] % 1 != 0).any():
+        is_set = ~np.isnan(got)
+        if (got[is_set] % 1 != 0).any():
             raise UsageError(f"knob '{name}' must be an integer in every configuration")
-        return np.where(known, got, 0).astype(int), known
+        return np.where(is_set, got, 0).astype(int), is_set
 
     def words(self, name: str, default: Any) -> np.ndarray:
         got = self._get(name, default)
@@ -377,20 +379,20 @@ class _Table:
         if self._columns and name not in self._columns:
             return np.full(self.size, None, dtype=object)
         got = np.empty(self.size, dtype=object)
-        got[:] = [None if each is None else str(each) for each in self._get(name, None)]
+        got[:] = [None if value is None else str(value) for value in self._get(name, None)]
         return got
 
-    def refuse(self, bad: np.ndarray, rule: str, found: np.ndarray | None = None) -> None:
-        """Raises UsageError if any configuration is bad: names the first, the rule that it breaks, and its entry of `found`."""
+    def refuse(self, bad: np.ndarray, rule: str, values: np.ndarray | None = None) -> None:
+        """Raises UsageError if any configuration is bad: names the first, the rule that it breaks, and its entry of `values`."""
         if bad.any():
-            at = int(np.argmax(bad))
-            but = "" if found is None else f", but is {int(found[at])}"
-            raise UsageError(f"configuration {self.show(at)}: {rule}{but}")
+            index = int(np.argmax(bad))
+            but = "" if values is None else f", but is {int(values[index])}"
+            raise UsageError(f"configuration {self.show(index)}: {rule}{but}")
 
-    def show(self, at: int) -> str:
+    def show(self, index: int) -> str:
         if self._columns:
-            return str({name: _item(value[at]) for name, value in self._columns.items()})
-        return str(dict(self._rows[at]))
+            return str({name: _item(value[index]) for name, value in self._columns.items()})
+        return str(dict(self._rows[index]))
 
 
 def _item(value: Any) -> Any:

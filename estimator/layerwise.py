@@ -103,8 +103,8 @@ class Layerwise:
             return None
         knobs = {name: value for name, value in self.config.items() if name != "strategy"}
         knobs["checkpoint_ratio"] = 1.0 if self.layers[0].ckpt else 0.0
-        own = {"zero": self.layers[0].zero, "ep": self.layers[0].ep}
-        return {**knobs, **{name: value for name, value in own.items() if name in knobs}}
+        block_knobs = {"zero": self.layers[0].zero, "ep": self.layers[0].ep}
+        return {**knobs, **{name: value for name, value in block_knobs.items() if name in knobs}}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -123,14 +123,14 @@ class Layerwise:
         uniform = self.uniform.estimate
         if self.gain <= 0 or (self.amounts_to() is not None and "stage_blocks" not in self.config):
             return ["layer by layer: nothing is gained over a uniform plan"]
-        named = [(name, value_text(self.config[name])) for name in BLOCK_KNOBS if name in self.config]
+        block_settings = [(name, value_text(self.config[name])) for name in BLOCK_KNOBS if name in self.config]
         knobs = config_text({name: value for name, value in self.config.items() if name not in BLOCK_KNOBS})
         return [
             f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
             f"uniform winner, at {self.peak_memory_mib / 1024:.1f} GiB instead of "
             f"{uniform.peak_memory_mib / 1024:.1f} GiB; {100 * self.probability_fits:.0f} % chance to fit",
             f"  {knobs}",
-            *(f'  {name}="{value}"' for name, value in named),
+            *(f'  {name}="{value}"' for name, value in block_settings),
         ]
 
 
@@ -138,7 +138,7 @@ def refine(
     estimator: Estimator,
     winner: Ranked,
     facts: ModelFacts,
-    others: Iterable[Config] = (),
+    further_bases: Iterable[Config] = (),
     margin: float = MARGIN,
     context: RuleContext | None = None,
     items: Sequence[str] = (),
@@ -150,7 +150,7 @@ def refine(
         estimator: predicts.
         winner: the uniform winner.
         facts: of its variant.
-        others: further uniform configurations to start from, such as larger micro-batches that only fit with
+        further_bases: further uniform configurations to start from, such as larger micro-batches that only fit with
             everything recomputed.
         margin: share of the memory limit that may be filled.
         context: values that rules read besides knobs; None for those of the estimator.
@@ -166,7 +166,7 @@ def refine(
         throughput=winner.estimate.throughput,
         peak_memory_mib=winner.estimate.peak_memory_mib,
     )
-    bases = list(dict.fromkeys((winner.config, *others)))
+    bases = list(dict.fromkeys((winner.config, *further_bases)))
     limit = margin * estimator.memory_limit_mib
     if not np.isfinite(limit) or not facts.blocks:
         return nothing
@@ -175,21 +175,24 @@ def refine(
         options = _options(bases[number], bases, facts.blocks, context, items)
         for plan, seconds in _plans(estimator, bases[number], options, facts, limit).items():
             planned[number, plan] = seconds
-    least = [min((each[at] for each in planned.values() if at in each), default=0.0) for at in range(len(SHARES))]
-    order = sorted(planned, key=lambda each: min(s / least[at] for at, s in planned[each].items()))
-    named = ((number, plan, _named(bases[number], plan)) for number, plan in order)
-    allowed = (each for each in named if not _refused(each[2], context))
-    while some := list(islice(allowed, PREDICTED)):
-        table = estimator.table([config for _, _, config in some])
+    least = [
+        min((by_share[share] for by_share in planned.values() if share in by_share), default=0.0)
+        for share in range(len(SHARES))
+    ]
+    order = sorted(planned, key=lambda key: min(seconds / least[share] for share, seconds in planned[key].items()))
+    numbered_configs = ((number, plan, _named(bases[number], plan)) for number, plan in order)
+    allowed = (entry for entry in numbered_configs if _refused(entry[2], context) is None)
+    while batch := list(islice(allowed, PREDICTED)):
+        table = estimator.table([config for _, _, config in batch])
         if (fits := table.fullest_memory_mib <= limit).any():
             break
     else:
         return nothing
-    at = int(np.argmax(np.where(fits, table.throughput, -np.inf)))
-    if table.throughput[at] <= winner.estimate.throughput:
+    fastest = int(np.argmax(np.where(fits, table.throughput, -np.inf)))
+    if table.throughput[fastest] <= winner.estimate.throughput:
         return nothing
-    row = table.row(at)
-    _, plan, config = some[at]
+    row = table.row(fastest)
+    _, plan, config = batch[fastest]
     return Layerwise(
         uniform=winner,
         config=config,
@@ -213,7 +216,7 @@ def relatives(space: Space, config: Config) -> list[Config]:
     micro = _number(config, "micro_batch")
     sizes: dict[str, list[Any]] = {
         "micro_batch": [
-            each for each in _values(space, "micro_batch") if micro <= NEAR * each and each <= NEAR * micro
+            size for size in _values(space, "micro_batch") if micro <= NEAR * size and size <= NEAR * micro
         ],
         "zero": _values(space, "zero"),
         "tp": _values(space, "tp"),
@@ -222,19 +225,21 @@ def relatives(space: Space, config: Config) -> list[Config]:
     }
     varied = [name for name in sizes if name in free]
     changes = [
-        {**order, **dict(zip(varied, each))} for order in orders for each in product(*(sizes[name] for name in varied))
+        {**order, **dict(zip(varied, values))}
+        for order in orders
+        for values in product(*(sizes[name] for name in varied))
     ]
-    changes += [{name: each} for name in ("ep", "offload") for each in _values(space, name) if name in free]
-    found: dict[Config, None] = {}
+    changes += [{name: value} for name in ("ep", "offload") for value in _values(space, name) if name in free]
+    related: dict[Config, None] = {}
     for change in changes:
         changed = {**fixed, **change}
         if changed.get("tp", 1) == 1:
             changed.pop("sequence_parallel", None)
         for left_out in ((), ("zero", "ep")):  # exist only with replicas
             with suppress(SpaceError):
-                found[space.config({name: value for name, value in changed.items() if name not in left_out})] = None
+                related[space.config({name: value for name, value in changed.items() if name not in left_out})] = None
                 break
-    return list(found)
+    return list(related)
 
 
 def _number(config: Mapping[str, Any], name: str, neutral: int = 1) -> int:
@@ -276,8 +281,8 @@ def _promising(estimator: Estimator, bases: Sequence[Config]) -> list[int]:
     without = [{**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})} for base in bases]
     table = estimator.table(without)
     order = np.argsort(-table.throughput, kind="stable")
-    kept = [int(each) for each in order if np.isfinite(table.step_ms[each])][:MOST_BASES]
-    return kept if 0 in kept else [0, *kept[:-1]]
+    promising = [int(number) for number in order if np.isfinite(table.step_ms[number])][:MOST_BASES]
+    return promising if 0 in promising else [0, *promising[:-1]]
 
 
 def _plans(
@@ -292,8 +297,8 @@ def _plans(
         return {}
     tp = _number(base, "tp")
     setup = estimator.training
-    whole = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
-    cols = knob_arrays([{name: value for name, value in whole.items() if name != "strategy"}], setup)
+    without_recomputation = {**base, **({"checkpoint_ratio": 0.0} if "checkpoint_ratio" in base else {})}
+    cols = knob_arrays([{name: value for name, value in without_recomputation.items() if name != "strategy"}], setup)
     split, _ = next(cols.splits())
 
     def cut_by(sizes: tuple[int, ...] | None) -> list[Stage]:
@@ -305,49 +310,53 @@ def _plans(
     by_count = {stage.count: stage for stage in cut}
     seconds = {count: _seconds(estimator, stage, facts, columns) for count, stage in by_count.items()}
     priced = [_priced(estimator, stage, facts, cols, columns, options, seconds[stage.count]) for stage in cut]
-    found: dict[_Plan, dict[int, float]] = {}
-    own = BlockStrategy(ckpt=False, **own_knobs(base))
-    on_device = [each for each in options if not each.offload]
-    same_tp = [each for each in on_device if each.tp == tp]
-    same_ep = [each for each in same_tp if each.ep == own.ep]
-    same_cut = [each for each in options if replace(each, ckpt=False, offload=False) == own]
+    seconds_of_plans: dict[_Plan, dict[int, float]] = {}
+    base_strategy = BlockStrategy(ckpt=False, **own_knobs(base))
+    on_device = [option for option in options if not option.offload]
+    same_tp = [option for option in on_device if option.tp == tp]
+    same_ep = [option for option in same_tp if option.ep == base_strategy.ep]
+    same_cut = [option for option in options if replace(option, ckpt=False, offload=False) == base_strategy]
     uneven = split.pp > 1 and split.chunks == 1 and split.sizes is None
     ends = _ends(estimator, cut, facts, cols)
     filling = 1 + (split.pp - 1) / (split.chunks * float(cols.grad_accum[0]))
     offloading = [same_cut] if len(on_device) < len(options) else []
-    for kept in dict.fromkeys(map(tuple, (on_device, same_tp, same_ep, *offloading))):
+    for allowed in dict.fromkeys(map(tuple, (on_device, same_tp, same_ep, *offloading))):
         ways = [
             (
-                [each for each in choices if each.layer in kept],
+                [choice for choice in choices if choice.layer in allowed],
                 [share * limit - outside for share in SHARES],
             )
             for outside, choices in priced
         ]
         divisions: dict[tuple[int, ...] | None, None] = {split.sizes: None}
         if uneven:
-            divisions |= dict.fromkeys(_balanced(cut, ways, ends, at, facts.blocks) for at in range(len(SHARES)))
+            divisions |= dict.fromkeys(_balanced(cut, ways, ends, share, facts.blocks) for share in range(len(SHARES)))
         for sizes in divisions:
             divided = cut if sizes == split.sizes else cut_by(sizes)
             solved = [
                 knapsack([choices] * stage.count, budgets)
                 for stage, (choices, budgets) in zip(divided, ways, strict=True)
             ]
-            for at, some in enumerate(zip(*solved)):
-                ways_of_stages = [way for way in some if way is not None]
-                if len(ways_of_stages) == len(some):
-                    plan = _Plan(_in_order(divided, [[each.layer for each in way[2]] for way in ways_of_stages]), sizes)
+            for share, solutions in enumerate(zip(*solved)):
+                ways_of_stages = [way for way in solutions if way is not None]
+                if len(ways_of_stages) == len(solutions):
+                    plan = _Plan(
+                        _in_order(divided, [[choice.layer for choice in way[2]] for way in ways_of_stages]), sizes
+                    )
                     slowest = max(way[0] + end for way, end in zip(ways_of_stages, ends, strict=True))
-                    found.setdefault(plan, {})[at] = slowest * filling
-    return found if cut else {}
+                    seconds_of_plans.setdefault(plan, {})[share] = slowest * filling
+    return seconds_of_plans if cut else {}
 
 
 def _ends(estimator: Estimator, cut: Sequence[Stage], facts: ModelFacts, cols: KnobArrays) -> list[float]:
-    """Seconds of what each stage has besides blocks, in one configuration."""
+    """Seconds of the parts of each stage outside its blocks, in one configuration."""
     once: dict[tuple[bool, bool], float] = {}
     for stage in cut:
         if (stage.first, stage.last) not in once and stage.ends:
-            both = (float(_seconds_of(estimator, each, facts, cols)[0]) for each in (stage, _blocks_of(stage)))
-            once[stage.first, stage.last] = max(next(both) - next(both), 0.0)
+            with_and_without = (
+                float(_seconds_of(estimator, part, facts, cols)[0]) for part in (stage, _blocks_of(stage))
+            )
+            once[stage.first, stage.last] = max(next(with_and_without) - next(with_and_without), 0.0)
     return [once.get((stage.first, stage.last), 0.0) for stage in cut]
 
 
@@ -355,7 +364,7 @@ def _balanced(
     cut: Sequence[Stage],
     ways: Sequence[tuple[list[_Choice], list[float]]],
     ends: Sequence[float],
-    at: int,
+    share: int,
     blocks: int,
 ) -> tuple[int, ...] | None:
     """Number of blocks of each stage with which the slowest takes the least time, at one of the memory budgets; None if even
@@ -365,12 +374,12 @@ def _balanced(
     which these numbers suffice.
     """
     most = max(stage.count for stage in cut) + MORE_BLOCKS
-    times = [_by_count(choices, budgets[at], most) + end for (choices, budgets), end in zip(ways, ends, strict=True)]
-    bounds = np.unique(np.concatenate([each[1:] for each in times]))
+    times = [_by_count(choices, budgets[share], most) + end for (choices, budgets), end in zip(ways, ends, strict=True)]
+    bounds = np.unique(np.concatenate([times_of_stage[1:] for times_of_stage in times]))
     bounds = bounds[np.isfinite(bounds)]
 
     def allowed(bound: float) -> list[int]:
-        return [int(np.searchsorted(each, bound, side="right")) - 1 for each in times]
+        return [int(np.searchsorted(times_of_stage, bound, side="right")) - 1 for times_of_stage in times]
 
     low, high = 0, len(bounds) - 1
     if high < 0 or min(allowed(bounds[high])) < 1 or sum(allowed(bounds[high])) < blocks:
@@ -382,7 +391,7 @@ def _balanced(
     sizes = allowed(bounds[low])
     while sum(sizes) > blocks:  # the slowest of those with several
         slowest = max(
-            (each for each in range(len(sizes)) if sizes[each] > 1), key=lambda each: times[each][sizes[each]]
+            (stage for stage in range(len(sizes)) if sizes[stage] > 1), key=lambda stage: times[stage][sizes[stage]]
         )
         sizes[slowest] -= 1
     return None if sizes == [stage.count for stage in cut] else tuple(sizes)
@@ -393,16 +402,16 @@ def _by_count(choices: Sequence[_Choice], budget: float, most: int) -> np.ndarra
     if budget < 0:
         return np.full(most + 1, np.inf)
     unit, front = max(budget, 1e-9) / BUCKETS, _front(choices)
-    steps = [max(int(np.ceil(each.mib / unit - 1e-9)), 0) for each in front]
-    best, out = np.zeros(BUCKETS + 1), [0.0]
+    steps = [max(int(np.ceil(choice.mib / unit - 1e-9)), 0) for choice in front]
+    best, seconds = np.zeros(BUCKETS + 1), [0.0]
     for _ in range(most):
-        made = np.full((len(front), BUCKETS + 1), np.inf)
+        by_option = np.full((len(front), BUCKETS + 1), np.inf)
         for number, (option, step) in enumerate(zip(front, steps)):
             if step <= BUCKETS:
-                made[number, step:] = best[: BUCKETS + 1 - step] + option.seconds
-        best = np.min(made, axis=0)
-        out.append(float(best[-1]))
-    return np.array(out)
+                by_option[number, step:] = best[: BUCKETS + 1 - step] + option.seconds
+        best = np.min(by_option, axis=0)
+        seconds.append(float(best[-1]))
+    return np.array(seconds)
 
 
 def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -> tuple[BlockStrategy, ...]:
@@ -412,7 +421,7 @@ def _in_order(cut: Sequence[Stage], layers: Sequence[Sequence[BlockStrategy]]) -
     for stage, stage_layers in zip(cut, layers, strict=True):
         ordered = sorted(
             stage_layers,
-            key=lambda each: (each.tp, each.sp, each.cp, each.ep, not each.offload, not each.ckpt, -each.zero),
+            key=lambda layer: (layer.tp, layer.sp, layer.cp, layer.ep, not layer.offload, not layer.ckpt, -layer.zero),
         )
         placed |= dict(zip(stage.indices, ordered, strict=True))
     return tuple(placed[index] for index in sorted(placed))
@@ -423,37 +432,43 @@ def _options(
 ) -> list[BlockStrategy]:
     """Options of a block of a uniform configuration that break no rule: the degrees and ZeRO stages of its relatives, and
     offloading with its own. Groups of replicas (HSDP) hold all blocks alike."""
-    own = BlockStrategy(ckpt=False, **own_knobs(base))
-    pp, replicas = _number(base, "pp"), _number(base, "dp") * own.sp * own.cp
-    degrees, stages_of_zero, spreads = {own.tp}, {own.zero}, {own.ep}
+    base_strategy = BlockStrategy(ckpt=False, **own_knobs(base))
+    pp, replicas = _number(base, "pp"), _number(base, "dp") * base_strategy.sp * base_strategy.cp
+    degrees, stages_of_zero, spreads = {base_strategy.tp}, {base_strategy.zero}, {base_strategy.ep}
     if _number(base, "hsdp") == 1:
-        degrees |= set(divisors(own.tp))
-        stages_of_zero |= {_number(each, "zero", 0) for each in bases}
+        degrees |= set(divisors(base_strategy.tp))
+        stages_of_zero |= {_number(relative, "zero", 0) for relative in bases}
         # Blocks of ZeRO 3 may stay whole from forward to backward, as in ZeRO 2.
-        stages_of_zero |= {2} if own.zero == 3 else set[int]()
-        spreads |= {each for each in (_number(other, "ep") for other in bases) if replicas % each == 0}
-    found = []
+        stages_of_zero |= {2} if base_strategy.zero == 3 else set[int]()
+        spreads |= {ep for ep in (_number(relative, "ep") for relative in bases) if replicas % ep == 0}
+    options = []
     for degree in sorted(degrees):
-        shares = [replace(own, tp=degree, **each) for each in _shares(base, own, degree, items)]
-        if degree != own.tp:
-            shares = [each for each in shares if not _refused(_named(base, _Plan((each,) * blocks, None)), context)]
-        joint = replicas * own.tp // degree
-        for share, stage in product(shares, sorted(stages_of_zero if pp == 1 else {own.zero})):
-            if joint == 1 and stage != own.zero:
+        shares = [
+            replace(base_strategy, tp=degree, **sharing) for sharing in _shares(base, base_strategy, degree, items)
+        ]
+        if degree != base_strategy.tp:
+            shares = [
+                option for option in shares if _refused(_named(base, _Plan((option,) * blocks, None)), context) is None
+            ]
+        joint = replicas * base_strategy.tp // degree
+        for share, stage in product(shares, sorted(stages_of_zero if pp == 1 else {base_strategy.zero})):
+            if joint == 1 and stage != base_strategy.zero:
                 continue
             again = (False, True) if "checkpoint_ratio" in base else (False,)
-            found += [replace(share, ep=ep, zero=stage, ckpt=ckpt) for ep, ckpt in product(sorted(spreads), again)]
+            options += [replace(share, ep=ep, zero=stage, ckpt=ckpt) for ep, ckpt in product(sorted(spreads), again)]
     if "offload" in items and base.get("offload", "none") == "none":
-        found += [replace(each, offload=True) for each in found if replace(each, ckpt=False) == own]
-    return found
+        options += [replace(option, offload=True) for option in options if replace(option, ckpt=False) == base_strategy]
+    return options
 
 
-def _shares(base: Config, own: BlockStrategy, degree: int, items: Sequence[str]) -> list[dict[str, Any]]:
+def _shares(base: Config, base_strategy: BlockStrategy, degree: int, items: Sequence[str]) -> list[dict[str, Any]]:
     """The ways in which the ranks that a smaller `tp` frees share a block's tokens: samples as far as a micro-batch has
     them, which needs no exchange in attention, and sequences for the rest."""
-    freed = own.tp // degree
-    rest = freed // gcd(freed, _number(base, "micro_batch"))
-    return [{}] if rest == 1 else [{name: getattr(own, name) * rest} for name in ("sp", "cp") if name in items]
+    freed = base_strategy.tp // degree
+    shared_by_sequence = freed // gcd(freed, _number(base, "micro_batch"))
+    if shared_by_sequence == 1:
+        return [{}]
+    return [{name: getattr(base_strategy, name) * shared_by_sequence} for name in ("sp", "cp") if name in items]
 
 
 def _named(base: Config, plan: _Plan) -> dict[str, Any]:
@@ -478,8 +493,8 @@ def _seconds(estimator: Estimator, stage: Stage, facts: ModelFacts, columns: Kno
 
 def _seconds_of(estimator: Estimator, stage: Stage, facts: ModelFacts, columns: KnobArrays) -> np.ndarray:
     """Seconds of a stage in a step without waiting for others, for each column."""
-    (found,) = stage_times([stage], facts, columns, estimator.training, estimator.hardware, estimator.constants)
-    timed = {name: value for name, value in found.items() if name not in NOT_OF_BLOCKS}
+    (terms,) = stage_times([stage], facts, columns, estimator.training, estimator.hardware, estimator.constants)
+    timed = {name: value for name, value in terms.items() if name not in NOT_OF_BLOCKS}
     return sum(_corrected(timed, TIME_GROUPS, estimator, "time.").values(), np.zeros(len(columns)))
 
 
@@ -500,18 +515,18 @@ def _priced(
         return _corrected(terms, MEMORY_GROUPS, estimator, "memory.")
 
     terms = memory(_blocks_of(stage), columns)
-    kept = sum((terms[name] for name in LASTING), np.zeros(len(columns)))
+    lasting = sum((terms[name] for name in LASTING), np.zeros(len(columns)))
     # ZeRO 2 keeps gathered weights; others gather or rebuild one or two blocks at a time.
-    kept = (kept + np.where(columns.zero == 2, terms["buffers"], 0.0)) * (1 + constants.slack)
+    lasting = (lasting + np.where(columns.zero == 2, terms["buffers"], 0.0)) * (1 + constants.slack)
     # The rest: parameters outside blocks, and temporaries.
     uniform = float(sum(memory(stage, base).values(), np.zeros(1))[0])
     like = options.index(BlockStrategy(ckpt=False, **base.followed(0)))
     count = max(stage.count, 1)
     choices = [
         _Choice(float(second) / count, float(mib) / count, option)
-        for second, mib, option in zip(seconds, kept, options, strict=True)
+        for second, mib, option in zip(seconds, lasting, options, strict=True)
     ]
-    return uniform - float(kept[like]), choices
+    return uniform - float(lasting[like]), choices
 
 
 def _blocks_of(stage: Stage) -> Stage:
@@ -535,37 +550,37 @@ def knapsack(
     best = np.zeros(buckets + 1)
     taken = np.zeros((len(choices), buckets + 1), np.int16)
     fronts = [_front(options) for options in choices]
-    steps = [[max(int(np.ceil(each.mib / unit - 1e-9)), 0) for each in front] for front in fronts]
+    steps = [[max(int(np.ceil(choice.mib / unit - 1e-9)), 0) for choice in front] for front in fronts]
     for index, front in enumerate(fronts):
-        made = np.full((len(front), buckets + 1), np.inf)
+        by_option = np.full((len(front), buckets + 1), np.inf)
         for number, (option, step) in enumerate(zip(front, steps[index])):
             if step <= buckets:
-                made[number, step:] = best[: buckets + 1 - step] + option.seconds
-        taken[index] = np.argmin(made, axis=0)
-        best = np.min(made, axis=0)
-    out: list[tuple[float, float, list[_Choice]] | None] = []
+                by_option[number, step:] = best[: buckets + 1 - step] + option.seconds
+        taken[index] = np.argmin(by_option, axis=0)
+        best = np.min(by_option, axis=0)
+    solutions: list[tuple[float, float, list[_Choice]] | None] = []
     for budget in budgets:
-        at = min(int(budget / unit + 1e-9), buckets) if budget >= 0 else -1
-        if at < 0 or not np.isfinite(best[at]):
-            out.append(None)
+        bucket = min(int(budget / unit + 1e-9), buckets) if budget >= 0 else -1
+        if bucket < 0 or not np.isfinite(best[bucket]):
+            solutions.append(None)
             continue
         chosen = []
         for index in range(len(fronts) - 1, -1, -1):
-            number = int(taken[index, at])
+            number = int(taken[index, bucket])
             chosen.append(fronts[index][number])
-            at -= steps[index][number]
+            bucket -= steps[index][number]
         chosen.reverse()
-        out.append((sum(each.seconds for each in chosen), sum(each.mib for each in chosen), chosen))
-    return out
+        solutions.append((sum(choice.seconds for choice in chosen), sum(choice.mib for choice in chosen), chosen))
+    return solutions
 
 
 def _front(options: Sequence[_Choice]) -> list[_Choice]:
     """The Pareto-optimal options in time and memory, in the order of memory."""
-    found: list[_Choice] = []
-    for each in sorted(options, key=lambda option: (option.mib, option.seconds)):
-        if not found or each.seconds < found[-1].seconds:
-            found.append(each)
-    return found
+    front: list[_Choice] = []
+    for option in sorted(options, key=lambda option: (option.mib, option.seconds)):
+        if not front or option.seconds < front[-1].seconds:
+            front.append(option)
+    return front
 
 
 def _corrected(

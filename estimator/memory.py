@@ -45,24 +45,24 @@ def peak_memory(
     best["parameters"][:] = np.inf
     most = np.full(size, -np.inf)
 
-    def take(terms: Mapping[str, np.ndarray], at: np.ndarray, known: np.ndarray | None = None) -> None:
-        """Keeps the terms of the fullest ranks so far, of those that are known."""
+    def take(terms: Mapping[str, np.ndarray], indices: np.ndarray, eligible: np.ndarray | None = None) -> None:
+        """Records the terms of these ranks where they are the fullest so far, among the eligible ones."""
         total = reduce(np.add, terms.values())
-        more = (total > most[at]) if known is None else known & (total > most[at])
-        where = at[more]
-        most[where] = total[more]
+        fuller = (total > most[indices]) if eligible is None else eligible & (total > most[indices])
+        fullest = indices[fuller]
+        most[fullest] = total[fuller]
         for name in MEMORY_TERMS:
-            best[name][where] = terms[name][more]
+            best[name][fullest] = terms[name][fuller]
 
-    alike, named = divided(facts, cols, setup.balance) if division is None else division
-    for each in alike:
-        known = {"first": each.opens, "last": each.closes}.get(rank)
-        if known is None or known.any():
-            take(stage_peak(each.stage, facts, each.cols, setup, constants), each.at, known)
-    for cut in named:
+    equal_stages, cuts = divided(facts, cols, setup.balance) if division is None else division
+    for equal in equal_stages:
+        eligible = {"first": equal.opens, "last": equal.closes}.get(rank)
+        if eligible is None or eligible.any():
+            take(stage_peak(equal.stage, facts, equal.cols, setup, constants), equal.indices, eligible)
+    for cut in cuts:
         chosen = {"first": cut.stages[:1], "last": cut.stages[-1:]}.get(rank, cut.stages)
         for terms in of_stages([groups for groups, _ in chosen], facts, setup, constants):
-            take(terms, cut.at)
+            take(terms, cut.indices)
     return best
 
 
@@ -71,7 +71,9 @@ def of_stages(
 ) -> list[Mapping[str, np.ndarray]]:
     """Terms of the peak of a rank of each stage, given as its groups of blocks, MiB."""
     return [
-        together([stage_peak(stage, facts, own, setup, constants) for stage, own in groups], groups, constants)
+        together(
+            [stage_peak(stage, facts, group_cols, setup, constants) for stage, group_cols in groups], groups, constants
+        )
         for groups in cut
     ]
 
@@ -99,27 +101,29 @@ def stage_peak(
 
 
 def together(
-    found: Sequence[Mapping[str, np.ndarray]], groups: Sequence[Group], constants: Constants
+    of_groups: Sequence[Mapping[str, np.ndarray]], groups: Sequence[Group], constants: Constants
 ) -> Mapping[str, np.ndarray]:
     """The terms of a stage from those of its groups of blocks: lasting terms add up, temporary ones are those of one group at a
     time."""
-    if len(found) == 1:
-        return found[0]
-    none = np.zeros_like(found[0]["context"])
-    out = {name: sum((terms[name] for terms in found), none) for name in MEMORY_TERMS}
-    passing = [terms["recomputation"] + terms["logits and loss"] for terms in found]
+    if len(of_groups) == 1:
+        return of_groups[0]
+    none = np.zeros_like(of_groups[0]["context"])
+    terms_of_stage = {name: sum((terms[name] for terms in of_groups), none) for name in MEMORY_TERMS}
+    passing = [terms["recomputation"] + terms["logits and loss"] for terms in of_groups]
     most = np.argmax(np.stack(passing), axis=0)
     for name in ("recomputation", "logits and loss"):
-        out[name] = np.choose(most, [terms[name] for terms in found])
+        terms_of_stage[name] = np.choose(most, [terms[name] for terms in of_groups])
     # Weights that stay whole do so in all groups; for weights of two blocks at a time the largest group counts.
     lasts = [not stage.blocks or int(cols.zero[0]) == 2 for stage, cols in groups]
-    few = [none if whole else terms["buffers"] for terms, whole in zip(found, lasts, strict=True)]
-    whole = sum((terms["buffers"] for terms, each in zip(found, lasts, strict=True) if each), none)
-    out["buffers"] = whole + np.max(np.stack(few), axis=0)
-    out["context"] = found[0]["context"]
-    out["slack"] = _slack(out, constants)
-    out["build"] = np.max(np.stack([terms["build"] for terms in found]), axis=0)
-    return {name: np.asarray(out[name], float) for name in MEMORY_TERMS}
+    few = [none if stays_whole else terms["buffers"] for terms, stays_whole in zip(of_groups, lasts, strict=True)]
+    lasting_buffers = sum(
+        (terms["buffers"] for terms, stays_whole in zip(of_groups, lasts, strict=True) if stays_whole), none
+    )
+    terms_of_stage["buffers"] = lasting_buffers + np.max(np.stack(few), axis=0)
+    terms_of_stage["context"] = of_groups[0]["context"]
+    terms_of_stage["slack"] = _slack(terms_of_stage, constants)
+    terms_of_stage["build"] = np.max(np.stack([terms["build"] for terms in of_groups]), axis=0)
+    return {name: np.asarray(terms_of_stage[name], float) for name in MEMORY_TERMS}
 
 
 def _keeps_whole_weights(rank: Rank) -> np.ndarray:
@@ -127,9 +131,9 @@ def _keeps_whole_weights(rank: Rank) -> np.ndarray:
     return rank.setup.in_pieces & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
 
 
-def _stored_parameters(rank: Rank, what: str) -> np.ndarray:
-    """Parameters whose `what` the rank stores under its ZeRO stage: a part over all replicas, or over those of a group (HSDP)."""
-    return rank.held(shared(what, rank.cols.zero))
+def _stored_parameters(rank: Rank, state: str) -> np.ndarray:
+    """Parameters whose `state` the rank stores under its ZeRO stage: a part over all replicas, or over a group of them (HSDP)."""
+    return rank.held(shared(state, rank.cols.zero))
 
 
 def _states(rank: Rank) -> dict[str, np.ndarray]:
@@ -172,7 +176,7 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
         weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), 0.0, weights)
     elif rank.setup.gather_dtype:
         # Autocast caches no copies of views of gathered tensors: products of blocks that are not recomputed keep their own.
-        blocks = sum((count * rank.whole(each) for each, count in rank.stage.blocks), start=rank.none)
+        blocks = sum((count * rank.part_weights(part) for part, count in rank.stage.blocks), start=rank.none)
         recomputed = np.minimum(rank.cols.checkpoint_ratio * blocks * form.compute, weights)
         weights = np.where((rank.cols.zero >= 3) | _keeps_whole_weights(rank), weights - recomputed, weights)
     gradients = rank.trained * form.parameter if rank.setup.gradient_copy else rank.none
@@ -182,18 +186,18 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
 def _gathered(rank: Rank) -> np.ndarray:
     """Weights that are temporarily whole: with ZeRO 3 two blocks and the parameters outside blocks; with ZeRO 2 all."""
     zero, form = rank.cols.zero, rank.form
-    some = rank.two_blocks * form.gathered
+    two_blocks = rank.two_blocks * form.gathered
     every = rank.weights * form.gathered
-    return np.where(_keeps_whole_weights(rank), every, np.where(zero >= 3, np.minimum(some, every), 0.0))
+    return np.where(_keeps_whole_weights(rank), every, np.where(zero >= 3, np.minimum(two_blocks, every), 0.0))
 
 
 def _exchanged(rank: Rank) -> np.ndarray:
     """Gradients in exchange: from ZeRO 2 on, those of two blocks before they are scattered; below, two buckets, or a second copy
     of all if they are not views of buckets (DistributedDataParallel)."""
     zero, several = rank.cols.zero, rank.replicas > 1
-    whole = rank.trained * rank.form.gradient
+    all_gradients = rank.trained * rank.form.gradient
     scattered = np.minimum(rank.two_blocks, rank.trained) * rank.form.gradient
-    bucket = whole if rank.setup.bucket_copy else np.minimum(2 * rank.setup.bucket_mib * MIB, whole)
+    bucket = all_gradients if rank.setup.bucket_copy else np.minimum(2 * rank.setup.bucket_mib * MIB, all_gradients)
     return np.maximum(np.where((zero >= 2) & several, scattered, 0.0), np.where((zero <= 1) & several, bucket, 0.0))
 
 
@@ -205,16 +209,16 @@ def _activations(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
     """
     ratio, scores = rank.cols.checkpoint_ratio, not rank.setup.recompute_attention
     lasting, boundaries = rank.none, rank.none
-    for each, count in rank.stage.blocks:
-        full = _saved(rank, each, constants, scores) - _narrow_inputs(rank, each)
+    for part, count in rank.stage.blocks:
+        full = _saved(rank, part, constants, scores) - _narrow_inputs(rank, part)
         if rank.setup.keeps_products:
-            full = np.minimum(full, _products_kept(rank, each))
+            full = np.minimum(full, _products_kept(rank, part))
         lasting = lasting + count * (1 - ratio) * full
-        boundaries = boundaries + count * ratio * (each.boundary / rank.sequence + _cached(rank, each))
-    for each in rank.stage.ends:
-        if each.role not in _LOSS:
+        boundaries = boundaries + count * ratio * (part.boundary / rank.sequence + _cached(rank, part))
+    for part in rank.stage.ends:
+        if part.role not in _LOSS:
             lasting = lasting + per_token(
-                each.saved, each, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
+                part.saved, part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
             )
     activations = lasting * rank.tokens * rank.flying
     delayed = np.where(rank.cols.pp > 1, waiting(rank.stage.ranks[-1], rank.cols), 0.0)
@@ -259,18 +263,22 @@ def _saved(rank: Rank, part: Part, constants: Constants, scores: bool = True) ->
     """Bytes a token that a block keeps, on the rank whose experts get the most rows. A ring keeps no scores under any
     attention."""
     divisors = (rank.tp, rank.sequence, rank.cols.token_splits)
-    with_scores, without = (per_token(part.saved, part, *divisors, rank.seq_len, each) for each in (scores, False))
-    own = kept(part, rank.cols, rank.facts.precision, constants)
-    return np.where(rank.cols.cp > 1, without, with_scores) + own
+    with_scores, without = (
+        per_token(part.saved, part, *divisors, rank.seq_len, counted) for counted in (scores, False)
+    )
+    rows_of_experts = kept(part, rank.cols, rank.facts.precision, constants)
+    return np.where(rank.cols.cp > 1, without, with_scores) + rows_of_experts
 
 
 def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
     """One block's temporaries in backward, including all that it keeps if it is recomputed."""
     working, rebuilt = rank.none, rank.none
-    for each, count in rank.stage.blocks:
-        some = np.minimum(count, 1)  # a stage may be empty
-        transient = some * per_token(each.transient, each, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
-        saved = some * _saved(rank, each, constants)
+    for part, count in rank.stage.blocks:
+        present = np.minimum(count, 1)  # a stage may be empty
+        transient = present * per_token(
+            part.transient, part, rank.tp, rank.sequence, rank.cols.token_splits, rank.seq_len
+        )
+        saved = present * _saved(rank, part, constants)
         working = np.maximum(working, transient)
         rebuilds = rank.setup.keeps_products | (rank.cols.checkpoint_ratio > 0)
         rebuilt = np.maximum(rebuilt, np.where(rebuilds, saved + transient, 0.0))
@@ -280,16 +288,18 @@ def _recomputation(rank: Rank, constants: Constants) -> np.ndarray:
 def _loss(rank: Rank, constants: Constants) -> np.ndarray:
     """Logits and the loss's tensors; only schedules that delay backward have several micro-batches behind the head."""
     cols, tp = rank.cols, rank.tp if rank.setup.parallel_loss in (None, True) else np.ones(len(rank.tp))
-    parts, spike, formed = rank.none, rank.none, rank.none
-    for each in rank.stage.ends:
-        if each.role in _LOSS:
-            parts = parts + per_token(each.saved, each, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
-            own = per_token(each.transient, each, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
-            spike = np.maximum(spike, own * np.minimum(0.5, each.chunk / rank.tokens) if each.chunk else own)
+    logits, spike, formed = rank.none, rank.none, rank.none
+    for part in rank.stage.ends:
+        if part.role in _LOSS:
+            logits = logits + per_token(part.saved, part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
+            transient = per_token(part.transient, part, tp, rank.sequence, rank.cols.token_splits, rank.seq_len)
+            spike = np.maximum(
+                spike, transient * np.minimum(0.5, part.chunk / rank.tokens) if part.chunk else transient
+            )
             # With a single micro-batch the gradient stays.
-            formed = formed + np.where(cols.grad_accum > 1, each.transient_fixed / tp, 0.0)
+            formed = formed + np.where(cols.grad_accum > 1, part.transient_fixed / tp, 0.0)
     flying = np.where(cols.order_that("waits"), rank.flying, np.minimum(rank.flying, 1.0))
-    return (parts * flying + spike) * rank.tokens * constants.loss_factor + formed
+    return (logits * flying + spike) * rank.tokens * constants.loss_factor + formed
 
 
 def _recomputation_or_loss(rank: Rank, constants: Constants) -> dict[str, np.ndarray]:
@@ -317,7 +327,7 @@ def _with_gradients_that_come_and_go(
     at_end = gradients + recomputation + (activations + checkpoints) / blocks
     head = sum(
         (item.k * item.n * item.count / (rank.tp if item.split != "none" else 1.0)
-         for each in rank.stage.ends for item in each.matmuls),
+         for part in rank.stage.ends for item in part.matmuls),
         start=rank.none,
     )  # fmt: skip
     only_head = np.minimum(head, rank.trained) * rank.form.gradient
@@ -355,9 +365,9 @@ def _build(rank: Rank) -> np.ndarray:
     if not rank.setup.own:
         return rank.none
     form, block = rank.form, rank.none
-    for each, _ in rank.stage.blocks:
-        block = np.maximum(block, rank.whole(each))
-    ends = [rank.whole(each) for each in rank.stage.ends]
+    for part, _ in rank.stage.blocks:
+        block = np.maximum(block, rank.part_weights(part))
+    ends = [rank.part_weights(part) for part in rank.stage.ends]
     cast = (form.parameter < DRAWN) | ((form.frozen < DRAWN) & (rank.trained_share < 1))
     drawn = np.maximum.reduce([block, *ends]) * np.where(cast, DRAWN, 0.0)
     cut = shared("gradients", rank.cols.zero) & (rank.replicas > 1)
@@ -379,7 +389,7 @@ def _slack(terms: Mapping[str, np.ndarray], constants: Constants) -> np.ndarray:
 def _matrices(rank: Rank) -> np.ndarray:
     """Elements of the weights of products, which autocast casts."""
     total, stage = np.zeros(len(rank.tp)), rank.stage
-    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+    for part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
         for item in part.matmuls:
             pieces, sharers = (rank.expert_tp, rank.ep) if item.experts > 1 else (rank.tp, 1.0)
             total += count * item.k * item.n * item.count / ((pieces if item.split != "none" else 1) * sharers)
@@ -389,7 +399,7 @@ def _matrices(rank: Rank) -> np.ndarray:
 def _output_gradients(stage: Stage, tp: np.ndarray) -> np.ndarray:
     """Elements a token of the gradients of products' outputs, from which weight gradients are computed."""
     total = np.zeros(len(tp))
-    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+    for part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
         for item in part.matmuls:
             if item.trainable:
                 total += count * item.count * item.rows * item.n / (tp if item.split == "column" else 1)

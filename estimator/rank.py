@@ -37,11 +37,11 @@ class Formats:
 
 def formats(setup: TrainingSetup, precision: str, frozen_bits: float | None = None) -> Formats:
     """Bytes of each element at `precision` under the setup's conventions; `frozen_bits` as in `ModelFacts`."""
-    own = FORMATS[precision]
-    parameter = BYTES[setup.parameter_dtype or own.weights]
+    number_formats = FORMATS[precision]
+    parameter = BYTES[setup.parameter_dtype or number_formats.weights]
     master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
-    kept = setup.gradient_dtype or setup.parameter_dtype or own.gradients
-    compute = min(own.compute_bytes, parameter)
+    gradient = setup.gradient_dtype or setup.parameter_dtype or number_formats.gradients
+    compute = min(number_formats.compute_bytes, parameter)
     # torch's optimizers keep their states in the dtype of the updated parameters.
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
     bits = setup.frozen_bits if setup.frozen_bits is not None else frozen_bits
@@ -49,23 +49,27 @@ def formats(setup: TrainingSetup, precision: str, frozen_bits: float | None = No
     frozen = parameter if bits is None else bits / 8 if bits < 16 else compute
     return Formats(
         parameter=parameter,
-        gradient=BYTES[kept],
+        gradient=BYTES[gradient],
         master=master,
         optimizer=OPTIMIZERS[setup.optimizer] * state,
         compute=compute,
-        gathered=BYTES[setup.gather_dtype] if setup.gather_dtype else BYTES[own.gathered] if setup.own else compute,
+        gathered=BYTES[setup.gather_dtype]
+        if setup.gather_dtype
+        else BYTES[number_formats.gathered]
+        if setup.own
+        else compute,
         frozen=frozen,
     )
 
 
-def shared(what: str, zero: np.ndarray) -> np.ndarray:
-    """True where replicas share `what`: booleans, of the shape of `zero`."""
-    return np.array([what in each.cut for each in EXCHANGES.values()])[zero]
+def shared(state: str, zero: np.ndarray) -> np.ndarray:
+    """True where replicas share `state`: booleans, of the shape of `zero`."""
+    return np.array([state in exchange.cut for exchange in EXCHANGES.values()])[zero]
 
 
 def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
     """True where weights are gathered at the `when` of an `Exchange`: booleans, of the shape of `zero`."""
-    return np.array([each.gathered == when for each in EXCHANGES.values()])[zero]
+    return np.array([exchange.gathered == when for exchange in EXCHANGES.values()])[zero]
 
 
 def local_parameters(
@@ -75,7 +79,7 @@ def local_parameters(
     end stages have a copy of a tied embedding."""
     slices = tp if slices is None else slices
     total, experts = np.zeros(len(tp)), np.zeros(len(tp))
-    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+    for part, count in (*stage.blocks, *((end, end.count) for end in stage.ends)):
         total += count * _cut(part, tp, slices)
         experts += count * _experts(part, slices)
     return total + tied_copy(stage, facts, tp), experts
@@ -114,10 +118,10 @@ def per_token(
     scores: bool = True,
 ) -> np.ndarray:
     """Bytes of a token on one rank; `sequence` is the divisor of sequence parallelism, `splits` that of experts' rows."""
-    out = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp + bytes_.rows / splits
+    total = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp + bytes_.rows / splits
     if scores and bytes_.scores and part.attention is not None:
-        out = out + bytes_.scores * part.attention.heads * seq_len / tp
-    return out
+        total = total + bytes_.scores * part.attention.heads * seq_len / tp
+    return total
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,8 @@ class Rank:
         return total - experts + experts / self.ep
 
     @cached_property
-    def apart(self) -> np.ndarray:
-        """Those of them that other ranks have than the rest: experts that some replicas share, or the ranks of a layer."""
+    def expert_weights(self) -> np.ndarray:
+        """Those of them whose group of replicas is another one: experts that replicas, or the ranks of a layer, share."""
         return np.where((self.ep > 1) | (self.cols.token_splits > 1), self._parameters[1] / self.ep, 0.0)
 
     def held(self, cut: np.ndarray) -> np.ndarray:
@@ -198,9 +202,9 @@ class Rank:
     def trained_share(self) -> np.ndarray:
         """Share of the rank's parameters that are trained."""
         total = self._parameters[0]
-        held = (*self.stage.blocks, *((each, each.count) for each in self.stage.ends))
+        held = (*self.stage.blocks, *((end, end.count) for end in self.stage.ends))
         frozen = sum(
-            (count * (each.frozen - min(each.frozen, each.sharded) * (1 - 1 / self.tp)) for each, count in held), self.none
+            (count * (part.frozen - min(part.frozen, part.sharded) * (1 - 1 / self.tp)) for part, count in held), self.none
         )  # fmt: skip
         return np.divide(np.maximum(total - frozen, 0.0), total, where=total > 0, out=np.zeros(len(total)))
 
@@ -228,16 +232,16 @@ class Rank:
     def two_blocks(self) -> np.ndarray:
         """Parameters of two blocks, one in use and one prefetched, and those outside blocks."""
         block = self.none
-        for each, _ in self.stage.blocks:
-            block = np.maximum(block, self.whole(each))
+        for part, _ in self.stage.blocks:
+            block = np.maximum(block, self.part_weights(part))
         return 2 * block + self.ends
 
     @cached_property
     def ends(self) -> np.ndarray:
         """Parameters outside blocks."""
-        return sum((self.whole(each) for each in self.stage.ends), tied_copy(self.stage, self.facts, self.tp))
+        return sum((self.part_weights(part) for part in self.stage.ends), tied_copy(self.stage, self.facts, self.tp))
 
-    def whole(self, part: Part) -> np.ndarray:
+    def part_weights(self, part: Part) -> np.ndarray:
         """Parameters of a part on the rank."""
         experts = _experts(part, self.expert_tp)
         return _cut(part, self.tp, self.expert_tp) - experts + experts / self.ep

@@ -56,9 +56,9 @@ def ring_waits(
     heads = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp)
     numbers = 2.0 * heads * kind.head_dim * rank.tokens * cp
     behind = (cp - 1) / cp
-    each = fixed * (cp - 1)
-    there = ranks.gather(numbers * bytes_of(rank.facts.precision), each)
-    home = ranks.gather(numbers * 4, each)
+    fixed_of_ring = fixed * (cp - 1)
+    there = ranks.gather(numbers * bytes_of(rank.facts.precision), fixed_of_ring)
+    home = ranks.gather(numbers * 4, fixed_of_ring)
     forward = np.maximum(there - behind * attention, 0.0)
     backward = np.maximum(there + home - behind * attention_back, 0.0) + home / np.maximum(cp - 1, 1)
     return np.where(cp > 1, forward, 0.0), np.where(cp > 1, backward, 0.0)

@@ -99,36 +99,39 @@ def stages(
     if sizes is not None and sum(sizes) != blocks:
         raise UsageError(f"stage_blocks: its numbers are for {sum(sizes)} blocks, but the model has {blocks}")
     counts = stage_blocks(blocks, pp * chunks, balance, head) if sizes is None else sizes
-    made: list[Stage] = []
-    for own, first, last, ranks, indices in _held(pp, chunks, v_shaped, tuple(counts), distinct):
-        count = sum(own)
-        share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
-        outside = (*(front if first else ()), *(back if last else ()))
-        made.append(
-            Stage(
-                ranks=ranks, blocks=share, first=first, last=last, ends=outside, indices=indices, sizes=own
-            )
-        )  # fmt: skip
-    return made
+    distinct_stages: list[Stage] = []
+    for share_of_rank in _shares(pp, chunks, v_shaped, tuple(counts), distinct):
+        count = sum(share_of_rank.sizes)
+        kinds_of_blocks = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
+        ends = (*(front if share_of_rank.first else ()), *(back if share_of_rank.last else ()))
+        distinct_stages.append(Stage(blocks=kinds_of_blocks, ends=ends, **share_of_rank._asdict()))
+    return distinct_stages
+
+
+class _Share(NamedTuple):
+    """The blocks on a rank of a pipeline, or on several ranks with as many; see the fields of `Stage`."""
+
+    ranks: tuple[int, ...]
+    first: bool
+    last: bool
+    indices: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def _held(
-    pp: int, chunks: int, v_shaped: bool, counts: tuple[int, ...], distinct: bool
-) -> list[tuple[tuple[int, ...], bool, bool, tuple[int, ...], tuple[int, ...]]]:
-    """Returns for each stage: blocks by chunk, if it has the first and the last ones, ranks, blocks of the first rank."""
-    placed, ends = Placement(pp * chunks, pp, v_shaped), [0, *accumulate(counts)]
-    held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
+def _shares(pp: int, chunks: int, v_shaped: bool, counts: tuple[int, ...], distinct: bool) -> list[_Share]:
+    """Returns the share of each rank of a pipeline whose stages have `counts` blocks; equal shares once if `distinct`."""
+    placement, ends = Placement(pp * chunks, pp, v_shaped), [0, *accumulate(counts)]
+    shares: dict[tuple[int, tuple[int, ...], bool, bool], _Share] = {}
     for rank in range(pp):
-        own_stages = placed.held(rank)
-        indices = tuple(index for each in own_stages for index in range(ends[each], ends[each + 1]))
-        own = tuple(counts[each] for each in own_stages)
-        key = (-1 if distinct else rank, own, 0 in own_stages, pp * chunks - 1 in own_stages)
-        held.setdefault(key, []).append((rank, indices))
-    return [
-        (own, first, last, tuple(rank for rank, _ in alike), alike[0][1])
-        for (_, own, first, last), alike in held.items()
-    ]
+        held = placement.held(rank)
+        indices = tuple(index for stage in held for index in range(ends[stage], ends[stage + 1]))
+        sizes = tuple(counts[stage] for stage in held)
+        first, last = 0 in held, pp * chunks - 1 in held
+        key = (-1 if distinct else rank, sizes, first, last)
+        equal = shares.get(key, _Share((), first, last, indices, sizes))
+        shares[key] = equal._replace(ranks=(*equal.ranks, rank))
+    return list(shares.values())
 
 
 Group = tuple[Stage, KnobArrays]
@@ -146,26 +149,27 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
     """
     layers = split.layers
     plain = layers is None
-    found = stages(
+    rank_stages = stages(
         facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=plain, sizes=split.sizes
     )
     if layers is None:
-        ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
-        shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]
+        ratios, ratio_index = np.unique(cols.checkpoint_ratio, return_inverse=True)
+        shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in rank_stages]
         return [
-            ([(stage, cols.with_checkpoints(share[at]))], stage) for stage, share in zip(found, shares, strict=True)
+            ([(stage, cols.with_checkpoints(share[ratio_index]))], stage)
+            for stage, share in zip(rank_stages, shares, strict=True)
         ]
     if len(layers) != facts.blocks:
         raise UsageError(f"strategy: its runs are for {len(layers)} blocks, but the model has {facts.blocks}")
-    return [(_grouped(stage, layers, cols), stage) for stage in found]
+    return [(_grouped(stage, layers, cols), stage) for stage in rank_stages]
 
 
 class Cut(NamedTuple):
     """Configurations that divide the model among the ranks of a pipeline alike, and whose blocks have their own strategies."""
 
     layers: tuple[BlockStrategy, ...]
-    at: np.ndarray
-    """Their indices."""
+    indices: np.ndarray
+    """Indices of the configurations."""
     cols: KnobArrays
     stages: list[tuple[list[Group], Stage]]
     """As from `staged`; empty if there are fewer blocks than stages."""
@@ -175,12 +179,12 @@ class EqualStages(NamedTuple):
     """Stages with the same parts, at most one of each configuration, whose blocks have the same strategy."""
 
     stage: Stage
-    at: np.ndarray
+    indices: np.ndarray
     """Indices of the configurations, shape (n,)."""
     cols: KnobArrays
     """These, with the recomputation of the stage."""
-    many: np.ndarray
-    """Number of ranks that each of the stages stands for."""
+    num_ranks: np.ndarray
+    """Number of ranks that each of the stages represents."""
     opens: np.ndarray
     """True for the first of the distinct stages of a configuration."""
     closes: np.ndarray
@@ -190,51 +194,51 @@ class EqualStages(NamedTuple):
 class Division(NamedTuple):
     """The stages of many configurations."""
 
-    alike: list[EqualStages]
+    equal: list[EqualStages]
     cuts: list[Cut]
 
 
 def divided(facts: ModelFacts, cols: KnobArrays, balance: str) -> Division:
     """The stages of configurations. Those with the same parts are together, whatever the division, as arrays of the number of
     their blocks; configurations with fewer blocks than stages have none."""
-    found: dict[tuple[bool, bool, int], list[tuple[Stage, np.ndarray, np.ndarray, bool, bool]]] = {}
-    named = []
-    for split, at in cols.splits():
+    by_kind: dict[tuple[bool, bool, int], list[tuple[Stage, np.ndarray, np.ndarray, bool, bool]]] = {}
+    cuts = []
+    for split, indices in cols.splits():
         if split.layers is not None:
-            own = cols.take(at)
-            named.append(Cut(split.layers, at, own, staged(facts, split, balance, own)))
+            cut_cols = cols.take(indices)
+            cuts.append(Cut(split.layers, indices, cut_cols, staged(facts, split, balance, cut_cols)))
             continue
         cut = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, sizes=split.sizes)
-        ratios, which = np.unique(cols.checkpoint_ratio[at], return_inverse=True)
+        ratios, which = np.unique(cols.checkpoint_ratio[indices], return_inverse=True)
         seen: dict[tuple[bool, bool], int] = {}
         for number, stage in enumerate(cut):
             kind = (stage.first, stage.last)
             seen[kind] = seen.get(kind, 0) + 1
             share = np.array([stage.recomputed(ratio) for ratio in ratios.tolist()])[which]
-            entry = (stage, at, share, number == 0, number == len(cut) - 1)
-            found.setdefault((*kind, seen[kind]), []).append(entry)
-    return Division([_together(each, cols) for each in found.values()], named)
+            entry = (stage, indices, share, number == 0, number == len(cut) - 1)
+            by_kind.setdefault((*kind, seen[kind]), []).append(entry)
+    return Division([_together(entries, cols) for entries in by_kind.values()], cuts)
 
 
-def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]], cols: KnobArrays) -> EqualStages:
+def _together(entries: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]], cols: KnobArrays) -> EqualStages:
     """Stages with the same parts as one."""
-    stages, places, shares, opens, closes = zip(*found, strict=True)
-    sizes = [len(at) for at in places]
+    stages, places, shares, opens, closes = zip(*entries, strict=True)
+    sizes = [len(indices) for indices in places]
 
     def of(values: Sequence[Any]) -> np.ndarray:
         return np.repeat(np.array(values), sizes)
 
-    first, at = stages[0], np.concatenate(places)
+    pattern, indices = stages[0], np.concatenate(places)
     blocks = tuple(
         (part, of([stage.blocks[kind][1] for stage in stages]).astype(float))
-        for kind, (part, _) in enumerate(first.blocks)
+        for kind, (part, _) in enumerate(pattern.blocks)
     )
     low, high = of([stage.ranks[0] for stage in stages]), of([stage.ranks[-1] for stage in stages])
     return EqualStages(
-        stage=replace(first, ranks=(low, high), blocks=blocks),
-        at=at,
-        cols=cols.take(at).with_checkpoints(np.concatenate(shares)),
-        many=of([len(stage.ranks) for stage in stages]),
+        stage=replace(pattern, ranks=(low, high), blocks=blocks),
+        indices=indices,
+        cols=cols.take(indices).with_checkpoints(np.concatenate(shares)),
+        num_ranks=of([len(stage.ranks) for stage in stages]),
         opens=of(opens),
         closes=of(closes),
     )
@@ -242,47 +246,47 @@ def _together(found: Sequence[tuple[Stage, np.ndarray, np.ndarray, bool, bool]],
 
 def _grouped(stage: Stage, layers: Sequence[BlockStrategy], cols: KnobArrays) -> list[Group]:
     """A stage in groups of blocks with the same strategy; parts outside blocks are in the group with the knobs' values."""
-    alike: dict[BlockStrategy, list[int]] = {}
+    by_layer: dict[BlockStrategy, list[int]] = {}
     for index in stage.indices:
-        alike.setdefault(layers[index], []).append(index)
+        by_layer.setdefault(layers[index], []).append(index)
     held: dict[BlockStrategy, list[int]] = {}
-    for layer, indices in alike.items():  # recomputation is a share of a group
+    for layer, indices in by_layer.items():  # recomputation is a share of a group
         held.setdefault(replace(layer, ckpt=False), []).extend(indices)
     plain = BlockStrategy(ckpt=False, **cols.followed(0))
-    made: list[Group] = []
+    groups: list[Group] = []
     for key, indices in {plain: held.pop(plain, []), **held}.items():
-        own = key == plain
-        if not indices and not (own and stage.ends):
+        follows_knobs = key == plain
+        if not indices and not (follows_knobs and stage.ends):
             continue
         share = len(indices) / stage.count if stage.count else 0.0
         again = sum(layers[index].ckpt for index in indices) / len(indices) if indices else 0.0
         group = replace(
             stage,
             blocks=tuple((part, share * count) for part, count in stage.blocks) if indices else (),
-            first=stage.first and own,
-            last=stage.last and own,
-            ends=stage.ends if own else (),
+            first=stage.first and follows_knobs,
+            last=stage.last and follows_knobs,
+            ends=stage.ends if follows_knobs else (),
             indices=tuple(sorted(indices)),
             sizes=(len(indices),),
         )
-        made.append((group, cols.of_group(key, again)))
-    return made
+        groups.append((group, cols.of_group(key, again)))
+    return groups
 
 
 def handovers(stage: Stage, layers: Sequence[BlockStrategy], tp: int) -> dict[int, int]:
     """Number of runs of blocks in a stage that are divided over fewer than `tp` ranks, by that number of ranks: samples and
     sequences are distributed before each run and gathered after it."""
-    out: dict[int, int] = {}
-    before = None
-    for at, index in enumerate(stage.indices):
+    runs: dict[int, int] = {}
+    degrees_before = None
+    for position, index in enumerate(stage.indices):
         layer = layers[index]
-        if at and index != stage.indices[at - 1] + 1:  # of another chunk
-            before = None
+        if position and index != stage.indices[position - 1] + 1:  # of another chunk
+            degrees_before = None
         degrees = (layer.tp, layer.sp, layer.cp)
-        if degrees != before and layer.tp < tp:
-            out[layer.tp] = out.get(layer.tp, 0) + 1
-        before = degrees
-    return out
+        if degrees != degrees_before and layer.tp < tp:
+            runs[layer.tp] = runs.get(layer.tp, 0) + 1
+        degrees_before = degrees
+    return runs
 
 
 def _cost(part: Part) -> float:

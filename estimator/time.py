@@ -3,6 +3,16 @@
 Sources: roofline, Williams et al. 2009; collectives as rings by latency and bandwidth, Thakur et al. 2005;
 pipelines, Narayanan et al., arXiv:2104.04473; tensor and sequence parallelism, Korthikanti et al.,
 arXiv:2205.05198.
+
+| symbol | meaning |
+|---|---|
+| n | configurations, the length of an array |
+| k | parts of a stage: block kinds first, then the parts outside blocks; the first axis of an array of shape (k, n) |
+| m, p | micro-batches of a step (`accum`); pipeline stages (`pp`) |
+| forward, backward | seconds of each pass of one micro-batch |
+| f | share of the rate of products that is left under a power limit (`limited`) |
+
+A term that several parts have is summed over k, weighted by the number of each part (`_Rank.counts`), in `_slot`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,8 +78,8 @@ def matmul_seconds(
         shape = (1 + few) * (1 + constants.half_width / k) * (1 + constants.half_width / n)
         compute = 2 * rows * k * n / (peak * hardware.achievable * constants.matmul_efficiency) * shape
         moved = width * (rows * k + k * n + rows * n) / _bandwidth(hardware, constants)
-        one = count * np.maximum(compute, moved)
-        return one, one * (2 if item.trainable else 1)
+        forward = count * np.maximum(compute, moved)
+        return forward, forward * (2 if item.trainable else 1)
     like = products_of(hardware)
     narrow = precision in NARROW
     one_like = partial(
@@ -84,11 +94,11 @@ def matmul_seconds(
         group = item.experts / shared
         weights = group * width * k * n / _bandwidth(hardware, constants)
         filled = (rows + constants.tile_rows / 2) * group
-        one = np.maximum(one_like(filled, n, k), weights)
+        forward = np.maximum(one_like(filled, n, k), weights)
         back = np.maximum(one_like(filled, k, n), weights)
         if item.trainable:
             back = back + one_like(k * group, n, rows + constants.tile_rows / 2)
-        return count / group * one, count / group * back
+        return count / group * forward, count / group * back
     back = one_like(rows, k, n)
     if item.trainable:
         back = back + one_like(k, n, rows)
@@ -113,7 +123,7 @@ def _bandwidth(hardware: Hardware, constants: Constants) -> float:
 
 @dataclass(slots=True)
 class _Work:
-    """Seconds of one micro-batch in k parts, forward and backward. Arrays, shape (k, n)."""
+    """Seconds of one micro-batch in k parts, forward and backward. Arrays, shape (k, n); shape (n,) for a single part."""
 
     matmul: np.ndarray
     attention: np.ndarray
@@ -129,23 +139,36 @@ class _Work:
 
     @classmethod
     def of(
-        cls, parts: Sequence[Part], facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware,
+        cls, model_parts: Sequence[Part], facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware,
         constants: Constants,
     ) -> "_Work":  # fmt: skip
         """The work of these parts, a row each."""
         distinct = _distinct(cols)
-        found = [_part_work(part, facts, cols, setup, hardware, constants, distinct) for part in parts]
-        return cls(*(np.stack(each) for each in zip(*found, strict=True)))
+        works = [_part_work(part, facts, cols, setup, hardware, constants, distinct) for part in model_parts]
+        return cls(**{name: np.stack([getattr(work, name) for work in works]) for name in cls.__slots__})
 
-    def take(self, rows: Sequence[int], at: np.ndarray | None = None) -> "_Work":
-        """The work of some parts, and of the configurations at `at` if given."""
-        chosen = list(rows) if at is None else np.ix_(np.array(rows), at)
+    def take(self, rows: Sequence[int], indices: np.ndarray | None = None) -> "_Work":
+        """The work of the parts in `rows`, for the configurations at `indices`, or for all if it is None."""
+        chosen = list(rows) if indices is None else np.ix_(np.array(rows), indices)
         return _Work(*(getattr(self, name)[chosen] for name in _Work.__slots__))
 
     def at_clocks(self, share: np.ndarray) -> "_Work":
         """A copy with products and attention at a share of their rate."""
         limited = ("matmul", "attention", "matmul_back", "attention_back", "experts", "experts_back")
         return replace(self, **{name: getattr(self, name) / share for name in limited})
+
+
+class _ProductWork(NamedTuple):
+    """Seconds of the matrix products of one part, and the elements that they read and write. Arrays of shape (n,)."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    experts: np.ndarray
+    """The part of `forward` that belongs to experts."""
+    experts_back: np.ndarray
+    inputs: np.ndarray
+    """Elements of a token in the products' inputs."""
+    outputs: np.ndarray
 
 
 def _part_work(
@@ -156,38 +179,15 @@ def _part_work(
     hardware: Hardware,
     constants: Constants,
     distinct: tuple[np.ndarray, np.ndarray],
-) -> tuple[np.ndarray, ...]:
-    """The fields of `_Work` for one part; arrays of length n."""
+) -> _Work:
+    """The work of one part; arrays of shape (n,)."""
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
     tokens = cols.micro_batch * float(seq) / cols.sequence_ranks
-    sequence = np.where(cols.sequence_parallel, tp, 1.0)
-    width = bytes_of(facts.precision)
     zero = np.zeros(len(tp))
-    matmul, back, experts, experts_back, inputs, outputs = zero, zero, zero, zero, zero, zero
     half = "fp16" if setup.products == "fp16" else "bf16" if facts.precision in FLOAT8 else facts.precision
     kind_of_product = (setup.products or facts.precision) if part.role == "block" else half
-    (first, alike), fill = distinct, filled(cols)
-    all_of, own = (tokens[first], tp[first]), ((tokens / cols.token_splits)[first], cols.expert_tp[first].astype(float))
-    for item in part.matmuls:
-        one, two = (
-            each[alike]
-            for each in matmul_seconds(
-                item,
-                *(own if item.experts > 1 else all_of),
-                width,
-                hardware,
-                kind_of_product,
-                constants,
-                cols.ep[first],
-                fill[first],
-            )
-        )
-        matmul, back = matmul + one, back + two
-        if item.experts > 1:
-            experts, experts_back = experts + one, experts_back + two
-        inputs = inputs + item.count * item.rows * item.k / (tp if item.split == "row" else 1.0)
-        outputs = outputs + item.count * item.rows * item.n / (tp if item.split == "column" else 1.0)
+    products = _product_work(part, facts, cols, tokens, hardware, kind_of_product, constants, distinct)
     attention, eager = zero, part.saved.scores > 0
     if part.attention is not None:
         kind = part.attention
@@ -200,6 +200,72 @@ def _part_work(
             # In a ring, a kernel gets the keys of one rank at a time.
             share = constants.attention_efficiency or attention_share(hardware, kernel, seq / cols.cp, kind.head_dim)
         attention = flops / (hardware.rate(half) * share)
+    memory, memory_back = _traffic(part, cols, tokens, setup, hardware, constants, products)
+    chunks = np.maximum(np.ceil(tokens / part.chunk), 2.0) if part.chunk else 1.0
+    launched = zero + part.kernels * chunks
+    if setup.separate_experts:
+        launched = launched + sum(item.experts for item in part.matmuls if item.experts > 1) / cols.ep
+    return _Work(
+        matmul=products.forward,
+        attention=zero + attention,
+        memory=memory,
+        matmul_back=products.backward,
+        # Fused kernels compute the scores again, a fifth product beside the four of backward.
+        attention_back=zero + (2.0 if eager else 2.5) * attention,
+        memory_back=memory_back,
+        host=launched * constants.launch_us * 1e-6,
+        experts=products.experts,
+        experts_back=products.experts_back,
+    )
+
+
+def _product_work(
+    part: Part,
+    facts: ModelFacts,
+    cols: KnobArrays,
+    tokens: np.ndarray,
+    hardware: Hardware,
+    precision: str,
+    constants: Constants,
+    distinct: tuple[np.ndarray, np.ndarray],
+) -> _ProductWork:
+    """The products of one part. Each set of sizes is computed once, at its `distinct` representative, as this takes most of the
+    time of a table."""
+    tp = cols.tp.astype(float)
+    zero = np.zeros(len(tp))
+    matmul, back, experts, experts_back, inputs, outputs = zero, zero, zero, zero, zero, zero
+    (representatives, representative_of), fill = distinct, filled(cols)
+    dense = tokens[representatives], tp[representatives]
+    of_experts = (tokens / cols.token_splits)[representatives], cols.expert_tp[representatives].astype(float)
+    for item in part.matmuls:
+        forward_seconds, backward_seconds = (
+            seconds[representative_of]
+            for seconds in matmul_seconds(
+                item,
+                *(of_experts if item.experts > 1 else dense),
+                bytes_of(facts.precision),
+                hardware,
+                precision,
+                constants,
+                cols.ep[representatives],
+                fill[representatives],
+            )
+        )
+        matmul, back = matmul + forward_seconds, back + backward_seconds
+        if item.experts > 1:
+            experts, experts_back = experts + forward_seconds, experts_back + backward_seconds
+        inputs = inputs + item.count * item.rows * item.k / (tp if item.split == "row" else 1.0)
+        outputs = outputs + item.count * item.rows * item.n / (tp if item.split == "column" else 1.0)
+    return _ProductWork(matmul, back, experts, experts_back, inputs, outputs)
+
+
+def _traffic(
+    part: Part, cols: KnobArrays, tokens: np.ndarray, setup: TrainingSetup, hardware: Hardware, constants: Constants,
+    products: _ProductWork,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Seconds, forward and backward, of the operations of one part that the memory bandwidth bounds; arrays of shape (n,)."""
+    tp, seq = cols.tp.astype(float), setup.seq_len or 1
+    sequence = np.where(cols.sequence_parallel, tp, 1.0)
     bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
     memory = per_token(part.traffic, part, tp, sequence, cols.token_splits, seq) * tokens / bandwidth
     if part.traffic_backward is None:
@@ -213,26 +279,19 @@ def _part_work(
         memory, memory_back = memory + RING_MERGE[0] * merged, memory_back + RING_MERGE[1] * merged
     if setup.products in NARROW and part.role == "block":
         cast = CAST.get(str(setup.products), 4.0) * tokens / bandwidth
-        memory, memory_back = memory + cast * inputs, memory_back + cast * outputs
-    chunks = np.maximum(np.ceil(tokens / part.chunk), 2.0) if part.chunk else 1.0
-    launched = zero + part.kernels * chunks
-    if setup.separate_experts:
-        launched = launched + sum(item.experts for item in part.matmuls if item.experts > 1) / cols.ep
-    host = launched * constants.launch_us * 1e-6
-    # Fused kernels compute the scores again, a fifth product beside the four of backward.
-    attention_back = (2.0 if eager else 2.5) * attention
-    return matmul, zero + attention, memory, back, zero + attention_back, memory_back, host, experts, experts_back
+        memory, memory_back = memory + cast * products.inputs, memory_back + cast * products.outputs
+    return memory, memory_back
 
 
 def _distinct(cols: KnobArrays) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the first configuration of each set of product sizes, and for each configuration its index among these."""
     sizes = ((cols.micro_batch * 4096 + cols.tp) * 4096 + cols.sequence_ranks) * 65536 + cols.ep
-    for each in (cols.capacity_factor, cols.token_splits):
-        if (each != each[0]).any():
-            known, which = np.unique(each, return_inverse=True)
-            sizes = sizes * len(known) + which
-    _, first, alike = np.unique(sizes, return_index=True, return_inverse=True)
-    return first, alike
+    for column in (cols.capacity_factor, cols.token_splits):
+        if (column != column[0]).any():
+            values, which = np.unique(column, return_inverse=True)
+            sizes = sizes * len(values) + which
+    _, representatives, representative_of = np.unique(sizes, return_index=True, return_inverse=True)
+    return representatives, representative_of
 
 
 def step_time(
@@ -247,79 +306,82 @@ def step_time(
         division: `stages.divided` of these configurations, if known.
     """
     size = len(cols)
-    out = {name: np.zeros(size) for name in TIME_TERMS}
-    out["fixed"][:] = np.inf
-    alike, named = divided(facts, cols, setup.balance) if division is None else division
-    found: list[_Timed] = []
-    if alike:  # the work of a part is the same in every stage
+    terms_ms = {name: np.zeros(size) for name in TIME_TERMS}
+    terms_ms["fixed"][:] = np.inf
+    equal_stages, cuts = divided(facts, cols, setup.balance) if division is None else division
+    timed_stages: list[_Timed] = []
+    if equal_stages:  # the work of a part is the same in every stage
         work = _Work.of(facts.parts, facts, cols, setup, hardware, constants)
-        for each in alike:
-            links = _Links(facts, each.cols, setup, hardware, constants)
-            terms = _stage_time(each.stage, links, each.cols, work, each.at)
-            found.append(_Timed(terms, each.at, each.many, each.cols))
-    for cut in named:
+        for equal in equal_stages:
+            links = _Links(facts, equal.cols, setup, hardware, constants)
+            terms = _stage_time(equal.stage, links, equal.cols, work, equal.indices)
+            timed_stages.append(_Timed(terms, equal.indices, equal.num_ranks, equal.cols))
+    for cut in cuts:
         layers = cut.layers
         # Many stages of a pipeline do the same.
         keys = [
-            (stage.first, stage.last, stage.sizes, tuple(layers[at] for at in stage.indices)) for _, stage in cut.stages
+            (stage.first, stage.last, stage.sizes, tuple(layers[index] for index in stage.indices))
+            for _, stage in cut.stages
         ]
         once = {
             key: _layered_time(groups, stage, layers, facts, cut.cols, setup, hardware, constants)
             for key, (groups, stage) in dict(zip(keys, cut.stages)).items()
         }
         for key, (_, stage) in zip(keys, cut.stages):
-            found.append(_Timed(dict(once[key]), cut.at, np.full(len(cut.at), len(stage.ranks)), cut.cols))
-    _wait(found, size, hardware, constants)
+            timed_stages.append(
+                _Timed(dict(once[key]), cut.indices, np.full(len(cut.indices), len(stage.ranks)), cut.cols)
+            )
+    _wait(timed_stages, size, hardware, constants)
     if hardware.shares_cores:
         # While one stage waits, the others compute on its core: the total time is that of all work.
-        _share_cores(found, size)
+        _share_cores(timed_stages, size)
     most = np.full(size, -np.inf)
-    for timed in found:
+    for timed in timed_stages:
         total = reduce(np.add, timed.terms.values())
-        more = total > most[timed.at]
-        where = timed.at[more]
-        most[where] = total[more]
+        slower = total > most[timed.indices]
+        slowest = timed.indices[slower]
+        most[slowest] = total[slower]
         for name in TIME_TERMS:
-            out[name][where] = timed.terms[name][more] * 1e3
-    return out
+            terms_ms[name][slowest] = timed.terms[name][slower] * 1e3
+    return terms_ms
 
 
 class _Timed(NamedTuple):
     """Terms of stages, s, as if each were the slowest of its configuration."""
 
     terms: dict[str, np.ndarray]
-    at: np.ndarray
+    indices: np.ndarray
     """Indices of the configurations."""
-    many: np.ndarray
-    """Ranks that each stage stands for."""
+    num_ranks: np.ndarray
+    """Number of ranks that each stage represents."""
     cols: KnobArrays
 
 
-def _wait(found: Sequence[_Timed], size: int, hardware: Hardware, constants: Constants) -> None:
+def _wait(timed_stages: Sequence[_Timed], size: int, hardware: Hardware, constants: Constants) -> None:
     """Sets the bubble: a stage idles while its first micro-batch passes through the other stages and the last one returns."""
-    others = [np.maximum(each.cols.pp - 1, 1) for each in found]
-    idle = [each.terms["bubble"] / other for each, other in zip(found, others)]
-    whole = np.zeros(size)
-    for each, own in zip(found, idle):
-        whole[each.at] += each.many * own
-    for each, own in zip(found, idle):
-        several = each.cols.pp > 1
+    num_others = [np.maximum(timed.cols.pp - 1, 1) for timed in timed_stages]
+    idle = [timed.terms["bubble"] / num_other for timed, num_other in zip(timed_stages, num_others)]
+    pipeline_idle = np.zeros(size)
+    for timed, stage_idle in zip(timed_stages, idle):
+        pipeline_idle[timed.indices] += timed.num_ranks * stage_idle
+    for timed, stage_idle in zip(timed_stages, idle):
+        several = timed.cols.pp > 1
         if several.any():
-            each.terms["bubble"] = np.where(several, whole[each.at] - own, each.terms["bubble"])
+            timed.terms["bubble"] = np.where(several, pipeline_idle[timed.indices] - stage_idle, timed.terms["bubble"])
 
 
-def _share_cores(found: Sequence[_Timed], size: int) -> None:
+def _share_cores(timed_stages: Sequence[_Timed], size: int) -> None:
     """Sets each term of a pipeline to its average over all stages, without the bubble."""
     ranks = np.zeros(size)
-    for each in found:
-        ranks[each.at] += each.many
+    for timed in timed_stages:
+        ranks[timed.indices] += timed.num_ranks
     for name in TIME_TERMS:
         total = np.zeros(size)
-        for each in found:
-            total[each.at] += each.many * each.terms[name]
-        for each in found:
-            mean = total[each.at] / ranks[each.at] if name != "bubble" else 0.0
-            each.terms[name] = np.where(each.cols.pp > 1, mean, each.terms[name])
+        for timed in timed_stages:
+            total[timed.indices] += timed.num_ranks * timed.terms[name]
+        for timed in timed_stages:
+            mean = total[timed.indices] / ranks[timed.indices] if name != "bubble" else 0.0
+            timed.terms[name] = np.where(timed.cols.pp > 1, mean, timed.terms[name])
 
 
 def stage_times(
@@ -340,12 +402,12 @@ def _travels(cols: KnobArrays, form: Formats, setup: TrainingSetup, precision: s
     """Bytes of an element of a gradient in the exchange between replicas, shape (n,)."""
     if not setup.own:
         return np.full(len(cols), float(BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient))
-    wide, narrow = (BYTES[formats_of({"precision": precision, "reduce_dtype": each}).reduced] for each in REDUCED)
+    wide, narrow = (BYTES[formats_of({"precision": precision, "reduce_dtype": dtype}).reduced] for dtype in REDUCED)
     return np.where(cols.reduce_dtype == "bf16", float(narrow), float(wide))
 
 
 def _stage_time(
-    stage: Stage, links: "_Links", cols: KnobArrays, work: _Work, at: np.ndarray | None = None
+    stage: Stage, links: "_Links", cols: KnobArrays, work: _Work, indices: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
     """Terms of one optimizer step, s, as if this stage were the slowest.
 
@@ -358,10 +420,10 @@ def _stage_time(
     """
     rank = _Rank.of(stage, links, cols)
     rows = {id(part): row for row, part in enumerate(links.facts.parts)}
-    own_work = work.take([rows[id(part)] for part in rank.parts], at)
+    own_work = work.take([rows[id(part)] for part in rank.parts], indices)
     slot = _slot(rank, own_work)
     if links.limited < 1:
-        slot = _slot(rank, own_work.at_clocks(clocks(slot.products, slot.whole - slot.products, links.limited)))
+        slot = _slot(rank, own_work.at_clocks(clocks(slot.products, slot.total - slot.products, links.limited)))
     transfer, bubble = _pipeline(rank, slot)
     gathers, gathered = _parameter_gathers(rank, slot.forward, slot.backward)
     exchanged = _data_parallel(rank, slot.forward, np.maximum(slot.backward - gathered, 0.0))
@@ -404,54 +466,57 @@ def _layered_time(
     Work adds up. Communication overlaps with the work of all groups, in proportion to each group's share. If samples are
     distributed among ranks and gathered again, there is an all-gather in each direction (`schedule/parallel/sharing.py`).
     """
-    ranks = [_Rank.of(each, _Links(facts, own, setup, hardware, constants), own) for each, own in groups]
+    ranks = [
+        _Rank.of(blocks, _Links(facts, group_cols, setup, hardware, constants), group_cols)
+        for blocks, group_cols in groups
+    ]
     works = [_Work.of(rank.parts, facts, rank.cols, setup, hardware, constants) for rank in ranks]
-    whole = _Rank.of(stage, _Links(facts, cols, setup, hardware, constants), cols)
-    slot = _joined([_slot(rank, work) for rank, work in zip(ranks, works, strict=True)], whole.none)
-    if whole.links.limited < 1:
-        share = clocks(slot.products, slot.whole - slot.products, whole.links.limited)
+    stage_rank = _Rank.of(stage, _Links(facts, cols, setup, hardware, constants), cols)
+    slot = _joined([_slot(rank, work) for rank, work in zip(ranks, works, strict=True)], stage_rank.none)
+    if stage_rank.links.limited < 1:
+        share = clocks(slot.products, slot.total - slot.products, stage_rank.links.limited)
         slowed = [work.at_clocks(share) for work in works]
-        slot = _joined([_slot(rank, work) for rank, work in zip(ranks, slowed, strict=True)], whole.none)
+        slot = _joined([_slot(rank, work) for rank, work in zip(ranks, slowed, strict=True)], stage_rank.none)
     for degree, times in handovers(stage, layers, int(cols.tp[0])).items():
-        among = group(cols.tp // degree, np.full(len(cols), degree), whole.links.devices, hardware, constants)
-        moved = whole.tokens * _hidden(facts) * _residual(facts)
-        once = times * among.gather(moved, whole.links.collective)
+        among = group(cols.tp // degree, np.full(len(cols), degree), stage_rank.links.devices, hardware, constants)
+        moved = stage_rank.tokens * _hidden(facts) * _residual(facts)
+        once = times * among.gather(moved, stage_rank.links.collective)
         slot.tensor, slot.forward, slot.backward = slot.tensor + 2 * once, slot.forward + once, slot.backward + once
     gathers, gathered = _hidden_behind(
-        [partial(_parameter_gathers, rank) for rank in ranks], slot.forward, slot.backward, whole.none
+        [partial(_parameter_gathers, rank) for rank in ranks], slot.forward, slot.backward, stage_rank.none
     )
-    left = np.maximum(slot.backward - gathered, 0.0)
-    late = whole.links.late
+    remaining = np.maximum(slot.backward - gathered, 0.0)
+    straggler_wait = stage_rank.links.straggler_wait
 
     def exchange(rank: _Rank) -> Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        return lambda forward, backward: (_data_parallel(rank, forward, backward) - late, whole.none)
+        return lambda forward, backward: (_data_parallel(rank, forward, backward) - straggler_wait, stage_rank.none)
 
-    exchanged, _ = _hidden_behind([exchange(rank) for rank in ranks], slot.forward, left, whole.none)
-    transfer, bubble = _pipeline(whole, slot)
-    terms = _terms(whole, slot, gathers, exchanged + late, transfer, bubble)
-    terms["optimizer"] = sum((_update(rank) for rank in ranks), whole.none)
-    terms["offload"] = sum((_offload(rank) for rank in ranks), whole.none)
+    exchanged, _ = _hidden_behind([exchange(rank) for rank in ranks], slot.forward, remaining, stage_rank.none)
+    transfer, bubble = _pipeline(stage_rank, slot)
+    terms = _terms(stage_rank, slot, gathers, exchanged + straggler_wait, transfer, bubble)
+    terms["optimizer"] = sum((_update(rank) for rank in ranks), stage_rank.none)
+    terms["offload"] = sum((_offload(rank) for rank in ranks), stage_rank.none)
     return terms
 
 
 def _joined(slots: "Sequence[_Slot]", none: np.ndarray) -> "_Slot":
     """The sums of a micro-batch's seconds over groups of blocks."""
-    return _Slot(**{name: sum((getattr(each, name) for each in slots), none) for name in _Slot.__slots__})
+    return _Slot(**{name: sum((getattr(slot, name) for slot in slots), none) for name in _Slot.__slots__})
 
 
 def _hidden_behind(
-    found: Sequence[Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]],
+    exchanges: Sequence[Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]],
     forward: np.ndarray,
     backward: np.ndarray,
     none: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums over groups of their exchanges behind the passes: each of `found`, called with the seconds of both passes, returns the
-    exposed time of its exchange and its total time. Each group overlaps with its share of the passes."""
-    bare = [each(none, none)[0] for each in found]
+    """Sums over groups of their exchanges behind the passes: each of `exchanges`, called with the seconds of both passes, returns
+    the exposed time of its exchange and its total time. Each group overlaps with its share of the passes."""
+    bare = [exchange(none, none)[0] for exchange in exchanges]
     total = sum(bare, none)
-    shares = [np.divide(each, total, where=total > 0, out=np.zeros_like(none)) for each in bare]
-    shown = [each(forward * share, backward * share) for each, share in zip(found, shares)]
-    return sum((each for each, _ in shown), none), sum((busy for _, busy in shown), none)
+    shares = [np.divide(seconds, total, where=total > 0, out=np.zeros_like(none)) for seconds in bare]
+    exposed = [exchange(forward * share, backward * share) for exchange, share in zip(exchanges, shares)]
+    return sum((seconds for seconds, _ in exposed), none), sum((busy for _, busy in exposed), none)
 
 
 @dataclass(frozen=True)
@@ -487,8 +552,8 @@ class _Links:
         """Rates of ranks of two stages on one node and on different ones, bytes/s, and True where a pipeline crosses nodes."""
         hardware, stage = self.hardware, self.cols.tp * self.cols.replicas
         share = sole_share(np.maximum(hardware.devices_per_node // stage, 1), hardware)
-        near, own = rates(hardware, self.constants)
-        return near, share * own, stage * self.cols.pp > hardware.devices_per_node
+        near, network_rate = rates(hardware, self.constants)
+        return near, share * network_rate, stage * self.cols.pp > hardware.devices_per_node
 
     @cached_property
     def heads(self) -> Rows:
@@ -525,17 +590,17 @@ class _Links:
         return self._group(self.cols.expert_dp, self.cols.expert_tp * self.cols.ep)
 
     @cached_property
-    def some(self) -> dict[str, bool]:
+    def uses(self) -> dict[str, bool]:
         """For `sp`, `cp`, `ep`, `token_splits` and `hsdp`: True if some configuration has more than one."""
         return {name: bool((getattr(self.cols, name) > 1).any()) for name in ("sp", "cp", "ep", "token_splits", "hsdp")}
 
     @property
-    def apart(self) -> bool:
-        """True if some configuration has experts on other ranks than the rest."""
-        return self.some["ep"] or self.some["token_splits"]
+    def separate_experts(self) -> bool:
+        """True if the experts of some configuration have other groups of replicas than its other weights."""
+        return self.uses["ep"] or self.uses["token_splits"]
 
     @cached_property
-    def late(self) -> np.ndarray:
+    def straggler_wait(self) -> np.ndarray:
         """Seconds that all ranks wait for the slowest of them."""
         nodes = np.maximum(self.devices / self.hardware.devices_per_node, 1.0)
         return np.where(self.devices > 1, self.constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
@@ -589,7 +654,7 @@ class _Rank(Rank):
     @cached_property
     def counts(self) -> np.ndarray:
         """Number of each, shape (k, n)."""
-        counts = (*(count for _, count in self.stage.blocks), *(each.count for each in self.stage.ends))
+        counts = (*(count for _, count in self.stage.blocks), *(part.count for part in self.stage.ends))
         return np.stack([self.none + count for count in counts])
 
     @cached_property
@@ -601,48 +666,48 @@ class _Rank(Rank):
     def pairs(self) -> np.ndarray:
         """Pairs of tensor parallelism's collectives in the forward pass of each part, shape (k, 1) or (k, n)."""
         usual = {"block": 2.0, "embedding": 1.0, "head": 1.0}
-        found = np.array([[usual.get(part.role, 0.0)] for part in self.parts])
-        if not self.links.some["token_splits"]:
-            return found
+        pairs = np.array([[usual.get(part.role, 0.0)] for part in self.parts])
+        if not self.links.uses["token_splits"]:
+            return pairs
         # Ranks that divide tokens among whole experts gather outputs, or nothing with sequence parallelism.
         less = np.where(self.cols.sequence_parallel, 1.0, 1.5)
         has = np.array([[part.experts > 0] for part in self.parts])
-        return np.where(has & (self.cols.token_splits > 1), less, found)
+        return np.where(has & (self.cols.token_splits > 1), less, pairs)
 
     def gathers(self, width: "np.ndarray | float", pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
         """Seconds of all-gathers of the rank's weights at `width` bytes, or of reduce-scatters; experts that others share are
         gathered among the replicas with the same ones."""
         links = self.links
-        together = links.data.gather((self.weights - self.apart) * width, links.collective, pieces)
-        if not links.apart:
+        together = links.data.gather((self.weights - self.expert_weights) * width, links.collective, pieces)
+        if not links.separate_experts:
             return together
-        own = links.expert_dp.gather(self.apart * width, links.collective, pieces)
-        return together + np.where(self.apart > 0, own, 0.0)
+        separate = links.expert_dp.gather(self.expert_weights * width, links.collective, pieces)
+        return together + np.where(self.expert_weights > 0, separate, 0.0)
 
     @cached_property
     def exchanges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of each part's exchange of heads and of its experts' rows, and the excess of the fullest expert's rows over the
         mean; shape (k, n) each, (k, 1) for none."""
         links, width, none = self.links, bytes_of(self.facts.precision), np.zeros((len(self.parts), 1))
-        heads, rows, more = none, none, none
-        if links.some["sp"]:
+        heads, rows, excess = none, none, none
+        if links.uses["sp"]:
             heads = np.stack([all_to_alls(self, part, links.heads, links.collective) for part in self.parts])
-        if links.some["ep"]:
-            known, share = self.cols.capacity_factor > 0, width * filled(self.cols) / self.cols.token_splits
+        if links.uses["ep"]:
+            equal, share = self.cols.capacity_factor > 0, width * filled(self.cols) / self.cols.token_splits
             rows = np.stack(
                 [
                     2
                     * links.experts.seconds(
                         self.tokens * part.routed * share,
                         links.collective,
-                        known,
+                        equal,
                         chosen(part) if self.setup.rows_once_a_node else 0.0,
                     )
                     for part in self.parts
                 ]
             )
-            more = np.stack([uneven(part, self.cols, links.constants) - 1 for part in self.parts])
-        return heads, rows, more
+            excess = np.stack([uneven(part, self.cols, links.constants) - 1 for part in self.parts])
+        return heads, rows, excess
 
     @cached_property
     def pieces(self) -> np.ndarray:
@@ -689,21 +754,22 @@ class _Slot:
     of_weights: np.ndarray
 
     @property
-    def whole(self) -> np.ndarray:
+    def total(self) -> np.ndarray:
+        """Seconds of the micro-batch."""
         links = self.tensor + self.exchange + self.rows + self.uneven
         return self.matmul + self.attention + self.memory + self.again + self.launches + links
 
 
-def clocks(products: np.ndarray, other: np.ndarray, limited: float) -> np.ndarray:
+def clocks(products: np.ndarray, other_seconds: np.ndarray, limited: float) -> np.ndarray:
     """Share of the rate of products under a power limit: `limited` if a device runs only products, close to 1 if it runs few of
     them.
 
     Clocks follow the power averaged over about ten milliseconds, so they fall in proportion to the share of time that products
-    take at the resulting clocks: f = 1 - (1 - limited) * (products / f) / (products / f + other).
+    take at the resulting clocks: f = 1 - (1 - limited) * (products / f) / (products / f + other_seconds).
     """
-    gap = other - products
-    root = np.sqrt(gap**2 + 4 * other * products * limited)
-    idle, busy = np.maximum(2 * other, 1e-30), np.maximum(root - gap, 1e-30)
+    gap = other_seconds - products
+    root = np.sqrt(gap**2 + 4 * other_seconds * products * limited)
+    idle, busy = np.maximum(2 * other_seconds, 1e-30), np.maximum(root - gap, 1e-30)
     # Two forms of the same root of a quadratic, each used where it is free of cancellation; a stage may be empty.
     share = np.where(gap > 0, (gap + root) / idle, 2 * limited * products / busy)
     return np.where(products > 0, share, 1.0)
@@ -721,13 +787,13 @@ def _slot(rank: _Rank, work: _Work) -> _Slot:
     ratio = blocks * rank.cols.checkpoint_ratio
     exchange, rows, late = rank.exchanges
     around = around_back = np.zeros((len(counts), 1))
-    if rank.links.some["cp"]:
+    if rank.links.uses["cp"]:
         ring, fixed = rank.links.ring, rank.links.collective
         waits = [
             ring_waits(rank, part, ring, fixed, work.attention[k], work.attention_back[k])
             for k, part in enumerate(rank.parts)
         ]
-        around, around_back = (np.stack(each) for each in zip(*waits, strict=True))
+        around, around_back = (np.stack(seconds) for seconds in zip(*waits, strict=True))
     forward = work.matmul + work.attention + work.memory
     computed = work.matmul_back + work.attention_back
     backward = computed + work.memory_back
@@ -738,9 +804,9 @@ def _slot(rank: _Rank, work: _Work) -> _Slot:
     rebuilt, of_products = ratio * forward, ratio * (work.matmul + work.attention)
     again = ratio
     if rank.setup.keeps_products:
-        kept = blocks - ratio
-        rebuilt = rebuilt + kept * (work.matmul / 2 + work.memory)
-        of_products = of_products + kept * work.matmul / 2
+        unrecomputed = blocks - ratio
+        rebuilt = rebuilt + unrecomputed * (work.matmul / 2 + work.memory)
+        of_products = of_products + unrecomputed * work.matmul / 2
         again = blocks + (1 - blocks) * ratio
     links = back + ratio * (ahead + there) + home
     host = work.host + pairs * start
@@ -748,8 +814,8 @@ def _slot(rank: _Rank, work: _Work) -> _Slot:
     slack = np.maximum(host - forward - ahead - there, 0.0)
     slack_back = np.maximum(host_back - backward - rebuilt - links, 0.0)
 
-    def total(each: np.ndarray) -> np.ndarray:
-        return (counts * each).sum(axis=0)
+    def total(seconds: np.ndarray) -> np.ndarray:
+        return (counts * seconds).sum(axis=0)
 
     return _Slot(
         matmul=total(work.matmul + work.matmul_back),
@@ -779,11 +845,12 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     near_rate, far_rate, crosses = rank.links.between_stages
     near, far = moved / near_rate, moved / far_rate
     # Of the boundaries of a stage that is smaller than a node, one at most is between nodes.
-    others = np.where(rank.tp * rank.replicas >= hardware.devices_per_node, 0, np.clip(cols.pp - 2, 0, 1))
-    hop = np.where(crosses, (far + others * near) / (1 + others), near) + constants.hop_ms * 1e-3 + rank.links.switch
-    shown = 1 - constants.max_overlap if rank.setup.overlap_transfers else 1.0
-    transfer = shown * rank.accum * 2.0 * crossings(cols.pp, cols) * hop
-    idle = idle_slot(slot.whole, slot.forward, slot.backward, slot.of_weights, hop, cols)
+    other_boundaries = np.where(rank.tp * rank.replicas >= hardware.devices_per_node, 0, np.clip(cols.pp - 2, 0, 1))
+    hop = np.where(crosses, (far + other_boundaries * near) / (1 + other_boundaries), near)
+    hop = hop + constants.hop_ms * 1e-3 + rank.links.switch
+    exposed = 1 - constants.max_overlap if rank.setup.overlap_transfers else 1.0
+    transfer = exposed * rank.accum * 2.0 * crossings(cols.pp, cols) * hop
+    idle = idle_slot(slot.total, slot.forward, slot.backward, slot.of_weights, hop, cols)
     return np.where(several, transfer, 0.0), (cols.pp - 1) * idle
 
 
@@ -802,28 +869,28 @@ def _data_parallel(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np
     gather = rank.gathers(form.parameter) * trained
     if setup.overlap_gathers:
         gather = np.maximum(gather - forward * constants.max_overlap, gather * (1 - constants.max_overlap))
-    whole = links.data.reduce(gradient - rank.apart * trained * travels, links.collective)
-    if links.apart:
-        own = links.expert_dp.reduce(rank.apart * trained * travels, links.collective)
-        whole = whole + np.where(rank.apart > 0, own, 0.0)
-    reduce = np.where(zero == 0, whole, scatter)
+    reduce_whole = links.data.reduce(gradient - rank.expert_weights * trained * travels, links.collective)
+    if links.separate_experts:
+        reduce_separate = links.expert_dp.reduce(rank.expert_weights * trained * travels, links.collective)
+        reduce_whole = reduce_whole + np.where(rank.expert_weights > 0, reduce_separate, 0.0)
+    reduce = np.where(zero == 0, reduce_whole, scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
     window = backward * overlap if setup.overlap_gradients else rank.none
-    each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES.values()])[zero]
+    each_pass = np.array([exchange.reduced == "micro_batch" for exchange in EXCHANGES.values()])[zero]
     times = np.where(each_pass & (not setup.unsharded_gradients), rank.accum, 1.0)
     most = np.where(zero >= 2, constants.sharded_max_overlap, constants.max_overlap)
     exposed = times * np.maximum(reduce - window, reduce * (1 - most))
-    if links.some["hsdp"]:
+    if links.uses["hsdp"]:
         between = rank.pieces * links.groups.reduce(gradient / cols.shard_ranks / rank.pieces, links.collective)
-        both = reduce + np.where(cols.hsdp > 1, between, 0.0)
+        with_groups = reduce + np.where(cols.hsdp > 1, between, 0.0)
         every = np.array([SUMMED[False] == "micro_batch", SUMMED[True] == "micro_batch"])[(cols.pp > 1).astype(int)]
         sums = np.where(every, times, 1.0)
-        exposed = (times - sums) * exposed / times + sums * np.maximum(both - window, both * (1 - most))
+        exposed = (times - sums) * exposed / times + sums * np.maximum(with_groups - window, with_groups * (1 - most))
     behind = gathered_at("update", zero)
     if not setup.in_pieces:  # others collect all weights after the update
         behind = behind | gathered_at("step", zero)
     time = np.where(rank.replicas > 1, exposed + np.where(behind, gather, 0.0), 0.0)
-    return time + links.late
+    return time + links.straggler_wait
 
 
 def _tied(rank: _Rank) -> np.ndarray:
@@ -848,15 +915,17 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
         return rank.none, rank.none
     gathers = rank.gathers(form.gathered, rank.pieces)
     ahead = np.maximum(gathers - forward * most, gathers * (1 - most))
-    inside = sum((count * rank.whole(each) for each, count in stage.blocks), rank.none)
+    inside = sum((count * rank.part_weights(part) for part, count in stage.blocks), rank.none)
     missing = gathers
     alone = cols.pp == 1
     if setup.in_pieces and alone.any():
         # It begins with the last block and the parameters outside blocks, which are whole too.
-        left = np.maximum(inside - rank.whole(stage.blocks[-1][0]), 0.0) if stage.blocks else rank.none
-        missing = rank.links.data.gather(left * form.gathered, rank.links.collective, np.maximum(rank.pieces - 2, 0.0))
-        share = np.divide(left, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
-        missing = np.where(alone, np.where(rank.apart > 0, gathers * share, missing), gathers)
+        later_blocks = np.maximum(inside - rank.part_weights(stage.blocks[-1][0]), 0.0) if stage.blocks else rank.none
+        missing = rank.links.data.gather(
+            later_blocks * form.gathered, rank.links.collective, np.maximum(rank.pieces - 2, 0.0)
+        )
+        share = np.divide(later_blocks, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
+        missing = np.where(alone, np.where(rank.expert_weights > 0, gathers * share, missing), gathers)
     again = np.maximum(missing - backward * most, missing * (1 - most))
     time = np.where(gathered_at("pass", zero), rank.accum * (ahead + again), 0.0)
     once = gathered_at("step", zero) & setup.in_pieces
@@ -891,8 +960,10 @@ def _offload(rank: _Rank) -> np.ndarray:
         rate = constants.deepspeed_update_gb_per_s
     if rank.setup.offload_weights:
         # Weights are loaded for each pass of a micro-batch and gradients sent after each, hidden by products like other gathers.
-        each = rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - constants.sharded_max_overlap)
-        moved = np.where(rank.cols.zero >= 2, rank.accum * each, moved)
+        per_micro_batch = (
+            rank.owned * (2 * rank.form.parameter + rank.form.gradient) * (1 - constants.sharded_max_overlap)
+        )
+        moved = np.where(rank.cols.zero >= 2, rank.accum * per_micro_batch, moved)
     ranks = np.clip(rank.tp * rank.cols.pp * rank.replicas, 1, hardware.devices_per_node)
     there = moved / (hardware.host_gb_per_s * 1e9) + rank.states * ranks / (rate * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
