@@ -30,18 +30,22 @@ class Change:
 
 
 def helpful(
-    ask: Callable[[Mapping[str, Any]], EstimateRequest], given: Mapping[str, Any], *, devices: int, seq_len: int | None
+    ask: Callable[[Mapping[str, Any]], EstimateRequest],
+    base_arguments: Mapping[str, Any],
+    *,
+    devices: int,
+    seq_len: int | None,
 ) -> list[Change]:
     """Returns the changes that make something fit, the least intrusive first; of shorter sequences and more devices the first
     that does.
 
     Args:
         ask: returns the request with some of its arguments replaced.
-        given: the arguments of the request.
+        base_arguments: the arguments of the request.
         devices, seq_len: those of the request.
     """
-    found = []
-    for family in _families(given, devices, seq_len):
+    changes = []
+    for family in _families(base_arguments, devices, seq_len):
         for options, arguments in family:
             try:
                 request = ask(arguments)
@@ -49,24 +53,24 @@ def helpful(
             except RedlineError:  # this change is not possible for the model
                 continue
             if best is not None:
-                found.append(Change(options=options, memory_mib=best.estimate.peak_memory_mib))
+                changes.append(Change(options=options, memory_mib=best.estimate.peak_memory_mib))
                 break
-    return found
+    return changes
 
 
 def _families(
-    given: Mapping[str, Any], devices: int, seq_len: int | None
+    base_arguments: Mapping[str, Any], devices: int, seq_len: int | None
 ) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     """Yields lists of changes of one kind, by their options and their arguments."""
-    if "lossy" not in (given.get("allow") or ()):
-        yield [("--allow lossy", {"allow": (*(given.get("allow") or ()), "lossy")})]
+    if "lossy" not in (base_arguments.get("allow") or ()):
+        yield [("--allow lossy", {"allow": (*(base_arguments.get("allow") or ()), "lossy")})]
     if seq_len is not None:
         lengths = [seq_len >> halving for halving in range(1, HALVINGS + 1)]
         yield [(f"--seq-len {length}", {"seq_len": length}) for length in lengths if length >= SHORTEST]
-    adapters = given.get("lora")
+    adapters = base_arguments.get("lora")
     if not adapters:
         texts = (ADAPTERS, f"{ADAPTERS},quantize=4bit")
-        yield [(f"--lora {text}", {"lora": text}) for text in texts]
+        yield [(f"--lora {adapter}", {"lora": adapter}) for adapter in texts]
     elif "quantize" not in str(adapters):
         yield [(f"--lora {adapters},quantize=4bit", {"lora": f"{adapters},quantize=4bit"})]
     counts = [devices << doubling for doubling in range(1, DOUBLINGS + 1)]

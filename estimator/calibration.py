@@ -7,8 +7,8 @@ optimum gives the covariance of theta (Laplace), and with the noise the spread o
 the same formula gives the spread of the uncalibrated prediction, so uncertainty shrinks continuously as
 trials come in.
 
-Most of the noise is no chance: a configuration that is slower than predicted is so again, and so are similar ones. A
-Gaussian process over the knobs interpolates what the factors leave (universal kriging with a fixed trend; Rasmussen and
+Most of the noise is systematic: a configuration that is slower than predicted is slower each time, and so are similar ones. A
+Gaussian process over the knobs interpolates the residuals after the factors (universal kriging with a fixed trend; Rasmussen and
 Williams 2006, sections 2.2 and 2.7). Far from all trials, only the factors count.
 """
 
@@ -36,21 +36,21 @@ REACH = 1.5
 """Distance of `KnobArrays.features` at which these shares have a correlation of exp(-1/2): 1.5 doublings of a degree."""
 
 
-class Left(NamedTuple):
-    """What factors leave of predictions; without arguments nothing."""
+class Interpolation(NamedTuple):
+    """Correction of n predictions by the residuals of measured configurations; without arguments none."""
 
     factor: "np.ndarray | float" = 1.0
-    """Of each prediction, shape (n,)."""
+    """Factor of each prediction, shape (n,)."""
     explained: "np.ndarray | float" = 0.0
     """Part of the noise's variance that measured configurations explain, shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """What factors leave of the logarithms of m measured values, interpolated between configurations."""
+    """Residuals of the logarithms of m measured values after the factors, interpolated between configurations."""
 
     features: np.ndarray
-    """Of the measured configurations; shape (m, f)."""
+    """Features of the measured configurations, shape (m, f)."""
     amplitude: np.ndarray
     """Prior standard deviation of each, shape (m,)."""
     inverse: np.ndarray
@@ -73,7 +73,7 @@ class Residual:
         covariance = amplitude[:, None] * amplitude * _correlation(features, features) + np.diag(chance)
         return cls(features, amplitude, np.linalg.inv(covariance), values)
 
-    def at(self, features: np.ndarray, noise: np.ndarray) -> Left:
+    def at(self, features: np.ndarray, noise: np.ndarray) -> Interpolation:
         """The residuals of n configurations.
 
         Args:
@@ -83,12 +83,12 @@ class Residual:
         amplitude = np.sqrt(SYSTEMATIC) * noise
         covariance = amplitude[:, None] * self.amplitude * _correlation(features, self.features)
         weights = covariance @ self.inverse
-        return Left(np.exp(weights @ self.values), (weights * covariance).sum(1))
+        return Interpolation(np.exp(weights @ self.values), (weights * covariance).sum(1))
 
 
-def _correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _correlation(features: np.ndarray, others_features: np.ndarray) -> np.ndarray:
     """Correlation of the residuals of each pair, shape (n, m), from features of shapes (n, f) and (m, f)."""
-    squares = (one**2).sum(1)[:, None] + (other**2).sum(1) - 2 * one @ other.T
+    squares = (features**2).sum(1)[:, None] + (others_features**2).sum(1) - 2 * features @ others_features.T
     return np.exp(-np.maximum(squares, 0.0) / (2 * REACH**2))
 
 
@@ -105,7 +105,7 @@ class Correction:
     trials: int = 0
     """Number of measurements that it is fitted to."""
     residual: Residual | None = None
-    """What the factors leave; None for nothing."""
+    """Residuals after the factors; None if none are interpolated."""
 
     @classmethod
     def none(cls, prior: np.ndarray) -> "Correction":
@@ -113,30 +113,30 @@ class Correction:
         return cls(np.zeros(len(prior)), np.diag(np.asarray(prior, float) ** 2))
 
     def apply(
-        self, groups: np.ndarray, noise: "np.ndarray | float", left: "Left | None" = None
+        self, groups: np.ndarray, noise: "np.ndarray | float", interpolation: "Interpolation | None" = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Corrected sums and the standard deviations of their logarithms.
 
         Args:
             groups: predicted parts, shape (n, k).
             noise: prior standard deviation of a measurement's logarithm; shape (n,) or a scalar.
-            left: what the factors leave, with the same noise; None for nothing.
+            interpolation: from `interpolate`, with the same noise; None for none.
         """
-        left = left or Left()
+        interpolation = interpolation or Interpolation()
         share = self._shares(groups)
         variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
-        single = (self.scale * np.asarray(noise)) ** 2 - left.explained
-        return (groups * np.exp(self.theta)).sum(1) * left.factor, np.sqrt(np.maximum(variance, 0.0) + single)
+        single = (self.scale * np.asarray(noise)) ** 2 - interpolation.explained
+        return (groups * np.exp(self.theta)).sum(1) * interpolation.factor, np.sqrt(np.maximum(variance, 0.0) + single)
 
-    def left(self, features: np.ndarray | None, noise: "np.ndarray | float") -> "Left":
-        """What the factors leave of n predictions.
+    def interpolate(self, features: np.ndarray | None, noise: "np.ndarray | float") -> "Interpolation":
+        """Returns the correction of n predictions by the residuals of measured configurations.
 
         Args:
             features: `KnobArrays.features`, shape (n, f); None for nothing.
             noise: as in `apply`.
         """
         if self.residual is None or features is None:
-            return Left()
+            return Interpolation()
         return self.residual.at(features, self.scale * np.broadcast_to(np.asarray(noise, float), (len(features),)))
 
     def effects(self, groups: np.ndarray) -> np.ndarray:
@@ -208,16 +208,16 @@ def fit(
         if size < 1e-6:
             break
     covariance = np.linalg.inv(hessian)
-    left = None
+    residuals = None
     if features is not None and exact.any():
         values = (target - np.log((groups * np.exp(theta)).sum(1)))[exact]
         spread = scale * single[exact]
         weight = (DEGREES + 1) / (DEGREES + (values / spread) ** 2)
-        left = Residual.of(features[usable][exact], values, spread, weight)
-    return Correction(theta, covariance, scale, int((~bound).sum()), left)
+        residuals = Residual.of(features[usable][exact], values, spread, weight)
+    return Correction(theta, covariance, scale, int((~bound).sum()), residuals)
 
 
-def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
+def carried(corrections: Sequence[Correction], prior: np.ndarray) -> Correction:
     """The correction of a training without measurements, from those of other trainings on the same devices.
 
     Let phi be the devices' part of theta: theta_r = sqrt(c) phi + the training's own part, phi ~ Normal(0, P) and the own part ~
@@ -225,21 +225,21 @@ def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
     measurements of precision L = 1/C - 1/P. These give the same information about phi as L widened by (1 - c) P.
 
     Args:
-        found: fits of the others, each to its own measurements.
+        corrections: fits of the others, each to its own measurements.
         prior: prior standard deviations of theta, shape (k,).
     """
     variance = np.diag(np.asarray(prior, float) ** 2)
-    own, identity = (1 - ALIKE) * variance, np.eye(len(variance))
+    own_variance, identity = (1 - ALIKE) * variance, np.eye(len(variance))
     precision, pull = np.linalg.inv(variance), np.zeros(len(variance))
-    for each in found:
-        sure = np.linalg.inv(each.covariance)
+    for correction in corrections:
+        sure = np.linalg.inv(correction.covariance)
         information = sure - np.linalg.inv(variance)
-        widened = np.linalg.inv(identity + information @ own)
+        widened = np.linalg.inv(identity + information @ own_variance)
         precision = precision + ALIKE * widened @ information
-        pull = pull + np.sqrt(ALIKE) * widened @ sure @ each.theta
+        pull = pull + np.sqrt(ALIKE) * widened @ sure @ correction.theta
     common = np.linalg.inv((precision + precision.T) / 2)
     theta = np.sqrt(ALIKE) * common @ pull
-    return Correction(theta, ALIKE * common + own, trials=sum(each.trials for each in found))
+    return Correction(theta, ALIKE * common + own_variance, trials=sum(correction.trials for correction in corrections))
 
 
 TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -299,13 +299,13 @@ def time_groups(time: Mapping[str, np.ndarray], far: Mapping[str, np.ndarray]) -
     """Terms summed by group, shape (n, len(time_names())), with the bubble divided in proportion to the terms of a slot."""
     slots = sum(time[name] for name in _IN_SLOTS)
     with np.errstate(divide="ignore", invalid="ignore"):
-        more = np.where(slots > 0, 1 + time["bubble"] / slots, 1.0)
-    whole = {name: time[name] * (more if name in _IN_SLOTS else 1.0) for name in TIME_TERMS if name != "bubble"}
+        stretch = np.where(slots > 0, 1 + time["bubble"] / slots, 1.0)
+    stretched = {name: time[name] * (stretch if name in _IN_SLOTS else 1.0) for name in TIME_TERMS if name != "bubble"}
     columns = [
-        sum(np.where(far[name], 0.0, whole[name]) if name in far else whole[name] for name in names)
+        sum(np.where(far[name], 0.0, stretched[name]) if name in far else stretched[name] for name in names)
         for names in TIME_GROUPS.values()
     ]
-    columns.append(sum(np.where(away, whole[name], 0.0) for name, away in far.items()))
+    columns.append(sum(np.where(away, stretched[name], 0.0) for name, away in far.items()))
     return np.stack(columns, axis=1)
 
 
@@ -319,26 +319,30 @@ def corrected_time(
     far: Mapping[str, np.ndarray],
     total: np.ndarray,
     correction: Correction,
-    left: Left,
+    interpolation: Interpolation,
 ) -> dict[str, np.ndarray]:
     """The corrected terms of the step, `time.NAME` each; the rest of `total` is the bubble."""
-    factors = dict(zip(time_names(), (left.factor * each for each in np.exp(correction.theta)), strict=True))
-    out = {}
+    factors = dict(
+        zip(time_names(), (interpolation.factor * factor for factor in np.exp(correction.theta)), strict=True)
+    )
+    corrected = {}
     for group, names in TIME_GROUPS.items():
         for name in names:
             away = far.get(name)
             factor = factors[group] if away is None else np.where(away, factors[NETWORK], factors[group])
-            out[f"time.{name}"] = time[name] * factor
+            corrected[f"time.{name}"] = time[name] * factor
     with np.errstate(invalid="ignore"):
-        rest = total - sum(out.values())
-    out["time.bubble"] = np.where(np.isfinite(rest), np.maximum(rest, 0.0), 0.0)
-    return {f"time.{name}": out[f"time.{name}"] for name in TIME_TERMS}
+        bubble = total - sum(corrected.values())
+    corrected["time.bubble"] = np.where(np.isfinite(bubble), np.maximum(bubble, 0.0), 0.0)
+    return {f"time.{name}": corrected[f"time.{name}"] for name in TIME_TERMS}
 
 
-def corrected_memory(memory: Mapping[str, np.ndarray], correction: Correction, left: Left) -> dict[str, np.ndarray]:
+def corrected_memory(
+    memory: Mapping[str, np.ndarray], correction: Correction, interpolation: Interpolation
+) -> dict[str, np.ndarray]:
     """The corrected terms of the peak, `memory.NAME` each."""
-    out = {}
+    corrected = {}
     for factor, names in zip(np.exp(correction.theta), MEMORY_GROUPS.values(), strict=True):
         for name in names:
-            out[f"memory.{name}"] = memory[name] * factor * left.factor
-    return {f"memory.{name}": out[f"memory.{name}"] for name in MEMORY_TERMS}
+            corrected[f"memory.{name}"] = memory[name] * factor * interpolation.factor
+    return {f"memory.{name}": corrected[f"memory.{name}"] for name in MEMORY_TERMS}

@@ -28,7 +28,7 @@ from .facts.model_facts import FactsSource
 from .facts.traced import TracedFacts
 from .fullest import FullestRank, fullest_rank
 from .hardware import Hardware, find_hardware
-from .kept import KeptFacts, KeptModel, kept_model, key_of_model, load_model, store
+from .resolved_cache import CachedFacts, ResolvedModel, key_of_model, load_model, resolved_model, store
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
 from .trainers import Trainer, assumed, built, find_trainer, trainer_of
@@ -112,12 +112,12 @@ class Check:
             "shares": dict(self.shares),
             "faster": [
                 {
-                    "config": each.config.to_dict(),
-                    "gain": finite(each.gain),
-                    "changes": [asdict(change) for change in each.changes],
-                    **_numbers(each.estimate),
+                    "config": faster.config.to_dict(),
+                    "gain": finite(faster.gain),
+                    "changes": [asdict(change) for change in faster.changes],
+                    **_numbers(faster.estimate),
                 }
-                for each in self.faster
+                for faster in self.faster
             ],
             "assumed_of": self.framework,
             "assumed": list(self.assumed),
@@ -197,34 +197,36 @@ def check(
         raise UsageError(f"{trainer.framework}: the file or command leaves facts out{written}: give {options}")
     trainer = trainer.on(devices)
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
-    found, source = _model(trainer, model, seq_len, facts, machine)
-    trainer = replace(trainer, seq_len=found.seq_len, model=found.name)
+    resolved, source = _model(trainer, model, seq_len, facts, machine)
+    trainer = replace(trainer, seq_len=resolved.seq_len, model=resolved.name)
     setup = TrainingSetup(
         devices=trainer.devices or 1,
-        seq_len=found.seq_len,
+        seq_len=resolved.seq_len,
         global_batch=trainer.global_batch,
         memory_limit_mib=memory_limit_mib,
     )
-    asked = _Asked(trainer, facts, framework is not None, Estimator(source, machine, setup, framework=facts.name))
-    context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=found.seq_len)
+    predictor = _Predictor(
+        trainer, facts, framework is not None, Estimator(source, machine, setup, framework=facts.name)
+    )
+    context = RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=resolved.seq_len)
     _refuse(trainer, context)
-    estimate = asked(trainer.config)
-    faster = _faster(asked, found.shape, estimate, machine, context)
-    if trainer.lora and "target=all-linear" in trainer.lora and found.shape.get("experts"):
+    estimate = predictor(trainer.config)
+    faster = _faster(predictor, resolved.shape, estimate, machine, context)
+    if trainer.lora and "target=all-linear" in trainer.lora and resolved.shape.get("experts"):
         notes.append(
-            "lora: experts whose weights are fused, as in transformers, are no linear layers and have no adapters"
+            "lora: experts whose weights are fused, as in transformers, are not linear layers and have no adapters"
         )
-    findings = [*notes, *_findings(asked, estimate, machine, faster)]
-    conventions = asked.conventions(trainer.config)
-    sample = (found.trains.get("workload") or {}).get("sample")
+    findings = [*notes, *_findings(predictor, estimate, machine, faster)]
+    conventions = predictor.conventions(trainer.config)
+    sample = (resolved.trains.get("workload") or {}).get("sample")
     return Check(
         trainer=replace(trainer, conventions=conventions),
-        model=found.name,
-        sample=str(sample or (f"sequences of {found.seq_len:,} tokens" if found.seq_len else "")),
-        parameters=_parameters(asked.estimator),
+        model=resolved.name,
+        sample=str(sample or (f"sequences of {resolved.seq_len:,} tokens" if resolved.seq_len else "")),
+        parameters=_parameters(predictor.estimator),
         hardware=machine,
         estimate=estimate,
-        fullest=str(asked.fullest(trainer.config)),
+        fullest=str(predictor.fullest(trainer.config)),
         shares=_shares(estimate, trainer.strategy(), machine),
         faster=faster,
         assumed=assumed(conventions),
@@ -263,7 +265,7 @@ def _valid(knob: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Predictor:
     """Predicts configurations of a training under the conventions of its trainer."""
 
     trainer: TrainerConfig
@@ -289,14 +291,14 @@ class _Asked:
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
         """Predictions under the trainer's conventions, and the index of the configuration of each row."""
         groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        for at, config in enumerate(configs):
+        for index, config in enumerate(configs):
             conventions = self.conventions(config)
-            groups.setdefault(repr(sorted(conventions.items())), (conventions, []))[1].append(at)
+            groups.setdefault(repr(sorted(conventions.items())), (conventions, []))[1].append(index)
         tables = [
-            self._by(conventions).table([_estimated(configs[each], conventions) for each in some])
-            for conventions, some in groups.values()
+            self._by(conventions).table([_estimated(configs[index], conventions) for index in indices])
+            for conventions, indices in groups.values()
         ]
-        return reduce(joined, tables), np.concatenate([np.array(some) for _, some in groups.values()])
+        return reduce(joined, tables), np.concatenate([np.array(indices) for _, indices in groups.values()])
 
     def _by(self, conventions: Mapping[str, Any]) -> Estimator:
         return self.estimator.on(self.estimator.training.replace(**conventions), self.estimator.hardware)
@@ -308,24 +310,26 @@ def _parameters(estimator: Estimator) -> int:
 
 def _model(
     trainer: TrainerConfig, model: str | None, seq_len: int | None, facts: Trainer, hardware: Hardware
-) -> tuple[KeptModel, FactsSource]:
+) -> tuple[ResolvedModel, FactsSource]:
     """The model of a training and the source of its facts: shape numbers if the trainer builds a known family from its own
     modules, otherwise transformers' modules, from the cache if they are there."""
     name, length = model or trainer.model, seq_len or trainer.seq_len
     target: Any = name
-    shown = None
+    shape_name = None
     if model is None and trainer.architecture is not None:
         target = ServerModel.of(trainer.architecture)
-        sizes = [trainer.architecture.get(each) for each in ("num_hidden_layers", "n_layer", "hidden_size", "n_embd")]
-        shown = "{} of {} x {}".format(target.name, *(each for each in sizes if each is not None))
+        sizes = [trainer.architecture.get(field) for field in ("num_hidden_layers", "n_layer", "hidden_size", "n_embd")]
+        shape_name = "{} of {} x {}".format(target.name, *(size for size in sizes if size is not None))
     elif name is not None and not Path(name).exists():
         target = preset_of(name) or name
-    known = None if trainer.lora else stated(target, length)
-    if known is not None and (own := built(known.shape, facts)) is not None:
-        shape = {"shape": known.shape}
-        return KeptModel(name=shown or known.name, model_id="", seq_len=known.seq_len, trains=shape), own
+    server_model = None if trainer.lora else stated(target, length)
+    if server_model is not None and (shape_facts := built(server_model.shape, facts)) is not None:
+        shape = {"shape": server_model.shape}
+        return ResolvedModel(
+            name=shape_name or server_model.name, model_id="", seq_len=server_model.seq_len, trains=shape
+        ), shape_facts
 
-    def made() -> TracedFacts:
+    def trace() -> TracedFacts:
         try:
             workload = resolve_workload(target, seq_len=length, lora=trainer.lora)
         except WorkloadError as error:
@@ -335,24 +339,24 @@ def _model(
         return TracedFacts(workload, hardware.operators, hardware.liger)
 
     key = key_of_model(ModelRequest(target, seq_len=length, lora=trainer.lora))
-    kept = None if key is None else load_model(key)
-    if kept is not None:
-        source: FactsSource = KeptFacts(kept.model_id, hardware.operators, hardware.liger, made)
+    resolved = None if key is None else load_model(key)
+    if resolved is not None:
+        source: FactsSource = CachedFacts(resolved.model_id, hardware.operators, hardware.liger, trace)
     else:
-        source = traced = made()
-        kept = kept_model(traced.workload)
+        source = traced = trace()
+        resolved = resolved_model(traced.workload)
         if key is not None:
-            store(key, kept)
-    found = kept if shown is None else replace(kept, name=shown)
-    return found, (None if trainer.lora else built(kept.shape, facts)) or source
+            store(key, resolved)
+    named_model = resolved if shape_name is None else replace(resolved, name=shape_name)
+    return named_model, (None if trainer.lora else built(resolved.shape, facts)) or source
 
 
 def _estimated(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration in the estimator's terms: formats that a framework's conventions replace are left to the setup."""
-    out = {name: value for name, value in config.items() if value is not None and name not in conventions}
-    if out.get("attention") not in (None, "eager", "sdpa"):
-        out["attention"] = "sdpa"  # a fused kernel of the same cost
-    return out
+    values = {name: value for name, value in config.items() if value is not None and name not in conventions}
+    if values.get("attention") not in (None, "eager", "sdpa"):
+        values["attention"] = "sdpa"  # a fused kernel of the same cost
+    return values
 
 
 def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[str, float]:
@@ -364,7 +368,7 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
         "dp": strategy.devices,
         "pp": strategy.devices,
     }
-    out: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for term in TIME_TERMS:
         value = estimate.breakdown[f"time.{term}"]
         if term in _LINKS:
@@ -374,46 +378,46 @@ def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[
             name = "links to host memory"
         else:
             name = "recomputation" if term == "recomputation" else BINDS[term]
-        out[name] = out.get(name, 0.0) + value / estimate.step_ms
-    return {name: share for name, share in sorted(out.items(), key=lambda item: -item[1]) if share > 0}
+        shares[name] = shares.get(name, 0.0) + value / estimate.step_ms
+    return {name: share for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share > 0}
 
 
-def _findings(asked: _Asked, estimate: Estimate, hardware: Hardware, faster: Sequence[Faster]) -> list[str]:
+def _findings(predictor: _Predictor, estimate: Estimate, hardware: Hardware, faster: Sequence[Faster]) -> list[str]:
     """Knobs that have no effect, or that cost time to save memory that is not needed and that no faster configuration changes."""
-    trainer = asked.trainer
+    trainer = predictor.trainer
     config, strategy = trainer.config, trainer.strategy()
     limit = estimate.memory_limit_mib / 1024
-    out: list[str] = []
+    findings: list[str] = []
     host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
     if strategy.tp > host:
-        out.append(
+        findings.append(
             f"{_setting(trainer, 'tp')} reaches across hosts of {host} devices: its collectives wait for the network"
         )
     if config.get("zero", 0) and strategy.replicas == 1:
-        out.append(f"{_setting(trainer, 'zero')} has no effect: there is one replica")
+        findings.append(f"{_setting(trainer, 'zero')} has no effect: there is one replica")
     if config.get("sequence_parallel") and strategy.tp == 1:
-        out.append(f"{_setting(trainer, 'sequence_parallel')} has no effect without tensor parallelism")
+        findings.append(f"{_setting(trainer, 'sequence_parallel')} has no effect without tensor parallelism")
     if strategy.pp > 1 and strategy.grad_accum < strategy.pp:
-        out.append(
+        findings.append(
             f"{strategy.grad_accum} micro-batches a step are fewer than the {strategy.pp} pipeline stages: most of them wait"
         )
     if estimate.fits:
-        for knob, neutral, words in (
+        for knob, neutral, effect in (
             ("checkpoint_ratio", 0, "recomputes blocks"),
             ("offload", "none", "moves the update to the host"),
         ):
-            known = any(knob in find_framework(source.framework).knobs for source in trainer.sources)
-            changed = any(each.config.get(knob, neutral) == neutral for each in faster)
-            if config.get(knob, neutral) == neutral or changed or not (known or knob in trainer.given):
+            is_readable = any(knob in find_framework(source.framework).knobs for source in trainer.sources)
+            changed = any(configuration.config.get(knob, neutral) == neutral for configuration in faster)
+            if config.get(knob, neutral) == neutral or changed or not (is_readable or knob in trainer.given):
                 continue
-            without = asked({**config, knob: neutral})
+            without = predictor({**config, knob: neutral})
             if without.probability_fits >= SPARE:
                 peak, ratio = without.peak_memory_mib / 1024, without.step_ms / estimate.step_ms
-                out.append(
-                    f"{_setting(trainer, knob)} {words} with memory to spare: without it the peak is {peak:.1f} of {limit:.1f} "
+                findings.append(
+                    f"{_setting(trainer, knob)} {effect} with memory to spare: without it the peak is {peak:.1f} of {limit:.1f} "
                     f"GiB, and a step takes {ratio:.2f} times as long"
                 )
-    return out
+    return findings
 
 
 def _setting(trainer: TrainerConfig, knob: str) -> str:
@@ -427,14 +431,14 @@ def _setting(trainer: TrainerConfig, knob: str) -> str:
         written = framework.knobs.get(knob)
         if written is None or knob in trainer.given:
             continue
-        stated = SettingsReader(source.settings, source.where, by_last=framework.by_last)
+        reader = SettingsReader(source.settings, source.where, by_last=framework.by_last)
         names = written.keys or tuple(
             key for alternative in written.alternatives for settings in alternative.values() for key in settings
         )
-        if (found := stated.get(*names)) is not None:
-            return f"{stated.name(*[name for name in names if stated.has(name)])}={found}"
+        if (setting_value := reader.get(*names)) is not None:
+            return f"{reader.name(*[name for name in names if reader.has(name)])}={setting_value}"
         with suppress(LookupError):
-            (key, setting), *_ = written.settings(value, stated).items()
+            (key, setting), *_ = written.settings(value, reader).items()
             default = f"{key}={value_text(setting)}, the default,"
     return default
 
@@ -443,37 +447,37 @@ def _setting(trainer: TrainerConfig, knob: str) -> str:
 
 
 def _faster(
-    asked: _Asked, shape: Mapping[str, Any], estimate: Estimate, hardware: Hardware, context: RuleContext
+    predictor: _Predictor, shape: Mapping[str, Any], estimate: Estimate, hardware: Hardware, context: RuleContext
 ) -> tuple[Faster, ...]:
     """The fastest configurations that change one, two and three knobs, each if it is faster than the previous one."""
-    trainer = asked.trainer
-    found = _neighbours(trainer, shape, hardware, context)
-    if not found:
+    trainer = predictor.trainer
+    neighbours = _neighbours(trainer, shape, hardware, context)
+    if not neighbours:
         return ()
-    table, taken = asked.table([config for config, _ in found])
-    found = [found[at] for at in taken.tolist()]
+    table, taken = predictor.table([config for config, _ in neighbours])
+    neighbours = [neighbours[index] for index in taken.tolist()]
     good = np.flatnonzero(table.fits & np.isfinite(table.step_ms) & (table.probability_fits >= SURE))
     order = good[np.argsort(-table.preference[good], kind="stable")]
-    counts = np.array([count for _, count in found])
-    out: list[Faster] = []
+    counts = np.array([count for _, count in neighbours])
+    faster: list[Faster] = []
     least = estimate.throughput * GAIN if estimate.fits else 0.0
     for count in range(1, MOST_CHANGES + 1):
         for index in order[counts[order] == count][:40].tolist():
             if table.throughput[index] <= least:
                 break
-            config = Config(found[index][0])
+            config = Config(neighbours[index][0])
             changes, again = trainer.changed(config) or ((), trainer)
             if not changes:
                 continue
             # Its conventions may differ from those of the unchanged file.
-            predicted = replace(asked, trainer=again)(again.config)
+            predicted = replace(predictor, trainer=again)(again.config)
             if not predicted.fits or predicted.probability_fits < SURE or predicted.throughput <= least:
                 continue
             gain = predicted.throughput / estimate.throughput if estimate.fits else float("nan")
-            out.append(Faster(config=again.config, changes=changes, estimate=predicted, gain=gain))
+            faster.append(Faster(config=again.config, changes=changes, estimate=predicted, gain=gain))
             least = predicted.throughput * GAIN
             break
-    return tuple(sorted(out, key=lambda each: -each.estimate.throughput))
+    return tuple(sorted(faster, key=lambda configuration: -configuration.estimate.throughput))
 
 
 def _neighbours(
@@ -490,41 +494,41 @@ def _neighbours(
     host = min(trainer.per_host or hardware.devices_per_node, hardware.devices_per_node)
     devices, total = trainer.devices or 1, trainer.global_batch or 1
     powers = [1 << power for power in range(10)]
-    known = {knob for source in trainer.sources for knob in source.stated} | trainer.given.keys()
+    settable = {knob for source in trainer.sources for knob in source.stated} | trainer.given.keys()
     for framework in (find_framework(source.framework) for source in trainer.sources):
-        known |= framework.knobs.keys() - framework.needs_code
+        settable |= framework.knobs.keys() - framework.needs_code
     axes: dict[str, list[Any]] = {
-        "tp": [each for each in powers if each <= host and heads % each == 0 and kv_heads % each == 0],
-        "pp": [each for each in powers if each <= min(16, devices) and layers % each == 0],
-        "cp": [each for each in powers if each <= min(8, devices)],
-        "ep": [each for each in powers if (shape.get("experts") or 1) % each == 0],
+        "tp": [degree for degree in powers if degree <= host and heads % degree == 0 and kv_heads % degree == 0],
+        "pp": [degree for degree in powers if degree <= min(16, devices) and layers % degree == 0],
+        "cp": [degree for degree in powers if degree <= min(8, devices)],
+        "ep": [degree for degree in powers if (shape.get("experts") or 1) % degree == 0],
         "zero": [0, 1, 2, 3],
-        "micro_batch": [each for each in powers if each <= 64 and total % each == 0],
+        "micro_batch": [size for size in powers if size <= 64 and total % size == 0],
         "checkpoint_ratio": [0, 0.25, 0.5, 1],
         "fusion": [True],
         "kernels": [True],
         "sequence_parallel": [True],
         "offload": ["none"],
     }
-    other = {
+    alternatives = {
         knob: [value for value in values if value != getattr(now, knob)]
         for knob, values in axes.items()
-        if knob in known
+        if knob in settable
     }
     rules = [rule for rule in RULES if rule.general or rule.name == "replicas that share experts"]
-    out: list[tuple[dict[str, Any], int]] = []
+    neighbours: list[tuple[dict[str, Any], int]] = []
     for count in range(1, MOST_CHANGES + 1):
-        for knobs in itertools.combinations(other, count):
-            for values in itertools.product(*(other[knob] for knob in knobs)):
+        for knobs in itertools.combinations(alternatives, count):
+            for values in itertools.product(*(alternatives[knob] for knob in knobs)):
                 config = {**base, **dict(zip(knobs, values))}
-                if (made := _completed(config, devices, total)) is None:
+                if (completed := _completed(config, devices, total)) is None:
                     continue
-                strategy = Strategy.of(made)
+                strategy = Strategy.of(completed)
                 if all(getattr(strategy, knob) == value for knob, value in zip(knobs, values)) and not refusal(
                     strategy, context, rules
                 ):
-                    out.append((made, count))
-    return out
+                    neighbours.append((completed, count))
+    return neighbours
 
 
 def _completed(config: dict[str, Any], devices: int, total: int) -> dict[str, Any] | None:
@@ -534,11 +538,15 @@ def _completed(config: dict[str, Any], devices: int, total: int) -> dict[str, An
     if devices % split or total % (config["micro_batch"] * (devices // split)):
         return None
     dp = devices // split
-    made = {**config, "dp": dp, "grad_accum": total // config["micro_batch"] // dp}
-    if made.get("hsdp", 1) > 1 and (dp % made["hsdp"] or dp == made["hsdp"] or made.get("zero", 0) < 2):
+    completed = {**config, "dp": dp, "grad_accum": total // config["micro_batch"] // dp}
+    if completed.get("hsdp", 1) > 1 and (
+        dp % completed["hsdp"] or dp == completed["hsdp"] or completed.get("zero", 0) < 2
+    ):
         return None
-    if made.get("pp", 1) == 1:
-        made = {name: value for name, value in made.items() if name not in ("pipeline_schedule", "virtual_stages")}
-    elif made["grad_accum"] < made["pp"]:
+    if completed.get("pp", 1) == 1:
+        completed = {
+            name: value for name, value in completed.items() if name not in ("pipeline_schedule", "virtual_stages")
+        }
+    elif completed["grad_accum"] < completed["pp"]:
         return None
-    return made
+    return completed

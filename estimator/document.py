@@ -47,7 +47,7 @@ class EstimateDocument:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinity become None."""
-        out: dict[str, Any] = {
+        document: dict[str, Any] = {
             "model": self.request.name,
             "parameters": self.facts.parameters,
             "hardware": self.request.hardware.name,
@@ -57,30 +57,30 @@ class EstimateDocument:
             "memory_limit_mib": finite(self.request.estimator.memory_limit_mib),
             "assumed_of": self.request.framework.name,
             "assumed": list(self.request.framework.facts),
-            "best": [entry(each, self.request.devices) for each in self.ranked],
+            "best": [entry(ranked, self.request.devices) for ranked in self.ranked],
             "notes": [*self.request.notes, *self.facts.notes],
         }
-        out["fullest_rank"] = self.fullest.to_dict()
+        document["fullest_rank"] = self.fullest.to_dict()
         if self.survey is not None:
-            out |= {
+            document |= {
                 "valid": self.survey.valid,
                 "predicted": self.survey.predicted,
                 "fitting": self.survey.fitting,
                 "ruled_out": dict(self.survey.out),
             }
         if self.survey is not None and self.survey.best_exact is not None:
-            out["best_exact"] = entry(self.survey.best_exact, self.request.devices)
+            document["best_exact"] = entry(self.survey.best_exact, self.request.devices)
         if self.plans:
-            out["plans"] = [
-                {"role": each.role, "devices": each.devices, **entry(each.ranked, each.devices)} for each in self.plans
+            document["plans"] = [
+                {"role": plan.role, "devices": plan.devices, **entry(plan.ranked, plan.devices)} for plan in self.plans
             ]
         if self.baseline is not None:
-            out["untuned"] = entry(self.baseline, self.request.devices)
+            document["untuned"] = entry(self.baseline, self.request.devices)
         if self.reference is not None:
-            out["least_memory"] = entry(self.reference, self.request.devices)
+            document["least_memory"] = entry(self.reference, self.request.devices)
         if self.layerwise is not None:
-            out["layerwise"] = self.layerwise.to_dict()
-        return out
+            document["layerwise"] = self.layerwise.to_dict()
+        return document
 
 
 def entry(ranked: Ranked, devices: int) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def plan_file(document: EstimateDocument, command: str) -> dict[str, Any]:
         command: the command that printed it.
     """
     request, machine = document.request, document.request.hardware
-    plans = [each for each in document.plans if each.ranked is not document.ranked[0]]
+    plans = [plan for plan in document.plans if plan.ranked is not document.ranked[0]]
     base, devices = document.baseline, request.devices
     return {
         "simulated": True,
         "best": _planned("fastest", document.ranked[0], devices),
-        "alternatives": [_planned(each.role, each.ranked, each.devices) for each in plans],
+        "alternatives": [_planned(plan.role, plan.ranked, plan.devices) for plan in plans],
         "default": None if base is None else _planned("untuned", base, devices),
         "trains": {
             **request.trains,
@@ -169,10 +169,10 @@ def estimate_document(
     layerwise: bool = False,
     untuned: Callable[[Space, Estimator], Config] = lambda space, estimator: space.default(),
     fewer: Callable[[int], EstimateRequest] | None = None,
-    say: Callable[[str], None] = lambda what: None,
+    say: Callable[[str], None] = lambda message: None,
     show: "Callable[[EstimateDocument], None]" = lambda document: None,
 ) -> EstimateDocument:
-    """Answers a request.
+    """Predicts the configurations of a request.
 
     Args:
         request: the request.
@@ -191,7 +191,7 @@ def estimate_document(
         UsageError: no configuration of the space can be predicted.
     """
     estimator = request.estimator
-    whole, reference, baseline = None, None, None
+    survey, reference, baseline = None, None, None
     plans: tuple[Plan, ...] = ()
     if config is not None:
         chosen = checked_config(request.space, config)
@@ -207,24 +207,24 @@ def estimate_document(
         )
         say("predicting configurations")
         picked = choose(estimator, request.space, top=top)
-        whole, ranked = picked.survey, picked.best
+        survey, ranked = picked.survey, picked.best
         plans = tuple(rows(ranked, picked.safest, picked.least_memory, request.devices))
-        reference = whole.smallest if not ranked else None
+        reference = survey.smallest if not ranked else None
         usual = untuned(request.space, estimator)
         baseline = Ranked(config=usual, estimate=estimator(usual), lossy=lossy_in(usual, lossy_of_space(request.space)))
-    first = ranked[0] if ranked else reference
-    if first is None:
+    shown_first = ranked[0] if ranked else reference
+    if shown_first is None:
         raise UsageError("the space holds no configuration that can be predicted")
-    facts = estimator.facts_of(knob_arrays([first.config], estimator.training), 0)
+    facts = estimator.facts_of(knob_arrays([shown_first.config], estimator.training), 0)
     document = EstimateDocument(
         request=request,
         ranked=ranked,
-        survey=whole,
+        survey=survey,
         facts=facts,
         reference=reference,
         baseline=baseline,
         plans=plans,
-        fullest=fullest_rank(estimator, first.config),
+        fullest=fullest_rank(estimator, shown_first.config),
     )
     show(document)
     if not ranked or config is not None:
@@ -233,8 +233,8 @@ def estimate_document(
     on_fewer = beside(partial(_on_fewer_devices, document, fewer)) if fewer is not None else tuple
     if _plans_layers(request):
         context = request.space.beyond if isinstance(request.space.beyond, RuleContext) else None
-        others, items = relatives(request.space, first.config), further_items(request.space)
-        refined = refine(estimator, first, facts, others, context=context, items=items)
+        related, items = relatives(request.space, shown_first.config), further_items(request.space)
+        refined = refine(estimator, shown_first, facts, related, context=context, items=items)
         document = replace(document, layerwise=refined if layerwise or refined.clear else None)
     return replace(document, plans=(*plans, *on_fewer()))
 
@@ -251,13 +251,13 @@ def _on_fewer_devices(document: EstimateDocument, fewer: Callable[[int], Estimat
 
     def best(devices: int) -> Ranked | None:
         try:
-            asked = fewer(devices)
+            request_on_fewer = fewer(devices)
         except UsageError:  # so few devices cannot share the model or its global batch
             return None
-        return fastest(asked.estimator, asked.space)
+        return fastest(request_on_fewer.estimator, request_on_fewer.space)
 
-    found = fewer_devices(HALF * document.ranked[0].estimate.throughput, document.request.devices, best)
-    if found is None:
+    smallest = fewer_devices(HALF * document.ranked[0].estimate.throughput, document.request.devices, best)
+    if smallest is None:
         return ()
-    devices, ranked = found
+    devices, ranked = smallest
     return (Plan(role=f"{devices} device{'s'[: devices > 1]}", ranked=ranked, devices=devices),)

@@ -135,18 +135,18 @@ Z80 = 1.2815515655446004
 """Half-width of the central 80 % of a normal distribution, in standard deviations."""
 
 
-def joined(table: EstimateTable, other: EstimateTable) -> EstimateTable:
+def joined(table: EstimateTable, appended: EstimateTable) -> EstimateTable:
     """The configurations of one table, followed by those of another of the same estimator."""
-    return _map(lambda *values: np.concatenate(values), table, other)
+    return _map(lambda *values: np.concatenate(values), table, appended)
 
 
-def _map(change: Callable[..., np.ndarray], table: EstimateTable, *others: EstimateTable) -> EstimateTable:
+def _map(change: Callable[..., np.ndarray], table: EstimateTable, *more_tables: EstimateTable) -> EstimateTable:
     """A table with each of its arrays changed; `change` gets the array of every table."""
-    made: dict[str, Any] = {}
-    for name in (each.name for each in fields(table)):
-        values = [getattr(each, name) for each in (table, *others)]
+    arrays: dict[str, Any] = {}
+    for name in (field.name for field in fields(table)):
+        values = [getattr(rows, name) for rows in (table, *more_tables)]
         if isinstance(values[0], np.ndarray):
-            made[name] = change(*values)
+            arrays[name] = change(*values)
         elif isinstance(values[0], Mapping):
-            made[name] = {key: change(*(each[key] for each in values)) for key in values[0]}
-    return replace(table, **made)
+            arrays[name] = {key: change(*(mapping[key] for mapping in values)) for key in values[0]}
+    return replace(table, **arrays)

@@ -115,37 +115,37 @@ class Estimator:
         """Estimates from uncorrected terms."""
         (time, memory, fullest, flops), noise = raw, self.constants.memory_noise
         time, features = dict(time), self._features(cols)
-        memory_left = self._memory.left(features, noise)
-        peak, memory_std = self._memory.apply(memory_groups(memory), noise, memory_left)
-        full, full_std = self._memory.apply(memory_groups(fullest), noise, memory_left)
+        memory_residuals = self._memory.interpolate(features, noise)
+        peak, memory_std = self._memory.apply(memory_groups(memory), noise, memory_residuals)
+        full, full_std = self._memory.apply(memory_groups(fullest), noise, memory_residuals)
         retries = self._add_retries(time, fullest, full, full_std)
         far = leaves_node(cols, self.hardware.devices_per_node)
         groups = time_groups(time, far)
         time_noise = self._time_noise(cols)
-        time_left = self._time.left(features, time_noise)
-        step, time_std = self._time.apply(groups, time_noise, time_left)
-        corrected = corrected_time(time, far, step, self._time, time_left)
-        corrected |= corrected_memory(memory, self._memory, memory_left)
+        time_residuals = self._time.interpolate(features, time_noise)
+        step, time_std = self._time.apply(groups, time_noise, time_residuals)
+        corrected = corrected_time(time, far, step, self._time, time_residuals)
+        corrected |= corrected_memory(memory, self._memory, memory_residuals)
         stalls = stall_chance(cols, self.hardware, self.constants)
         with np.errstate(invalid="ignore"):
             smooth = step - corrected["time.stalls"]
             stalled = np.log1p(stall_seconds(cols, self.constants) * 1e3 / smooth)
-        # Whether a run retries or stalls is unknown: the step is that of the likelier outcome, and the other one a risk.
+        # It is unknown if a run retries or stalls: the step is that of the likelier outcome, and the other one is a risk.
         low, high, risk, variance = -Z80 * time_std, Z80 * time_std, np.zeros(len(step)), time_std**2
         for chance, cost in (retries, (stalls, np.nan_to_num(stalled))):
             charged = chance > 0.5
-            other = np.where(charged, 1 - chance, chance)
-            beyond = _beyond(other, cost, time_std)
+            other_chance = np.where(charged, 1 - chance, chance)
+            beyond = _beyond(other_chance, cost, time_std)
             low, high = low - np.where(charged, beyond, 0.0), high + np.where(charged, 0.0, beyond)
             risk += (chance - charged) * cost
-            variance += other * cost**2
+            variance += other_chance * cost**2
         samples = cols.micro_batch * cols.grad_accum * cols.dp
         units = samples * (self.training.seq_len or 1)
         with np.errstate(divide="ignore", invalid="ignore"):
             throughput = np.where(np.isfinite(step), units / (step * 1e-3), 0.0)
             devices = cols.tp * cols.pp * cols.replicas
-            rate_of = {each: self.hardware.rate(each) for each in set(cols.precision.tolist())}
-            rates = np.array([rate_of[each] for each in cols.precision.tolist()])
+            rate_of = {precision: self.hardware.rate(precision) for precision in set(cols.precision.tolist())}
+            rates = np.array([rate_of[precision] for precision in cols.precision.tolist()])
             mfu = throughput * flops / (devices * rates)
         limit = self.memory_limit_mib
         chance = _normal((np.log(limit) - np.log(np.where(np.isfinite(full), full, 1.0))) / full_std)
@@ -184,84 +184,86 @@ class Estimator:
 
         Args:
             trials: of this model on these devices.
-            interpolate: True to also correct configurations near the trials by what factors of all configurations leave.
+            interpolate: True to also correct configurations near the trials by the residuals after the factors.
         """
-        found = [trial for trial in trials if not trial.pending]
-        made = self._copy()
-        if not found:
-            return made
-        made._context_mib = max(
-            (each.outside_mib for trial in found for each in trial.measured.ranks if each.outside_mib is not None),
+        finished = [trial for trial in trials if not trial.pending]
+        calibrated = self._copy()
+        if not finished:
+            return calibrated
+        calibrated._context_mib = max(
+            (rank.outside_mib for trial in finished for rank in trial.measured.ranks if rank.outside_mib is not None),
             default=None,
         )
-        ok = [trial for trial in found if trial.ok]
+        ok = [trial for trial in finished if trial.ok]
         timed = [(trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0]
         sized = [(trial.config, peak, False) for trial in ok if (peak := trial.measured.peak_memory_mib)]
-        for trial in found:
+        for trial in finished:
             if trial.measured.did_not_fit:
                 limit = trial.measured.memory_limit_mib
                 sized.append((trial.config, max(self.memory_limit_mib if limit is None else limit, 0.0), True))
         prior, noise = self._memory_prior(), self.constants.memory_noise
-        made._memory = Correction.none(prior)
+        calibrated._memory = Correction.none(prior)
         if sized:
             cols = knob_arrays([config for config, _, _ in sized], self.training)
             _, memory, fullest, _ = self._raw(cols)
-            bound = np.array([each for _, _, each in sized])
+            bound = np.array([is_bound for _, _, is_bound in sized])
             groups = np.where(bound[:, None], memory_groups(fullest), memory_groups(memory))
             peaks = np.array([value for _, value, _ in sized], float)
-            made._memory = fit(groups, peaks, prior, noise, bound, cols.features if interpolate else None)
+            calibrated._memory = fit(groups, peaks, prior, noise, bound, cols.features if interpolate else None)
         prior = self._time_prior()
-        made._time = Correction.none(prior)
+        calibrated._time = Correction.none(prior)
         if timed:
             cols = knob_arrays([config for config, _ in timed], self.training)
             time, _, fullest, _ = self._raw(cols)
             features = cols.features
-            full = made._memory.apply(memory_groups(fullest), noise, made._memory.left(features, noise))
-            made._add_retries(time, fullest, *full)
+            full = calibrated._memory.apply(
+                memory_groups(fullest), noise, calibrated._memory.interpolate(features, noise)
+            )
+            calibrated._add_retries(time, fullest, *full)
             groups = time_groups(time, leaves_node(cols, self.hardware.devices_per_node))
-            made._measured_nodes = float(self._nodes(cols).max())
+            calibrated._measured_nodes = float(self._nodes(cols).max())
             steps = np.array([value for _, value in timed])
-            known = features if interpolate else None
-            made._time = fit(groups, steps, prior, self._time_noise(cols), features=known)
-        return made
+            interpolated = features if interpolate else None
+            calibrated._time = fit(groups, steps, prior, self._time_noise(cols), features=interpolated)
+        return calibrated
 
     def on(self, training: TrainingSetup, hardware: Hardware) -> "Estimator":
         """An estimator of the same model and calibration for another setup, with the devices of that setup."""
-        made = self._copy()
-        made.training, made.hardware = training, hardware
-        return made
+        moved = self._copy()
+        moved.training, moved.hardware = training, hardware
+        return moved
 
     def carrying(self, others: "Iterable[Estimator]") -> "Estimator":
         """Returns an estimator whose prior comes from estimators of other trainings on the same devices; this one does not
         change.
 
         Args:
-            others: of other trainings, each calibrated by trials of its own.
+            others: estimators of other trainings, each calibrated by its own trials.
         """
-        found = list(others)
-        made = self._copy()
-        made._time = carried([each._time for each in found], self._time_prior())
-        made._memory = carried([each._memory for each in found], self._memory_prior())
-        return made
+        estimators = list(others)
+        copy = self._copy()
+        copy._time = carried([estimator._time for estimator in estimators], self._time_prior())
+        copy._memory = carried([estimator._memory for estimator in estimators], self._memory_prior())
+        return copy
 
     def sampled(self, random: np.random.Generator) -> "Estimator":
         """An estimator with factors drawn from their uncertainty.
 
         Draws are clipped to 1.5 standard deviations.
         """
-        made = self._copy()
+        drawn = self._copy()
         for name in ("_time", "_memory"):
-            known: Correction = getattr(self, name)
-            scale = np.sqrt(np.diag(known.covariance))
-            shift = random.multivariate_normal(np.zeros(len(scale)), known.covariance)
+            correction: Correction = getattr(self, name)
+            scale = np.sqrt(np.diag(correction.covariance))
+            shift = random.multivariate_normal(np.zeros(len(scale)), correction.covariance)
             shift = np.clip(shift, -1.5 * scale, 1.5 * scale)
-            setattr(made, name, replace(known, theta=known.theta + shift))
-        return made
+            setattr(drawn, name, replace(correction, theta=correction.theta + shift))
+        return drawn
 
     def _copy(self) -> "Estimator":
-        made = object.__new__(Estimator)
-        made.__dict__.update(self.__dict__)
-        return made
+        copy = object.__new__(Estimator)
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     @property
     def memory_limit_mib(self) -> float:
@@ -309,27 +311,27 @@ class Estimator:
         memory = {name: np.zeros(size) for name in MEMORY_TERMS}
         fullest = {name: np.zeros(size) for name in MEMORY_TERMS}
         flops = np.zeros(size)
-        for variant, at in cols.variants():
+        for variant, indices in cols.variants():
             facts = with_loss(self.facts(*variant), self.training.loss)
-            part = cols.take(at)
-            _check_experts(facts, part)
-            division = divided(facts, part, self.training.balance)
-            taken = step_time(facts, part, self.training, self.hardware, self.constants, division)
+            variant_cols = cols.take(indices)
+            _check_experts(facts, variant_cols)
+            division = divided(facts, variant_cols, self.training.balance)
+            taken = step_time(facts, variant_cols, self.training, self.hardware, self.constants, division)
             for name, value in taken.items():
-                time[name][at] = value
-            full = peak_memory(facts, part, self.training, self.constants, division=division)
+                time[name][indices] = value
+            full = peak_memory(facts, variant_cols, self.training, self.constants, division=division)
             for name, value in full.items():
-                fullest[name][at] = value
+                fullest[name][indices] = value
             if (reported := self.training.reported_rank) != "fullest":
                 # Its experts need not be those with the most rows.
                 even = self.constants.replace(expert_spread=0.0)
-                full = peak_memory(facts, part, self.training, even, reported, division)
+                full = peak_memory(facts, variant_cols, self.training, even, reported, division)
             if not self.training.reserved_memory:
-                none = np.zeros(len(part))
+                none = np.zeros(len(variant_cols))
                 full = {**full, "slack": none, "context": np.minimum(full["context"], ALLOCATED_MIB)}
             for name, value in full.items():
-                memory[name][at] = value
-            flops[at] = facts.model_flops(self.training.seq_len or 1)
+                memory[name][indices] = value
+            flops[indices] = facts.model_flops(self.training.seq_len or 1)
         return time, memory, fullest, flops
 
     def _features(self, cols: KnobArrays) -> np.ndarray | None:
@@ -350,12 +352,12 @@ class Estimator:
         Returns:
             The chance of retries, shape (n,), and the logarithm of their factor of the step.
         """
-        known = np.isfinite(full)
-        total = np.where(known, sum(fullest.values()), 1.0)
-        live = 1 - np.where(known, fullest["slack"], 0.0) / total
-        room = np.log(self.memory_limit_mib / np.where(known, full, 1.0))
+        is_finite = np.isfinite(full)
+        total = np.where(is_finite, sum(fullest.values()), 1.0)
+        live = 1 - np.where(is_finite, fullest["slack"], 0.0) / total
+        room = np.log(self.memory_limit_mib / np.where(is_finite, full, 1.0))
         # Far beyond the limit both chances vanish; their ratio is computed from logarithms.
-        chance = np.where(known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
+        chance = np.where(is_finite, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
         step = sum(time.values())
         step = np.where(np.isfinite(step) & (chance > 0.5), step, 0.0)
         time["allocator retries"] = step * (self.constants.retry_factor - 1)
@@ -433,10 +435,10 @@ def _setup(values: Mapping[str, Any]) -> TrainingSetup:
 
     from ..base.errors import unknown
 
-    known = {each.name for each in fields(TrainingSetup)}
+    field_names = {field.name for field in fields(TrainingSetup)}
     for name in values:
-        if name not in known:
-            raise UsageError(f"training: {unknown('field', name, known)}")
+        if name not in field_names:
+            raise UsageError(f"training: {unknown('field', name, field_names)}")
     return TrainingSetup(**values)
 
 

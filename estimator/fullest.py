@@ -1,4 +1,4 @@
-"""The rank with the most memory of a configuration, and what it has that the others lack."""
+"""The rank with the most memory of a configuration, and the terms of which it has more than the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ class FullestRank:
 def fullest_rank(estimator: Estimator, config: Mapping[str, Any]) -> FullestRank:
     """The fullest rank of a configuration, by predictions that trials do not correct.
 
-    Ranks of different stages differ in their blocks, in what is in no block, and in the micro-batches that they hold. Ranks that
-    share experts differ in the rows that their experts get.
+    Ranks of different stages differ in their blocks, in the parts outside blocks, and in the micro-batches that they hold. Ranks
+    that share experts differ in the rows that their experts get.
     """
     setup, constants = estimator.training, estimator.constants
     cols = knob_arrays([config], setup)

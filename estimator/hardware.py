@@ -86,7 +86,7 @@ class Hardware:
     """Remarks on the numbers for the user."""
 
     def __post_init__(self) -> None:
-        where = f"hardware {self.name}"
+        subject = f"hardware {self.name}"
         numbers = {
             "memory_gib": (self.memory_gib, LEAST_GIB, 10_000),
             "memory_gb_per_s": (self.memory_gb_per_s, SLOWEST_GB_PER_S, 1e6),
@@ -95,13 +95,13 @@ class Hardware:
             "achievable": (self.achievable, 0.01, 1.0),
         }
         if not isinstance(self.tflops, Mapping):
-            raise UsageError(f"{where}: tflops must map dtypes to numbers, but got {self.tflops!r}")
+            raise UsageError(f"{subject}: tflops must map dtypes to numbers, but got {self.tflops!r}")
         for dtype, rate in self.tflops.items():
             if dtype not in DTYPES:
-                raise UsageError(f"{where}: tflops: {unknown('dtype', dtype, DTYPES)}")
+                raise UsageError(f"{subject}: tflops: {unknown('dtype', dtype, DTYPES)}")
             numbers[f"tflops.{dtype}"] = (rate, SLOWEST_TFLOPS, 1e6)
         if "fp32" not in self.tflops:
-            raise UsageError(f"{where}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
+            raise UsageError(f"{subject}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
         if self.watts is not None:
             numbers["watts"] = (self.watts, 1.0, 10_000)
         if self.attention is not None:
@@ -109,7 +109,7 @@ class Hardware:
         if self.products is not None:
             if not isinstance(self.products, Mapping) or set(self.products) != set(PRODUCT_LIMITS):
                 raise UsageError(
-                    f"{where}: products must map {', '.join(PRODUCT_LIMITS)} to numbers, but got {self.products!r}"
+                    f"{subject}: products must map {', '.join(PRODUCT_LIMITS)} to numbers, but got {self.products!r}"
                 )
             for name, (low, high) in PRODUCT_LIMITS.items():
                 numbers[f"products.{name}"] = (self.products[name], low, high)
@@ -121,9 +121,9 @@ class Hardware:
             numbers[f"{name}.latency_us"] = (link.latency_us, 0.0, 1e6)
         for name, (value, low, high) in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise UsageError(f"{where}: {name} must be a number from {low:g} to {high:g}, but got {value!r}")
+                raise UsageError(f"{subject}: {name} must be a number from {low:g} to {high:g}, but got {value!r}")
         if self.devices_per_node != int(self.devices_per_node):
-            raise UsageError(f"{where}: devices_per_node must be an integer, but got {self.devices_per_node!r}")
+            raise UsageError(f"{subject}: devices_per_node must be an integer, but got {self.devices_per_node!r}")
 
     def rate(self, precision: str) -> float:
         """Peak FLOP/s of matrix products at a value of the knob `precision`.
@@ -144,7 +144,7 @@ class Hardware:
 
     @property
     def operators(self) -> str:
-        """Whose operators run: `CPU`, `CUDA` or `CUDA_7`; a GPU that lists no bf16 is older than compute capability 8.0."""
+        """Device whose operators run: `CPU`, `CUDA` or `CUDA_7`; a GPU without bf16 is older than compute capability 8.0."""
         if self.kind == "cpu":
             return CPU
         return CUDA if "bf16" in self.tflops else CUDA_7
@@ -152,7 +152,7 @@ class Hardware:
     @property
     def liger(self) -> bool:
         """True if the knob `kernels` puts Liger-Kernel's modules there: on GPUs, if it is installed where this runs."""
-        return self.kind != "cpu" and not liger_obstacle("cuda")
+        return self.kind != "cpu" and liger_obstacle("cuda") is None
 
     @property
     def shares_cores(self) -> bool:
@@ -177,48 +177,48 @@ class Hardware:
         Raises:
             UsageError: the file does not exist, or a field is missing, unknown or impossible.
         """
-        where = Path(path)
+        file = Path(path)
         try:
-            data = parse_yaml(read_named(path_of(where), at_most=LARGEST_DOCUMENT))
+            data = parse_yaml(read_named(path_of(file), at_most=LARGEST_DOCUMENT))
         except OSError as error:
-            raise UsageError(f"hardware file {where} cannot be read: {error.strerror or error}") from error
+            raise UsageError(f"hardware file {file} cannot be read: {error.strerror or error}") from error
         except Malformed as error:
-            raise UsageError(f"hardware file {where} is no YAML: {error}") from error
+            raise UsageError(f"hardware file {file} is not YAML: {error}") from error
         if not isinstance(data, dict):
-            raise UsageError(f"hardware file {where} must hold a mapping, but holds {type(data).__name__}")
-        return cls.from_mapping(data, name=where.stem, where=f"hardware file {where}")
+            raise UsageError(f"hardware file {file} must hold a mapping, but holds {type(data).__name__}")
+        return cls.from_mapping(data, name=file.stem, where=f"hardware file {file}")
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], *, name: str, where: str) -> "Hardware":
         """As `from_yaml`, from a mapping."""
         values = dict(data)
         base = values.pop("base", None)
-        known = {each.name for each in fields(cls)}
+        field_names = {field.name for field in fields(cls)}
         for key in values:
-            if key not in known:
-                raise UsageError(f"{where}: {unknown('field', key, known | {'base'})}")
+            if key not in field_names:
+                raise UsageError(f"{where}: {unknown('field', key, field_names | {'base'})}")
         if base is not None:
             try:
                 start = find_hardware(str(base))
             except UsageError as error:
                 raise UsageError(f"{where}: base: {error}") from None
             values = {
-                **{each: getattr(start, each) for each in known},
+                **{field: getattr(start, field) for field in field_names},
                 "sources": {"base": start.name},
                 "name": name,
                 **values,
             }
         values.setdefault("name", name)
         needed = ("memory_gib", "tflops", "memory_gb_per_s", "intra_node", "inter_node", "devices_per_node")
-        missing = [each for each in needed if each not in values]
+        missing = [field for field in needed if field not in values]
         if missing:
             raise UsageError(
                 f"{where} lacks {', '.join(missing)}; give {'them' if len(missing) > 1 else 'it'}, or "
                 "`base:` with the name of a known device"
             )
-        for each in ("intra_node", "inter_node"):
-            if not isinstance(values[each], Link):
-                values[each] = _link(values[each], f"{where}: {each}")
+        for link in ("intra_node", "inter_node"):
+            if not isinstance(values[link], Link):
+                values[link] = _link(values[link], f"{where}: {link}")
         try:
             return cls(**values)
         except UsageError as error:
@@ -251,20 +251,20 @@ class Hardware:
         return replace(self, **changes)
 
 
-def _link(data: Any, where: str) -> Link:
-    names = [each.name for each in fields(Link)]
+def _link(data: Any, source: str) -> Link:
+    names = [name.name for name in fields(Link)]
     if not isinstance(data, Mapping):
-        raise UsageError(f"{where} must be a mapping with {', '.join(names)}, but is {data!r}")
+        raise UsageError(f"{source} must be a mapping with {', '.join(names)}, but is {data!r}")
     for key in data:
         if key not in names:
-            raise UsageError(f"{where}: {unknown('field', key, names)}")
-    missing = [each for each in ("gb_per_s", "latency_us") if each not in data]
+            raise UsageError(f"{source}: {unknown('field', key, names)}")
+    missing = [name for name in ("gb_per_s", "latency_us") if name not in data]
     if missing:
-        raise UsageError(f"{where} lacks {', '.join(missing)}")
-    for each in ("gb_per_s", "latency_us"):
-        value = data[each]
+        raise UsageError(f"{source} lacks {', '.join(missing)}")
+    for name in ("gb_per_s", "latency_us"):
+        value = data[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise UsageError(f"{where}: {each} must be a number, but got {value!r}")
+            raise UsageError(f"{source}: {name} must be a number, but got {value!r}")
     return Link(**{"name": "link", **data})
 
 
@@ -293,14 +293,14 @@ class DeviceName:
         """The chip and its memory in the format of the hardware table, to search for similar names."""
         return self.chip if self.memory_gb is None else f"{self.chip}-{self.memory_gb}gb"
 
-    def could_be(self, other: "DeviceName", memory_gib: float) -> bool:
+    def could_be(self, device: "DeviceName", memory_gib: float) -> bool:
         """True if this name can mean a device of the other's chip with `memory_gib` of memory, within 10 %."""
-        if self.chip != other.chip:
+        if self.chip != device.chip:
             return False
         return self.memory_gb is None or abs(self.memory_gb - memory_gib) < 0.1 * memory_gib
 
 
-def device_name(text: str) -> DeviceName:
+def device_name(name: str) -> DeviceName:
     """Parses a name as users write it, or as nvidia-smi and `torch.cuda.get_device_name` print it.
 
     >>> device_name("NVIDIA H100 80GB HBM3")
@@ -310,16 +310,16 @@ def device_name(text: str) -> DeviceName:
     >>> device_name("NVIDIA A100-PCIE-40GB")
     DeviceName(chip='a100', memory_gb=40, board='pcie')
     """
-    plain = text.lower().replace("_", "-").replace("pci-e", "pcie")
+    plain = name.lower().replace("_", "-").replace("pci-e", "pcie")
     memory = _MEMORY.search(plain)
     if memory is not None:
         plain = f"{plain[: memory.start()]} {plain[memory.end() :]}"
-    words = [word for word in _WORD.findall(plain) if not _SAYS_NOTHING.fullmatch(word)]
-    chip = "".join(word for word in words if word not in _BOARDS)
+    name_words = [word for word in _WORD.findall(plain) if not _SAYS_NOTHING.fullmatch(word)]
+    chip = "".join(word for word in name_words if word not in _BOARDS)
     return DeviceName(
         chip=_SHORT.get(chip, chip),
         memory_gb=int(memory[1]) if memory is not None else None,
-        board=next((word for word in words if word in _BOARDS), ""),
+        board=next((word for word in name_words if word in _BOARDS), ""),
     )
 
 
@@ -334,15 +334,15 @@ def find_hardware(spec: "str | Path | Hardware") -> Hardware:
     """
     if isinstance(spec, Hardware):
         return spec
-    text = str(spec)
-    if text not in DEVICES and text.endswith((".yaml", ".yml")):
-        return Hardware.from_yaml(text)
-    found = _in_table(text)
-    if found is not None:
-        return found
-    if Path(text).is_file():
-        return Hardware.from_yaml(text)
-    raise UsageError(f"{_unknown(text)} A YAML file works too.")
+    name = str(spec)
+    if name not in DEVICES and name.endswith((".yaml", ".yml")):
+        return Hardware.from_yaml(name)
+    hardware = _in_table(name)
+    if hardware is not None:
+        return hardware
+    if Path(name).is_file():
+        return Hardware.from_yaml(name)
+    raise UsageError(f"{_unknown(name)} A YAML file works too.")
 
 
 def named_hardware(name: str) -> Hardware:
@@ -351,38 +351,40 @@ def named_hardware(name: str) -> Hardware:
     Raises:
         UsageError: the table has no such name; the message contains the nearest.
     """
-    found = _in_table(name)
-    if found is None:
+    hardware = _in_table(name)
+    if hardware is None:
         raise UsageError(_unknown(name))
-    return found
+    return hardware
 
 
-def _in_table(text: str) -> Hardware | None:
-    if text in DEVICES:
-        return DEVICES[text]
-    asked = device_name(text)
-    found = [each for each in DEVICES.values() if asked.could_be(device_name(each.name), each.memory_gib)]
-    return _most_common(text, asked, found) if found else None
+def _in_table(name: str) -> Hardware | None:
+    if name in DEVICES:
+        return DEVICES[name]
+    device = device_name(name)
+    matches = [
+        hardware for hardware in DEVICES.values() if device.could_be(device_name(hardware.name), hardware.memory_gib)
+    ]
+    return _most_common(name, device, matches) if matches else None
 
 
-def _unknown(text: str) -> str:
-    asked = device_name(text)
+def _unknown(given_name: str) -> str:
+    device = device_name(given_name)
     chips = {name: device_name(name).chip for name in DEVICES}
-    near = next((name for name, chip in chips.items() if chip == asked.chip), asked.text)
+    near = next((name for name, chip in chips.items() if chip == device.chip), device.text)
     names = {*DEVICES, *(chip for name, chip in chips.items() if chip != name.replace("-", ""))}
-    return unknown("hardware", text, names, like=near)
+    return unknown("hardware", given_name, names, like=near)
 
 
-def _most_common(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
+def _most_common(name: str, device: DeviceName, matches: Sequence[Hardware]) -> Hardware:
     """The most common of these, with its uncertainties as its note."""
-    taken = next((each for each in found if each.name in MOST_COMMON), found[0])
+    taken = next((match for match in matches if match.name in MOST_COMMON), matches[0])
     notes = []
-    if len(found) > 1:
-        others = ", ".join(each.name for each in found if each is not taken)
-        notes.append(f"'{text}' is taken for {taken.name}, the most common; there is {others} too")
-    if asked.board and taken.intra_node.name.startswith("NVLink"):
+    if len(matches) > 1:
+        other_names = ", ".join(match.name for match in matches if match is not taken)
+        notes.append(f"'{name}' is taken for {taken.name}, the most common; there is {other_names} too")
+    if device.board and taken.intra_node.name.startswith("NVLink"):
         notes.append(
-            f"'{text}' is taken for {taken.name}, whose numbers are the SXM module's: a card is slower, and "
+            f"'{name}' is taken for {taken.name}, whose numbers are the SXM module's: a card is slower, and "
             f"so are its links; a YAML file with `base: {taken.name}` corrects them"
         )
     return taken.replace(note="; ".join(notes)) if notes else taken
@@ -398,12 +400,12 @@ def recognise(name: str, memory_mib: float) -> Hardware | None:
     seen = device_name(name)
     if seen.chip in ("v100", "h100", "h200") and seen.board:
         return None  # its clocks differ from the SXM module's
-    found = [
-        each
-        for each in DEVICES.values()
-        if device_name(each.name).chip == seen.chip and abs(each.memory_mib - memory_mib) < 0.1 * memory_mib
+    matches = [
+        hardware
+        for hardware in DEVICES.values()
+        if device_name(hardware.name).chip == seen.chip and abs(hardware.memory_mib - memory_mib) < 0.1 * memory_mib
     ]
-    nearest = min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
+    nearest = min(matches, key=lambda match: abs(match.memory_mib - memory_mib), default=None)
     if nearest is not None and seen.board and nearest.intra_node.name.startswith("NVLink"):
         return nearest.replace(intra_node=LINKS["PCIe 4 x16"])  # a bridge joins two cards only
     return nearest

@@ -1,4 +1,4 @@
-"""How long single kernels take: matrix products by their sizes, fused attention by its lengths, on each kind of device.
+"""Time of single kernels: matrix products by their sizes, fused attention by its lengths, on each kind of device.
 
 Products: an output of m x n is computed in tiles of a x b elements, each by one of U units that takes (k + l) of the inner
 dimension's k steps' time, l for starting and ending; units work in waves, so a product takes

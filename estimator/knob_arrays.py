@@ -164,8 +164,8 @@ class KnobArrays:
             sizes = None if stages is None else blocks_of_stages(stages)
             key = Split(pp, many, bool(turned), layers, sizes), tuple(followed.values())
             by_split.setdefault(key, []).append(index)
-        for (split, _), indices in by_split.items():
-            yield split, np.array(indices)
+        for (split, _), positions in by_split.items():
+            yield split, np.array(positions)
 
     def followed(self, index: int) -> dict[str, Any]:
         """The knobs of one configuration that its blocks follow where a run lacks the item, as `layers.own_knobs`."""

@@ -80,8 +80,8 @@ class Measured:
         """The measurements as `Hardware`. A link that was not measured has the table's value for the device, or that of
         memory. If kernels were measured, a device of the table keeps its datasheet's rates, which they refer to."""
         peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
-        known = table_entry(self.device)
-        link = self._link(known)
+        listed = table_entry(self.device)
+        link = self._link(listed)
         sources = dict.fromkeys(("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}")
         sources["intra_node"] = f"measured among {self.ranks} ranks" if self.links else "assumed"
         kernels = self.kernels
@@ -91,14 +91,14 @@ class Measured:
             sources["products"] = (
                 f"measured on {self.device.name}: {len(PRODUCT_SIZES)} sizes, median error {100 * kernels.error:.1f} %"
             )
-        if known is not None and kernels is not None:
-            return known.replace(
+        if listed is not None and kernels is not None:
+            return listed.replace(
                 memory_gib=round(self.device.memory_mib / 1024, 2),
                 devices_per_node=max(1, self.device.count),
                 intra_node=link,
-                host_gb_per_s=round(self.host_gb_per_s or known.host_gb_per_s, 2),
+                host_gb_per_s=round(self.host_gb_per_s or listed.host_gb_per_s, 2),
                 sources={
-                    **known.sources,
+                    **listed.sources,
                     **{name: sources[name] for name in ("products", "intra_node", "host_gb_per_s")},
                 },
                 **curves,
@@ -109,7 +109,7 @@ class Measured:
             tflops={name: round(rate, 5) for name, rate in peak.items()},
             memory_gb_per_s=round(self.memory_gb_per_s, 2),
             intra_node=link,
-            inter_node=known.inter_node if known else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
+            inter_node=listed.inter_node if listed else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
             devices_per_node=max(self.device.count, self.ranks if self.device.type == "cpu" else 1),
             host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
             achievable=1.0,  # relative to measured rates
@@ -120,7 +120,7 @@ class Measured:
             **curves,
         )
 
-    def _link(self, known: Hardware | None) -> Link:
+    def _link(self, listed: Hardware | None) -> Link:
         if self.links:
             reduce = self.links["all-reduce"]
             # A table's link has its rate, of which collectives reach a share, and a small collective's latency
@@ -131,8 +131,8 @@ class Measured:
                 gb_per_s=round(reduce["gb_per_s"] / (Constants().link_efficiency if on_gpus else 1.0), 4),
                 latency_us=round(reduce["latency_us"] * (STEPS_OF_A_LATENCY if on_gpus else 1), 2),
             )
-        if known is not None:
-            return known.intra_node
+        if listed is not None:
+            return listed.intra_node
         # Ranks of one machine communicate through memory: a copy out, a sum and a copy in.
         return Link(name="shared memory", gb_per_s=round(self.memory_gb_per_s / 8, 3), latency_us=100.0)
 
@@ -151,24 +151,27 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
     device = detect()
     kind = device.type
     seconds = SECONDS if short else 3 * SECONDS
-    found, others = _measured(device, short, seconds)
+    seconds_of_calls, busy_elsewhere = _measured(device, short, seconds)
     for _ in range(TRIES - 1):
-        if others < BUSY:
+        if busy_elsewhere < BUSY:
             break
         # Other processes can only slow it down.
         again, less = _measured(device, short, seconds)
-        found, others = {name: min(taken, again[name]) for name, taken in found.items()}, min(others, less)
+        seconds_of_calls, busy_elsewhere = (
+            {name: min(taken, again[name]) for name, taken in seconds_of_calls.items()},
+            min(busy_elsewhere, less),
+        )
     tflops: dict[str, dict[int, float]] = {}
-    for (name, size), taken in found.items():
+    for (name, size), taken in seconds_of_calls.items():
         if name not in ("copy", "host"):
             tflops.setdefault(name, {})[size] = max(SLOWEST_TFLOPS, 2 * size**3 / taken / 1e12)
     size = COPY_BYTES[kind]
-    memory_gb_per_s = max(SLOWEST_GB_PER_S, 2 * size / found["copy", size] / 1e9)  # read and written
+    memory_gb_per_s = max(SLOWEST_GB_PER_S, 2 * size / seconds_of_calls["copy", size] / 1e9)  # read and written
     kernels = None
     if kind == "cuda" and not short:
-        known = table_entry(device)
-        peak = max(tflops.get("bf16", tflops["fp16"]).values()) * 1e12 if known is None else known.rate("fp16")
-        bandwidth = memory_gb_per_s if known is None else known.memory_gb_per_s
+        listed = table_entry(device)
+        peak = max(tflops.get("bf16", tflops["fp16"]).values()) * 1e12 if listed is None else listed.rate("fp16")
+        bandwidth = memory_gb_per_s if listed is None else listed.memory_gb_per_s
         kernels = measure_kernels(peak, bandwidth * 1e9)
     count = ranks if ranks is not None else (device.count if kind == "cuda" and not short else 1)
     return Measured(
@@ -176,10 +179,10 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
         tflops=tflops,
         memory_gb_per_s=memory_gb_per_s,
         kernels=kernels,
-        host_gb_per_s=size // 4 / found["host", size // 4] / 1e9 if kind == "cuda" else None,
+        host_gb_per_s=size // 4 / seconds_of_calls["host", size // 4] / 1e9 if kind == "cuda" else None,
         links=_links(kind, count) if count > 1 else {},
         ranks=count,
-        others=others,
+        others=busy_elsewhere,
     )
 
 
@@ -189,36 +192,36 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
     import torch
 
     kind = device.type
-    where = torch.device(kind)
+    on_device = torch.device(kind)
     works: dict[tuple[str, int], Callable[[], object]] = {}
     for name, dtype in _dtypes(device).items():
         for size in (SHORT_SIZES if short else SIZES)[kind]:
-            works[name, size] = _product(size, dtype, where, tf32=name == "tf32")
-    works["copy", COPY_BYTES[kind]] = _copy(COPY_BYTES[kind], where, where)
+            works[name, size] = _product(size, dtype, on_device, tf32=name == "tf32")
+    works["copy", COPY_BYTES[kind]] = _copy(COPY_BYTES[kind], on_device, on_device)
     if kind == "cuda":
-        works["host", COPY_BYTES[kind] // 4] = _copy(COPY_BYTES[kind] // 4, torch.device("cpu"), where)
+        works["host", COPY_BYTES[kind] // 4] = _copy(COPY_BYTES[kind] // 4, torch.device("cpu"), on_device)
     load = _Load()
-    taken = _best(works, where, seconds)
+    taken = _best(works, on_device, seconds)
     return taken, load.others() if kind == "cpu" else 0.0
 
 
 def keep(measured: Measured, folder: Path | None = None) -> None:
     """Keeps a measurement of this machine's GPUs, which `this_machine` returns from then on."""
     if measured.device.type == "cuda":
-        kept = {"measured": time.time(), "hardware": asdict(measured.to_hardware())}
-        disk_cache.store_json(_kept_under(measured.device), kept, folder)
+        record = {"measured": time.time(), "hardware": asdict(measured.to_hardware())}
+        disk_cache.store_json(_kept_under(measured.device), record, folder)
 
 
 def _kept_under(device: Device) -> Path:
     from ..models.fingerprint import digest
 
-    what = {"device": device.to_dict(), "cores": usable_cores(), "version": disk_cache.VERSION}
-    return Path("hardware", f"{digest(what)}.json")
+    identity = {"device": device.to_dict(), "cores": usable_cores(), "version": disk_cache.VERSION}
+    return Path("hardware", f"{digest(identity)}.json")
 
 
 def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda: None) -> Hardware:
-    """The hardware of this machine: what `redline doctor --measure` measured of its GPUs, their entry in the table, or a short
-    measurement, cached.
+    """The hardware of this machine: the measurement of its GPUs by `redline doctor --measure`, their entry in the table, or a
+    short measurement, cached.
 
     On a CPU the rate is that of all cores this process may use. A measurement is repeated after 30 days, if the cores or the
     memory have changed, and after ten minutes if other processes kept the cores busy; `note` then states this.
@@ -229,24 +232,24 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
     """
     device = detect()
     name = _kept_under(device)
-    found = disk_cache.load_json(name, folder)
-    if isinstance(found, dict):
-        kept = Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
-        if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
-            return kept
-    known = hardware_of(device)
-    if known is not None:
-        return known
+    stored = disk_cache.load_json(name, folder)
+    if isinstance(stored, dict):
+        cached = Hardware.from_mapping(stored["hardware"], name="this-cpu", where=f"the cached measurement {name}")
+        if time.time() - stored.get("measured", 0) < (BUSY_AGE_S if cached.note else MAX_AGE_S):
+            return cached
+    listed = hardware_of(device)
+    if listed is not None:
+        return listed
     settle()
     if device.type == "cuda":
         # A process that has used a GPU keeps some of its memory until it exits, and this process may
         # run as long as a search.
         written = _in_a_process("short_measurement", [], timeout_s=120)
-        made = Hardware.from_mapping(json.loads(written), name="this-machine", where="a short measurement")
+        measured = Hardware.from_mapping(json.loads(written), name="this-machine", where="a short measurement")
     else:
-        made = measure(short=True).to_hardware()
-    disk_cache.store_json(name, {"measured": time.time(), "hardware": asdict(made)}, folder)
-    return made
+        measured = measure(short=True).to_hardware()
+    disk_cache.store_json(name, {"measured": time.time(), "hardware": asdict(measured)}, folder)
+    return measured
 
 
 def short_measurement() -> None:
@@ -285,8 +288,8 @@ def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
         raise RunnerError(f"measuring this machine took more than {timeout_s:g} s") from None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RunnerError(f"measuring this machine failed: {last}")
+        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RunnerError(f"measuring this machine failed: {last_line}")
     return lines[-1]
 
 
@@ -307,27 +310,27 @@ def _dtypes(device: Device) -> "dict[str, torch.dtype]":
     if device.type == "cpu":
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return {"fp32": torch.float32, **{name: half[name] for name in sorted(device.features & set(half))}}
-    out = {"fp32": torch.float32, "fp16": torch.float16}
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16}
     if (device.capability or (0, 0)) >= (8, 0):
-        out |= {"tf32": torch.float32, "bf16": torch.bfloat16}
-    return out
+        dtypes |= {"tf32": torch.float32, "bf16": torch.bfloat16}
+    return dtypes
 
 
-def _product(size: int, dtype: "torch.dtype", where: "torch.device", *, tf32: bool = False) -> Callable[[], object]:
+def _product(size: int, dtype: "torch.dtype", on_device: "torch.device", *, tf32: bool = False) -> Callable[[], object]:
     """Returns a call that computes a square product."""
     import torch
 
-    first = torch.randn(size, size, device=where).to(dtype)
-    second = torch.randn(size, size, device=where).to(dtype)
-    out = torch.empty(size, size, device=where, dtype=dtype)
+    left_operand = torch.randn(size, size, device=on_device).to(dtype)
+    right_operand = torch.randn(size, size, device=on_device).to(dtype)
+    product = torch.empty(size, size, device=on_device, dtype=dtype)
 
     def work() -> None:
-        before = torch.backends.cuda.matmul.allow_tf32
+        tf32_setting = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = tf32
         try:
-            torch.mm(first, second, out=out)
+            torch.mm(left_operand, right_operand, out=product)
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            torch.backends.cuda.matmul.allow_tf32 = tf32_setting
 
     return work
 
@@ -336,13 +339,13 @@ def _copy(size: int, source: "torch.device", target: "torch.device") -> Callable
     """Returns a call that copies `size` bytes."""
     import torch
 
-    first = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=source != target)
-    second = torch.empty(size, dtype=torch.uint8, device=target)
-    return lambda: second.copy_(first, non_blocking=True)
+    original = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=source != target)
+    copied = torch.empty(size, dtype=torch.uint8, device=target)
+    return lambda: copied.copy_(original, non_blocking=True)
 
 
 def _best(
-    works: Mapping[tuple[str, int], Callable[[], object]], where: "torch.device", seconds: float
+    works: Mapping[tuple[str, int], Callable[[], object]], on_device: "torch.device", seconds: float
 ) -> dict[tuple[str, int], float]:
     """Seconds of one undisturbed call of each; each is called for the given time in total.
 
@@ -352,12 +355,12 @@ def _best(
     import torch
 
     def once(work: Callable[[], object]) -> tuple[float, float]:
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        if on_device.type == "cuda":
+            torch.cuda.synchronize(on_device)
         begin, busy = time.perf_counter(), time.thread_time()
         work()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        if on_device.type == "cuda":
+            torch.cuda.synchronize(on_device)
         return time.perf_counter() - begin, time.thread_time() - busy
 
     taken: dict[tuple[str, int], list[tuple[float, float]]] = {name: [] for name in works}
@@ -369,15 +372,15 @@ def _best(
             taken[name].append(once(work))
             while time.perf_counter() < end and len(taken[name]) < 200:
                 taken[name].append(once(work))
-    return {name: _undisturbed(each, where.type == "cpu") for name, each in taken.items()}
+    return {name: _undisturbed(calls, on_device.type == "cpu") for name, calls in taken.items()}
 
 
 def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> float:
     """Undisturbed time of a call, from (seconds, seconds of its thread) of several."""
-    own = [wall for wall, busy in calls if not on_cpu or busy >= UNDISTURBED * wall]
-    if len(own) > 3:
-        return statistics.quantiles(own, n=4)[0]
-    return min(own or [wall for wall, _ in calls])
+    undisturbed = [wall for wall, busy in calls if not on_cpu or busy >= UNDISTURBED * wall]
+    if len(undisturbed) > 3:
+        return statistics.quantiles(undisturbed, n=4)[0]
+    return min(undisturbed or [wall for wall, _ in calls])
 
 
 class _Load:
@@ -388,15 +391,15 @@ class _Load:
 
     def others(self) -> float:
         """Share of the cores, 0 to 1."""
-        (wall, busy, own), (wall0, busy0, own0) = self._now(), self._before
+        (wall, busy, process), (wall0, busy0, own0) = self._now(), self._before
         cores = max(1, len(self._cores()))
-        return min(1.0, max(0.0, (busy - busy0 - (own - own0)) / max((wall - wall0) * cores, 1e-9)))
+        return min(1.0, max(0.0, (busy - busy0 - (process - own0)) / max((wall - wall0) * cores, 1e-9)))
 
     def _now(self) -> tuple[float, float, float]:
         import psutil
 
         cores = psutil.cpu_times(percpu=True)
-        busy = sum(sum(cores[at]) - _idle(cores[at]) for at in self._cores() if at < len(cores))
+        busy = sum(sum(cores[core]) - _idle(cores[core]) for core in self._cores() if core < len(cores))
         return time.perf_counter(), busy, time.process_time()
 
     def _cores(self) -> list[int]:
@@ -434,18 +437,18 @@ def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:
             for rank in range(ranks)
         ]
         try:
-            for rank, each in enumerate(started):
-                _, errors = each.communicate(timeout=120)
-                if each.returncode:
-                    last = (errors.strip().splitlines() or ["no message"])[-1]
-                    raise RunnerError(f"measuring links: rank {rank} of {ranks} failed: {last}")
+            for rank, process in enumerate(started):
+                _, errors = process.communicate(timeout=120)
+                if process.returncode:
+                    last_line = (errors.strip().splitlines() or ["no message"])[-1]
+                    raise RunnerError(f"measuring links: rank {rank} of {ranks} failed: {last_line}")
         except subprocess.TimeoutExpired:
             raise RunnerError(f"measuring links among {ranks} ranks took more than 120 s") from None
         finally:
-            for each in started:
-                if each.poll() is None:
-                    each.kill()
-                    each.wait()
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
         return json.loads(Path(folder, "result").read_text())
 
 
@@ -458,9 +461,9 @@ def link_rank() -> None:
     import torch.distributed as dist
 
     kind, rank, ranks, meeting, result = sys.argv[-5], int(sys.argv[-4]), int(sys.argv[-3]), *sys.argv[-2:]
-    where = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    on_device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
-        torch.cuda.set_device(where)
+        torch.cuda.set_device(on_device)
     torch.set_num_threads(1)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
@@ -470,26 +473,26 @@ def link_rank() -> None:
         timeout=timedelta(seconds=60),
     )
     small, large = MESSAGE_BYTES[kind]
-    out: dict[str, dict[str, float]] = {}
+    links: dict[str, dict[str, float]] = {}
     for name in ("all-reduce", "point-to-point"):
-        times = {size: _collective(name, size, rank, where) for size in (small, large)}
+        times = {size: _collective(name, size, rank, on_device) for size in (small, large)}
         # A ring sends each byte 2 (n - 1) / n times, in as many steps; a message is sent once.
         share, steps = (2 * (ranks - 1) / ranks, 2 * (ranks - 1)) if name == "all-reduce" else (1.0, 1)
-        out[name] = {
+        links[name] = {
             "gb_per_s": (large - small) * share / max(times[large] - times[small], 1e-9) / 1e9,
             "latency_us": times[small] / steps * 1e6,
         }
     dist.barrier()
     if rank == 0:
-        Path(result).write_text(json.dumps(out))
+        Path(result).write_text(json.dumps(links))
     dist.destroy_process_group()
 
 
-def _collective(name: str, size: int, rank: int, where: "torch.device") -> float:
+def _collective(name: str, size: int, rank: int, on_device: "torch.device") -> float:
     import torch
     import torch.distributed as dist
 
-    data = torch.zeros(size // 4, device=where)
+    data = torch.zeros(size // 4, device=on_device)
 
     def work() -> None:
         if name == "all-reduce":
@@ -505,8 +508,8 @@ def _collective(name: str, size: int, rank: int, where: "torch.device") -> float
         dist.barrier()
         begin = time.perf_counter()
         work()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        if on_device.type == "cuda":
+            torch.cuda.synchronize(on_device)
         return (time.perf_counter() - begin) / (1 if name == "all-reduce" else 2)
 
     once()

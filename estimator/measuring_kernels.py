@@ -50,28 +50,31 @@ def measure_kernels(peak: float, bandwidth: float) -> Kernels:
     """
     import torch
 
-    where = torch.device("cuda", torch.cuda.current_device())
+    on_device = torch.device("cuda", torch.cuda.current_device())
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    units = torch.cuda.get_device_properties(where).multi_processor_count
-    seconds = [product_s(size, dtype, where) for size in PRODUCT_SIZES]
+    units = torch.cuda.get_device_properties(on_device).multi_processor_count
+    seconds = [product_s(size, dtype, on_device) for size in PRODUCT_SIZES]
     products, error = fit_products(PRODUCT_SIZES, seconds, peak=peak, bandwidth=bandwidth, units=units)
     return Kernels(
-        products=replace(products, sustained=sustained_share(max(PRODUCT_SIZES), dtype, where)),
+        products=replace(products, sustained=sustained_share(max(PRODUCT_SIZES), dtype, on_device)),
         error=error,
-        attention=attention_of({length: attention_s(length, dtype, where) for length in LENGTHS}, peak),
+        attention=attention_of({length: attention_s(length, dtype, on_device) for length in LENGTHS}, peak),
     )
 
 
-def product_s(size: Sequence[int], dtype: "torch.dtype", where: "torch.device") -> float:
+def product_s(size: Sequence[int], dtype: "torch.dtype", on_device: "torch.device") -> float:
     """Seconds of a product of (m, k) with (k, n), alone and for a short time: median of repetitions."""
     import torch
 
     m, n, k = size
-    first, second = torch.randn(m, k, device=where).to(dtype), torch.randn(k, n, device=where).to(dtype)
-    out = torch.empty(m, n, device=where, dtype=dtype)
+    left_operand, right_operand = (
+        torch.randn(m, k, device=on_device).to(dtype),
+        torch.randn(k, n, device=on_device).to(dtype),
+    )
+    product = torch.empty(m, n, device=on_device, dtype=dtype)
 
     def run() -> None:
-        torch.mm(first, second, out=out)
+        torch.mm(left_operand, right_operand, out=product)
 
     return _median_s(run)
 
@@ -85,41 +88,44 @@ def _median_s(run: object) -> float:
 
 
 def sustained_share(
-    size: Sequence[int], dtype: "torch.dtype", where: "torch.device", seconds: float = SUSTAINED_S
+    size: Sequence[int], dtype: "torch.dtype", on_device: "torch.device", seconds: float = SUSTAINED_S
 ) -> float:
     """Share of the rate of a large product that is left after products in a row: power is limited, and clocks fall."""
     import torch
 
-    alone = product_s(size, dtype, where)
+    alone = product_s(size, dtype, on_device)
     m, n, k = size
-    first, second = torch.randn(m, k, device=where).to(dtype), torch.randn(k, n, device=where).to(dtype)
-    out = torch.empty(m, n, device=where, dtype=dtype)
+    left_operand, right_operand = (
+        torch.randn(m, k, device=on_device).to(dtype),
+        torch.randn(k, n, device=on_device).to(dtype),
+    )
+    product = torch.empty(m, n, device=on_device, dtype=dtype)
     calls = max(2, int(seconds / 4 / alone))
     taken = alone
     for _ in range(4):
         begin = time.perf_counter()
         for _ in range(calls):
-            torch.mm(first, second, out=out)
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+            torch.mm(left_operand, right_operand, out=product)
+        if on_device.type == "cuda":
+            torch.cuda.synchronize(on_device)
         taken = (time.perf_counter() - begin) / calls
     return float(min(1.0, alone / taken))
 
 
-def attention_s(length: int, dtype: "torch.dtype", where: "torch.device") -> float | None:
+def attention_s(length: int, dtype: "torch.dtype", on_device: "torch.device") -> float | None:
     """Seconds of forward and backward of fused causal attention over one sequence; None without a fused kernel."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     def tensor() -> torch.Tensor:
-        return torch.randn(1, HEADS, length, HEAD_DIM, device=where, dtype=dtype, requires_grad=True)
+        return torch.randn(1, HEADS, length, HEAD_DIM, device=on_device, dtype=dtype, requires_grad=True)
 
-    query, key, value, given = tensor(), tensor(), tensor(), tensor().detach()
+    query, key, value, output_gradient = tensor(), tensor(), tensor(), tensor().detach()
 
     def run() -> None:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-            scaled_dot_product_attention(query, key, value, is_causal=True).backward(given)
+            scaled_dot_product_attention(query, key, value, is_causal=True).backward(output_gradient)
 
     try:
         run()
@@ -159,7 +165,7 @@ def fit_products(
     """Returns the parameters of products that are closest to measured times, and the median relative error.
 
     Minimises the squared logarithmic errors by damped Gauss-Newton steps (Levenberg-Marquardt) in the logarithms of the
-    parameters. scipy has this as `least_squares`, but is no dependency.
+    parameters. scipy has this as `least_squares`, but redline does not depend on scipy.
 
     Args:
         sizes: (m, n, k) of each product.
@@ -169,7 +175,7 @@ def fit_products(
         units: multiprocessors.
         width: bytes of a number.
     """
-    m, n, k = (np.array(each, float) for each in zip(*sizes, strict=True))
+    m, n, k = (np.array(sizes_of_dimension, float) for sizes_of_dimension in zip(*sizes, strict=True))
     target = np.log(np.array(seconds))
 
     def errors(logs: np.ndarray) -> np.ndarray:
@@ -184,9 +190,9 @@ def fit_products(
         square = slopes.T @ slopes
         step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -slopes.T @ current)
         tried = np.clip(logs + np.clip(step, -0.5, 0.5), np.log(_LOWEST), np.log(_HIGHEST))
-        found = errors(tried)
-        if found @ found < current @ current:
-            logs, current, damping = tried, found, damping / 3
+        errors_of_step = errors(tried)
+        if errors_of_step @ errors_of_step < current @ current:
+            logs, current, damping = tried, errors_of_step, damping / 3
         else:
             damping *= 4
     return _products(logs, units), float(np.median(np.abs(np.expm1(current))))

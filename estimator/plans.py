@@ -61,36 +61,38 @@ def choose(estimator: Estimator, space: Space, *, top: int = 1) -> Chosen:
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
-    found = _searched(
-        estimator, space, lambda found, count: _to_improve(found, count if count == 1 else max(top, count))
+    predicted = _searched(
+        estimator, space, lambda predictions, count: _to_improve(predictions, count if count == 1 else max(top, count))
     )
-    ranks = by_expected_throughput(found.table)
-    found_best = [found.ranked(index) for index in distinct(found, ranks, top)]
-    safest, small = _safer_plans(found.table, ranks)
-    best = tuple({(plain := without_idle(estimator, space, each)).config: plain for each in found_best}.values())
+    ranks = by_expected_throughput(predicted.table)
+    found_best = [predicted.ranked(index) for index in distinct(predicted, ranks, top)]
+    safest, small = _safer_plans(predicted.table, ranks)
+    best = tuple({(plain := without_idle(estimator, space, ranked)).config: plain for ranked in found_best}.values())
 
-    def beside(index: int | None, most_memory: float) -> Ranked | None:
-        return None if index is None else without_idle(estimator, space, found.ranked(index), most_memory)
+    def alternative(index: int | None, most_memory: float) -> Ranked | None:
+        return None if index is None else without_idle(estimator, space, predicted.ranked(index), most_memory)
 
     return Chosen(
         best=best,
-        safest=beside(safest, 1 / CLOSE),
-        least_memory=beside(small, 1 + ALIKE),
-        survey=surveyed(found, ranks, best),
+        safest=alternative(safest, 1 / CLOSE),
+        least_memory=alternative(small, 1 + ALIKE),
+        survey=surveyed(predicted, ranks, best),
     )
 
 
 def fastest(estimator: Estimator, space: Space) -> Ranked | None:
     """The first of the plans that `choose` picks, found with fewer predictions; None if none fits."""
-    found = _searched(
-        estimator, space, lambda found, count: distinct(found, by_expected_throughput(found.table), count)
+    predicted = _searched(
+        estimator,
+        space,
+        lambda predictions, count: distinct(predictions, by_expected_throughput(predictions.table), count),
     )
-    ranks = by_expected_throughput(found.table)
-    return without_idle(estimator, space, found.ranked(int(ranks[0]))) if len(ranks) else None
+    ranks = by_expected_throughput(predicted.table)
+    return without_idle(estimator, space, predicted.ranked(int(ranks[0]))) if len(ranks) else None
 
 
 def without_idle(estimator: Estimator, space: Space, plan: Ranked, most_memory: float = math.inf) -> Ranked:
-    """The plan without the `SAVERS` that buy nothing: without them it is as fast and as likely to fit.
+    """The plan without the `SAVERS` that have no benefit: without them it is as fast and as likely to fit.
 
     Args:
         estimator: predicts configurations of the space.
@@ -104,27 +106,27 @@ def without_idle(estimator: Estimator, space: Space, plan: Ranked, most_memory: 
         config = Config({**plan.config, name: neutral, **fused})
         if plan.config.get(name, neutral) == neutral or config not in space:
             continue
-        estimate, before = estimator(config), plan.estimate
+        estimate, current = estimator(config), plan.estimate
         if (
-            estimate.throughput >= (1 - ALIKE) * before.throughput
-            and estimate.probability_fits >= before.probability_fits - ALIKE
-            and estimate.peak_memory_mib <= most_memory * before.peak_memory_mib
+            estimate.throughput >= (1 - ALIKE) * current.throughput
+            and estimate.probability_fits >= current.probability_fits - ALIKE
+            and estimate.peak_memory_mib <= most_memory * current.peak_memory_mib
         ):
             plan = Ranked(config=config, estimate=estimate, lossy=lossy_in(config, lossy_of_space(space)))
     return plan
 
 
 def _searched(estimator: Estimator, space: Space, wanted: Callable[[Predicted, int], Sequence[int]]) -> Predicted:
-    """Predictions of a space, or of a sample and the neighbours of those that are wanted of it, as for `climbed`."""
-    found = predict(estimator, space, most=DRAWN)
-    return found if found.whole else climbed(found, wanted)
+    """Predictions of a space, or of a sample and the neighbours of its wanted configurations, as for `climbed`."""
+    predicted = predict(estimator, space, most=DRAWN)
+    return predicted if predicted.complete else climbed(predicted, wanted)
 
 
-def _to_improve(found: Predicted, count: int) -> list[int]:
+def _to_improve(predicted: Predicted, count: int) -> list[int]:
     """The best configurations of different plans; with several also the alternatives to the best."""
-    ranks = by_expected_throughput(found.table)
-    alternatives = _safer_plans(found.table, ranks) if count > 1 else ()
-    return [*distinct(found, ranks, count), *(each for each in alternatives if each is not None)]
+    ranks = by_expected_throughput(predicted.table)
+    alternatives = _safer_plans(predicted.table, ranks) if count > 1 else ()
+    return [*distinct(predicted, ranks, count), *(index for index in alternatives if index is not None)]
 
 
 def _safer_plans(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, int | None]:
@@ -133,11 +135,11 @@ def _safer_plans(table: EstimateTable, ranks: np.ndarray) -> tuple[int | None, i
     if not len(ranks):
         return None, None
     speed, memory = table.throughput[ranks], table.fullest_memory_mib[ranks]
-    first = table.throughput[ranks[0]]
+    fastest_speed = table.throughput[ranks[0]]
     # Chances are shown in percent; smaller differences count as equal, and less memory is safer.
-    chance = np.where(speed >= CLOSE * first, np.round(table.probability_fits[ranks], 2), -1.0)
+    chance = np.where(speed >= CLOSE * fastest_speed, np.round(table.probability_fits[ranks], 2), -1.0)
     safest = np.lexsort((memory, -chance))[0]
-    small = np.argmin(np.where(speed >= HALF * first, memory, np.inf))
+    small = np.argmin(np.where(speed >= HALF * fastest_speed, memory, np.inf))
     safer = chance[safest] > np.round(table.probability_fits[ranks[0]], 2) or memory[safest] < CLOSE * memory[0]
     return int(ranks[safest]) if safer else None, int(ranks[small])
 
@@ -151,16 +153,16 @@ def fewer_devices(least: float, devices: int, find: Callable[[int], Ranked | Non
         devices: of the fastest plan.
         find: the best on so many devices; None if nothing fits, or they cannot be used.
     """
-    found = None
+    smallest = None
     while devices % 2 == 0:
         devices //= 2
         best = find(devices)
         if best is None or best.estimate.throughput < least:
             break
-        found = devices, best
+        smallest = devices, best
         if _most_on_half(best.estimate) < least:
             break
-    return found
+    return smallest
 
 
 def _most_on_half(estimate: Estimate) -> float:
@@ -174,19 +176,19 @@ def _most_on_half(estimate: Estimate) -> float:
 
 def distinct_plans(plans: Iterable[Plan]) -> list[Plan]:
     """Removes plans that are as good as an earlier one on as many devices."""
-    shown: list[Plan] = []
-    for each in plans:
-        if not any(each.devices == other.devices and _alike(each.ranked, other.ranked) for other in shown):
-            shown.append(each)
-    return shown
+    kept_plans: list[Plan] = []
+    for plan in plans:
+        if not any(plan.devices == earlier.devices and _alike(plan.ranked, earlier.ranked) for earlier in kept_plans):
+            kept_plans.append(plan)
+    return kept_plans
 
 
-def _alike(first: Ranked, other: Ranked) -> bool:
-    one, two = first.estimate, other.estimate
+def _alike(plan: Ranked, earlier: Ranked) -> bool:
+    estimate, earlier_estimate = plan.estimate, earlier.estimate
     return (
-        abs(one.throughput / two.throughput - 1) < ALIKE
-        and abs(one.peak_memory_mib / two.peak_memory_mib - 1) < ALIKE
-        and round(one.probability_fits, 2) == round(two.probability_fits, 2)
+        abs(estimate.throughput / earlier_estimate.throughput - 1) < ALIKE
+        and abs(estimate.peak_memory_mib / earlier_estimate.peak_memory_mib - 1) < ALIKE
+        and round(estimate.probability_fits, 2) == round(earlier_estimate.probability_fits, 2)
     )
 
 
@@ -204,16 +206,16 @@ def plan_of(config: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*shared, config.get("zero", 0), config.get("offload", "none"), bool(config.get("checkpoint_ratio", 0)))
 
 
-def distinct(found: Predicted, order: np.ndarray, top: int) -> list[int]:
+def distinct(predicted: Predicted, order: np.ndarray, top: int) -> list[int]:
     """The first configuration of each plan, in this order; fewer than `top` if the first `LOOKED_AT` have no more plans."""
-    first: dict[tuple[Any, ...], int] = {}
+    representatives: dict[tuple[Any, ...], int] = {}
     for begin in range(0, min(len(order), LOOKED_AT), AT_ONCE):
         indices = order[begin : begin + AT_ONCE]
-        for index, config in zip(indices.tolist(), found.take(indices), strict=True):
-            if len(first) == top:
-                return list(first.values())
-            first.setdefault(plan_of(config), index)
-    return list(first.values())
+        for index, config in zip(indices.tolist(), predicted.take(indices), strict=True):
+            if len(representatives) == top:
+                return list(representatives.values())
+            representatives.setdefault(plan_of(config), index)
+    return list(representatives.values())
 
 
 def ordinal(number: int) -> str:
@@ -229,9 +231,9 @@ def ordinal(number: int) -> str:
 def rows(chosen: Sequence[Ranked], safest: Ranked | None, least_memory: Ranked | None, devices: int) -> list[Plan]:
     """The plans of one number of devices with their roles, without duplicates."""
     ranked = [
-        Plan(role="fastest" if at == 0 else ordinal(at + 1), ranked=each, devices=devices)
-        for at, each in enumerate(chosen)
+        Plan(role="fastest" if place == 0 else ordinal(place + 1), ranked=plan, devices=devices)
+        for place, plan in enumerate(chosen)
     ]
-    beside = [("safest", safest), ("least memory", least_memory)]
-    ranked += [Plan(role=role, ranked=each, devices=devices) for role, each in beside if each is not None]
+    alternatives = [("safest", safest), ("least memory", least_memory)]
+    ranked += [Plan(role=role, ranked=plan, devices=devices) for role, plan in alternatives if plan is not None]
     return distinct_plans(ranked)

@@ -22,7 +22,7 @@ from .facts.concurrent import trace_ahead, variants_of
 from .facts.model_facts import FLASH, FactsSource, Shape, Variant
 from .facts.traced import TracedFacts
 from .hardware import Hardware, find_hardware
-from .kept import Kept, KeptFacts, key_of, load, store
+from .resolved_cache import CachedFacts, ResolvedRequest, key_of, load, store
 from .setup import TrainingSetup
 from .survey import device_of, shape_space
 from .trainers import Trainer, built, find_trainer, numbers_of
@@ -62,7 +62,7 @@ def estimate_request(
     framework: str = "redline",
     like: EstimateRequest | None = None,
     before_tracing: Callable[[], None] = lambda: None,
-    **asked: Any,
+    **arguments: Any,
 ) -> EstimateRequest:
     """Resolves the arguments. Nothing is run; a model is traced when it is first estimated.
 
@@ -73,14 +73,14 @@ def estimate_request(
         framework: the trainer: a name in `redline.estimator.trainers`, whose facts replace knobs of the same name.
         like: an earlier request of the same model and data, which is not built and traced again.
         before_tracing: called before a model is built, which takes seconds, if its facts are not in the cache.
-        asked: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
+        arguments: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
             or of a node, without `space` the default one of that hardware.
 
     Raises:
         UsageError: one of them is unknown or impossible.
     """
     trainer = find_trainer(framework)
-    request = TrainingRequest(target, **asked)
+    request = TrainingRequest(target, **arguments)
     request.check_values()
     machine, count = machine_of(hardware, request.devices)
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
@@ -92,13 +92,19 @@ def estimate_request(
         space, length, total, space_notes = _of_shape(request, target, machine, count)
         model, name, trains, samples = target, target.name, {"model": target.name}, total
     else:
-        before = None if like is None else like.estimator.source
+        previous_source = None if like is None else like.estimator.source
         ahead = trainer.name == "redline"  # others fix formats, or build modules of their own
-        like_traced = before if isinstance(before, TracedFacts) else None
-        model, kept = _resolved(request, machine, count, like_traced, ahead, before_tracing)
-        space, space_notes, name, length, trains = kept.space, kept.notes, kept.name, kept.seq_len, dict(kept.trains)
-        samples, total = kept.global_batch, None if kept.free_batch else kept.global_batch
-        model = (None if request.lora else built(kept.trains.get("shape"), trainer)) or model
+        like_traced = previous_source if isinstance(previous_source, TracedFacts) else None
+        model, resolved = _resolved(request, machine, count, like_traced, ahead, before_tracing)
+        space, space_notes, name, length, trains = (
+            resolved.space,
+            resolved.notes,
+            resolved.name,
+            resolved.seq_len,
+            dict(resolved.trains),
+        )
+        samples, total = resolved.global_batch, None if resolved.free_batch else resolved.global_batch
+        model = (None if request.lora else built(resolved.trains.get("shape"), trainer)) or model
     space = settled(space, trainer)
     setup = trainer.planned(
         machine,
@@ -122,19 +128,19 @@ def estimate_request(
 
 
 def first_request(
-    target: str | Path, hardware: str | Path, *, devices: int | None = None, **asked: Any
+    target: str | Path, hardware: str | Path, *, devices: int | None = None, **arguments: Any
 ) -> EstimateRequest | None:
     """A request like `estimate_request`'s of the sizes that a model's configuration states, which needs neither torch nor
     transformers. None if these sizes do not answer it: of an unknown family, of adapters, or with values of knobs that shape
     numbers do not have."""
-    found = None if asked.get("lora") else stated(target, asked.get("seq_len"))
-    if found is None:
+    server_model = None if arguments.get("lora") else stated(target, arguments.get("seq_len"))
+    if server_model is None:
         return None
-    total = asked.get("global_batch") or shareable(found.global_batch, devices or 1)
-    sizes = {"seq_len": found.seq_len, "global_batch": total, "data": None}
+    total = arguments.get("global_batch") or shareable(server_model.global_batch, devices or 1)
+    sizes = {"seq_len": server_model.seq_len, "global_batch": total, "data": None}
     try:
-        shape = numbers_of(found.shape)
-        return None if shape is None else estimate_request(shape, hardware, devices=devices, **{**asked, **sizes})
+        shape = numbers_of(server_model.shape)
+        return None if shape is None else estimate_request(shape, hardware, devices=devices, **{**arguments, **sizes})
     except (SpaceError, UsageError):
         return None
 
@@ -145,54 +151,54 @@ def settled(space: Space, trainer: Trainer) -> Space:
     names = [knob.name for knob in space.knobs if knob.name in facts and not knob.derived and len(knob.values) > 1]
     if not names:
         return space
-    made = space.copy()
+    narrowed = space.copy()
     for name in names:
-        values = made[name].values
+        values = narrowed[name].values
         usual = space.default()[name]
         near = (facts[name], "bf16" if name == "precision" else usual, usual)
-        made.fix(name, next(each for each in near if each in values))
-    return made
+        narrowed.fix(name, next(candidate for candidate in near if candidate in values))
+    return narrowed
 
 
 def _resolved(
     request: TrainingRequest,
     machine: Hardware,
     devices: int,
-    before: TracedFacts | None,
+    previous: TracedFacts | None,
     ahead: bool,
     before_tracing: Callable[[], None],
-) -> tuple[FactsSource, Kept]:
+) -> tuple[FactsSource, ResolvedRequest]:
     """The source of the facts of a request's model, and the rest of the resolved request: from the cache if all of it is there,
     otherwise resolved, with the model of an earlier request if there is one. With `ahead`, tracing begins while the space is
     made."""
     device = device_of(machine)
     key = key_of(request, device, devices)
-    kept = None if key is None else load(key)
-    if kept is not None:
+    cached = None if key is None else load(key)
+    if cached is not None:
 
         def remake() -> TracedFacts:
             return TracedFacts(resolve(request, device, devices).workload, machine.operators, machine.liger)
 
-        source = KeptFacts(kept.model_id, machine.operators, machine.liger, remake)
-        setup = TrainingSetup(devices=devices, **without_knobs(kept.space))
-        if source.has_all(variants_of(kept.space, setup)):
-            return source, kept
-    sources = [] if before is None else [before]
-    if before is None:
+        source = CachedFacts(cached.model_id, machine.operators, machine.liger, remake)
+        setup = TrainingSetup(devices=devices, **without_knobs(cached.space))
+        if source.has_all(variants_of(cached.space, setup)):
+            return source, cached
+    sources = [] if previous is None else [previous]
+    if previous is None:
         before_tracing()
 
     def on_workload(workload: Workload) -> None:
-        if before is None:
+        if previous is None:
             sources.append(TracedFacts(workload, machine.operators, machine.liger))
             if ahead:
                 trace_ahead(sources[0], _expected(request, workload, device))
 
     with without_collection():
-        found = resolve(request, device, devices, None if before is None else before.workload, on_workload)
-    kept = Kept.of(found)
+        answer = resolve(request, device, devices, None if previous is None else previous.workload, on_workload)
+    resolved = ResolvedRequest.of(answer)
     if key is not None:
-        store(key, kept)
-    return sources[0], kept
+        store(key, resolved)
+    return sources[0], resolved
 
 
 def _expected(request: TrainingRequest, workload: Workload, device: Device) -> list[Variant]:
@@ -200,13 +206,13 @@ def _expected(request: TrainingRequest, workload: Workload, device: Device) -> l
     if the space is the user's."""
     if request.space is not None:
         return []
-    asked = {**(request.override or {}), **{name: [value] for name, value in (request.fix or {}).items()}}
+    fixed_values = {**(request.override or {}), **{name: [value] for name, value in (request.fix or {}).items()}}
     attention = workload.model.default_attention if isinstance(workload.model, Architecture) else "sdpa"
     usual = {"precision": request.baseline or usual_precision(device), "attention": attention}
-    precision, attention = (next(iter(asked.get(name, ())), value) for name, value in usual.items())
+    precision, attention = (next(iter(fixed_values.get(name, ())), value) for name, value in usual.items())
     if precision not in tuple(FORMATS) or attention not in ("eager", *FLASH):
         return []  # refused with the rest of the space
-    fusions = asked.get("fusion", (False, True) if fusion_obstacle(device) is None else (False,))
+    fusions = fixed_values.get("fusion", (False, True) if fusion_obstacle(device) is None else (False,))
     return [(precision, attention, bool(fusion), False) for fusion in fusions]
 
 
@@ -233,20 +239,20 @@ def machine_of(
     `settle` is called before this machine is measured, if it has to be.
     """
     if hardware is not None:
-        found = find_hardware(hardware)
-        return found, devices or 1
+        found_hardware = find_hardware(hardware)
+        return found_hardware, devices or 1
     from ..base.device import detect
     from .measuring import this_machine
 
     device = detect()
-    made, count = this_machine(settle=settle), devices or device.count
-    return made.shared(count) if device.type == "cpu" else made, count
+    hardware_here, count = this_machine(settle=settle), devices or device.count
+    return hardware_here.shared(count) if device.type == "cpu" else hardware_here, count
 
 
 def without_knobs(space: Space) -> dict[str, Any]:
     """Values of knobs that a space lacks: a space without `precision` trains in float32."""
     names = {knob.name for knob in space.knobs}
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if "precision" not in names:
-        out["precision"] = "fp32"
-    return out
+        values["precision"] = "fp32"
+    return values

@@ -165,14 +165,14 @@ class TrainingSetup:
             raise UsageError(f"TrainingSetup: capacity_factor must be from 0 on, but got {self.capacity_factor!r}")
         if not 0 <= self.checkpoint_ratio <= 1:
             raise UsageError(f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}")
-        for name, known in (
+        for name, values in (
             ("optimizer", OPTIMIZERS),
             ("precision", PRECISIONS),
             ("pipeline", PIPELINES),
             ("offload", OFFLOADS),
         ):
-            if getattr(self, name) not in known:
-                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), known)}")
+            if getattr(self, name) not in values:
+                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), values)}")
         for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "gather_dtype", "reduce_dtype"):
             dtypes = (*_DTYPES, "int8") if name == "optimizer_dtype" else _DTYPES
             if getattr(self, name) not in (None, *dtypes):
@@ -201,8 +201,8 @@ class TrainingSetup:
     def own(self) -> bool:
         """True if replicas exchange the same data in the same formats as redline's own training (`knobs/meaning.py`), rather than
         by the conventions of another framework."""
-        given = (self.parameter_dtype, self.gradient_dtype, self.gather_dtype, self.reduce_dtype)
-        return given == (None,) * 4 and self.master_weights in (None, "none")
+        dtypes = (self.parameter_dtype, self.gradient_dtype, self.gather_dtype, self.reduce_dtype)
+        return dtypes == (None,) * 4 and self.master_weights in (None, "none")
 
     def replace(self, **changes: Any) -> "TrainingSetup":
         """A copy with some fields changed."""

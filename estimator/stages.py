@@ -22,11 +22,11 @@ class Stage:
     ranks."""
 
     ranks: "tuple[int, ...] | tuple[np.ndarray, np.ndarray]"
-    """The ranks with these parts, ascending; all of them if ranks are not distinguished. Of stages of several configurations: the
-    first and the last of each, shape (n,)."""
+    """The ranks with these parts, ascending; all of them if ranks are not distinguished. For stages of several configurations:
+    the first and the last rank of each, shape (n,)."""
     blocks: "tuple[tuple[Part, float | np.ndarray], ...]"
     """Block kinds and the number of each: an average if a model has several kinds, since each stage is assumed to have its share
-    of every kind. Of stages of several configurations: shape (n,)."""
+    of every kind. For stages of several configurations: shape (n,)."""
     first: bool
     """True if it has the embedding."""
     last: bool
@@ -127,9 +127,9 @@ def _shares(pp: int, chunks: int, v_shaped: bool, counts: tuple[int, ...], disti
         held = placement.held(rank)
         indices = tuple(index for stage in held for index in range(ends[stage], ends[stage + 1]))
         sizes = tuple(counts[stage] for stage in held)
-        first, last = 0 in held, pp * chunks - 1 in held
-        key = (-1 if distinct else rank, sizes, first, last)
-        equal = shares.get(key, _Share((), first, last, indices, sizes))
+        opens, closes = 0 in held, pp * chunks - 1 in held
+        key = (-1 if distinct else rank, sizes, opens, closes)
+        equal = shares.get(key, _Share((), opens, closes, indices, sizes))
         shares[key] = equal._replace(ranks=(*equal.ranks, rank))
     return list(shares.values())
 

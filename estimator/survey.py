@@ -164,7 +164,7 @@ class Predicted:
         return self.space.size if self.space.enumerable else None
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """True if the predictions are of the whole space."""
         return self.valid == self.drawn
 
@@ -177,20 +177,20 @@ class Predicted:
         (config,) = self.take(np.array([index]))
         return Ranked(config=config, estimate=self.table.row(index), lossy=lossy_in(config, lossy_of_space(self.space)))
 
-    def beside(self, indices: Sequence[int], changes: int) -> "Predicted":
+    def with_neighbours(self, indices: Sequence[int], changes: int) -> "Predicted":
         """Adds the configurations that differ from those of these rows in at most `changes` knobs."""
         if not len(indices):
             return self
         near = self.space.near(self.choices.row(indices[0]), changes)
         for index in indices[1:]:
             near = near.followed_by(self.space.near(self.choices.row(index), changes))
-        more = near.unique(without=self.choices)
-        if not more.rows:
+        unseen = near.unique(without=self.choices)
+        if not unseen.rows:
             return self
         return replace(
             self,
-            choices=self.choices.followed_by(more),
-            table=joined(self.table, _table(self.estimator, self.space, more)),
+            choices=self.choices.followed_by(unseen),
+            table=joined(self.table, _table(self.estimator, self.space, unseen)),
         )
 
 
@@ -213,24 +213,24 @@ def _table(estimator: Estimator, space: Space, choices: Choices) -> EstimateTabl
     return estimator.table(columns_of(space, estimator, choices) if by_columns else space.made(choices))
 
 
-def climbed(found: Predicted, wanted: Callable[[Predicted, int], Sequence[int]]) -> Predicted:
+def climbed(predicted: Predicted, wanted: Callable[[Predicted, int], Sequence[int]]) -> Predicted:
     """The predictions, with those of the neighbours of the wanted configurations, step by step until no others are wanted:
     neighbours in two knobs, and at last those of the best in three, since a larger micro-batch often fits only with another
     degree and more checkpointing.
 
     Args:
-        found: predictions of a sample.
+        predicted: predictions of a sample.
         wanted: returns rows of the predictions, the given number of the best, or some more.
     """
     for changes, count in ((2, STARTS), (3, 1)):
-        known: set[int] = set()
+        improved: set[int] = set()
         for _ in range(STEPS):
-            rows = wanted(found, count)
-            if known.issuperset(rows):
+            rows = wanted(predicted, count)
+            if improved.issuperset(rows):
                 break
-            found = found.beside(sorted(set(rows) - known), changes)
-            known.update(rows)
-    return found
+            predicted = predicted.with_neighbours(sorted(set(rows) - improved), changes)
+            improved.update(rows)
+    return predicted
 
 
 def survey(
@@ -249,28 +249,28 @@ def survey(
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
-    found = predict(estimator, space)
+    predicted = predict(estimator, space)
     order = order or ranking
-    if not found.whole:
-        found = climbed(found, lambda found, count: order(found.table)[:count].tolist())
-    ranks = order(found.table)
-    return surveyed(found, ranks, tuple(found.ranked(int(index)) for index in ranks[:top]))
+    if not predicted.complete:
+        predicted = climbed(predicted, lambda predictions, count: order(predictions.table)[:count].tolist())
+    ranks = order(predicted.table)
+    return surveyed(predicted, ranks, tuple(predicted.ranked(int(index)) for index in ranks[:top]))
 
 
-def surveyed(found: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) -> Survey:
+def surveyed(predicted: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) -> Survey:
     """Summarises predictions: those at `ranks` fit, in that order, and `best` are shown. Counts are those of the configurations
     that were sampled evenly."""
     exact = ranks[:0]
-    if lossy := lossy_of_space(found.space):
-        exact = ranks[~_lossy(found, lossy)[ranks]]
-    table = found.table.first(found.drawn)
+    if lossy := lossy_of_space(predicted.space):
+        exact = ranks[~_lossy(predicted, lossy)[ranks]]
+    table = predicted.table.first(predicted.drawn)
     return Survey(
         best=best,
-        valid=found.valid,
-        predicted=found.drawn,
-        fitting=int((ranks < found.drawn).sum()),
-        smallest=found.ranked(int(np.argmin(found.table.peak_memory_mib))) if len(found.table) else None,
-        best_exact=found.ranked(int(exact[0])) if len(exact) else None,
+        valid=predicted.valid,
+        predicted=predicted.drawn,
+        fitting=int((ranks < predicted.drawn).sum()),
+        smallest=predicted.ranked(int(np.argmin(predicted.table.peak_memory_mib))) if len(predicted.table) else None,
+        best_exact=predicted.ranked(int(exact[0])) if len(exact) else None,
         out=_reasons(table, best[0].estimate if best else None),
     )
 
@@ -278,7 +278,7 @@ def surveyed(found: Predicted, ranks: np.ndarray, best: tuple[Ranked, ...]) -> S
 def columns_of(space: Space, estimator: Estimator, choices: Choices) -> dict[str, np.ndarray]:
     """The values of a space's knobs as columns, a row for each row of codes; an inactive knob has the value that the estimator
     assumes. Derived knobs are left to the estimator."""
-    out = {}
+    columns = {}
     for knob in space.knobs:
         if knob.derived:
             continue
@@ -288,17 +288,17 @@ def columns_of(space: Space, estimator: Estimator, choices: Choices) -> dict[str
         # An inactive knob has the code -1: the last value.
         absent = [getattr(estimator.training, knob.name, None)] if (codes < 0).any() else []
         values = [*knob.values, *absent]
-        plain = {type(each) for each in values} in ({bool}, {int}, {float}, {int, float})
-        out[knob.name] = np.array(values, None if plain else object)[codes]
-    return out
+        plain = {type(value) for value in values} in ({bool}, {int}, {float}, {int, float})
+        columns[knob.name] = np.array(values, None if plain else object)[codes]
+    return columns
 
 
-def _lossy(found: Predicted, lossy: Lossy) -> np.ndarray:
+def _lossy(predicted: Predicted, lossy: Lossy) -> np.ndarray:
     """True for each configuration with a lossy value."""
-    columns, marked = found.choices.codes, np.zeros(len(found.table), dtype=bool)
+    columns, marked = predicted.choices.codes, np.zeros(len(predicted.table), dtype=bool)
     for name, values in lossy.items():
         codes = columns.get(name)  # None for a fixed knob
-        marked |= True if codes is None else np.isin(codes, [found.space[name].code(v) for v in values])
+        marked |= True if codes is None else np.isin(codes, [predicted.space[name].code(v) for v in values])
     return marked
 
 
@@ -310,26 +310,26 @@ def ranking(table: EstimateTable) -> np.ndarray:
 
 def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:
     """Reasons for rejected configurations, the most frequent first."""
-    out: dict[str, int] = {}
+    reasons: dict[str, int] = {}
     impossible = ~np.isfinite(table.step_ms)
     if impossible.any():
-        out["more pipeline stages than blocks"] = int(impossible.sum())
+        reasons["more pipeline stages than blocks"] = int(impossible.sum())
     unfit = np.flatnonzero(~table.fits & ~impossible)
     if len(unfit):
         names = [name for name in table.breakdown if name.startswith("memory.")]
         terms = np.stack([table.breakdown[name][unfit] for name in names])
         largest = np.argmax(np.nan_to_num(terms), axis=0)
         for code in np.unique(largest):
-            what = names[code].removeprefix("memory.")
-            out[f"does not fit; most of its memory is {what}"] = int((largest == code).sum())
+            term = names[code].removeprefix("memory.")
+            reasons[f"does not fit; most of its memory is {term}"] = int((largest == code).sum())
     if best is not None:
         fits = table.fits & ~impossible
         slow = fits & (table.throughput < 0.5 * best.throughput)
         for kind in np.unique(table.binds[slow].astype(str)) if slow.any() else ():
-            out[f"fits, but at less than half the best throughput; bound by {kind}"] = int(
+            reasons[f"fits, but at less than half the best throughput; bound by {kind}"] = int(
                 (table.binds[slow] == kind).sum()
             )
-    return dict(sorted(out.items(), key=lambda item: -item[1]))
+    return dict(sorted(reasons.items(), key=lambda item: -item[1]))
 
 
 def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
@@ -341,18 +341,18 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
         SpaceError: a knob is unknown, or the values are not valid together; names the rule that they break.
     """
     free = {knob.name for knob in space.knobs}
-    named = {name: checked(name, values[name]) for name in ON_REQUEST if name in values and name not in free}
-    unknown_names = [name for name in values if name not in free and name not in named]
+    on_request = {name: checked(name, values[name]) for name in ON_REQUEST if name in values and name not in free}
+    unknown_names = [name for name in values if name not in free and name not in on_request]
     if unknown_names:
         from ..base.errors import unknown
 
         raise SpaceError(unknown("knob", unknown_names[0], {*free, *ON_REQUEST}))
-    found = _nearest(space, {name: value for name, value in values.items() if name not in named})
-    if "strategy" in named:
+    config = _nearest(space, {name: value for name, value in values.items() if name not in on_request})
+    if "strategy" in on_request:
         if values.get("checkpoint_ratio"):
             raise SpaceError("the items ckpt of a strategy select the recomputed blocks: leave checkpoint_ratio out")
-        found = Config({name: value for name, value in found.items() if name != "checkpoint_ratio"})
-    return Config({**found, **named}) if named else found
+        config = Config({name: value for name, value in config.items() if name != "checkpoint_ratio"})
+    return Config({**config, **on_request}) if on_request else config
 
 
 def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
@@ -366,8 +366,8 @@ def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
     for name, value in values.items():
         if name not in derived:
             narrowed.fix(name, value)
-    found = narrowed.default()
+    config = narrowed.default()
     for name in derived & set(values):
-        if found[name] != values[name]:
-            raise SpaceError(f"{name} follows from the other knobs and is {found[name]}, but {values[name]} was given")
-    return found
+        if config[name] != values[name]:
+            raise SpaceError(f"{name} follows from the other knobs and is {config[name]}, but {values[name]} was given")
+    return config

@@ -43,11 +43,11 @@ class Trainer:
         """Its facts in words, for users who read an estimate."""
         return assumed(self.setup)
 
-    def training(self, **asked: Any) -> TrainingSetup:
+    def training(self, **settings: Any) -> TrainingSetup:
         """The setup of a training with it; arguments take precedence over its facts."""
-        return TrainingSetup(**{**self.setup, **asked})
+        return TrainingSetup(**{**self.setup, **settings})
 
-    def planned(self, hardware: Hardware, **asked: Any) -> TrainingSetup:
+    def planned(self, hardware: Hardware, **settings: Any) -> TrainingSetup:
         """The setup of plans for it on some hardware: knobs that its facts determine are ignored. Products are fp16 if the
         hardware lacks bf16."""
         facts = self.setup
@@ -55,7 +55,7 @@ class Trainer:
             facts = {**facts, "products": "fp16"}
         settled = frozenset(STANDARD) & facts.keys()
         return TrainingSetup(
-            **{**facts, **{name: asked[name] for name in asked if name not in settled}, "fixed": settled}
+            **{**facts, **{name: settings[name] for name in settings if name not in settled}, "fixed": settled}
         )
 
     def constants_on(self, base: Constants) -> Constants:
@@ -68,8 +68,8 @@ _FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std
 """Smaller uncertainty of constants that were fitted to runs of a trainer."""
 
 TRAINERS: Mapping[str, Trainer] = {
-    each.name: each
-    for each in (
+    trainer.name: trainer
+    for trainer in (
         Trainer(name="redline"),
         Trainer(
             name="fsdp",
@@ -143,13 +143,13 @@ def numbers_of(shape: Mapping[str, Any] | None) -> Shape | None:
         return None
     llama = shape["family"] != "gpt2"
     sizes = {name: shape[name] for name in ("layers", "hidden", "heads", "intermediate", "vocabulary")}
-    own = (
+    names = (
         *("kv_heads", "head_dim", "experts", "experts_per_token", "expert_intermediate", "dense_layers"),
         *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "v_head_dim"),
     )
-    more = {name: shape[name] for name in own if llama and shape.get(name)}
-    if shape.get("shared_experts") and "expert_intermediate" in more:
-        more["shared_intermediate"] = shape["shared_experts"] * more["expert_intermediate"]
+    further = {name: shape[name] for name in names if llama and shape.get(name)}
+    if shape.get("shared_experts") and "expert_intermediate" in further:
+        further["shared_intermediate"] = shape["shared_experts"] * further["expert_intermediate"]
     return Shape(
         name=shape["family"],
         tied=bool(shape.get("tied")),
@@ -158,7 +158,7 @@ def numbers_of(shape: Mapping[str, Any] | None) -> Shape | None:
         positions=0 if llama else shape["positions"],
         dropout=bool(shape.get("dropout")),
         **sizes,
-        **more,
+        **further,
     )
 
 
@@ -177,13 +177,13 @@ def assumed(setup: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     if setup.get("precision") == "bf16_pure" and not setup.get("parameter_dtype"):
         notes.append("weights are kept in bf16")
-    for name, words in (
+    for name, note in (
         ("parameter_dtype", "weights are kept in {}"),
         ("master_weights", "master weights in {}"),
         ("gradient_dtype", "gradients in {}"),
     ):
         if setup.get(name) not in (None, "none"):
-            notes.append(words.format(setup[name]))
+            notes.append(note.format(setup[name]))
     if setup.get("pieces"):
         notes.append("replicas keep pieces of the weights and gather them in 16 bits")
     if setup.get("gradient_copy"):

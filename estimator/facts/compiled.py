@@ -47,34 +47,34 @@ def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layou
         model = (skeleton(workload, config) if bare else fake_model(workload, config, fake)).train()
     segments = {segment.path: segment for segment in seen.segments if segment.block}
 
-    def compiled(part: Part, path: str) -> tuple[Part, str]:
-        """A part with its block compiled, and an empty string, or the part as it is and the reason."""
+    def compiled(uncompiled: Part, path: str) -> tuple[Part, str | None]:
+        """The part with its block compiled and None, or the unchanged part and the reason why it cannot be compiled."""
         block = model.get_submodule(path)
         with torch.random.fork_rng(devices=[]), quiet(), fake:
             if bare:
                 give_tensors(block)
             graphs = _compile(block, segments[path].inputs, precision, frozen_format(workload, precision))
         if isinstance(graphs, str):
-            return part, f"fusion: {path} cannot be compiled without values ({graphs}); as without it"
-        return _counted(part, graphs, segments[path].products, seen.samples, workload.seq_len or 1), ""
+            return uncompiled, f"fusion: {path} cannot be compiled without values ({graphs}); as without it"
+        return _counted(uncompiled, graphs, segments[path].products, seen.samples, workload.seq_len or 1), None
 
-    left, kinds = list(layout.blocks), []
+    paths, kinds = list(layout.blocks), []
     for part in facts.parts:
         if part.role == "block":
-            path = _one_of(part, left, segments)
-            left = [each for each in left if each != path]
+            path = _one_of(part, paths, segments)
+            paths = [remaining for remaining in paths if remaining != path]
             kinds.append((part, path))
     half = len(kinds) // 2  # in another process
-    others = beside(lambda: [compiled(*each) for each in kinds[:half]]) if half else list
-    made = [compiled(*each) for each in kinds[half:]] + others()
-    blocks = {part.name: part for part, _ in made}
-    notes = (reason for _, reason in made if reason)
+    second_half = beside(lambda: [compiled(*kind) for kind in kinds[:half]]) if half else list
+    compiled_parts = [compiled(*kind) for kind in kinds[half:]] + second_half()
+    blocks = {part.name: part for part, _ in compiled_parts}
+    notes = (reason for _, reason in compiled_parts if reason is not None)
     parts = tuple(blocks.get(part.name, part) for part in facts.parts)
     return replace(facts, parts=parts, notes=(*facts.notes, *notes))
 
 
 def prepare() -> None:
-    """Imports and makes what every compilation needs, which takes a second or two."""
+    """Imports the compiler's modules and registers its operators, which takes a second or two."""
     from ...base._torch import (
         PatternMatcherPass,  # the partitioner imports its module, and with it most of Inductor
         aot_autograd,
@@ -96,9 +96,11 @@ def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
 
 def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> str:
     """The middle one of the blocks that have the part's products, since the first may differ from the rest."""
-    wanted = {(each.k, each.n) for each in part.matmuls}
+    wanted = {(product.k, product.n) for product in part.matmuls}
     same_products = [
-        path for path in paths if path in segments and {(each.k, each.n) for each in segments[path].products} == wanted
+        path
+        for path in paths
+        if path in segments and {(product.k, product.n) for product in segments[path].products} == wanted
     ]
     return (same_products or paths)[len(same_products or paths) // 2]
 
@@ -137,7 +139,7 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str 
         cast(block, torch.bfloat16)
     if frozen:
         cast_frozen(block, getattr(torch, HALVES[frozen]))
-    args, kwargs = tree_map(_empty, inputs, is_leaf=lambda each: isinstance(each, Spec))
+    args, kwargs = tree_map(_empty, inputs, is_leaf=lambda value: isinstance(value, Spec))
     half = HALVES.get(precision)
     autocast = torch.autocast("cpu", getattr(torch, half)) if half else contextlib.nullcontext()
     backend = aot_autograd(
@@ -150,8 +152,8 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str, frozen: str 
         warnings.simplefilter("ignore")  # operators outside the graph; checked below
         try:
             dynamo.reset()
-            out = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
-            total = sum(each.float().sum() for each in _differentiable(out))
+            output = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
+            total = sum(tensor.float().sum() for tensor in _differentiable(output))
             total.backward()
         except (
             dynamo.exc.TorchDynamoException,
@@ -173,16 +175,16 @@ def _empty(value: Any) -> Any:
 
     if not isinstance(value, Spec):
         return value
-    made = torch.empty(value.shape, dtype=value.dtype)
-    return made.requires_grad_(value.requires_grad)
+    tensor = torch.empty(value.shape, dtype=value.dtype)
+    return tensor.requires_grad_(value.requires_grad)
 
 
-def _differentiable(out: Any) -> "list[torch.Tensor]":
+def _differentiable(output: Any) -> "list[torch.Tensor]":
     import torch
 
     from ...base._torch import tree_leaves
 
-    return [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.requires_grad]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 class _opaque_attention:
@@ -227,13 +229,13 @@ def _attention_op() -> Any:
 
     @torch.library.custom_op("redline::attention_backward", mutates_args=())
     def backward(
-        grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+        grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
         logsumexp: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         raise NotImplementedError("stands for attention in traces only")
 
     @backward.register_fake
-    def _(grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any) -> Any:
+    def _(grad: Any, query: Any, key: Any, value: Any, output: Any, logsumexp: Any) -> Any:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -296,9 +298,9 @@ class _Counter:
             if node.op != "call_function":
                 continue
             sources = list(node.all_input_nodes)
-            self._weight[node] = bool(sources) and all(self._weight.get(each, False) for each in sources)
-            self._inside[node] = any(self._inside.get(each, False) for each in sources)
-            if _is_product(node) and any(self._weight.get(each) for each in sources):
+            self._weight[node] = bool(sources) and all(self._weight.get(source, False) for source in sources)
+            self._inside[node] = any(self._inside.get(source, False) for source in sources)
+            if _is_product(node) and any(self._weight.get(source) for source in sources):
                 split = self._split_of(node, products)
                 if split is not None:
                     self._inside[node] = split == "column"
@@ -320,17 +322,17 @@ class _Counter:
             return
         if self._weight[node]:
             if any(_is_extern(user) or _is_view(user) for user in node.users):
-                self.traffic_fixed += _bytes(value) + sum(_bytes(_value(each)) for each in sources)
+                self.traffic_fixed += _bytes(value) + sum(_bytes(_value(source)) for source in sources)
             return
         leaves = any(_is_extern(user) or user is self._output for user in _users(node))
         if leaves:
             self.kernels += 1
             self._move(node, value)
-        for each in {_root(source) for source in sources}:
-            if (each.op == "placeholder" or _is_extern(each)) and not self._weight.get(each, False):
-                first = next(user for user in each.users)
-                if first is node or _root(first) is each:
-                    self._move(each, _value(each))
+        for root in {_root(source) for source in sources}:
+            if (root.op == "placeholder" or _is_extern(root)) and not self._weight.get(root, False):
+                first_user = next(user for user in root.users)
+                if first_user is node or _root(first_user) is root:
+                    self._move(root, _value(root))
 
     def _move(self, node: "torch.fx.Node", value: "torch.Tensor | None") -> None:
         if value is not None:
@@ -358,11 +360,11 @@ class _Counter:
         """The same by kind, a token."""
         return self._per_token(self._read, tokens, heads)
 
-    def saved(self, tokens: int, heads: int, kept: int) -> PerToken:
-        """Bytes a token that forward keeps: the last `kept` of its outputs, without weights."""
+    def saved(self, tokens: int, heads: int, count: int) -> PerToken:
+        """Bytes a token that forward keeps: the last `count` of its outputs, without weights."""
         tally: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
-        outputs = [each for each in self._output.args[0] if each is not None]
-        for node in dict.fromkeys(outputs[len(outputs) - kept :]):
+        outputs = [output for output in self._output.args[0] if output is not None]
+        for node in dict.fromkeys(outputs[len(outputs) - count :]):
             value = _value(node)
             if value is None:
                 continue
@@ -416,10 +418,10 @@ def _root(node: "torch.fx.Node") -> "torch.fx.Node":
 
 def _users(node: "torch.fx.Node") -> "list[torch.fx.Node]":
     """Nodes that read a tensor, through views."""
-    out = []
+    readers = []
     for user in node.users:
-        out += _users(user) if _is_view(user) else [user]
-    return out
+        readers += _users(user) if _is_view(user) else [user]
+    return readers
 
 
 def _value(node: "torch.fx.Node") -> "torch.Tensor | None":

@@ -18,9 +18,9 @@ _VARIANT = ("precision", "attention", "fusion", "kernels")
 
 def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
     """Combinations of precision, attention, fusion and kernels in a space; missing knobs have the setup's values."""
-    known: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
-    known = {name: values for name, values in known.items() if name not in setup.fixed}
-    precisions, attentions, fusions, kernels = (known.get(name, (getattr(setup, name),)) for name in _VARIANT)
+    knob_values: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
+    knob_values = {name: values for name, values in knob_values.items() if name not in setup.fixed}
+    precisions, attentions, fusions, kernels = (knob_values.get(name, (getattr(setup, name),)) for name in _VARIANT)
     return list(product(precisions, attentions, fusions, kernels))
 
 
@@ -56,7 +56,7 @@ def trace_concurrently(
         return
     try:
         with without_collection():
-            source.prepare(any(variant[2] for some in groups for variant in some))
+            source.prepare(any(variant[2] for group in groups for variant in group))
     except WorkloadError:
         return  # raised again when a variant is requested
     done, total = 0, sum(map(len, groups))
@@ -75,7 +75,7 @@ def trace_concurrently(
 def _missing(source: TracedFacts, variants: Iterable[Variant]) -> list[list[Variant]]:
     """The traced variants of these that are neither known nor being traced, grouped by the step that they share."""
     groups: dict[Step, list[Variant]] = {}
-    for variant in dict.fromkeys(traced_variant(each, source.liger) for each in variants):
+    for variant in dict.fromkeys(traced_variant(variant, source.liger) for variant in variants):
         if step_of(variant) not in source.begun and not source.is_known(variant):
             groups.setdefault(step_of(variant), []).append(variant)
     return list(groups.values())

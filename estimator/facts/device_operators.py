@@ -59,7 +59,7 @@ def function_mode(
             if func is F.scaled_dot_product_attention:
                 return _attention(func, args, kwargs, device_type, attended)
             if func is torch.Tensor.backward and not any(
-                each is not None for each in (*args[1:], kwargs.get("gradient"))
+                gradient is not None for gradient in (*args[1:], kwargs.get("gradient"))
             ):
                 with self:  # recomputation runs forward operators
                     return run_backward((args[0],), (torch.ones_like(args[0]),), False, False, (), True, True)
@@ -71,7 +71,7 @@ def function_mode(
                 if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and _of_16_bits(*args):
                     return _cross_entropy(*args, **kwargs)
                 if func in fp32 and torch.is_autocast_enabled("cpu"):
-                    args = tuple(_float(each) for each in args)
+                    args = tuple(_float(value) for value in args)
             return func(*args, **kwargs)
 
     return DeviceOperators()
@@ -124,23 +124,23 @@ def _grouped(
     out_dtype: "torch.dtype | None" = None,
 ) -> "torch.Tensor":
     record(mat_a, mat_b)
-    out = _functions()[2].apply(mat_a, mat_b)
-    out = out if bias is None else out + bias
-    return out if out_dtype is None else out.to(out_dtype)
+    output = _functions()[2].apply(mat_a, mat_b)
+    output = output if bias is None else output + bias
+    return output if out_dtype is None else output.to(out_dtype)
 
 
 def _attention(
     func: Any, args: Any, kwargs: Any, device_type: str, attended: "Callable[..., torch.Tensor]"
 ) -> "torch.Tensor":
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
-    causal = bool(given.get("is_causal")) or mask is not None
+    operands = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value, mask = operands["query"], operands["key"], operands["value"], operands.get("attn_mask")
+    causal = bool(operands.get("is_causal")) or mask is not None
     if device_type == CPU:
         return attended(query, key, value, causal, lambda: func(*args, **kwargs))
     query, key, value = as_autocast(query, key, value)
     if not _is_fused(query, key, device_type):
-        return _attention_by_products(query, key, value, mask, bool(given.get("is_causal")))
+        return _attention_by_products(query, key, value, mask, bool(operands.get("is_causal")))
     return attended(query, key, value, causal, lambda: _functions()[1].apply(query, key, value, mask))
 
 
@@ -150,7 +150,7 @@ def as_autocast(*operands: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
 
     if not torch.is_autocast_enabled("cpu"):
         return operands
-    return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in operands)
+    return tuple(operand.to(torch.get_autocast_dtype("cpu")) for operand in operands)
 
 
 def _is_fused(query: "torch.Tensor", key: "torch.Tensor", device_type: str) -> bool:
@@ -175,7 +175,7 @@ def _attention_by_products(
 
     format_, repeats = query.dtype, query.shape[-3] // key.shape[-3]
     with torch.autocast("cpu", enabled=False):
-        query, key, value = (each.float() for each in (query, key, value))
+        query, key, value = (operand.float() for operand in (query, key, value))
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
         root = query.shape[-1] ** -0.25
         scores = (query * root) @ (key * root).transpose(-2, -1)
@@ -205,13 +205,15 @@ def _functions() -> tuple[Any, Any, Any]:
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
-            out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+            output = query.new_empty((*query.shape[:-1], value.shape[-1]))
             logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
             # The kernels return (batch, sequence, heads, size), and the caller gets a transposed view.
-            if out.dim() == 4:
-                out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])).transpose(1, 2)
-            ctx.save_for_backward(query, key, value, out, logsumexp, mask)
-            return out
+            if output.dim() == 4:
+                output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])).transpose(
+                    1, 2
+                )
+            ctx.save_for_backward(query, key, value, output, logsumexp, mask)
+            return output
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:

@@ -79,18 +79,18 @@ def facts_from(data: Mapping[str, Any]) -> ModelFacts:
     Raises:
         KeyError, TypeError, ValueError: the data has another form.
     """
-    parts = tuple(_part(each) for each in data["parts"])
+    parts = tuple(_part(part) for part in data["parts"])
     return ModelFacts(**{**_own(ModelFacts, data), "parts": parts, "shape": None, "notes": tuple(data["notes"])})
 
 
 def _part(data: Mapping[str, Any]) -> Part:
-    made: dict[str, Any] = _own(Part, data)
+    values: dict[str, Any] = _own(Part, data)
     for field in fields(Part):
-        if made.get(field.name) is not None and "PerToken" in str(field.type):
-            made[field.name] = PerToken(**made[field.name])
-    made["matmuls"] = tuple(Matmul(**each) for each in data["matmuls"])
-    made["attention"] = Attention(**data["attention"]) if data["attention"] else None
-    return Part(**made)
+        if values.get(field.name) is not None and "PerToken" in str(field.type):
+            values[field.name] = PerToken(**values[field.name])
+    values["matmuls"] = tuple(Matmul(**matmul) for matmul in data["matmuls"])
+    values["attention"] = Attention(**data["attention"]) if data["attention"] else None
+    return Part(**values)
 
 
 def _own(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:

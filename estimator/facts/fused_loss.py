@@ -36,8 +36,8 @@ def unformed(facts: ModelFacts) -> ModelFacts:
     parts = []
     for part in facts.parts:
         if head in part.matmuls:
-            kept = replace(part.saved, whole=part.saved.whole + head.k * (state - width))
-            part = replace(part, saved=kept, traffic_backward=None)
+            saved = replace(part.saved, whole=part.saved.whole + head.k * (state - width))
+            part = replace(part, saved=saved, traffic_backward=None)
         if part.role == "loss":
             part = replace(
                 part,
@@ -56,9 +56,9 @@ def unformed(facts: ModelFacts) -> ModelFacts:
 def _head(facts: ModelFacts) -> Matmul | None:
     """The product that computes the logits."""
     has_loss = any(part.role == "loss" for part in facts.parts)
-    found = [item for part in facts.parts if part.role == "head" for item in part.matmuls]
-    found = [item for item in found if item.n == facts.vocabulary]
-    return found[-1] if found and has_loss else None
+    products = [item for part in facts.parts if part.role == "head" for item in part.matmuls]
+    products = [item for item in products if item.n == facts.vocabulary]
+    return products[-1] if products and has_loss else None
 
 
 def with_loss(facts: ModelFacts, loss: str | None) -> ModelFacts:

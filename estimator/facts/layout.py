@@ -42,7 +42,7 @@ class Layout:
 
         sch = create_schedule(skeleton(workload, workload.probe))
         schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
-        blocks = tuple(each.path for each in schedule.blocks(sch))
+        blocks = tuple(block.path for block in schedule.blocks(sch))
         cuts = _cuts(schedule, sch, blocks)
         notes = [] if cuts is not None else ["tensor parallelism: assumed to divide the products as Megatron does"]
         return cls(blocks, cuts, notes)
@@ -70,15 +70,15 @@ def _cuts(schedule: StandardSchedule, sch: "Schedule", blocks: tuple[str, ...]) 
         return None
     twins = stand_ins_for(sch.tree.module, blocks)
     if twins:
-        short, left = short_copy(sch.tree.module, blocks)
+        short, remaining_paths = short_copy(sch.tree.module, blocks)
         with suppress(ScheduleError, LookupError, AttributeError):  # also for a missing block
-            found = _sharded(schedule, short)
-            if found is not None:
-                return found | {
+            dims = _sharded(schedule, short)
+            if dims is not None:
+                return dims | {
                     path + name.removeprefix(twin): dim
                     for path, twin in twins.items()
-                    if path not in left
-                    for name, dim in found.items()
+                    if path not in remaining_paths
+                    for name, dim in dims.items()
                     if name.startswith(f"{twin}.")
                 }
     return _sharded(schedule, sch.tree.module)

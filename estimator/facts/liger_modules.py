@@ -28,15 +28,15 @@ Forward = Callable[..., Any]
 def forwards_of(model: "nn.Module") -> "dict[str, Forward]":
     """The forward of the same form for every module that Liger's would replace, by its path. Modules run on a few numbers to
     find them, so that no mode may be on that does not compute."""
-    found: dict[str, Forward] = {}
+    forwards: dict[str, Forward] = {}
     for path, module in model.named_modules():
         if rms_norm_of(module) is not None or is_layer_norm(module):
-            found[path] = _normalise
+            forwards[path] = _normalise
         elif gated_by(module) is not None:
-            found[path] = _gate
+            forwards[path] = _gate
         elif rotates(module):
-            found[path] = forward_with(type(module).forward, _rotate)
-    return found
+            forwards[path] = forward_with(type(module).forward, _rotate)
+    return forwards
 
 
 def put_forwards(model: "nn.Module", forwards: "Mapping[str, Forward]") -> None:

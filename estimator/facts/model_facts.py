@@ -130,9 +130,11 @@ class Part:
             raise UsageError(
                 f"Part {self.name}: sharded must be from 0 to parameters, {self.parameters}, but got {self.sharded}"
             )
-        for each in self.matmuls:
-            if each.split not in SPLITS:
-                raise UsageError(f"Part {self.name}: split must be one of {', '.join(SPLITS)}, but got {each.split!r}")
+        for product in self.matmuls:
+            if product.split not in SPLITS:
+                raise UsageError(
+                    f"Part {self.name}: split must be one of {', '.join(SPLITS)}, but got {product.split!r}"
+                )
 
 
 class FactsSource(Protocol):
@@ -193,10 +195,10 @@ class ModelFacts:
         """
         total = 0.0
         for part in self.parts:
-            each = sum(6.0 * item.k * item.n * item.count * item.rows for item in part.matmuls)
+            part_flops = sum(6.0 * item.k * item.n * item.count * item.rows for item in part.matmuls)
             if part.attention is not None:
-                each += 12.0 * part.attention.heads * part.attention.head_dim * seq_len
-            total += part.count * each
+                part_flops += 12.0 * part.attention.heads * part.attention.head_dim * seq_len
+            total += part.count * part_flops
         return total
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> "ModelFacts":
@@ -205,13 +207,13 @@ class ModelFacts:
         Raises:
             UsageError: the facts are of one variant only (traced, not from shape numbers) and not that one.
         """
-        asked = (precision, attention, fusion, kernels)
-        if asked == (self.precision, self.attention, self.fusion, self.kernels):
+        variant = (precision, attention, fusion, kernels)
+        if variant == (self.precision, self.attention, self.fusion, self.kernels):
             return self
         if self.shape is None:
             raise UsageError(
                 f"the facts of {self.name} hold for precision {self.precision}, attention {self.attention}, "
-                f"fusion {self.fusion}, kernels {self.kernels} only, but {asked} was asked for; "
+                f"fusion {self.fusion}, kernels {self.kernels} only, but {variant} was asked for; "
                 "give the workload instead"
             )
         return self.shape.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
@@ -226,12 +228,12 @@ class ModelFacts:
         >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000).parameters
         6738415616
         """
-        known = set(Shape.__slots__)
+        fields = set(Shape.__slots__)
         for name in shape:
-            if name not in known:
-                raise UsageError(unknown("shape number", name, known))
-        made = Shape(**shape)
-        return made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
+            if name not in fields:
+                raise UsageError(unknown("shape number", name, fields))
+        instance = Shape(**shape)
+        return instance.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
 
 
 _POSITIVE = Option("", type=int, least=1)
@@ -426,20 +428,20 @@ def _blocks(shape: Shape, b: int, r: int, attention: str, lean: bool) -> list[Pa
     if not shape.experts:
         return [_block(shape, b, r, attention, lean, "block", shape.layers)]
     dense = shape.dense_layers
-    first = [_block(shape, b, r, attention, lean, "block", dense)] if dense else []
+    dense_blocks = [_block(shape, b, r, attention, lean, "block", dense)] if dense else []
     mixed = _with_experts(
         _block(shape, b, r, attention, lean, f"block{' 2' * bool(dense)}", shape.layers - dense), shape, b, lean
     )
-    return [*first, mixed]
+    return [*dense_blocks, mixed]
 
 
 def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
     """A dense block whose feed-forward network is replaced by a mixture of experts."""
     h, gates, count, chosen = shape.hidden, 2 if shape.gated else 1, shape.experts, shape.experts_per_token
-    before, inner, shared = _inner(shape), shape.expert_intermediate or _inner(shape), shape.shared_intermediate
+    dense_inner, inner, shared = _inner(shape), shape.expert_intermediate or _inner(shape), shape.shared_intermediate
     weights, bias = (gates + 1) * h, gates if shape.biases else 0
     # Inputs and results of the experts, those between their products, and the router's logits and shares in fp32.
-    kept = _kept_inside(shape, b, lean)
+    kept_bytes = _kept_inside(shape, b, lean)
     rows, router = float(chosen * b * 2 * h), 8.0 * count
     moved = float(chosen * 4 * b * h)
     matmuls = [
@@ -450,14 +452,14 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
     ]
     if shared:
         matmuls += [Matmul(k=h, n=gates * shared, split="column"), Matmul(k=shared, n=h, split="row")]
-    own = count * (weights * inner + bias * inner)
-    changed = own + shared * (weights + bias) - before * (weights + bias)
-    inside = kept * (chosen * inner + shared - before)
+    expert_parameters = count * (weights * inner + bias * inner)
+    changed = expert_parameters + shared * (weights + bias) - dense_inner * (weights + bias)
+    inside = kept_bytes * (chosen * inner + shared - dense_inner)
     return replace(
         block,
         parameters=block.parameters + changed + count * h,
         sharded=block.sharded + changed,
-        experts=own,
+        experts=expert_parameters,
         routed=float(chosen * h),
         matmuls=tuple(matmuls),
         saved=replace(
@@ -466,7 +468,7 @@ def _with_experts(block: Part, shape: Shape, b: int, lean: bool) -> Part:
             sharded=block.saved.sharded + inside,
             rows=block.saved.rows + rows,
         ),
-        transient=replace(block.transient, sharded=float(b * gates * max(chosen * inner + shared, before))),
+        transient=replace(block.transient, sharded=float(b * gates * max(chosen * inner + shared, dense_inner))),
         traffic=replace(block.traffic, sharded=block.traffic.sharded + inside, rows=block.traffic.rows + moved),
         kernels=block.kernels + (MIXTURE_KERNELS if lean else MIXTURE_KERNELS + 20.0),
     )
@@ -498,12 +500,12 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
     # Elements of a head of queries and keys, and of values.
     width, values = dim + shape.rope_head_dim, shape.v_head_dim or dim
     inner = _inner(shape)
-    q, k, v, out = heads * width, kv_heads * width, kv_heads * values, heads * values
+    q, k, v, attended = heads * width, kv_heads * width, kv_heads * values, heads * values
     gates = 2 if shape.gated else 1
     attending = (
-        _latent_products(shape, q, heads * (dim + values), out)
+        _latent_products(shape, q, heads * (dim + values), attended)
         if latent
-        else (Matmul(k=h, n=q + k + v, split="column"), Matmul(k=out, n=h, split="row"))
+        else (Matmul(k=h, n=q + k + v, split="column"), Matmul(k=attended, n=h, split="row"))
     )
     matmuls = (
         *attending,
@@ -513,14 +515,14 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
     weights = sum(item.k * item.n for item in matmuls if item.split != "none")
     compressed = shape.q_lora_rank + shape.kv_lora_rank
     sharded_biases = (q + k + v + inner * gates) if shape.biases else 0
-    whole = (2 * h if shape.biases else 0) + 2 * h * (2 if shape.biases else 1) + compressed
-    whole += sum(item.k * item.n for item in matmuls if item.split == "none")
+    undivided = (2 * h if shape.biases else 0) + 2 * h * (2 if shape.biases else 1) + compressed
+    undivided += sum(item.k * item.n for item in matmuls if item.split == "none")
     fused_attention = attention in FLASH
     mask = 1 if shape.dropout else 0
 
     # Latent queries, keys and values before and after their norms.
     sequence = 2 * _norm_saved(h, b, r, shape.biases, lean) + 2 * mask * h + b * (2 * compressed + shape.rope_head_dim)
-    sharded = b * (q + k + v) + b * out  # rotated queries and keys, values; the output
+    sharded = b * (q + k + v) + b * attended  # rotated queries and keys, values; the output
     if fused_attention:
         sharded += 4 * heads  # log-sum-exp of a query's scores
     if not lean and kv_heads < heads and not fused_attention:
@@ -538,7 +540,7 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
         name=name,
         role="block",
         count=count,
-        parameters=weights + sharded_biases + whole,
+        parameters=weights + sharded_biases + undivided,
         sharded=weights + sharded_biases,
         matmuls=matmuls,
         attention=Attention(heads=heads, kv_heads=kv_heads, head_dim=(width + values) // 2, causal=shape.causal),
@@ -554,7 +556,7 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool, name: str, 
     )
 
 
-def _latent_products(shape: Shape, q: int, kv: int, out: int) -> tuple[Matmul, ...]:
+def _latent_products(shape: Shape, q: int, kv: int, attended: int) -> tuple[Matmul, ...]:
     """Products of latent attention: down to the latents, which every tensor-parallel rank computes whole, and up to heads."""
     down = Matmul(k=shape.hidden, n=shape.kv_lora_rank + shape.rope_head_dim)
     queries: tuple[Matmul, ...] = (Matmul(k=shape.hidden, n=q, split="column"),)
@@ -564,4 +566,4 @@ def _latent_products(shape: Shape, q: int, kv: int, out: int) -> tuple[Matmul, .
             Matmul(k=shape.q_lora_rank, n=q, split="column"),
         )
     up = Matmul(k=shape.kv_lora_rank, n=kv, split="column")
-    return *queries, down, up, Matmul(k=out, n=shape.hidden, split="row")
+    return *queries, down, up, Matmul(k=attended, n=shape.hidden, split="row")

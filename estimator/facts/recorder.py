@@ -41,8 +41,8 @@ class Recorder:
         self._weights: dict[int, str] = {}
         self._copies: set[int] = set()
         self._keep: list[torch.UntypedStorage] = []
-        self._shapes = {tuple(each.shape) for each in model.parameters()}
-        self._trainable = {name for name, each in model.named_parameters() if each.requires_grad}
+        self._shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+        self._trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in model.named_parameters():
             storage = parameter.untyped_storage()
             self._weights.setdefault(id(storage), name)
@@ -61,10 +61,10 @@ class Recorder:
         """Tracks entering and leaving modules while it is open."""
         stack = ExitStack()
         for path, module in self._model.named_modules():
-            before = module.register_forward_pre_hook(self._entering(path), with_kwargs=True)
-            after = module.register_forward_hook(self._leaving(path), always_call=False)
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+            entering = module.register_forward_pre_hook(self._entering(path), with_kwargs=True)
+            leaving = module.register_forward_hook(self._leaving(path), always_call=False)
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
         return stack
 
     def _entering(self, path: str) -> Callable[..., None]:
@@ -88,17 +88,17 @@ class Recorder:
             if self._in_block and self._in_block[-1].path == path:
                 segment = self._in_block.pop()
                 self._inside = False
-                for each in _tensors(output):
-                    if each.requires_grad and each.is_floating_point():
-                        each.register_hook(lambda grad, segment=segment: self._enter_backward(segment))
+                for tensor in _tensors(output):
+                    if tensor.requires_grad and tensor.is_floating_point():
+                        tensor.register_hook(lambda grad, segment=segment: self._enter_backward(segment))
 
         return leave
 
     def _measure_boundary(self, segment: Segment, values: Any) -> None:
-        for each in _tensors(values):
-            if each.requires_grad:
-                segment.boundary += each.numel() * each.element_size()
-                segment.boundary_width = max(segment.boundary_width, each.shape[-1] if each.dim() else 0)
+        for tensor in _tensors(values):
+            if tensor.requires_grad:
+                segment.boundary += tensor.numel() * tensor.element_size()
+                segment.boundary_width = max(segment.boundary_width, tensor.shape[-1] if tensor.dim() else 0)
         self._width = segment.boundary_width
 
     def _region(self, path: str, block: bool) -> Segment:
@@ -209,32 +209,32 @@ class Recorder:
 
     def _gradient_is_kept(self, parameter: "torch.Tensor") -> None:
         storage = parameter.grad.untyped_storage()
-        found = self._sizes.pop(id(storage), None)
-        if found is not None:
-            self._live -= found[1]
+        tracked = self._sizes.pop(id(storage), None)
+        if tracked is not None:
+            self._live -= tracked[1]
         self._keep.append(storage)
 
     # Operators.
 
-    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def saw(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Records an operator that ran."""
         import torch
 
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         if not outputs:  # reads a property
             return
-        stores = {id(each.untyped_storage()) for each in inputs}
-        is_view = bool(outputs) and all(id(each.untyped_storage()) in stores for each in outputs)
+        stores = {id(tensor.untyped_storage()) for tensor in inputs}
+        is_view = bool(outputs) and all(id(tensor.untyped_storage()) in stores for tensor in outputs)
         if is_view and not schema_of(func).is_mutable:
             return
         aten = torch.ops.aten
         segment = self._here()
-        for each in outputs:
-            self._track(each.untyped_storage())
+        for tensor in outputs:
+            self._track(tensor.untyped_storage())
         if not inputs or schema_of(func).name in _ALLOCATIONS:
             return
-        for each in inputs:
-            name = self._weights.get(id(each.untyped_storage()))
+        for tensor in inputs:
+            name = self._weights.get(id(tensor.untyped_storage()))
             if name is not None and not self._backward:
                 segment.parameters.add(name)
                 if func is aten._to_copy.default:
@@ -248,18 +248,18 @@ class Recorder:
                 self._product(func, args, outputs, segment)
             return
         moved = {
-            id(each): (each, float(each.numel() * each.element_size()))
-            for each in (*inputs, *outputs)
+            id(tensor): (tensor, float(tensor.numel() * tensor.element_size()))
+            for tensor in (*inputs, *outputs)
             # Only some rows of an embedding table are read; the weights of norms are negligible.
-            if id(each.untyped_storage()) not in self._weights and func is not aten.embedding_dense_backward.default
+            if id(tensor.untyped_storage()) not in self._weights and func is not aten.embedding_dense_backward.default
         }
         if func is aten._to_copy.default and self._of_a_weight(inputs[0]):
             if not self._backward:
-                segment.traffic_fixed += sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
+                segment.traffic_fixed += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
             return
         tally = segment.backward if self._backward else segment.traffic
-        for each, size in moved.values():
-            tally.add(self._kind(each), size)
+        for tensor, size in moved.values():
+            tally.add(self._kind(tensor), size)
 
     def _of_a_weight(self, tensor: "torch.Tensor") -> bool:
         """True for a weight and, in backward, for a tensor with the shape of one, as its gradient has."""
@@ -276,19 +276,22 @@ class Recorder:
             rows = outputs[0].numel() // max(outputs[0].shape[1], 1)
             self._weighted(weight, rows, inner, weight.shape[0], True, segment)
             return
-        first, second = [each for each in args if isinstance(each, torch.Tensor)][-2:]
-        k, n = second.shape[-2], second.shape[-1]
-        rows = first.numel() // max(k, 1)
-        for weight, transposed in ((second, second.dim() == 2 and second.stride(0) == 1), (first, False)):
+        left_operand, right_operand = [tensor for tensor in args if isinstance(tensor, torch.Tensor)][-2:]
+        k, n = right_operand.shape[-2], right_operand.shape[-1]
+        rows = left_operand.numel() // max(k, 1)
+        for weight, transposed in (
+            (right_operand, right_operand.dim() == 2 and right_operand.stride(0) == 1),
+            (left_operand, False),
+        ):
             if id(weight.untyped_storage()) in self._weights:
                 self._weighted(weight, rows, k, n, transposed, segment)
                 return
         if k == 1:  # an outer product: rotary angles
             return
-        if first.dim() == 3 and self._seq_len and first.shape[-2] == n == self._seq_len:
-            heads = max(1, first.shape[0] // self._samples)
-            self.attend(AttentionCall(heads, heads, k, first.shape[-2], n, causal=False), segment)
-        elif first.dim() == 3 and self._seq_len and first.shape[-2] == k == self._seq_len:
+        if left_operand.dim() == 3 and self._seq_len and left_operand.shape[-2] == n == self._seq_len:
+            heads = max(1, left_operand.shape[0] // self._samples)
+            self.attend(AttentionCall(heads, heads, k, left_operand.shape[-2], n, causal=False), segment)
+        elif left_operand.dim() == 3 and self._seq_len and left_operand.shape[-2] == k == self._seq_len:
             pass  # scores times values, the other half of the same attention
         else:
             segment.products.append(Product("", rows, k, n, False, False))
@@ -359,19 +362,19 @@ class Recorder:
 
         if isinstance(error, RedlineError):
             raise error
-        where = next((path for path in reversed(self._paths) if path), "the model")
-        text = " ".join(str(error).split())[:200]
-        self._error = f"{type(error).__name__}: {text}"
-        name = _operator_in(text) or self._operator or "before the first operator"
-        self._operator = f"{name} in {where}" if not self._backward else f"{name} in backward"
+        module_path = next((path for path in reversed(self._paths) if path), "the model")
+        message = " ".join(str(error).split())[:200]
+        self._error = f"{type(error).__name__}: {message}"
+        name = _operator_in(message) or self._operator or "before the first operator"
+        self._operator = f"{name} in {module_path}" if not self._backward else f"{name} in backward"
 
     def recorded(self, segments: list[Segment] | None = None) -> StepTrace:
         """The recorded step, with `segments` in place of its own."""
-        named = dict(self._model.named_parameters())
+        parameters = dict(self._model.named_parameters())
         return StepTrace(
             segments=self.segments if segments is None else segments,
-            parameters={name: tuple(each.shape) for name, each in named.items()},
-            frozen={name for name, each in named.items() if not each.requires_grad},
+            parameters={name: tuple(parameter.shape) for name, parameter in parameters.items()},
+            frozen={name for name, parameter in parameters.items() if not parameter.requires_grad},
             samples=self._samples,
             tail_transient=max(0.0, self._tail_peak - self._forward_end),
             operator=self._operator if self._error else "",
@@ -379,11 +382,11 @@ class Recorder:
         )
 
 
-def _operator_in(text: str) -> str:
+def _operator_in(message: str) -> str | None:
     import re
 
-    found = re.search(r"(aten|torch|prims|_c10d_functional|\w+)(::|\.)(\w+)(\.\w+)?", text)
-    return found.group() if found and found.group(1) in ("aten", "prims") else ""
+    match = re.search(r"(aten|torch|prims|_c10d_functional|\w+)(::|\.)(\w+)(\.\w+)?", message)
+    return match.group() if match and match.group(1) in ("aten", "prims") else None
 
 
 def _is_mask(tensor: "torch.Tensor") -> bool:
@@ -397,7 +400,7 @@ def _tensors(value: Any) -> "list[torch.Tensor]":
 
     from ...base._torch import tree_leaves
 
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _PRODUCTS(aten: Any) -> Any:
@@ -424,10 +427,10 @@ def _operators(recorder: Recorder) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             recorder.started(func)
-            out = func(*args, **kwargs)
-            recorder.saw(func, args, kwargs, out)
-            return out
+            output = func(*args, **kwargs)
+            recorder.saw(func, args, kwargs, output)
+            return output
 
-    made = Operators()
-    made.recorder = recorder
-    return made
+    mode = Operators()
+    mode.recorder = recorder
+    return mode

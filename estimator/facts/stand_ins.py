@@ -82,7 +82,7 @@ class StandIns:
         """The segments of a step; those of replaced blocks are copies of their twins' segments."""
         by_path = {segment.path: segment for segment in seen if segment.block}
         return [
-            _as(segment, by_path[self._stood_in[segment.path]])
+            _copied(segment, by_path[self._stood_in[segment.path]])
             if segment.block and segment.path in self._stood_in
             else segment
             for segment in seen
@@ -90,44 +90,44 @@ class StandIns:
 
     def _watching(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._recorder.live
-            out = forward(*args, **kwargs)
-            given = _tensors((args, kwargs))
-            made = _map(lambda each: _what(each, given), out)
-            size = sum(_bytes(each) for each in _leaves(made) if isinstance(each, _Made))
-            self._runs[path] = _Run(_specs((args, kwargs)), made, self._recorder.live - before - size)
-            return out
+            live_before = self._recorder.live
+            outputs = forward(*args, **kwargs)
+            inputs = _tensors((args, kwargs))
+            recorded = _map(lambda tensor: _record(tensor, inputs), outputs)
+            size = sum(_bytes(leaf) for leaf in _leaves(recorded) if isinstance(leaf, _Made))
+            self._runs[path] = _Run(_specs((args, kwargs)), recorded, self._recorder.live - live_before - size)
+            return outputs
 
         return run
 
     def _replacing(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             twin = self._runs.get(self._twin_of[path])
-            given = _tensors((args, kwargs))
-            if twin is None or not _equal(twin.inputs, _specs((args, kwargs))) or not _reachable(twin, given):
+            inputs = _tensors((args, kwargs))
+            if twin is None or not _equal(twin.inputs, _specs((args, kwargs))) or not _reachable(twin, inputs):
                 return forward(*args, **kwargs)
             self._stood_in[path] = self._twin_of[path]
-            return self._like(twin, given)
+            return self._like(twin, inputs)
 
         return run
 
-    def _like(self, twin: _Run, given: "list[torch.Tensor]") -> Any:
-        made = [each for each in _leaves(twin.outputs) if isinstance(each, _Made)]
-        fresh = iter(_function().apply(self._recorder, twin.live, tuple(made), *given))
+    def _like(self, twin: _Run, inputs: "list[torch.Tensor]") -> Any:
+        created = [leaf for leaf in _leaves(twin.outputs) if isinstance(leaf, _Made)]
+        fresh = iter(_function().apply(self._recorder, twin.live, tuple(created), *inputs))
         self._recorder.keep(twin.live)
 
         def give(leaf: Any) -> Any:
             if isinstance(leaf, _Passed):
-                return given[leaf.leaf]
+                return inputs[leaf.leaf]
             return next(fresh) if isinstance(leaf, _Made) else leaf
 
         return _map_all(give, twin.outputs)
 
 
-def _as(segment: Segment, twin: Segment) -> Segment:
+def _copied(segment: Segment, twin: Segment) -> Segment:
     """The segment of a replaced block: its twin's, with its own weights."""
 
-    def own(name: str) -> str:
+    def renamed(name: str) -> str:
         inside = name.startswith(twin.path + ".")
         return segment.path + name.removeprefix(twin.path) if inside else name
 
@@ -136,29 +136,29 @@ def _as(segment: Segment, twin: Segment) -> Segment:
         path=segment.path,
         after=segment.after,
         inputs=segment.inputs,
-        products=[replace(each, weight=own(each.weight)) for each in twin.products],
-        parameters={own(name) for name in twin.parameters},
+        products=[replace(product, weight=renamed(product.weight)) for product in twin.products],
+        parameters={renamed(name) for name in twin.parameters},
     )
 
 
-def _reachable(twin: _Run, given: "list[torch.Tensor]") -> bool:
-    """True if gradients can flow from the created tensors to the given ones."""
-    if any(isinstance(each, _Made) and each.requires_grad for each in _leaves(twin.outputs)):
-        return any(each.requires_grad for each in given)
+def _reachable(twin: _Run, inputs: "list[torch.Tensor]") -> bool:
+    """True if gradients can flow from the created tensors to the inputs."""
+    if any(isinstance(leaf, _Made) and leaf.requires_grad for leaf in _leaves(twin.outputs)):
+        return any(tensor.requires_grad for tensor in inputs)
     return True
 
 
-def _what(tensor: "torch.Tensor", given: "list[torch.Tensor]") -> "_Made | _Passed":
-    for index, each in enumerate(given):
-        if each is tensor:
+def _record(tensor: "torch.Tensor", inputs: "list[torch.Tensor]") -> "_Made | _Passed":
+    for index, candidate in enumerate(inputs):
+        if candidate is tensor:
             return _Passed(index)
     return _Made(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
 
 
-def _bytes(made: _Made) -> float:
-    size = float(made.dtype.itemsize)
-    for each in made.shape:
-        size *= each
+def _bytes(created: _Made) -> float:
+    size = float(created.dtype.itemsize)
+    for extent in created.shape:
+        size *= extent
     return size
 
 
@@ -170,19 +170,21 @@ def _function() -> Any:
         """Creates output tensors from inputs, and gradients of the inputs from those of the outputs."""
 
         @staticmethod
-        def forward(ctx: Any, recorder: Any, live: float, made: tuple[_Made, ...], *given: Any) -> Any:
+        def forward(ctx: Any, recorder: Any, live: float, created: tuple[_Made, ...], *inputs: Any) -> Any:
             ctx.recorder, ctx.live = recorder, live
-            ctx.given = [(Spec.of(each), each.stride()) for each in given]
-            out = [torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in made]
-            ctx.mark_non_differentiable(*(each for each, what in zip(out, made) if not what.requires_grad))
-            return tuple(out)
+            ctx.given = [(Spec.of(tensor), tensor.stride()) for tensor in inputs]
+            outputs = [torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype) for tensor in created]
+            ctx.mark_non_differentiable(
+                *(tensor for tensor, record in zip(outputs, created) if not record.requires_grad)
+            )
+            return tuple(outputs)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             ctx.recorder.keep(-ctx.live)
             back = [
-                torch.empty_strided(what.shape, stride, dtype=what.dtype) if what.requires_grad else None
-                for what, stride in ctx.given
+                torch.empty_strided(spec.shape, stride, dtype=spec.dtype) if spec.requires_grad else None
+                for spec, stride in ctx.given
             ]
             return (None, None, None, *back)
 
@@ -192,7 +194,7 @@ def _function() -> Any:
 def _tensors(value: Any) -> "list[torch.Tensor]":
     import torch
 
-    return [each for each in _leaves(value) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -26,13 +26,13 @@ Step = tuple[str, str, bool]
 
 
 class TracingError(WorkloadError):
-    """A model cannot be traced. `known` has the facts that do not need a trace: parts with their parameters."""
+    """A model cannot be traced. `facts` has those that do not need a trace: parts with their parameters."""
 
-    known: ModelFacts
+    facts: ModelFacts
 
-    def __init__(self, message: str, known: ModelFacts) -> None:
+    def __init__(self, message: str, facts: ModelFacts) -> None:
         super().__init__(message)
-        self.known = known
+        self.facts = facts
 
 
 @dataclass
@@ -41,7 +41,7 @@ class TracedFacts:
 
     workload: Workload
     device_type: str = "cuda"
-    """Whose operators run, as `Hardware.operators`: they keep different tensors for backward."""
+    """Device whose operators run, as `Hardware.operators`: operators keep different tensors for backward on each."""
     liger: bool = False
     """True if `kernels` puts Liger-Kernel's modules, as `Hardware.liger`."""
     folder: Path | None = None
@@ -56,7 +56,7 @@ class TracedFacts:
         """The facts of one variant.
 
         Raises:
-            TracingError: the model cannot be traced; says at which operator.
+            TracingError: the model cannot be traced; the message names the operator.
             WorkloadError: it cannot be built, or its batch or loss is not what it must be.
         """
         variant = traced_variant((precision, attention, fusion, kernels), self.liger)
@@ -112,15 +112,15 @@ class TracedFacts:
 
     def finish(self, step: Step) -> int:
         """Waits for the variants of a step that is being traced. Returns their number."""
-        found = self._begun.pop(step).result()
-        self._known.update(found)
-        return len(found)
+        traced = self._begun.pop(step).result()
+        self._known.update(traced)
+        return len(traced)
 
     def _trace_all(
         self, variants: Sequence[Variant], stepping: "ForkedCall[tuple[Layout, StepTrace]] | None"
     ) -> Mapping[Variant, ModelFacts]:
         """The facts of variants, without those from the first that fails: its error is raised when it is requested."""
-        found = {}
+        traced = {}
         with suppress(WorkloadError):
             if stepping is not None:
                 from .compiled import prepare
@@ -128,18 +128,18 @@ class TracedFacts:
                 prepare()
                 self._steps[step_of(variants[0])] = stepping.result()
             for variant in variants:
-                found[variant] = self._traced(variant)
-        return found
+                traced[variant] = self._traced(variant)
+        return traced
 
     def is_known(self, variant: Variant) -> bool:
         """True if a variant that is to be traced is in memory or on disk."""
         if variant in self._known:
             return True
         key = disk_cache.key_of(self.workload.model_id, named(variant, self.device_type))
-        found = disk_cache.load(key, self.folder)
-        if found is not None:
-            self._known[variant] = found
-        return found is not None
+        stored = disk_cache.load(key, self.folder)
+        if stored is not None:
+            self._known[variant] = stored
+        return stored is not None
 
 
 def traced_variant(variant: Variant, liger: bool) -> Variant:
@@ -152,8 +152,8 @@ def traced_variant(variant: Variant, liger: bool) -> Variant:
 
 def derived(traced: ModelFacts, precision: str, kernels: bool) -> ModelFacts:
     """The facts of a variant from those of its `traced_variant`."""
-    found = unformed(traced) if kernels else traced
-    return found if found.precision == precision else replace(found, precision=precision)
+    formed = unformed(traced) if kernels else traced
+    return formed if formed.precision == precision else replace(formed, precision=precision)
 
 
 def step_of(variant: Variant) -> Step:
@@ -188,7 +188,7 @@ def trace_facts(
         workload: any, including a user's own modules.
         precision, attention, fusion: values of the knobs. An attention that the workload does not have is ignored.
         liger: True for a model with Liger-Kernel's modules.
-        device_type: whose operators run, as `Hardware.operators`.
+        device_type: device whose operators run, as `Hardware.operators`.
         folder: of the cache; None for the user's.
         cached: True to read and write the cache.
         steps: steps that were traced; a variant with fusion starts from the one without.
@@ -205,14 +205,14 @@ def trace_facts(
         attention = workload.model.default_attention
     variant = (precision, attention, fusion, liger)
     key = disk_cache.key_of(workload.model_id, named(variant, device_type))
-    found = disk_cache.load(key, folder) if cached else None
-    if found is not None:
-        return found
+    stored = disk_cache.load(key, folder) if cached else None
+    if stored is not None:
+        return stored
     with without_collection():
-        made = _trace(workload, variant, device_type, {} if steps is None else steps, layout)
+        facts = _trace(workload, variant, device_type, {} if steps is None else steps, layout)
     if cached:
-        disk_cache.store(key, made, folder)
-    return made
+        disk_cache.store(key, facts, folder)
+    return facts
 
 
 def traced_step(
@@ -242,7 +242,7 @@ def _trace(
     precision, attention, fusion, _ = variant
     step = step_of(variant)
     if step not in steps:
-        layout = layout or next((known for known, _ in steps.values()), None)
+        layout = layout or next((known_layout for known_layout, _ in steps.values()), None)
         steps[step] = traced_step(workload, step, device_type, layout)
     layout, seen = steps[step]
     vocabulary, tied = _head(seen, layout)
@@ -268,12 +268,12 @@ def _trace(
     return facts
 
 
-def _tracing_message(workload: Workload, seen: StepTrace, known: ModelFacts, layout: "Layout") -> str:
-    count = f" in {len(layout.blocks)} repeated blocks and what is around them" if layout.blocks else ""
+def _tracing_message(workload: Workload, seen: StepTrace, facts: ModelFacts, layout: "Layout") -> str:
+    count = f" in {len(layout.blocks)} repeated blocks and the modules around them" if layout.blocks else ""
     return (
         f"{workload.name} cannot be traced: operator {seen.operator} does not work without values "
-        f"({seen.error}). Known without it: {known.parameters:,} parameters{count}, so what weights, "
-        "gradients and optimizer states take; not its activations and time. Dry runs work all the same; for "
+        f"({seen.error}). Known without it: {facts.parameters:,} parameters{count}, and so the memory of "
+        "weights, gradients and optimizer states; not its activations and time. Dry runs work all the same; for "
         "an estimate give a workload that takes the other way for tensors without values"
     )
 
@@ -282,7 +282,7 @@ def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
     """The segments of a trace, grouped into parts in the order of the forward pass."""
     owned = _owned(seen, layout)
     maker = _Maker(workload, seen, layout, owned)
-    before: list[Segment] = []
+    embedding: list[Segment] = []
     between: list[Segment] = []
     tail: list[Segment] = []
     kinds: dict[Hashable, list[Segment]] = {}
@@ -295,16 +295,16 @@ def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
         elif not layout.blocks:
             (tail if segment.path == "" else between).append(segment)
         elif segment.after == 0:
-            before.append(segment)
+            embedding.append(segment)
         elif segment.after < len(layout.blocks):
             between.append(segment)
         else:
             tail.append(segment)
     parts = []
-    if before:
-        parts.append(maker.part("embedding", "embedding", before))
-    for number, alike in enumerate(kinds.values()):
-        parts.append(maker.block("block" if not number else f"block {number + 1}", alike))
+    if embedding:
+        parts.append(maker.part("embedding", "embedding", embedding))
+    for number, blocks in enumerate(kinds.values()):
+        parts.append(maker.block("block" if not number else f"block {number + 1}", blocks))
     if between:
         parts.append(maker.part("other", "other", between))
     norm, head, loss = _tail(tail, has_blocks=bool(layout.blocks))
@@ -314,9 +314,9 @@ def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
         parts.append(maker.part("head", "head", head))
     if loss:
         parts.append(maker.part("loss", "loss", loss, spike=seen.tail_transient))
-    left = owned.get("", set())
-    if left:
-        parts.append(maker.unused(left))
+    unread = owned.get("", set())
+    if unread:
+        parts.append(maker.unused(unread))
     return parts
 
 
@@ -324,15 +324,15 @@ def _tail(tail: list[Segment], *, has_blocks: bool) -> tuple[list[Segment], list
     """The segments after the last block, divided into norm, head and loss."""
     if not has_blocks:
         return [], [], tail
-    products = [index for index, each in enumerate(tail) if each.products]
-    first = products[0] if products else len(tail)
+    products = [index for index, segment in enumerate(tail) if segment.products]
+    first_product = products[0] if products else len(tail)
     norm, head, loss = [], [], []
     for index, segment in enumerate(tail):
         if segment.path == "" and not segment.products:
             loss.append(segment)
-        elif segment.products or (products and first < index and segment.parameters):
+        elif segment.products or (products and first_product < index and segment.parameters):
             head.append(segment)
-        elif index < first:
+        elif index < first_product:
             norm.append(segment)
         else:
             (head if index < (products[-1] if products else 0) else loss).append(segment)
@@ -342,17 +342,17 @@ def _tail(tail: list[Segment], *, has_blocks: bool) -> tuple[list[Segment], list
 def _owned(seen: StepTrace, layout: Layout) -> dict[str, set[str]]:
     """The parameters of each segment, by its key; unread parameters have the empty key."""
     owned: dict[str, set[str]] = {}
-    left = set(seen.parameters)
+    unread = set(seen.parameters)
     for path in layout.blocks:
-        own_names = {name for name in left if name.startswith(path + ".")}
+        own_names = {name for name in unread if name.startswith(path + ".")}
         owned[_key(path, True, 0)] = own_names
-        left -= own_names
+        unread -= own_names
     for segment in seen.segments:
         if not segment.block:
-            own_names = segment.parameters & left
+            own_names = segment.parameters & unread
             owned[_key(segment.path, False, segment.after)] = own_names
-            left -= own_names
-    owned[""] = left
+            unread -= own_names
+    owned[""] = unread
     return owned
 
 
@@ -362,13 +362,15 @@ def _key(path: str, block: bool, after: int) -> str:
 
 def _head(seen: StepTrace, layout: Layout) -> tuple[int, bool]:
     """`vocabulary` and `tied` of the model's last product, if it computes logits of an embedded vocabulary."""
-    last = [each for segment in seen.segments if segment.after == len(layout.blocks) for each in segment.products]
-    tokens = [each for each in last if each.weight]
-    if not tokens or not layout.blocks:
+    products = [
+        product for segment in seen.segments if segment.after == len(layout.blocks) for product in segment.products
+    ]
+    weighted = [product for product in products if product.weight]
+    if not weighted or not layout.blocks:
         return 0, False
-    widest = max(tokens, key=lambda each: each.n)
-    before = {name for segment in seen.segments if segment.after == 0 for name in segment.parameters}
-    return widest.n, widest.weight in before
+    widest = max(weighted, key=lambda product: product.n)
+    embedded = {name for segment in seen.segments if segment.after == 0 for name in segment.parameters}
+    return widest.n, widest.weight in embedded
 
 
 class _Maker:
@@ -382,17 +384,17 @@ class _Maker:
 
     def signature(self, segment: Segment) -> Hashable:
         """Key that is equal for identical blocks."""
-        products = tuple((each.k, each.n, each.rows, each.count) for each in segment.products)
-        calls = tuple((each.heads, each.kv_heads, each.head_dim) for each in segment.attention)
+        products = tuple((product.k, product.n, product.rows, product.count) for product in segment.products)
+        calls = tuple((call.heads, call.kv_heads, call.head_dim) for call in segment.attention)
         return products, calls, self._count(self._names(segment))
 
-    def block(self, name: str, alike: list[Segment]) -> Part:
+    def block(self, name: str, blocks: list[Segment]) -> Part:
         """The part of identical blocks. It uses their median: the first may contain tensors that are created once for all, and
         the last may have other temporaries."""
-        one = sorted(alike, key=lambda each: each.saved.total)[len(alike) // 2]
+        median = sorted(blocks, key=lambda block: block.saved.total)[len(blocks) // 2]
         # The last block's backward begins while the loss's gradient is live.
-        transient = statistics.median_low(each.transient for each in alike)
-        return self._make(name, "block", [one], count=len(alike), transient=transient)
+        transient = statistics.median_low(block.transient for block in blocks)
+        return self._make(name, "block", [median], count=len(blocks), transient=transient)
 
     def part(self, name: str, role: str, segments: list[Segment], spike: float = 0.0) -> Part:
         """The combined part of several segments."""
@@ -406,21 +408,21 @@ class _Maker:
         )  # fmt: skip
 
     def _make(self, name: str, role: str, segments: list[Segment], *, count: int, transient: float) -> Part:
-        names = {each for segment in segments for each in self._names(segment)}
+        names = {parameter for segment in segments for parameter in self._names(segment)}
         attention = self._attention([call for segment in segments for call in segment.attention])
         heads = attention.heads if attention else 0
-        saved = self._per_token([each.saved for each in segments], heads)
+        saved = self._per_token([segment.saved for segment in segments], heads)
         saved = PerToken(
             whole=saved.whole,
             sequence=saved.sequence,
             sharded=saved.sharded,
             scores=saved.scores,
-            rows=saved.rows + sum(each.saved_rows for each in segments) / self._tokens,
+            rows=saved.rows + sum(segment.saved_rows for segment in segments) / self._tokens,
         )
-        traffic = self._per_token([each.traffic for each in segments], heads)
-        backward = sum(each.backward.total for each in segments)
-        forward = sum(each.traffic.total for each in segments)
-        boundary = sum(each.boundary for each in segments) / self._tokens if role == "block" else 0.0
+        traffic = self._per_token([segment.traffic for segment in segments], heads)
+        backward = sum(segment.backward.total for segment in segments)
+        forward = sum(segment.traffic.total for segment in segments)
+        boundary = sum(segment.boundary for segment in segments) / self._tokens if role == "block" else 0.0
         return Part(
             name=name,
             role=role,
@@ -428,18 +430,19 @@ class _Maker:
             parameters=self._count(names),
             sharded=self._sharded(names, segments),
             frozen=self._count(names & self._seen.frozen),
-            experts=self._count(names & {each.weight for each in _stacked(segments)}),
-            routed=sum(each.rows * each.count * each.k for each in _first_of_mixtures(segments)) / self._tokens,
+            experts=self._count(names & {product.weight for product in _stacked(segments)}),
+            routed=sum(product.rows * product.count * product.k for product in _first_of_mixtures(segments))
+            / self._tokens,
             matmuls=self._matmuls(segments),
             attention=attention,
             saved=saved,
-            saved_fixed=sum(each.saved_fixed for each in segments),
+            saved_fixed=sum(segment.saved_fixed for segment in segments),
             boundary=boundary,
             transient=self._split_transient(transient / self._tokens, boundary, saved),
             traffic=traffic,
             traffic_backward=_scaled(traffic, backward / forward) if forward and backward else None,
-            traffic_fixed=sum(each.traffic_fixed for each in segments),
-            kernels=float(sum(each.kernels for each in segments)),
+            traffic_fixed=sum(segment.traffic_fixed for segment in segments),
+            kernels=float(sum(segment.kernels for segment in segments)),
         )
 
     def _names(self, segment: Segment) -> set[str]:
@@ -463,8 +466,8 @@ class _Maker:
         for segment in segments:
             for product in segment.products:
                 experts = product.count if product.stacked else 1
-                what = (product.k, product.n, product.split, product.rows / self._tokens, product.trainable, experts)
-                counted[what] = counted.get(what, 0) + product.count
+                key = (product.k, product.n, product.split, product.rows / self._tokens, product.trainable, experts)
+                counted[key] = counted.get(key, 0) + product.count
         return tuple(
             Matmul(k=k, n=n, split=split, rows=rows, trainable=trainable, count=count, experts=experts)
             for (k, n, split, rows, trainable, experts), count in counted.items()
@@ -474,18 +477,18 @@ class _Maker:
         if not calls:
             return None
         return Attention(
-            heads=sum(each.heads for each in calls),
-            kv_heads=sum(each.kv_heads for each in calls),
+            heads=sum(call.heads for call in calls),
+            kv_heads=sum(call.kv_heads for call in calls),
             head_dim=calls[0].head_dim,
-            causal=self._is_causal or all(each.causal for each in calls),
+            causal=self._is_causal or all(call.causal for call in calls),
         )
 
     def _per_token(self, tallies: list[Tally], heads: int) -> PerToken:
-        scores = sum(each.scores for each in tallies)
+        scores = sum(tally.scores for tally in tallies)
         pairs = self._seen.samples * self._length**2 * heads
         return PerToken(
-            sequence=sum(each.outside for each in tallies) / self._tokens,
-            sharded=sum(each.inside for each in tallies) / self._tokens + (0.0 if pairs else scores / self._tokens),
+            sequence=sum(tally.outside for tally in tallies) / self._tokens,
+            sharded=sum(tally.inside for tally in tallies) / self._tokens + (0.0 if pairs else scores / self._tokens),
             scores=scores / pairs if pairs else 0.0,
         )
 
@@ -505,10 +508,10 @@ def _stacked(segments: list[Segment]) -> list[Product]:
 
 def _first_of_mixtures(segments: list[Segment]) -> list[Product]:
     """The first product of each mixture of experts."""
-    first: dict[str, Product] = {}
+    by_mixture: dict[str, Product] = {}
     for product in _stacked(segments):
-        first.setdefault(product.weight.rpartition(".")[0], product)
-    return list(first.values())
+        by_mixture.setdefault(product.weight.rpartition(".")[0], product)
+    return list(by_mixture.values())
 
 
 def _scaled(value: PerToken, factor: float) -> PerToken:

@@ -56,7 +56,7 @@ def trace_step(
         split: returns the dimension of a product that tensor parallelism divides: `column`, `row` or `none`.
         precision: a value of the knob.
         attention: a value of the knob; None for the workload's default. Flash attention is traced as sdpa.
-        device_type: whose operators run, as `Hardware.operators`.
+        device_type: device whose operators run, as `Hardware.operators`.
         liger: True for a model with Liger-Kernel's modules.
         samples: of the batch.
         every_block: True to also record blocks that are identical to a recorded one; slower, with the same
@@ -82,7 +82,7 @@ def trace_step(
         inputs = each_tensor(batch, fake.from_tensor)
         if precision == "bf16_pure":
             cast(model, torch.bfloat16)
-            inputs = each_tensor(inputs, lambda each: each.bfloat16() if each.is_floating_point() else each)
+            inputs = each_tensor(inputs, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
         if frozen := frozen_format(workload, precision):
             cast_frozen(model, getattr(torch, HALVES[frozen]))
         recorder = Recorder(model, set(blocks), split, samples, workload.seq_len)
@@ -141,12 +141,12 @@ def give_tensors(model: "nn.Module") -> None:
     """Replaces the parameters and buffers of a module by CPU tensors without values of the same form, within a fake mode."""
     import torch
 
-    _replace(model, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype))
+    _replace(model, lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
 
 
 def cast(model: "nn.Module", dtype: "torch.dtype") -> None:
     """Equivalent of `model.to(dtype)` for a model of fake tensors, whose parameters cannot be swapped in place."""
-    _replace(model, lambda each: each.detach().to(dtype) if each.is_floating_point() else each.detach())
+    _replace(model, lambda tensor: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach())
 
 
 def cast_frozen(model: "nn.Module", dtype: "torch.dtype") -> None:
@@ -167,14 +167,14 @@ def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]
 
     done: dict[int, Any] = {}
     for module in model.modules():
-        for name, each in parameters_of(module).items():
-            if each is not None:
-                if id(each) not in done:
-                    done[id(each)] = torch.nn.Parameter(change(each), requires_grad=each.requires_grad)
-                parameters_of(module)[name] = done[id(each)]
-        for name, each in buffers_of(module).items():
-            if each is not None:
-                buffers_of(module)[name] = change(each)
+        for name, parameter in parameters_of(module).items():
+            if parameter is not None:
+                if id(parameter) not in done:
+                    done[id(parameter)] = torch.nn.Parameter(change(parameter), requires_grad=parameter.requires_grad)
+                parameters_of(module)[name] = done[id(parameter)]
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None:
+                buffers_of(module)[name] = change(buffer)
 
 
 _FAILURES = (

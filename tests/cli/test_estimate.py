@@ -269,7 +269,7 @@ def test_without_all_sizes_there_is_no_first_answer(asked):
 
 def test_the_cache_serves_only_the_same_request_and_model(tmp_path):
     from redline.estimator.hardware import find_hardware
-    from redline.estimator.kept import key_of
+    from redline.estimator.resolved_cache import key_of
     from redline.estimator.survey import device_of
     from redline.models.request import TrainingRequest
 

@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_traced_says_where_and_what_is_known(tmp_path):
         TracingError, match=r"operator aten\._local_scalar_dense\.default in .*683 parameters"
     ) as caught:
         trace_facts(workload, folder=tmp_path)
-    assert caught.value.known.parameters == 683
+    assert caught.value.facts.parameters == 683
     assert isinstance(caught.value, rl.WorkloadError)
 
 

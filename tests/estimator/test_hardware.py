@@ -181,7 +181,7 @@ def test_an_unknown_field_names_the_nearest(tmp_path):
     ("text", "words"),
     [
         ("[1, 2]", "must hold a mapping"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
         ("", "must hold a mapping"),
         ("base: h1000\n", "h100"),
     ],

@@ -232,7 +232,7 @@ devices_per_node: 8
         ("devices_per_node: 8", "devices_per_node: 2.5", "devices_per_node must be an integer"),
         ("devices_per_node: 8", "devices_per_node: 8\ncores: none", "cores must be a number"),
         ("memory_gib: 40", "base: h10", "did you mean 'h100'"),
-        ("memory_gib: 40", "memory_gib: [", "is no YAML"),
+        ("memory_gib: 40", "memory_gib: [", "is not YAML"),
     ],
 )
 def test_a_hardware_file_with_missing_or_impossible_numbers_is_refused(tmp_path, old, new, message):

@@ -136,7 +136,7 @@ def test_parameters_of_unreached_blocks_are_known(tmp_path):
     )  # fmt: skip
     with pytest.raises(TracingError) as caught:
         trace_facts(workload, folder=tmp_path)
-    assert caught.value.known.parameters == 4 * 8 + 8 + 5 * (64 + 8)
+    assert caught.value.facts.parameters == 4 * 8 + 8 + 5 * (64 + 8)
 
 
 @pytest.mark.exhaustive

@@ -34,7 +34,7 @@ ROOMS = ("base", "estimator", "knobs", "models", "schedule", "space")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptModel:
+class ResolvedModel:
     """A resolved model without its workload."""
 
     name: str
@@ -50,7 +50,7 @@ class KeptModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept(KeptModel):
+class ResolvedRequest(ResolvedModel):
     """A resolved request without its workload."""
 
     global_batch: int
@@ -61,31 +61,35 @@ class Kept(KeptModel):
     notes: tuple[str, ...]
 
     @staticmethod
-    def of(found: Resolved) -> "Kept":
+    def of(resolved: Resolved) -> "ResolvedRequest":
         """The cacheable part of a resolved request."""
-        model = kept_model(found.workload)
-        return Kept(
+        model = resolved_model(resolved.workload)
+        return ResolvedRequest(
             **vars(model),
-            global_batch=found.workload.global_batch,
-            free_batch=found.free_batch,
-            space=found.space,
-            notes=found.notes + _of_experts(model.shape, found.space),
+            global_batch=resolved.workload.global_batch,
+            free_batch=resolved.free_batch,
+            space=resolved.space,
+            notes=resolved.notes + _of_experts(model.shape, resolved.space),
         )
 
 
-def kept_model(workload: Workload) -> KeptModel:
+def resolved_model(workload: Workload) -> ResolvedModel:
     """The cacheable part of a workload."""
     lora, shape = getattr(workload.model, "lora", None), shape_of(workload.model)
-    what = {"id": workload.id, "spec": str(workload.spec), **({"lora": str(lora)} if lora is not None else {})}
+    workload_record = {
+        "id": workload.id,
+        "spec": str(workload.spec),
+        **({"lora": str(lora)} if lora is not None else {}),
+    }
     if class_name := class_of(workload.model):
-        what["class"] = class_name
+        workload_record["class"] = class_name
     if isinstance(images := workload.batch, ImageBatches):
-        what["sample"] = f"images of {images.height} x {images.width}"
-    return KeptModel(
+        workload_record["sample"] = f"images of {images.height} x {images.width}"
+    return ResolvedModel(
         name=workload.name,
         model_id=workload.model_id,
         seq_len=workload.seq_len,
-        trains={"model": workload.name, "workload": what, **({"shape": shape} if shape else {})},
+        trains={"model": workload.name, "workload": workload_record, **({"shape": shape} if shape else {})},
     )
 
 
@@ -94,13 +98,13 @@ def _of_experts(shape: Mapping[str, Any], space: Space) -> tuple[str, ...]:
     if not (experts := shape.get("experts")):
         return ()
     chosen = shape.get("experts_per_token") or 1
-    where = (
+    holders = (
         "ep shares them among ranks"
         if "ep" in space.by_name
         else "every rank holds its share of all of them: ep is not varied here"
     )
     return (
-        f"mixture of {experts} experts, {chosen} a token: tokens are assumed to be spread evenly over experts; {where}",
+        f"mixture of {experts} experts, {chosen} a token: tokens are assumed to be spread evenly over experts; {holders}",
     )
 
 
@@ -108,11 +112,11 @@ def key_of(request: TrainingRequest, device: Device, devices: int) -> str | None
     """Cache key of a request; None if it depends on files of code or data, or on models of the hub."""
     if request.space is not None:
         return None
-    asked = {name: getattr(request, name) for name in ("global_batch", "allow", "baseline", "override", "fix")}
-    return key_of_model(request, {"asked": repr(asked), "device": repr(device), "devices": devices})
+    sent = {name: getattr(request, name) for name in ("global_batch", "allow", "baseline", "override", "fix")}
+    return key_of_model(request, {"asked": repr(sent), "device": repr(device), "devices": devices})
 
 
-def key_of_model(request: ModelRequest, more: Mapping[str, Any] | None = None) -> str | None:
+def key_of_model(request: ModelRequest, context: Mapping[str, Any] | None = None) -> str | None:
     """Cache key of a request's model, and of `more`; None if it depends on files of code or data, or on models of the hub."""
     target, contents = request.target, ""
     if request.data is not None:
@@ -128,35 +132,35 @@ def key_of_model(request: ModelRequest, more: Mapping[str, Any] | None = None) -
         contents = f"{file.resolve()} {file.read_text(encoding='utf-8', errors='replace')}"
     model = {"target": str(target), "contents": contents, "seq_len": request.seq_len, "lora": request.lora}
     made_by = {"format": FORMAT, "version": __version__, "code": _code(), "packages": _packages()}
-    return digest({**model, **made_by, **(more or {})})
+    return digest({**model, **made_by, **(context or {})})
 
 
-def load(key: str) -> Kept | None:
+def load(key: str) -> ResolvedRequest | None:
     """The request of a key; None if there is none, or it cannot be read."""
     data = disk_cache.load_json(_file(key))
     try:
         if not isinstance(data, dict):
             return None
-        return Kept(**{**data, "space": Space.from_dict(data["space"]), "notes": tuple(data["notes"])})
+        return ResolvedRequest(**{**data, "space": Space.from_dict(data["space"]), "notes": tuple(data["notes"])})
     except (KeyError, SpaceError, TypeError):  # written by another version, or damaged
         return None
 
 
-def load_model(key: str) -> KeptModel | None:
+def load_model(key: str) -> ResolvedModel | None:
     """The model of a key; None if there is none, or it cannot be read."""
     data = disk_cache.load_json(_file(key))
     try:
-        return KeptModel(**data) if isinstance(data, dict) else None
+        return ResolvedModel(**data) if isinstance(data, dict) else None
     except TypeError:  # written by another version, or damaged
         return None
 
 
-def store(key: str, kept: KeptModel) -> None:
+def store(key: str, cached: ResolvedModel) -> None:
     """Stores a model or a request, unless its space has rules that cannot be written as text."""
-    data = dict(vars(kept))
-    if isinstance(kept, Kept):
+    data = dict(vars(cached))
+    if isinstance(cached, ResolvedRequest):
         try:
-            data |= {"space": kept.space.to_dict(), "notes": list(kept.notes)}
+            data |= {"space": cached.space.to_dict(), "notes": list(cached.notes)}
         except SpaceError:
             return
     disk_cache.store_json(_file(key), data)
@@ -169,24 +173,24 @@ def _file(key: str) -> Path:
 def _code() -> str:
     """Hash of redline's own files."""
     root = Path(__file__).parent.parent
-    found = []
+    stats = []
     for room in ROOMS:
         for folder, _, files in os.walk(root / room):
             for name in sorted(files):
                 if name.endswith((".py", ".yaml")):
                     stat = os.stat(os.path.join(folder, name))
-                    found.append(f"{folder}/{name} {stat.st_size} {stat.st_mtime_ns}")
-    return digest({"files": sorted(found)})
+                    stats.append(f"{folder}/{name} {stat.st_size} {stat.st_mtime_ns}")
+    return digest({"files": sorted(stats)})
 
 
 def _packages() -> dict[str, int]:
     """State of the installed packages: times of the last installation or removal."""
-    folders = {each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")}
-    return {each: os.stat(each).st_mtime_ns for each in sorted(folders) if os.path.isdir(each)}
+    folders = {entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")}
+    return {folder: os.stat(folder).st_mtime_ns for folder in sorted(folders) if os.path.isdir(folder)}
 
 
 @dataclass
-class KeptFacts:
+class CachedFacts:
     """The facts of a cached workload: from disk, or traced if they are missing."""
 
     model_id: str
@@ -198,15 +202,18 @@ class KeptFacts:
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant; raises as `TracedFacts.facts`."""
-        found = self._on_disk(traced_variant((precision, attention, fusion, kernels), self.liger))
-        if found is not None:
-            return derived(found, precision, kernels)
+        traced = self._on_disk(traced_variant((precision, attention, fusion, kernels), self.liger))
+        if traced is not None:
+            return derived(traced, precision, kernels)
         self._made = self._made or self.remake()
         return self._made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
 
     def has_all(self, variants: Iterable[Variant]) -> bool:
         """True if every (precision, attention, fusion, kernels) is on disk."""
-        return all(self._on_disk(each) is not None for each in {traced_variant(each, self.liger) for each in variants})
+        return all(
+            self._on_disk(variant) is not None
+            for variant in {traced_variant(variant, self.liger) for variant in variants}
+        )
 
     def _on_disk(self, traced: Variant) -> ModelFacts | None:
         return disk_cache.load(disk_cache.key_of(self.model_id, named(traced, self.device_type)))
