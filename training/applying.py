@@ -30,7 +30,7 @@ def apply_schedule(
         model: any model of transformers, or one with its repeated blocks in a list.
         config: knobs and their values, such as the `best.config` of a search.
         mesh: a DeviceMesh with axes out of `pp`, `dp` and `tp`, if there are several devices.
-        checkpoint_method: which blocks `checkpoint_ratio` recomputes: `uniform` spreads them evenly, `first` takes
+        checkpoint_method: selects the blocks that `checkpoint_ratio` recomputes: `uniform` spreads them evenly, `first` takes
             those that run first, whose activations would be kept longest.
 
     Raises:
@@ -47,14 +47,14 @@ def apply_schedule(
     blocks = follows.blocks(sch)
     if checkpoint_method == "first" and knobs.get("strategy") is None and blocks:
         count = round(knobs.pop("checkpoint_ratio", 0) * len(blocks))
-        knobs["strategy"] = printed(Run(at, at, ckpt=at < count) for at in range(len(blocks)))
+        knobs["strategy"] = printed(Run(index, index, ckpt=index < count) for index in range(len(blocks)))
     follows(sch, knobs)
     shared = knobs.get("sp", 1) * knobs.get("cp", 1)
     strategy = Strategy.of({**knobs, "dp": replicas // shared})
     if strategy.offload == "optimizer":
         sch.offload("optimizer")
     if has_replicas(sch):
-        share_out(sch, strategy, [each.path for each in blocks])
+        share_out(sch, strategy, [block.path for block in blocks])
     return sch
 
 
@@ -84,7 +84,7 @@ def has_replicas(sch: "Schedule") -> bool:
 
 
 def share_out(sch: "Schedule", strategy: Strategy, blocks: Sequence[str]) -> None:
-    """Shards what a strategy's ZeRO stages shard among replicas, exchanged in its number formats."""
+    """Shards the model among replicas by a strategy's ZeRO stages; exchanges use its number formats."""
     formats, exchange = strategy.formats, strategy.exchange
     layers = strategies_of({"strategy": strategy.strategy, "zero": strategy.zero}, len(blocks)) or ()
     sch.shard_data(

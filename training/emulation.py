@@ -105,7 +105,7 @@ class StepTrace:
     @property
     def own_seconds(self) -> float:
         """The part of `seconds` without the emulation's own work."""
-        return self.seconds - sum(each.left - each.at for each in self.entries)
+        return self.seconds - sum(entry.left - entry.at for entry in self.entries)
 
 
 class Recorder:
@@ -147,16 +147,16 @@ class Recorder:
             with torch.no_grad():
                 work()
             return self._number
-        at = self.now()
+        began = self.now()
         with torch.no_grad():
             work()
-        self._note(Act.BEGIN, self._number, self._messages.setdefault(message, len(self._messages)), at, self.now())
+        self._note(Act.BEGIN, self._number, self._messages.setdefault(message, len(self._messages)), began, self.now())
         return self._number
 
     def wait(self, number: int) -> None:
         if self.recording:
-            at = self.now()
-            self._note(Act.WAIT, number, -1, at, at)
+            moment = self.now()
+            self._note(Act.WAIT, number, -1, moment, moment)
 
     def begin_step(self) -> None:
         self._steps.append(_RawStep(self.now(), self._stream(), array("q"), [] if self._cuda else array("d")))
@@ -176,7 +176,7 @@ class Recorder:
         if self._cuda:
             torch.cuda.synchronize()
         messages = list(self._messages)
-        return tuple(self._read(each, messages) for each in self._steps)
+        return tuple(self._read(step, messages) for step in self._steps)
 
     def _read(self, raw: "_RawStep", messages: list[Message]) -> StepTrace:
         def since(moment: Any) -> float:
@@ -185,8 +185,10 @@ class Recorder:
         entries = []
         for line in range(len(raw.times) // 2):
             act, number, message, stream = raw.codes[4 * line : 4 * line + 4]
-            at, left = (since(each) for each in raw.times[2 * line : 2 * line + 2])
-            entries.append(Entry(Act(act), number, messages[message] if message >= 0 else None, at, left, stream))
+            began, returned = (since(moment) for moment in raw.times[2 * line : 2 * line + 2])
+            entries.append(
+                Entry(Act(act), number, messages[message] if message >= 0 else None, began, returned, stream)
+            )
         return StepTrace(self.rank, since(raw.end), tuple(entries), raw.stream)
 
     def now(self) -> Any:
@@ -197,10 +199,10 @@ class Recorder:
         event.record()
         return event
 
-    def _note(self, act: Act, number: int, message: int, at: Any, left: Any) -> None:
+    def _note(self, act: Act, number: int, message: int, began: Any, returned: Any) -> None:
         raw = self._steps[-1]
         raw.codes.extend((act, number, message, self._stream()))
-        raw.times.extend((at, left))
+        raw.times.extend((began, returned))
 
     def _stream(self) -> int:
         return torch.cuda.current_stream().cuda_stream if self._cuda else 0
@@ -219,8 +221,8 @@ class Recorder:
             if self.recording and not isinstance(event, _Event):
                 self._alive.append(event)  # no other event gets its id while it lives
                 with torch.cuda.stream(stream):
-                    at = self.now()
-                    self._note(act, id(event), -1, at, at)
+                    moment = self.now()
+                    self._note(act, id(event), -1, moment, moment)
 
         def recorded(event: Any, stream: Any = None) -> None:
             record(event, stream)
@@ -318,9 +320,9 @@ class EmulatedGroup(dist.ProcessGroup):
         peer: int | None = None,
         tag: int = 0,
     ) -> _Work:
-        other = None if peer is None else self._ranks[peer]
+        peer_rank = None if peer is None else self._ranks[peer]
         dtype = str(like.dtype).removeprefix("torch.")
-        message = Message(kind, num_bytes, dtype, self._ranks, self._name, other, tag)
+        message = Message(kind, num_bytes, dtype, self._ranks, self._name, peer_rank, tag)
         return _Work(self.recorder, self.recorder.begin(message, work), result)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
@@ -364,8 +366,8 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> _Work:
         def fill() -> None:
-            for out, each in zip(outputs, inputs, strict=True):
-                out.detach().copy_(each[self._rank])
+            for output, pieces in zip(outputs, inputs, strict=True):
+                output.detach().copy_(pieces[self._rank])
 
         return self._begin(Kind.REDUCE_SCATTER, outputs[0], sum(map(_bytes, inputs)), outputs, fill)
 
@@ -378,14 +380,14 @@ class EmulatedGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> _Work:
         def fill() -> None:
-            for out, source in zip(outputs, inputs, strict=True):
+            for output, source in zip(outputs, inputs, strict=True):
                 piece = source.detach().reshape(self.size(), -1)[self._rank]
-                out.detach().copy_(piece.view(out.shape))
+                output.detach().copy_(piece.view(output.shape))
 
         work = self._begin(Kind.REDUCE_SCATTER, outputs[0], _bytes(inputs), outputs, fill)
         if self.recorder.copies:
             # gloo reduces a copy, which lives as long as the work object.
-            work.held = [each.clone() for each in inputs]
+            work.held = [source.clone() for source in inputs]
         return work
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -399,23 +401,23 @@ class EmulatedGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> _Work:
         def fill() -> None:
-            given, taken = source.detach(), output.detach()
+            sent, taken = source.detach(), output.detach()
             if not output_sizes and not input_sizes:
-                pieces = given.view(self.size(), -1)
+                pieces = sent.view(self.size(), -1)
                 taken.view(self.size(), -1).copy_(pieces[self._rank : self._rank + 1])
                 return
-            first = sum(input_sizes[: self._rank])
-            own_part = given[first : first + input_sizes[self._rank]]
-            own_part = own_part if len(own_part) else given
+            begin_of_own = sum(input_sizes[: self._rank])
+            own_part = sent[begin_of_own : begin_of_own + input_sizes[self._rank]]
+            own_part = own_part if len(own_part) else sent
             if not len(own_part):
                 _received(taken)
                 return
-            at = 0
+            filled = 0
             for size in output_sizes:
-                for begin in range(at, at + size, len(own_part)):
-                    part = taken[begin : min(begin + len(own_part), at + size)]
-                    part.copy_(own_part[: len(part)])
-                at += size
+                for begin in range(filled, filled + size, len(own_part)):
+                    piece = taken[begin : min(begin + len(own_part), filled + size)]
+                    piece.copy_(own_part[: len(piece)])
+                filled += size
 
         return self._begin(Kind.ALL_TO_ALL, source, _bytes([source]), output, fill)
 
@@ -423,21 +425,21 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
         def fill() -> None:
-            for out, source in zip(outputs, inputs, strict=True):
-                if out.shape == source.shape:
-                    out.detach().copy_(source)
+            for output, source in zip(outputs, inputs, strict=True):
+                if output.shape == source.shape:
+                    output.detach().copy_(source)
                 else:
-                    _received(out)
+                    _received(output)
 
         return self._begin(Kind.ALL_TO_ALL, inputs[0], _bytes(inputs), outputs, fill)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> _Work:
         def fill() -> None:
-            for number, out in enumerate(outputs):
+            for number, output in enumerate(outputs):
                 if inputs:
-                    out.detach().copy_(inputs[number][self._rank])
+                    output.detach().copy_(inputs[number][self._rank])
                 else:
-                    _received(out)
+                    _received(output)
 
         return self._begin(Kind.BROADCAST, outputs[0], _bytes(outputs) * self.size(), outputs, fill)
 
@@ -450,8 +452,8 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
         def fill() -> None:
-            for each in tensors:
-                _received(each)
+            for tensor in tensors:
+                _received(tensor)
 
         return self._begin(Kind.RECEIVE, tensors[0], _bytes(tensors), tensors, fill, peer=peer, tag=tag)
 
@@ -461,21 +463,21 @@ class EmulatedGroup(dist.ProcessGroup):
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _copy_to_each(inputs: list[torch.Tensor], outputs: list[list[torch.Tensor]]) -> None:
     """Copies each input to all tensors of the output in its place; a gather has outputs on its root alone."""
-    for source, each in zip(inputs, outputs):
-        for out in each:
-            out.detach().copy_(source)
+    for source, gathered in zip(inputs, outputs):
+        for output in gathered:
+            output.detach().copy_(source)
 
 
 def _repeated(output: torch.Tensor, piece: torch.Tensor, times: int) -> None:
     """Fills a tensor with `times` copies of a piece, which may be a view of it."""
-    for each in output.detach().view(-1).chunk(times):
-        if each.data_ptr() != piece.data_ptr():
-            each.copy_(piece.detach().reshape(-1))
+    for chunk in output.detach().view(-1).chunk(times):
+        if chunk.data_ptr() != piece.data_ptr():
+            chunk.copy_(piece.detach().reshape(-1))
 
 
 def _received(tensor: torch.Tensor) -> None:
@@ -494,8 +496,9 @@ _NOISE = 1 << 14
 
 def _noise(dtype: torch.dtype, device: torch.device, count: int) -> torch.Tensor:
     """Returns `count` small numbers, the same at every call, without drawing from the generator that training uses."""
-    at = torch.arange(min(count, _NOISE), device=device, dtype=torch.float32)
-    wave = (RECEIVED * math.sqrt(2)) * torch.sin(at * 12.9898 + 0.5)
+    index = torch.arange(min(count, _NOISE), device=device, dtype=torch.float32)
+    # A sine has a deviation of 1 / sqrt(2); a step that is not a rational multiple of pi spreads its phases.
+    wave = (RECEIVED * math.sqrt(2)) * torch.sin(index * 12.9898 + 0.5)
     return wave.to(dtype).repeat(-(-count // max(1, len(wave))))[:count] if count else wave.to(dtype)
 
 
@@ -506,7 +509,7 @@ class WithoutProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         make = _PRODUCTS.get(getattr(func, "overloadpacket", func))
-        tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        tensor = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
         if make is None or tensor is None or tensor.device.type != "cpu" or (kwargs and "out" in kwargs):
             return func(*args, **(kwargs or {}))
         return make(*args)
@@ -526,7 +529,7 @@ def _attention(
 
 
 def _attention_backward(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.full_like(each, RECEIVED) for each in inputs[:3])
+    return tuple(torch.full_like(tensor, RECEIVED) for tensor in inputs[:3])
 
 
 _aten = torch.ops.aten

@@ -36,12 +36,12 @@ def first_step(training: "Training") -> "tuple[torch.Tensor, StepPart | None]":
     loss = training.passes()
     scale = training.precision.loss_scale
     # Dropout changes the gradient of a parameter by more than a fault does.
-    found = replace(computed(training, loss, training.samples_per_step, scale), parameters=())
+    computed_step = replace(computed(training, loss, training.samples_per_step, scale), parameters=())
     watched = _watched(training)
     training.update()
     if training.precision.loss_scale < scale:
         return loss, None
-    return loss, StepPart(computed=found, still=_unchanged(training, watched))
+    return loss, StepPart(computed=computed_step, still=_unchanged(training, watched))
 
 
 _Watched = list[tuple[str, Any, slice, Any, Any]]
@@ -51,7 +51,7 @@ def _watched(training: "Training") -> _Watched:
     """Name, parameter, stride, observed elements and their values, for every parameter with a gradient."""
     from ..schedule.parallel.sharding import local
 
-    out: _Watched = []
+    watched: _Watched = []
     for name, param in training.model.named_parameters():
         if param.grad is None:
             continue
@@ -64,8 +64,8 @@ def _watched(training: "Training") -> _Watched:
         best = promise.topk(min(WATCHED, promise.numel())).indices
         best = best[gradient[best] != 0]
         if best.numel():
-            out.append((name, param, stride, best, weight[best]))
-    return out
+            watched.append((name, param, stride, best, weight[best]))
+    return watched
 
 
 def _unchanged(training: "Training", watched: _Watched) -> tuple[str, ...]:
@@ -79,12 +79,12 @@ def _unchanged(training: "Training", watched: _Watched) -> tuple[str, ...]:
     if not watched:
         return ()
     moved = [
-        (local(param.detach()).reshape(-1)[stride][best].float() != before).any()
-        for _, param, stride, best, before in watched
+        (local(param.detach()).reshape(-1)[stride][best].float() != values).any()
+        for _, param, stride, best, values in watched
     ]
     groups: dict[Any, list[tuple[str, bool]]] = {}
-    for (name, param, *_), each in zip(watched, torch.stack(moved).tolist()):
+    for (name, param, *_), has_moved in zip(watched, torch.stack(moved).tolist()):
         group = training.outline.group(name) if param.element_size() < 4 else name
-        groups.setdefault(group, []).append((name, each))
+        groups.setdefault(group, []).append((name, has_moved))
     still = [members for members in groups.values() if not any(moved for _, moved in members)]
     return tuple(name for members in still for name, _ in members)

@@ -31,10 +31,10 @@ def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> 
     import torch
 
     task: Task = getattr(training.workload.batch, "task", "causal")
-    parts = _cut(batches, training.grad_accum if training.world.pp > 1 else len(batches))
-    counts = torch.stack([num_predicted(task, each) for each in parts]).double()
+    micro_batches = _cut(batches, training.grad_accum if training.world.pp > 1 else len(batches))
+    counts = torch.stack([num_predicted(task, batch) for batch in micro_batches]).double()
     total = training.over_replicas(counts.sum())
-    return (counts * (len(parts) * training.world.replicas) / total).float()
+    return (counts * (len(micro_batches) * training.world.replicas) / total).float()
 
 
 def labels(training: Training, samples: TrainingData, share: Batch) -> "torch.Tensor":
@@ -89,8 +89,8 @@ def computed(training: Training, loss: "torch.Tensor", samples: int, scale: floa
         for piece in gradient.reshape(-1).split(CHUNK):
             square = square + share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
         # A parameter that the schedule added has no name in the model as constructed.
-        known = outline.names.get(name, name)
-        squares[known], dims[known] = squares.get(known, zero) + square, gradient.dim()
+        original = outline.names.get(name, name)
+        squares[original], dims[original] = squares.get(original, zero) + square, gradient.dim()
     # Waits for the device once, not for each parameter.
     values = (torch.stack([*squares.values()]).sqrt() / scale).tolist()
     all_of, vectors = ([list[float]() for _ in range(len(outline.blocks) + 1)] for _ in range(2))
@@ -98,12 +98,12 @@ def computed(training: Training, loss: "torch.Tensor", samples: int, scale: floa
         all_of[outline.group(name)].append(norm)
         if dims.get(name, 2) < 2:
             vectors[outline.group(name)].append(norm)
-    norms = [math.hypot(*each) for each in all_of]
+    norms = [math.hypot(*group_norms) for group_norms in all_of]
     return Computed(
         loss=float(loss),
         gradient=math.hypot(*norms),
         blocks=tuple(norms[:-1]),
-        vectors=tuple(math.hypot(*each) for each in vectors),
+        vectors=tuple(math.hypot(*group_norms) for group_norms in vectors),
         parameters=tuple(values[: len(outline.parameters)]),
         samples=samples,
     )
@@ -123,7 +123,7 @@ def square(training: Training) -> "torch.Tensor":
     total = torch.zeros((), dtype=torch.float64, device=training.device)
     for share, gradients in groups.items():
         norms = foreach_norm(gradients, 2, torch.float32)  # also of gradients in 16 bits
-        total += share * torch.stack([each.to(total.device) for each in norms]).double().square().sum()
+        total += share * torch.stack([norm.to(total.device) for norm in norms]).double().square().sum()
     return total
 
 
@@ -132,7 +132,7 @@ def multiply(training: Training, factor: "torch.Tensor") -> None:
     from ..base._torch import foreach_multiply
     from ..schedule.parallel.sharding import local
 
-    gradients = [local(each.grad) for each in training.model.parameters() if each.grad is not None]
+    gradients = [local(parameter.grad) for parameter in training.model.parameters() if parameter.grad is not None]
     if gradients:
         foreach_multiply(gradients, factor)
 

@@ -77,8 +77,8 @@ class Hyperparameters:
         """Learning rate of a step, numbered from 0, as a share of the highest."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        left = max(1, (self.lr_steps or self.steps) - self.warmup)
-        done = min(1.0, (step - self.warmup) / left)
+        remaining = max(1, (self.lr_steps or self.steps) - self.warmup)
+        done = min(1.0, (step - self.warmup) / remaining)
         if self.lr_schedule == "constant":
             share = 1.0
         elif self.lr_schedule == "linear":
@@ -94,14 +94,15 @@ class Hyperparameters:
         import torch
 
         groups: dict[bool, list[nn.Parameter]] = {}
-        for each in params:
-            groups.setdefault(each.dim() >= 2, []).append(each)
-        given = [
-            {"params": each, "weight_decay": self.weight_decay if decays else 0.0} for decays, each in groups.items()
+        for param in params:
+            groups.setdefault(param.dim() >= 2, []).append(param)
+        param_groups = [
+            {"params": params_of_group, "weight_decay": self.weight_decay if decays else 0.0}
+            for decays, params_of_group in groups.items()
         ]
         # Not fused leaves the choice to torch: foreach on CUDA, a loop over parameters on a CPU.
         return torch.optim.AdamW(
-            given,
+            param_groups,
             lr=self.lr if self.lr is not None else DEFAULT_LR,
             betas=self.betas,
             eps=self.eps,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 LAG = 2
-"""Number of steps after which ranks read what they agreed on, so that none waits for the device."""
+"""Number of steps after which ranks read their common decision, so that none waits for the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class LoopResult:
 
 
 class HostCopy:
-    """A copy of a tensor in host memory that is made while the device goes on."""
+    """A copy of a tensor in host memory that is made while the device continues."""
 
     def __init__(self, tensor: "torch.Tensor") -> None:
         import torch
@@ -97,7 +97,7 @@ class HostCopy:
             self._done.record()
 
     def tolist(self) -> list[float]:
-        """The values; waits for the copy alone, and not for what was given to the device later."""
+        """The values; waits for the copy alone, and not for later work of the device."""
         if self._done is not None:
             self._done.synchronize()
         return self._values.tolist()
@@ -175,16 +175,16 @@ class Loop:
         try:
             while self.step < self.until and not stopped:
                 share = following.result()
-                following = self._fetch(self.step + 1)
+                following = self._fetch(self.step + 1)  # read while this step runs
                 self._one(share)
                 if self.saver is not None and self.step == self._first:
                     self._state().tensors()  # fails now rather than at the first checkpoint
                 stopped, save = self._next_actions()
                 self.step += 1
-                last = self.step == self.until
-                if self.step % self.plan.log_every == 0 or last or stopped:
+                is_last = self.step == self.until
+                if self.step % self.plan.log_every == 0 or is_last or stopped:
                     self._report()
-                if self.plan.eval_every and (self.step % self.plan.eval_every == 0 or last):
+                if self.plan.eval_every and (self.step % self.plan.eval_every == 0 or is_last):
                     self._evaluate()
                 if save or (self.plan.save_every and self.step % self.plan.save_every == 0):
                     self._save()
@@ -199,8 +199,8 @@ class Loop:
 
     def _fetch(self, step: int) -> "Future[Batch]":
         """Starts reading this replica's samples of a step, while another step runs."""
-        first = self.position + (step - self._first) * self.training.samples_per_step
-        return self.training.fetch(self._loader, self.samples, first)
+        position = self.position + (step - self._first) * self.training.samples_per_step
+        return self.training.fetch(self._loader, self.samples, position)
 
     def _one(self, share: Batch) -> None:
         import torch
@@ -226,17 +226,18 @@ class Loop:
         if save:
             self._saved_at = time.monotonic()
         marks = torch.tensor([self._stop(), save], dtype=torch.float64).to(training.device, non_blocking=True)
+        # One all-reduce for the norm and the flags, since a step waits for each collective.
         totals = torch.cat([gradients.square(training).reshape(1), marks])
         if training.world.size > 1:
             torch.distributed.all_reduce(totals)
         self._agreed.append(HostCopy(totals[1:]))
         self._norm = totals[0].sqrt()
         if self._hyper.clip:
-            factor = (self._hyper.clip / (self._norm + 1e-6)).clamp(max=1.0)
+            factor = (self._hyper.clip / (self._norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             gradients.multiply(training, factor.float())
 
     def _next_actions(self) -> tuple[bool, bool]:
-        """Returns whether to stop and whether to save, as agreed by all ranks."""
+        """Returns two flags that all ranks agree on: True to stop, and True to save."""
         if len(self._agreed) <= (LAG if self.training.world.size > 1 or self.training.device.type == "cuda" else 0):
             return False, False
         stop, save = self._agreed.popleft().tolist()
@@ -294,15 +295,15 @@ class Loop:
         if self._norm is not None and not self.training.precision.scaled and not math.isfinite(float(self._norm)):
             raise self._diverged(f"the gradients of step {self.step} are not finite")
 
-    def _diverged(self, what: str) -> Diverged:
+    def _diverged(self, reason: str) -> Diverged:
         if self.saver is not None:
             self._log_saved(self.saver.wait())
-        kept = (
+        last_saved = (
             f"the checkpoint of step {self._kept_step} was saved before"
             if self._kept_step
             else "nothing was saved before"
         )
-        return Diverged(f"{what}: {kept}; a lower --lr or a longer warmup may help")
+        return Diverged(f"{reason}: {last_saved}; a lower --lr or a longer warmup may help")
 
     def _evaluate(self) -> None:
         """Logs the mean loss of held-out samples, without dropout: every token has the same weight."""
@@ -339,13 +340,15 @@ class Loop:
             StudyError: a checkpoint cannot be saved.
         """
         training, size, begin = self.training, self.training.samples_per_step, time.perf_counter()
-        position, left = self._position(self.step), self.until - self.step
+        position, remaining = self._position(self.step), self.until - self.step
         rank0 = training.world.rank == 0
-        found = longest(self.samples, position, left, size, training.micro_batch) if rank0 else None
-        found = agreed(training, found)
-        tried = [f"the longest of the next {found.looked_at:,} batches (step {self.step + found.step + 1})"]
+        longest_batch = longest(self.samples, position, remaining, size, training.micro_batch) if rank0 else None
+        longest_batch = agreed(training, longest_batch)
+        tried = [
+            f"the longest of the next {longest_batch.looked_at:,} batches (step {self.step + longest_batch.step + 1})"
+        ]
         with undone(training):
-            share = training.share(self.samples, position + found.step * size)
+            share = training.share(self.samples, position + longest_batch.step * size)
             float(gradients.passes(training, self.samples, share))  # waits for the device
             training.optimizer.zero_grad(set_to_none=True)
             if self.plan.eval_every:
@@ -365,8 +368,8 @@ class Loop:
         seconds = time.perf_counter() - begin
         self._idle_s += seconds
         listed = " and ".join(filter(None, (", ".join(tried[:-1]), tried[-1])))
-        text = f"soaked for {seconds:.1f} s{peak}: {listed} succeeded, without an effect on the training"
-        self._log({"kind": "note", "step": self.step, "text": text, "seconds": seconds, "memory_mib": memory_mib})
+        summary = f"soaked for {seconds:.1f} s{peak}: {listed} succeeded, without an effect on the training"
+        self._log({"kind": "note", "step": self.step, "text": summary, "seconds": seconds, "memory_mib": memory_mib})
 
     def _state(self) -> State:
         return State(self.training, self._from_weights)
@@ -401,9 +404,9 @@ class Loop:
         failure, stopped = "", stopped and self.step < self.until
         if self.saver is not None:
             self._save()
-            last = self.saver.wait()
-            self._log_saved(last)
-            failure = last.failure if last is not None else ""
+            last_save = self.saver.wait()
+            self._log_saved(last_save)
+            failure = last_save.failure if last_save is not None else ""
         self._log({"kind": "end", "step": self.step, "stopped": stopped, "failure": failure})
         training, flops = self.training, self.training.flops_per_step()
         # The first interval includes warm-up and compilation.

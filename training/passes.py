@@ -64,16 +64,16 @@ class Accumulation:
         assert total is not None  # there is at least one micro-batch
         return total / len(batches)
 
-    def _announce(self, last: bool) -> None:
-        """Tells `fully_shard` whether another micro-batch follows."""
-        for each in self._model.__dict__.get("whole_for_a_step", ()):
-            each.set_reshard_after_backward(last, recurse=False)
+    def _announce(self, is_last: bool) -> None:
+        """Sets on modules of `fully_shard` if another micro-batch follows."""
+        for module in self._model.__dict__.get("whole_for_a_step", ()):
+            module.set_reshard_after_backward(is_last, recurse=False)
         if (
             self._exchange.hsdp > 1
             and self._exchange.summed == "step"
             and hasattr(self._model, "set_requires_all_reduce")
         ):
-            self._model.set_requires_all_reduce(last)
+            self._model.set_requires_all_reduce(is_last)
 
 
 class Pipelined:
@@ -97,9 +97,9 @@ class Pipelined:
     def loss(self, output: Any, numbers: "torch.Tensor") -> "torch.Tensor":
         """The workload's own loss of the micro-batch with these sample numbers."""
         with self._precision.autocast():
-            first, end = int(numbers[0]), int(numbers[-1]) + 1
-            loss = self.loss_of.loss(output, batch_slice(self._batch, first, end))
-        return loss if self._factors is None else _weighted(loss, self._factors[first // (end - first)])
+            begin, end = int(numbers[0]), int(numbers[-1]) + 1
+            loss = self.loss_of.loss(output, batch_slice(self._batch, begin, end))
+        return loss if self._factors is None else _weighted(loss, self._factors[begin // (end - begin)])
 
     def __call__(
         self,

@@ -38,9 +38,9 @@ class Precision:
     def __init__(self, name: str, device: "torch.device", ranks: int = 1) -> None:
         import torch
 
-        known = [each for each in FORMATS if each not in ("fp16", "tf32") or device.type == "cuda"]
-        if name not in known:
-            raise WorkloadError(f"{unknown('precision', name, known)} These work on {device.type}.")
+        supported = [precision for precision in FORMATS if precision not in ("fp16", "tf32") or device.type == "cuda"]
+        if name not in supported:
+            raise WorkloadError(f"{unknown('precision', name, supported)} These work on {device.type}.")
         formats = FORMATS[name]
         self.float8 = formats.scaling
         """Granularity of the scales of 8-bit numbers; None without 8-bit products."""
@@ -100,11 +100,11 @@ class Precision:
         from ..models.families.standard import unconvertible
         from ..schedule.primitives.formats import convertible
 
-        if reason := unconvertible(each.module for each in blocks):
+        if reason := unconvertible(block.module for block in blocks):
             raise WorkloadError(f"precision={self._name}: {reason}")
-        for each in blocks:
-            if convertible(each.module):
-                each.float8(self.float8, emulate=self._device.type != "cuda")
+        for block in blocks:
+            if convertible(block.module):
+                block.float8(self.float8, emulate=self._device.type != "cuda")
 
     def roundoff(self, model: "nn.Module") -> float:
         """Unit roundoff of the products in a model: half the distance from 1 to the next number."""
@@ -122,9 +122,9 @@ class Precision:
         if self._device.type == "cuda":
             # Products of float32 may use TensorFloat-32, which has as many bits as float16.
             # `allow_tf32` raises if a program has set `fp32_precision`, which reflects both settings.
-            convolves = any(isinstance(each, ConvNd) for each in model.modules())
+            convolves = any(isinstance(module, ConvNd) for module in model.modules())
             products = [torch.backends.cuda.matmul, *([torch.backends.cudnn.conv] if convolves else [])]
-            if any(each.fp32_precision == "tf32" for each in products):
+            if any(backend.fp32_precision == "tf32" for backend in products):
                 return torch.finfo(torch.float16).eps / 2
         return torch.finfo(torch.float32).eps / 2
 
@@ -164,7 +164,7 @@ class Precision:
 
     @property
     def facts(self) -> dict[str, float]:
-        """What a checkpoint needs to continue: the scale, and the steps since it changed, after which it grows."""
+        """State that a checkpoint keeps: the scale, and the steps since it changed, after which it grows."""
         growth = 0 if self._scaler is None else int(self._scaler.state_dict().get("_growth_tracker", 0))
         return {"loss_scale": self.loss_scale, "loss_scale_steps": growth}
 

@@ -175,21 +175,21 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self.position < self._past:  # skips batches of the epoch that no step used
             self.position = self._past
-        end, step, known = self._end(), self._training.samples_per_step, self._set
+        end, step, times_set = self._end(), self._training.samples_per_step, self._set
         with one_thread("data") as reader:
             fetch, samples = self._training.fetch, self.samples
-            at = self.position
-            following = fetch(reader, samples, at)
-            while end is None or at < end:
-                if known != self._set:  # set by the user
-                    at, known = self.position, self._set
-                    following = fetch(reader, samples, at)
+            position = self.position
+            following = fetch(reader, samples, position)
+            while end is None or position < end:
+                if times_set != self._set:  # set by the user
+                    position, times_set = self.position, self._set
+                    following = fetch(reader, samples, position)
                 share = following.result()
-                at += step
-                if end is None or at < end:
-                    following = fetch(reader, samples, at)
+                position += step
+                if end is None or position < end:
+                    following = fetch(reader, samples, position)
                 yield to_device(share, self._training.device)
-        self._past = at
+        self._past = position
 
     def _end(self) -> int | None:
         """Position of the end of the current epoch."""
@@ -234,10 +234,10 @@ class Steps:
                 "the model was called again before optimizer.step(): a call takes all samples of a step, gradient accumulation "
                 "included; loss.backward() and optimizer.step() must follow every call with gradients"
             )
-        expected, given = training.micro_batch * training.grad_accum, _size(batch)
-        if given != expected:
+        expected, count = training.micro_batch * training.grad_accum, _size(batch)
+        if count != expected:
             raise UsageError(
-                f"the model takes this replica's {expected} samples of a step, as the loader gives them, but got {given}; under "
+                f"the model takes this replica's {expected} samples of a step, as the loader gives them, but got {count}; under "
                 "torch.no_grad() it takes any number"
             )
         training.reseed(self.step)
@@ -261,11 +261,11 @@ class Steps:
             batches = [to_device(batch, training.device)]
             return training.passes(batches, factors=factors(training, self.samples, batches))
         size, count = training.micro_batch, _size(batch)
-        parts = [batch_slice(batch, at, min(at + size, count)) for at in range(0, count, size)]
-        batches = [to_device(each, training.device) for each in parts]
+        slices = [batch_slice(batch, begin, min(begin + size, count)) for begin in range(0, count, size)]
+        batches = [to_device(piece, training.device) for piece in slices]
         weights = factors(training, self.samples, batches)
         if weights is None and count % size:
-            shares = [_size(each) * len(parts) / count for each in parts]
+            shares = [_size(piece) * len(slices) / count for piece in slices]
             weights = torch.tensor(shares, device=training.device)
         return training.passes(batches, factors=weights)
 
@@ -293,6 +293,7 @@ class Steps:
         if training.world.size > 1:
             dist.all_reduce(total)
         self.norm = total.sqrt()
+        # As torch.nn.utils.clip_grad_norm_, whose norm would be that of this rank's part.
         gradients.multiply(training, (max_norm / (self.norm + 1e-6)).clamp(max=1.0).float())
         self._clipped = True
         return self.norm
@@ -325,11 +326,11 @@ class Steps:
 
 
 def _size(batch: Batch) -> int:
-    parts = entries(batch)
-    if not parts:
+    tensors = entries(batch)
+    if not tensors:
         kind = "names" if isinstance(batch, Mapping) else "positions"
         raise UsageError(f"the model was called without a batch: give the loader's, whose {kind} it takes")
-    return int(next(iter(parts.values())).shape[0])
+    return int(next(iter(tensors.values())).shape[0])
 
 
 class Info:
@@ -458,14 +459,14 @@ class Info:
 
     def _prepare(self, folder: CheckpointFolder) -> None:
         """Creates the folder on rank 0, before any rank writes into it."""
-        failure = [self._create_folder(folder) if self.main else ""]
+        failure = [self._create_folder(folder) if self.main else None]
         if self._group is not None:
             dist.broadcast_object_list(failure, src=0, group=self._group)
-        if failure[0]:
+        if failure[0] is not None:
             raise StudyError(failure[0])
 
-    def _create_folder(self, folder: CheckpointFolder) -> str:
-        """Creates a folder. Returns the reason why it cannot take a checkpoint of this step, or an empty text."""
+    def _create_folder(self, folder: CheckpointFolder) -> str | None:
+        """Creates a folder. Returns the reason why it cannot take a checkpoint of this step; None if it can."""
         try:
             folder.prepare()
         except StudyError as error:
@@ -474,7 +475,7 @@ class Info:
             return f"the folder '{folder.path}' for checkpoints cannot be made: {error.strerror or error}"
         later = [str(checkpoint.step) for checkpoint in folder.all() if checkpoint.step > self.step]
         if not later:
-            return ""
+            return None
         return (
             f"'{folder.path}' contains checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did "
             "not continue from them; call info.load before the loop, or give another folder"
@@ -510,11 +511,11 @@ class Info:
         world, state = self.world, dict[str, torch.Tensor]()
         keeps = world.replica == 0 and world.tp_rank == 0
         # One tensor at a time, since together they may not fit on a device.
-        for name, each in whole_tensors(self.training.model):
+        for name, tensor in whole_tensors(self.training.model):
             if keeps and self.main:
-                state[name] = each.detach().to("cpu", copy=True)
+                state[name] = tensor.detach().to("cpu", copy=True)
             elif keeps:  # every stage has the weights of its layers
-                dist.send_object_list([(name, each.detach().cpu())], dst=0, group=self._group)
+                dist.send_object_list([(name, tensor.detach().cpu())], dst=0, group=self._group)
         if keeps and not self.main:
             dist.send_object_list([None], dst=0, group=self._group)
         for stage in range(1, world.pp) if self.main else ():

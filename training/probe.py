@@ -75,10 +75,10 @@ def _constants(training: "Training", held: "Mapping[str, torch.Tensor]") -> dict
 
     names, values = sorted(set(training.outline.names.values())), (0.0, 1.0)
     flags = torch.ones(len(names), len(values))
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         if name in held and held[name].numel():
-            ends = [float(each) for each in held[name].detach().aminmax()]
-            flags[at] = torch.tensor([ends == [value, value] for value in values])
+            ends = [float(extreme) for extreme in held[name].detach().aminmax()]
+            flags[index] = torch.tensor([ends == [value, value] for value in values])
     if training.world.size > 1:
         import torch.distributed as dist
 
@@ -87,8 +87,8 @@ def _constants(training: "Training", held: "Mapping[str, torch.Tensor]") -> dict
     return {
         name: value
         for name, row in zip(names, flags.tolist())
-        for value, whole in zip(values, row)
-        if whole and name in held
+        for value, is_constant in zip(values, row)
+        if is_constant and name in held
     }
 
 
@@ -173,7 +173,7 @@ class Cut:
             for count in range(least, least * samples + 1, least)
             if size * count % samples == 0
         ]
-        return min(ways, key=lambda each: (each.size * each.count, each.count))
+        return min(ways, key=lambda cut: (cut.size * cut.count, cut.count))
 
     def positions(self, number: int, samples: int) -> "torch.Tensor":
         """Sample indices of a micro-batch."""
@@ -193,7 +193,7 @@ def take(training: "Training") -> ProbePart:
     probed = _Probed(training)
     from ..schedule.parallel.experts import counted_rows, dropped_rows
 
-    by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
+    by_batch = any(getattr(module, "track_running_stats", False) for module in training.model.modules())
     by_batch = by_batch or dropped_rows(training.model) is not None
 
     counted = counted_rows(training.model, hooks=not training.compiled)
@@ -225,7 +225,7 @@ def take(training: "Training") -> ProbePart:
         # The roundoff of a user's loss is unknown.
         loss_roundoff=probed.loss_roundoff if training.workload.loss is None else roundoff,
     )
-    sent = {path: each.tolist() for path, each in rows.items()}
+    sent = {path: counts.tolist() for path, counts in rows.items()}
     return ProbePart(share=share, changed=changed, size=size, by_batch=by_batch, rows=sent)
 
 
@@ -284,15 +284,16 @@ class _Probed:
         seen: list[torch.Tensor] = []
         for scale in LOSS_SCALES if training.precision.scaled else (None,):
             seen.clear()
-            before = _random_state(training.device)
+            state_before = _random_state(training.device)
             with training.precision.scaling(scale):
                 loss = training.passes(batches, watch=lambda output: self._see(output, cut.size, seen))
-            drew = before != _random_state(training.device)
-            found = computed(training, loss, self.total, scale or 1.0)
+            drew = state_before != _random_state(training.device)
+            computed_pass = computed(training, loss, self.total, scale or 1.0)
             training.optimizer.zero_grad(set_to_none=True)
-            if scale is None or not self.agree(not math.isfinite(found.gradient)):
+            # All ranks repeat the pass if any overflowed, or their collectives would not match.
+            if scale is None or not self.agree(not math.isfinite(computed_pass.gradient)):
                 break
-        return _Pass(computed=found, logits=torch.cat(seen) if seen else None, random=drew)
+        return _Pass(computed=computed_pass, logits=torch.cat(seen) if seen else None, random=drew)
 
     def _cut(self, as_trained: bool) -> Cut:
         training, pp = self.training, self.training.world.pp
@@ -310,7 +311,7 @@ class _Probed:
             pipeline.micro_batches = cut.count
             cut = Cut(cut.size * cut.count, 1)
         picked = [cut.positions(number, self.num_own) for number in range(cut.count)]
-        return [to_device(each_tensor(self.share, itemgetter(at)), training.device) for at in picked]
+        return [to_device(each_tensor(self.share, itemgetter(positions)), training.device) for positions in picked]
 
     def agree(self, flag: bool) -> bool:
         """True if a flag is set on any rank."""
@@ -323,39 +324,39 @@ class _Probed:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return bool(tensor)
 
-    def projected(self, kept: _Pass) -> tuple[float, ...]:
+    def projected(self, at_rest: _Pass) -> tuple[float, ...]:
         """This rank's part of the projections over samples, positions and logits."""
-        if kept.logits is None:
+        if at_rest.logits is None:
             return ()
         import torch
 
-        over, positions = kept.logits.shape[:2]
-        samples = self.first + torch.arange(over, device=kept.logits.device) % self.num_own
+        over, positions = at_rest.logits.shape[:2]
+        samples = self.first + torch.arange(over, device=at_rest.logits.device) % self.num_own
         by_sample = self._sign("samples", self.total)[samples].double()
         # Ranks that share sequences have a piece of each.
         world, sharing = self.training.world, self.training.world.sharing
         by_position = sharing.piece(self._sign("positions", positions * sharing.ranks), 0).double()
-        found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample, by_position)
+        projections = torch.einsum("jtr,jr,tr->r", at_rest.logits.double(), by_sample, by_position)
         copies = over / self.num_own
         # The sum grows as the root of the number of terms. Ranks that share a layer have the same values.
         scale = 1.0 / world.tp / copies / math.sqrt(self.total * positions * sharing.ranks * self.width)
-        return tuple((found * scale).tolist())
+        return tuple((projections * scale).tolist())
 
-    def departure(self, active_pass: _Pass, kept: _Pass) -> tuple[float, float]:
+    def departure(self, active_pass: _Pass, at_rest: _Pass) -> tuple[float, float]:
         """This rank's part of the squared change of the logits in training, and of the squared logits."""
-        if active_pass.logits is None or kept.logits is None:
+        if active_pass.logits is None or at_rest.logits is None:
             return 0.0, 0.0
-        quiet = kept.logits.unflatten(0, (-1, self.num_own)).mean(0)
-        if active_pass is kept:
+        quiet = at_rest.logits.unflatten(0, (-1, self.num_own)).mean(0)
+        if active_pass is at_rest:
             return 0.0, float(quiet.square().mean())
         change = active_pass.logits.unflatten(0, (-1, self.num_own)) - quiet
         return float(change.square().mean()), float(quiet.square().mean())
 
-    def noise_numbers(self, kept: _Pass) -> int:
+    def noise_numbers(self, at_rest: _Pass) -> int:
         """Upper bound on the number of values in `departure`: at most the number of projections per position."""
-        if kept.logits is None:
+        if at_rest.logits is None:
             return 0
-        return self.total * kept.logits.shape[1] * self.training.world.sharing.ranks * min(self.width, PROJECTIONS)
+        return self.total * at_rest.logits.shape[1] * self.training.world.sharing.ranks * min(self.width, PROJECTIONS)
 
     def _see(self, output: Any, size: int, seen: "list[torch.Tensor]") -> None:
         """Projects the logits of a micro-batch over V, which may be sharded over ranks."""
@@ -388,18 +389,18 @@ class _Probed:
         with torch.no_grad(), torch.autocast(self.training.device.type, enabled=False):
             # Signs are exact in any format. Padding columns of a piece have none.
             columns = signs.shape[0]
-            found = torch.cat([(each[..., :columns] @ signs.to(each.dtype)).float() for each in pieces])
-            found = found if axis is None else all_reduce(found, axis)
-            seen.append(found.reshape(size, -1, PROJECTIONS))
+            projections = torch.cat([(piece[..., :columns] @ signs.to(piece.dtype)).float() for piece in pieces])
+            projections = projections if axis is None else all_reduce(projections, axis)
+            seen.append(projections.reshape(size, -1, PROJECTIONS))
 
-    def _sign(self, what: str, count: int) -> "torch.Tensor":
+    def _sign(self, axis: str, count: int) -> "torch.Tensor":
         import torch
 
-        if (what, count) not in self._signs:
-            generator = torch.Generator().manual_seed(zlib.crc32(what.encode()))
+        if (axis, count) not in self._signs:
+            generator = torch.Generator().manual_seed(zlib.crc32(axis.encode()))
             bits = torch.randint(2, (count, PROJECTIONS), generator=generator)
-            self._signs[what, count] = (2.0 * bits - 1).to(self.training.device)
-        return self._signs[what, count]
+            self._signs[axis, count] = (2.0 * bits - 1).to(self.training.device)
+        return self._signs[axis, count]
 
 
 @contextlib.contextmanager
@@ -438,4 +439,4 @@ def _random_state(device: "torch.device") -> tuple[bytes, ...]:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    return tuple(each.numpy().tobytes() for each in states)
+    return tuple(state.numpy().tobytes() for state in states)

@@ -37,18 +37,18 @@ class Longest:
     """Number of steps whose batches were checked."""
 
 
-def longest(samples: TrainingData, first: int, steps: int, size: int, micro_batch: int) -> Longest:
+def longest(samples: TrainingData, start: int, steps: int, size: int, micro_batch: int) -> Longest:
     """Returns the step whose batch needs the most memory: the one with the most tokens in a micro-batch, without
     padding if samples are padded to one length; the largest batch if the user's function makes batches.
 
     Args:
-        first: position of the first step's first sample.
+        start: position of the first step's first sample.
         size: samples of a step.
         micro_batch: samples of a forward pass.
     """
     if isinstance(samples, Samples):
         steps = max(1, min(steps, _SAMPLES // size))
-        lengths = samples.lengths(first, steps * size)
+        lengths = samples.lengths(start, steps * size)
         if lengths is None:
             return Longest(step=0, looked_at=steps)
         passes = lengths.reshape(steps, -1, micro_batch if size % micro_batch == 0 else size).sum(axis=2)
@@ -57,19 +57,21 @@ def longest(samples: TrainingData, first: int, steps: int, size: int, micro_batc
         return Longest(step=0, looked_at=steps)  # all are equal
     until, sizes = time.monotonic() + LOOK_S, list[int]()
     while len(sizes) < steps and (not sizes or time.monotonic() < until):
-        batch = samples(first + len(sizes) * size, size)
-        sizes.append(sum(each.numel() for each in entries(batch).values()))
+        batch = samples(start + len(sizes) * size, size)
+        sizes.append(sum(tensor.numel() for tensor in entries(batch).values()))
     return Longest(step=int(np.argmax(sizes)), looked_at=len(sizes))
 
 
-def agreed(training: "Training", found: Longest | None) -> Longest:
+def agreed(training: "Training", longest_batch: Longest | None) -> Longest:
     """Broadcasts rank 0's result; all ranks call it."""
     if training.world.size == 1:
-        assert found is not None, "a single rank searches"
-        return found
+        assert longest_batch is not None, "a single rank searches"
+        return longest_batch
     import torch
 
-    values = torch.tensor([0, 0] if found is None else [found.step, found.looked_at], device=training.device)
+    values = torch.tensor(
+        [0, 0] if longest_batch is None else [longest_batch.step, longest_batch.looked_at], device=training.device
+    )
     torch.distributed.broadcast(values, src=0)
     step, looked_at = values.tolist()
     return Longest(step=step, looked_at=looked_at)

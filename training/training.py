@@ -52,14 +52,18 @@ class ModelStructure:
     @staticmethod
     def of(module: "nn.Module", blocks: Sequence[str]) -> "ModelStructure":
         """Returns the structure of a model as constructed."""
-        first: dict[Any, str] = {}
+        first_name: dict[Any, str] = {}
         names = {}
         for name, param in module.named_parameters(remove_duplicate=False):
-            names[name] = first.setdefault(param, name)
+            names[name] = first_name.setdefault(param, name)
         state = module.state_dict(keep_vars=True)
-        shapes = {names.get(name, name): tuple(each.shape) for name, each in state.items() if hasattr(each, "shape")}
-        deep = [each for each in module.modules() if any(p.dim() > 1 for p in each.parameters(recurse=False))]
-        frozen = frozenset(name for param, name in first.items() if not param.requires_grad)
+        shapes = {
+            names.get(name, name): tuple(tensor.shape) for name, tensor in state.items() if hasattr(tensor, "shape")
+        }
+        deep = [
+            submodule for submodule in module.modules() if any(p.dim() > 1 for p in submodule.parameters(recurse=False))
+        ]
+        frozen = frozenset(name for param, name in first_name.items() if not param.requires_grad)
         return ModelStructure(blocks=tuple(blocks), names=names, shapes=shapes, frozen=frozen, depth=max(1, len(deep)))
 
     @property
@@ -70,7 +74,7 @@ class ModelStructure:
     def group(self, name: str) -> int:
         """Index of a parameter's block; the number of blocks for one outside all blocks."""
         name = self.names.get(name, name)
-        inside = (at for at, path in enumerate(self.blocks) if name.startswith(path + "."))
+        inside = (index for index, path in enumerate(self.blocks) if name.startswith(path + "."))
         return next(inside, len(self.blocks))
 
 
@@ -164,7 +168,7 @@ class Training:
         self._mesh = self.world.mesh(self.device, collective_timeout_s)
         self._kernels = kernels
         self.model, self.optimizer = self._build()
-        self.first_numbers = group_numbers(self.optimizer)
+        self.first_numbers = group_numbers(self.optimizer)  # before steps, to see later which of them steps change
         self.model.train()
         self._resident = False
         self.data = self._make_data() if own_data else []
@@ -189,7 +193,7 @@ class Training:
         Args:
             adjust: called before with the unscaled gradients in place; may change them.
         """
-        self.precision.unscale(self.optimizer)
+        self.precision.unscale(self.optimizer)  # before clipping, which needs the true norm
         adjust()
         self.precision.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
@@ -198,7 +202,7 @@ class Training:
         """As `step`, of the first micro-batches unless a pipeline orders them; from two on its memory is that of a step."""
         if self.world.pp > 1:
             return self.step()
-        total = self.passes([to_device(each, self.device) for each in self.data[0][:micro_batches]])
+        total = self.passes([to_device(batch, self.device) for batch in self.data[0][:micro_batches]])
         self.update()
         return total
 
@@ -237,27 +241,27 @@ class Training:
             dist.all_reduce(value, group=self._mesh.get_group("dp"))
         return value
 
-    def share(self, samples: Callable[[int, int], Batch], first: int) -> Batch:
+    def share(self, samples: Callable[[int, int], Batch], start: int) -> Batch:
         """Returns this replica's samples of a step.
 
         Args:
             samples: `samples(start, count)` returns the samples at `count` positions from `start` on.
-            first: position of the step's first sample.
+            start: position of the step's first sample.
         """
         count = self.micro_batch * self.grad_accum
-        return samples(first + self.world.dp_rank * count, count)
+        return samples(start + self.world.dp_rank * count, count)
 
-    def pinned_share(self, samples: Callable[[int, int], Batch], first: int) -> Batch:
+    def pinned_share(self, samples: Callable[[int, int], Batch], start: int) -> Batch:
         """As `share`; for a GPU in pinned memory, from which copies are asynchronous."""
-        share = self.share(samples, first)
+        share = self.share(samples, start)
         return each_tensor(share, lambda tensor: tensor.pin_memory()) if self.device.type == "cuda" else share
 
-    def fetch(self, reader: Executor, samples: "TrainingData", first: int) -> Future[Batch]:
+    def fetch(self, reader: Executor, samples: "TrainingData", start: int) -> Future[Batch]:
         """Reads `pinned_share` in a thread, or at once if these samples are only made in the main thread."""
         if not samples.in_main_thread:
-            return reader.submit(self.pinned_share, samples, first)
+            return reader.submit(self.pinned_share, samples, start)
         done: Future[Batch] = Future()
-        done.set_result(self.pinned_share(samples, first))
+        done.set_result(self.pinned_share(samples, start))
         return done
 
     def micro_batches(self, share: Batch) -> list[Batch]:
@@ -271,7 +275,7 @@ class Training:
 
     def flops_per_step(self) -> float | None:
         """Model FLOPs of one optimizer step over all ranks, without recomputation; None if the model cannot be traced
-        (`flops_of(workload).reason` says why).
+        (`flops_of(workload).reason` has the reason).
         """
         per_sample = flops_of(self.workload).per_sample
         return None if per_sample is None else per_sample * self.samples_per_step
@@ -290,8 +294,8 @@ class Training:
         return step_seed(self._seed, number)
 
     def _make_model(self) -> "nn.Module":
-        """Returns the model on the meta device if it is an architecture whose rules initialise all of it there, and otherwise
-        what the workload's function makes on the CPU.
+        """Returns the model on the meta device if it is an architecture whose rules initialise all of it there; otherwise the
+        module that the workload's function makes on the CPU.
         """
         import torch
 
@@ -318,10 +322,11 @@ class Training:
         sch = create_schedule(module, self._mesh)
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
-        self.outline = ModelStructure.of(module, [each.path for each in standard.blocks(sch)])
+        self.outline = ModelStructure.of(module, [block.path for block in standard.blocks(sch)])
         if schedule is standard and self.strategy.kernels and (self._kernels or not liger_obstacle(self.device.type)):
             (self._kernels or replace_modules)(sch)  # before it is cut
         schedule(sch, self.config)
+        # After the schedule: sharding over replicas sees the parameters that tensor parallelism has left on this rank.
         self._distribute(sch)
         self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)
         if self.precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
@@ -361,9 +366,9 @@ class Training:
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
                 kind = pipeline_schedule_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
-        whole = self.strategy.etp == 1
-        if (self.strategy.ep > 1 or whole) and self.strategy.strategy is None and "shard_experts" not in done:
-            sch.shard_experts(self.strategy.ep, whole=whole)
+        whole_experts = self.strategy.etp == 1
+        if (self.strategy.ep > 1 or whole_experts) and self.strategy.strategy is None and "shard_experts" not in done:
+            sch.shard_experts(self.strategy.ep, whole=whole_experts)
         if self.strategy.capacity_factor and "limit_experts" not in done:
             sch.limit_experts(self.strategy.capacity_factor)
         if self.strategy.offload == "optimizer" and "offload" not in done:
@@ -376,24 +381,24 @@ class Training:
         steps: list[Batch] = []
         held = 0
         while len(steps) < MAX_STEPS_OF_DATA:
-            part = self._share_of(len(steps))
-            held += num_bytes(part)
-            steps.append(part)
-            if held + num_bytes(part) > MAX_BYTES_OF_DATA:
+            share = self._share_of(len(steps))
+            held += num_bytes(share)
+            steps.append(share)
+            if held + num_bytes(share) > MAX_BYTES_OF_DATA:
                 break
         self._resident = held <= MAX_BYTES_OF_DATA
         if self._resident:
-            steps = [to_device(each, self.device) for each in steps]
+            steps = [to_device(batch, self.device) for batch in steps]
         elif self.device.type == "cuda":
-            steps = [each_tensor(each, lambda tensor: tensor.pin_memory()) for each in steps]
-        return [self.micro_batches(each) for each in steps]
+            steps = [each_tensor(batch, lambda tensor: tensor.pin_memory()) for batch in steps]
+        return [self.micro_batches(batch) for batch in steps]
 
     def _share_of(self, step: int) -> Batch:
         """This replica's samples of a step, on the CPU."""
         share, replica = self.micro_batch * self.grad_accum, self.world.dp_rank
         # Made for all replicas and then cut, so that samples do not depend on the number of replicas.
-        whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
-        share_of_batch = batch_slice(whole, replica * share, (replica + 1) * share)
+        global_batch = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
+        share_of_batch = batch_slice(global_batch, replica * share, (replica + 1) * share)
         return each_tensor(share_of_batch, lambda tensor: tensor.clone()) if self.world.dp > 1 else share_of_batch
 
 
@@ -409,8 +414,8 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         strategy = Strategy.of(config, devices=ranks, global_batch=workload.global_batch)
     except UsageError as error:
         raise WorkloadError(str(error)) from None
-    named = strategy.strategy is not None or strategy.stage_blocks is not None
-    runs = runs_of(workload)._asdict() if named else {}
+    by_layer = strategy.strategy is not None or strategy.stage_blocks is not None
+    runs = runs_of(workload)._asdict() if by_layer else {}
     context = RuleContext(
         devices=ranks,
         seq_len=workload.seq_len,
@@ -421,7 +426,7 @@ def checked_strategy(workload: Workload, config: Mapping[str, Any], ranks: int =
         **runs,
     )
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
-    if own_schedule and named:
+    if own_schedule and by_layer:
         knob = "stage_blocks" if strategy.strategy is None else "strategy"
         raise WorkloadError(f"{knob}: the workload has a schedule of its own, which does not follow it")
     if reason := refusal(strategy, context, [rule for rule in RULES if not (rule.of_stages and own_schedule)]):
@@ -446,19 +451,19 @@ def streams_kept(device: "torch.device") -> Iterator[None]:
 
 @contextmanager
 def undone(training: Training) -> Iterator[None]:
-    """Restores at the end what passes change apart from gradients: random streams, and the model's buffers, such as
+    """Restores at the end all that passes change apart from gradients: random streams, and the model's buffers, such as
     running means of norms.
     """
     import torch
 
-    buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in training.model.buffers()]
     try:
         with streams_kept(training.device):
             yield
     finally:
         with torch.no_grad():
-            for each, value in buffers:
-                each.copy_(value)
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class World:
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         ranks = torch.arange(self.size).reshape([sizes[name] for name in names])
         groups = []
+        # All ranks create all groups, in the same order: creating one is a collective of the whole world.
         for axis, name in enumerate(names):
             lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
             # Groups made by `init_device_mesh` have torch's default timeout, regardless of that of the whole group.

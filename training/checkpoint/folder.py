@@ -90,9 +90,9 @@ class CheckpointFolder:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = sorted(path.name for path in self.path.iterdir() if not _LEFTOVER.fullmatch(path.name))
             if names and not self.all():
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                further = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 return (
-                    f"'{self.path}' contains {', '.join(names[:3])}{more} and no checkpoint: checkpoints need a separate "
+                    f"'{self.path}' contains {', '.join(names[:3])}{further} and no checkpoint: checkpoints need a separate "
                     "folder; give one that is new or empty"
                 )
         return None

@@ -67,9 +67,9 @@ class Saver:
         Args:
             facts: description for the manifest.
         """
-        before = self.wait()
+        previous = self.wait()
         self._start(state, step, dict(facts))
-        return before
+        return previous
 
     def rehearse(self, state: State, step: int) -> Saved:
         """Saves a checkpoint like `save`, removes it, and returns the result. No save may be running."""
@@ -83,10 +83,10 @@ class Saver:
         """Copies the state and starts saving it. Without facts the checkpoint is removed again."""
         begin = time.perf_counter()
         tensors = state.tensors()
-        parts = self._own(parts_of(tensors))
+        pieces = self._own(parts_of(tensors))
         if self._stager is None:
-            self._stager = _stager(any(part.is_cuda for part in parts.values()))
-        copies = self._stager.stage(parts)
+            self._stager = _stager(any(piece.is_cuda for piece in pieces.values()))
+        copies = self._stager.stage(pieces)
         planner = save_planner({name: tuple(region.shape) for name, (_, region) in tensors.items()})
         stalled = time.perf_counter() - begin
         self._running = self._thread.submit(self._save, copies, planner, step, facts, begin, stalled)
@@ -124,27 +124,27 @@ class Saver:
             self._stager.close()
             self._stager = None
 
-    def _own(self, parts: "dict[Part, torch.Tensor]") -> "dict[Part, torch.Tensor]":
+    def _own(self, pieces: "dict[Part, torch.Tensor]") -> "dict[Part, torch.Tensor]":
         """Parts that this rank writes. torch would choose as well, but after every rank has copied all of its parts."""
         if self._group is None:
-            return parts
+            return pieces
         import torch
         import torch.distributed as dist
 
-        changed = torch.tensor(int(parts.keys() != self._parts))
+        changed = torch.tensor(int(pieces.keys() != self._parts))
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
         if changed:
-            sizes = gathered({key: part.nbytes for key, part in parts.items()}, self._group)
-            self._parts, self._assigned = set(parts), shared_out(sizes)[self._rank]
-        return {key: part for key, part in parts.items() if key in self._assigned}
+            sizes = gathered({key: piece.nbytes for key, piece in pieces.items()}, self._group)
+            self._parts, self._assigned = set(pieces), shared_out(sizes)[self._rank]
+        return {key: piece for key, piece in pieces.items() if key in self._assigned}
 
 
 def parts_of(tensors: Located) -> "dict[Part, torch.Tensor]":
     """Parts of tensors on this rank."""
     return {
-        (name, tuple(box.offset)): part.detach()
+        (name, tuple(box.offset)): piece.detach()
         for name, (tensor, region) in tensors.items()
-        for box, part in region.parts(tensor)
+        for box, piece in region.parts(tensor)
     }
 
 
@@ -157,20 +157,20 @@ def shared_out(sizes_by_rank: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
     """
     holders: dict[Part, list[int]] = {}
     for rank, sizes in enumerate(sizes_by_rank):
-        for part in sizes:
-            holders.setdefault(part, []).append(rank)
+        for piece in sizes:
+            holders.setdefault(piece, []).append(rank)
     loads = [0] * len(sizes_by_rank)
     assigned: list[set[Part]] = [set() for _ in sizes_by_rank]
-    for part, ranks in sorted(holders.items(), key=lambda item: (-sizes_by_rank[item[1][0]][item[0]], str(item[0]))):
+    for piece, ranks in sorted(holders.items(), key=lambda item: (-sizes_by_rank[item[1][0]][item[0]], str(item[0]))):
         rank = min(ranks, key=loads.__getitem__)
-        loads[rank] += sizes_by_rank[rank][part] + 1
-        assigned[rank].add(part)
+        loads[rank] += sizes_by_rank[rank][piece] + 1  # spreads empty pieces too
+        assigned[rank].add(piece)
     return assigned
 
 
 def _stager(on_cuda: bool) -> "DefaultStager":
-    """Returns what copies tensors to host memory before they change: pinned if they are on GPUs, and kept for the next
-    save, since allocating it is slow.
+    """Returns a stager, which copies tensors to host memory before they change. The memory is pinned if they are on GPUs, and
+    reused by the next save, since allocating it is slow.
     """
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -256,5 +256,5 @@ def _reason(error: BaseException, several: bool = True) -> str:
     if failures:
         rank, (cause, _) = min(failures.items())
         return f"rank {rank}: {_reason(cause)}" if several else _reason(cause)
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -59,17 +59,17 @@ class State:
             WorkloadError: the optimizer's state of a parameter is neither of its shape nor a number, on a rank with
                 only a part of the parameter; or steps change numbers of its groups, and each stage has its own.
         """
-        out = self._of_model()
+        tensors = self._of_model()
         for param, name in self._updated():
             region = self._model[name][1]
             for key, value in self._training.optimizer.state.get(param, {}).items():
-                found = self._of_state(name, key, value, param, region)
-                if found is not None:
-                    out[f"{OPTIMIZER}/{name}/{found[0]}"] = found[1:]
+                state_tensor = self._of_state(name, key, value, param, region)
+                if state_tensor is not None:
+                    tensors[f"{OPTIMIZER}/{name}/{state_tensor[0]}"] = state_tensor[1:]
         for (number, key), value in group_numbers(self._training.optimizer).items():
             if value != self._training.first_numbers.get((number, key)):
-                out[f"{GROUP}/{number}/{key}:{type(value).__name__}"] = self._of_group(key, value)
-        return out
+                tensors[f"{GROUP}/{number}/{key}:{type(value).__name__}"] = self._of_group(key, value)
+        return tensors
 
     def _of_model(self) -> Located:
         return {f"{MODEL}/{name}": located for name, located in self._model.items() if name not in self._from_weights}
@@ -83,9 +83,13 @@ class State:
         shapes = self._training.outline.shapes
         expected = {name: shape for name, shape in shapes.items() if name not in self._from_weights}
         prefix = f"{MODEL}/"
-        its = {name.removeprefix(prefix): each.shape for name, each in stored.items() if name.startswith(prefix)}
-        if found := shape_differences(expected, its):
-            raise WorkloadError(f"the checkpoint is of another model than {self._training.workload.name}: {found}")
+        stored_shapes = {
+            name.removeprefix(prefix): tensor.shape for name, tensor in stored.items() if name.startswith(prefix)
+        }
+        if differences := shape_differences(expected, stored_shapes):
+            raise WorkloadError(
+                f"the checkpoint is of another model than {self._training.workload.name}: {differences}"
+            )
 
     def load(self, stored: LazyTensors, checkpoint: str = "a checkpoint", report: Report = lambda line: None) -> None:
         """Loads this rank's part of a checkpoint.
@@ -97,23 +101,23 @@ class State:
         Raises:
             WorkloadError: it is of another model, or damaged.
         """
-        self.check(stored)
+        self.check(stored)  # before any tensor changes
         targets = self._of_model()
         states = self._targets(stored)
         for name, keys in states.items():
-            targets |= {f"{OPTIMIZER}/{name}/{key}": each for key, each in keys.items()}
+            targets |= {f"{OPTIMIZER}/{name}/{key}": located for key, located in keys.items()}
         groups = {full: _whole_number(0.0) for full in stored if full.startswith(f"{GROUP}/")}
         _fill(targets | groups, stored, f"reading {checkpoint}", report)
         for full, (value, _) in groups.items():
             _, number, key = full.split("/", 2)
             if int(number) < len(self._training.optimizer.param_groups):
                 self._training.optimizer.param_groups[int(number)].update([_as_kept(key, value)])
-        self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
+        self._put({name: {key: located[0] for key, located in keys.items()} for name, keys in states.items()})
 
     def load_weights(self, weights: Weights) -> None:
         """Loads this rank's part of another tool's checkpoint. Missing tensors, such as adapters, do not change."""
-        given = weights.tensors
-        _fill({name: each for name, each in self._model.items() if name in given}, given)
+        stored = weights.tensors
+        _fill({name: located for name, located in self._model.items() if name in stored}, stored)
 
     def _updated(self) -> Iterator[tuple[Any, str]]:
         """Yields the parameters that this rank's optimizer updates, with their names."""
@@ -162,20 +166,20 @@ class State:
 
         keys: dict[str, list[str]] = {}
         for full in stored:
-            kind, _, rest = full.partition("/")
+            kind, _, name_and_key = full.partition("/")
             if kind == OPTIMIZER:
-                name, _, key = rest.rpartition("/")
+                name, _, key = name_and_key.rpartition("/")
                 keys.setdefault(name, []).append(key)
-        out: dict[str, Located] = {}
+        targets: dict[str, Located] = {}
         for param, name in self._updated():
             region = self._model[name][1]
             for key in keys.get(name, ()):
-                found = stored[f"{OPTIMIZER}/{name}/{key}"]
-                shape, dtype = found.shape, found.dtype
+                tensor = stored[f"{OPTIMIZER}/{name}/{key}"]
+                shape, dtype = tensor.shape, tensor.dtype
                 sharded = bool(shape) and shape == region.shape
                 room = torch.zeros_like(param, dtype=dtype) if sharded else torch.zeros(shape, dtype=dtype)
-                out.setdefault(name, {})[key] = room.detach(), region if sharded else whole_region(shape)
-        return out
+                targets.setdefault(name, {})[key] = room.detach(), region if sharded else whole_region(shape)
+        return targets
 
     def _put(self, states: "Mapping[str, Mapping[str, torch.Tensor]]") -> None:
         optimizer = self._training.optimizer
@@ -185,23 +189,23 @@ class State:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 number += 1
-                found = states.get(self._names.get(param, ""))
-                if found:
-                    document["state"][number] = dict(_as_kept(key, value) for key, value in found.items())
+                state = states.get(self._names.get(param, ""))
+                if state:
+                    document["state"][number] = dict(_as_kept(key, value) for key, value in state.items())
         optimizer.load_state_dict(document)
         for param, name in self._updated():  # it has cast states to their parameter's format
-            kept = optimizer.state.get(param, {})
+            state = optimizer.state.get(param, {})
             for key, value in states.get(name, {}).items():
-                if key in kept and kept[key].dtype != value.dtype:
-                    kept[key] = value.to(kept[key].device)
+                if key in state and state[key].dtype != value.dtype:
+                    state[key] = value.to(state[key].device)
 
 
 def _fill(targets: Located, stored: LazyTensors, task: str = "", report: Report = lambda line: None) -> None:
     """Loads the stored values into this rank's parts of tensors."""
-    parts = [(name, *part) for name, (tensor, region) in targets.items() for part in region.parts(tensor)]
-    sizes = [stored[name].dtype.itemsize * here.numel() for name, _, here in parts]
+    pieces = [(name, *piece) for name, (tensor, region) in targets.items() for piece in region.parts(tensor)]
+    sizes = [stored[name].dtype.itemsize * here.numel() for name, _, here in pieces]
     bytes_read, reported_at = 0, time.monotonic()
-    for (name, box, here), size in zip(parts, sizes):
+    for (name, box, here), size in zip(pieces, sizes):
         here.copy_(stored[name].read(box.of_whole))
         bytes_read += size
         if time.monotonic() - reported_at >= PROGRESS_S:

@@ -103,7 +103,7 @@ def _in_folder(folder: Path) -> list[Source]:
 
 def _is_data(path: Path) -> bool:
     ending = _ending(path)
-    hidden = any(part.startswith(".") for part in path.parts)
+    hidden = any(component.startswith(".") for component in path.parts)
     return not hidden and ending in ENDINGS and path.name.lower().removesuffix(ending) not in _ABOUT_DATA
 
 
@@ -113,7 +113,7 @@ def _ending(path: Path) -> str:
 
 
 def read_rows(source: Source, field: str, cache: Path) -> "tuple[datasets.Dataset, RowKind]":
-    """Returns the rows of a source, and what they hold.
+    """Returns the rows of a source, and their kind.
 
     A row of texts has `text`, and `first` and `last` if it is a piece of a document: True for the piece that begins or
     ends it. A row of conversations has `messages`. A row of tokens has `input_ids`, and `labels` if the source has them.
@@ -145,7 +145,7 @@ def read_rows(source: Source, field: str, cache: Path) -> "tuple[datasets.Datase
 
 
 def _first_cause(error: BaseException, source: Source) -> Exception:
-    """What a reader stumbled over, which `datasets` wraps: our own error, a full disk, or its text."""
+    """Returns the error that `datasets` wraps: redline's own, a full disk, or a WorkloadError with its text."""
     while not isinstance(error, WorkloadError) and (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     if isinstance(error, WorkloadError) or (isinstance(error, OSError) and error.errno in _FULL):
@@ -193,25 +193,25 @@ def text_pieces(path: str) -> Iterator[dict[str, Any]]:
     Raises:
         WorkloadError: it is not UTF-8.
     """
-    rest, first = "", True
-    for text in _decoded(Path(path)):
-        rest += text
-        while len(rest) > 2 * PIECE:
-            cut = _cut(rest)
-            yield {"text": rest[:cut], "first": first, "last": False}
-            rest, first = rest[cut:], False
+    pending, is_first = "", True
+    for decoded in _decoded(Path(path)):
+        pending += decoded
+        while len(pending) > 2 * PIECE:
+            cut = _cut(pending)
+            yield {"text": pending[:cut], "first": is_first, "last": False}
+            pending, is_first = pending[cut:], False
     # An empty row gives an empty file its columns.
-    yield {"text": rest, "first": first, "last": True}
+    yield {"text": pending, "first": is_first, "last": True}
 
 
 def _cut(text: str) -> int:
     """Position at which to cut a text of more than twice `PIECE`: close to that, and never at its end."""
     for sign, offset in (("\n", 1), (" ", 0)):  # a word keeps its leading space
-        at = text.find(sign, PIECE, 2 * PIECE)
-        while at >= 0:
-            if not text[at + 1].isspace():
-                return at + offset
-            at = text.find(sign, at + 1, 2 * PIECE)
+        position = text.find(sign, PIECE, 2 * PIECE)
+        while position >= 0:
+            if not text[position + 1].isspace():
+                return position + offset
+            position = text.find(sign, position + 1, 2 * PIECE)
     return PIECE
 
 
@@ -224,13 +224,13 @@ def _decoded(path: Path) -> Iterator[str]:
             begin = read - len(decoder.getstate()[0])
             read += len(data)
             try:
-                text = decoder.decode(data, final=not data)
+                decoded = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 raise WorkloadError(
                     f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at position "
                     f"{begin + error.start}; convert it"
                 ) from None
-            if text:
-                yield text.removeprefix("\ufeff") if not begin else text
+            if decoded:
+                yield decoded.removeprefix("\ufeff") if not begin else decoded
             if not data:
                 return

@@ -16,7 +16,7 @@ from ...models.data import BYTE_OFFSET, load_tokenizer
 from .corpus import LABELS, TOKENS
 from .order import BYTES, TrainOn
 
-_END_OF_BYTES = 1
+_END_OF_BYTES = 1  # as in ByT5, whose bytes start at BYTE_OFFSET
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -54,24 +54,25 @@ class Encoder:
         texts = rows["text"]
         if None in texts:
             raise WorkloadError("a row has no text: its value is null; leave such rows out")
-        kept = [number for number, text in enumerate(texts) if text]
-        whole = [True] * len(texts)
-        first, last = rows.get("first", whole), rows.get("last", whole)
+        not_empty = [number for number, document in enumerate(texts) if document]
+        complete = [True] * len(texts)
+        begins, ends = rows.get("first", complete), rows.get("last", complete)
         encoded: dict[str, list[Any]] = {"tokens": [], "trained": [], "last": []}
-        for number, ids in zip(kept, self._ids([texts[number] for number in kept])):
+        for number, ids in zip(not_empty, self._ids([texts[number] for number in not_empty])):
             tokens = np.concatenate(
-                [np.asarray(part, dtype=np.uint32) for part in
-                 (self.prefix if first[number] else (), ids, self.suffix if last[number] else ())]
+                [np.asarray(ids_of_part, dtype=np.uint32) for ids_of_part in
+                 (self.prefix if begins[number] else (), ids, self.suffix if ends[number] else ())]
             )  # fmt: skip
             encoded["tokens"].append(tokens)
             encoded["trained"].append(np.ones(len(tokens), dtype=np.uint8))
-            encoded["last"].append(last[number])
+            encoded["last"].append(ends[number])
         return encoded
 
     def _ids(self, texts: list[str]) -> list[Any]:
         if self.tokenizer is None:
             return [
-                np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) + BYTE_OFFSET for text in texts
+                np.frombuffer(document.encode("utf-8"), dtype=np.uint8).astype(np.uint32) + BYTE_OFFSET
+                for document in texts
             ]
         return list(self.tokenizer(texts, add_special_tokens=False, **_QUIET)["input_ids"]) if texts else []
 
@@ -127,8 +128,8 @@ def encoded_tokens(rows: Rows) -> dict[str, list[Any]]:
     trained = [np.ones(len(ids), dtype=np.uint8) for ids in tokens]
     if LABELS in rows:
         trained = []
-        for ids, stated in zip(tokens, rows[LABELS]):
-            labels = np.asarray(stated, dtype=np.int64)
+        for ids, row_labels in zip(tokens, rows[LABELS]):
+            labels = np.asarray(row_labels, dtype=np.int64)
             if labels.shape != ids.shape or ((labels != ids) & (labels != -100)).any():
                 raise WorkloadError(
                     f"'{LABELS}' must be those of '{TOKENS}', or -100 for tokens that are not predicted"
@@ -171,10 +172,10 @@ def encoder_of(folder: str | None) -> Encoder:
 def _special_tokens(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Special tokens that a tokenizer puts before and after a text."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for at in range(len(whole) - len(plain) + 1):
-        if whole[at : at + len(plain)] == plain:
-            return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+    with_special = tokenizer("a")["input_ids"]
+    for begin in range(len(with_special) - len(plain) + 1):
+        if with_special[begin : begin + len(plain)] == plain:
+            return tuple(with_special[:begin]), tuple(with_special[begin + len(plain) :])
     raise WorkloadError(
         f"the tokenizer in {tokenizer.name_or_path} makes other tokens of a text where it marks its ends"
     )

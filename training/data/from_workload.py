@@ -78,21 +78,21 @@ class FromWorkload:
             "digest": "-".join(map(str, follows.values())),
         }
 
-    def _between(self, start: int, count: int, first: int) -> Batch:
+    def _between(self, start: int, count: int, first_step: int) -> Batch:
         """Samples from `start` on of the batches from step `first` on."""
         pieces = []
         while count > 0:
-            step, at = divmod(start, self.samples_per_step)
-            stop = min(at + count, self.samples_per_step)
-            pieces.append(batch_slice(self._step(first + step), at, stop))
-            start, count = start + stop - at, count - (stop - at)
+            step, offset = divmod(start, self.samples_per_step)
+            stop = min(offset + count, self.samples_per_step)
+            pieces.append(batch_slice(self._step(first_step + step), offset, stop))
+            start, count = start + stop - offset, count - (stop - offset)
         return _joined(pieces)
 
     def _step(self, step: int) -> Batch:
-        last = self._last  # evaluations and the samples of the next step are requested from several threads
-        if last is None or last[0] != step:
-            self._last = last = step, make_batch(self.workload, self.samples_per_step, step_seed(self.seed, step))
-        return last[1]
+        cached = self._last  # evaluations and the samples of the next step are requested from several threads
+        if cached is None or cached[0] != step:
+            self._last = cached = step, make_batch(self.workload, self.samples_per_step, step_seed(self.seed, step))
+        return cached[1]
 
 
 def _joined(pieces: list[Batch]) -> Batch:
@@ -101,8 +101,8 @@ def _joined(pieces: list[Batch]) -> Batch:
 
     if len(pieces) == 1:
         return each_tensor(pieces[0], lambda tensor: tensor.clone())
-    held = [entries(each) for each in pieces]
-    joined: dict[Any, Any] = {key: torch.cat([each[key] for each in held]) for key in held[0]}
+    held = [entries(piece) for piece in pieces]
+    joined: dict[Any, Any] = {key: torch.cat([tensors[key] for tensors in held]) for key in held[0]}
     return joined if isinstance(pieces[0], dict) else tuple(joined.values())
 
 
@@ -214,7 +214,7 @@ def check_dataset(dataset: Any) -> None:
     """Refuses a data set without random access.
 
     Raises:
-        WorkloadError: it has none; the message says what to give instead.
+        WorkloadError: it has none; the message names the alternatives.
     """
     from torch.utils.data import DataLoader, IterableDataset
 
@@ -240,13 +240,18 @@ def stacked(samples: Sequence[Any]) -> Batch:
     """
     import torch
 
-    parts = [_parts(each) for each in samples]
-    for each in parts:
-        if each.keys() != parts[0].keys():
-            raise WorkloadError(f"samples have other parts: {_names(parts[0])}, and {_names(each)}")
-    batch = {name: torch.stack(_tensors(name, [each[name] for each in parts])) for name in parts[0]}
+    samples_parts = [_parts(sample) for sample in samples]
+    for sample_parts in samples_parts:
+        if sample_parts.keys() != samples_parts[0].keys():
+            raise WorkloadError(f"samples have other parts: {_names(samples_parts[0])}, and {_names(sample_parts)}")
+    batch = {
+        name: torch.stack(_tensors(name, [sample_parts[name] for sample_parts in samples_parts]))
+        for name in samples_parts[0]
+    }
     return (
-        {str(name): each for name, each in batch.items()} if isinstance(samples[0], Mapping) else tuple(batch.values())
+        {str(name): tensor for name, tensor in batch.items()}
+        if isinstance(samples[0], Mapping)
+        else tuple(batch.values())
     )
 
 
@@ -264,16 +269,16 @@ def _tensors(name: str | int, values: list[Any]) -> "list[torch.Tensor]":
     import torch
 
     try:
-        tensors = [torch.as_tensor(each) for each in values]
+        tensors = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
             f"part {name!r} of a sample is a {type(values[0]).__name__}, which cannot be converted to a tensor ({error}); "
             "leave it out of the data set, or give collate="
         ) from error
-    other = next((each.shape for each in tensors if each.shape != tensors[0].shape), None)
-    if other is not None:
+    other_shape = next((tensor.shape for tensor in tensors if tensor.shape != tensors[0].shape), None)
+    if other_shape is not None:
         raise WorkloadError(
-            f"part {name!r} of the samples has the shapes {tuple(tensors[0].shape)} and {tuple(other)}, which make no batch: pad "
-            "the samples to one length, or give collate=, such as a transformers data collator"
+            f"part {name!r} of the samples has the shapes {tuple(tensors[0].shape)} and {tuple(other_shape)}, which make no "
+            "batch: pad the samples to one length, or give collate=, such as a transformers data collator"
         )
     return tensors

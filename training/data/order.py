@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 STRETCHES = 64
+"""Largest number of stretches that each hold out their last samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,8 @@ class Split:
         stretches = max(1, min(STRETCHES, self.evaluation))
         numbers = np.arange(stretches + 1, dtype=np.int64)
         begins = numbers * self.samples // stretches
-        before = numbers * self.evaluation // stretches
-        return begins, begins - before, before
+        held_before = numbers * self.evaluation // stretches
+        return begins, begins - held_before, held_before
 
     def training_ids(self, numbers: np.ndarray) -> np.ndarray:
         """Sample ids of training samples by their number in the training split, int64."""
@@ -76,21 +77,23 @@ class Split:
 
 ROUNDS = 8
 """Rounds of the network: with few bits in a half, fewer rounds are not uniform enough."""
+# SplitMix64's increment, the odd number nearest to 2^64 divided by the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def mix(*parts: "int | np.ndarray") -> np.ndarray:
     """Mixes integers, single or in arrays of one shape, to 64 random-looking bits; uint64."""
-    out = np.zeros((), dtype=np.uint64)
+    mixed = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for part in parts:
-            more = np.asarray(part & _MASK if isinstance(part, int) else part).astype(np.uint64)
-            out = _finalise(out + np.uint64(_GOLDEN) + _finalise(more + np.uint64(_GOLDEN)))
-    return out
+        for integer in parts:
+            bits = np.asarray(integer & _MASK if isinstance(integer, int) else integer).astype(np.uint64)
+            mixed = _finalise(mixed + np.uint64(_GOLDEN) + _finalise(bits + np.uint64(_GOLDEN)))
+    return mixed
 
 
 def _finalise(x: np.ndarray) -> np.ndarray:
+    # Shifts and multipliers of SplitMix64: David Stafford's variant 13 of MurmurHash3's finaliser.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -111,23 +114,23 @@ def permuted(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     low = np.uint64(bits // 2)
     masks = np.uint64((1 << (bits - bits // 2)) - 1), np.uint64((1 << (bits // 2)) - 1)
     round_keys = [mix(key, number) for number in range(ROUNDS)]
-    out = x.astype(np.uint64)
-    walking = np.arange(len(out))
+    values = x.astype(np.uint64)
+    walking = np.arange(len(values))
     while len(walking):
-        at = out[walking]
-        left, right = at >> low, at & masks[1]
+        walked = values[walking]
+        high, right = walked >> low, walked & masks[1]
         for number in range(0, ROUNDS, 2):
-            left = left ^ (_finalise(right + round_keys[number][walking]) & masks[0])
-            right = right ^ (_finalise(left + round_keys[number + 1][walking]) & masks[1])
-        out[walking] = (left << low) | right
-        walking = walking[out[walking] >= np.uint64(n)]
-    return out.astype(np.int64)
+            high = high ^ (_finalise(right + round_keys[number][walking]) & masks[0])
+            right = right ^ (_finalise(high + round_keys[number + 1][walking]) & masks[1])
+        values[walking] = (high << low) | right
+        walking = walking[values[walking] >= np.uint64(n)]
+    return values.astype(np.int64)
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Numbers from 0 to n - 1 at positions of an endless sequence of epochs, each with its own order."""
-    epochs, at = np.divmod(positions, n)
-    return permuted(at, n, mix(seed, epochs))
+    epochs, places = np.divmod(positions, n)
+    return permuted(places, n, mix(seed, epochs))
 
 
 class HashedDraw:

@@ -20,6 +20,7 @@ from .store import TokenStore
 if TYPE_CHECKING:
     from torch import nn
 
+# 32 MiB of int64: enough to make the cost of a call negligible, little enough for any host.
 _TOKENS_AT_ONCE = 1 << 22
 
 
@@ -69,8 +70,8 @@ class SampleLayout:
     def _windows(self, rows: np.ndarray) -> Cut:
         tokens = np.empty((len(rows), self.length), dtype=np.int64)
         starts = rows * self.length
-        for out, start in zip(tokens, starts.tolist()):
-            self.store.put(out, start)
+        for row, start in zip(tokens, starts.tolist()):
+            self.store.put(row, start)
         trained = None
         if self.store.about.masked:
             trained = np.empty(tokens.shape, dtype=bool)
@@ -86,13 +87,13 @@ class SampleLayout:
 
     def _begins(self, starts: np.ndarray) -> np.ndarray:
         """Mask of the starts of documents in windows, bool, shape [n, L]."""
-        first = np.searchsorted(self.store.boundaries, starts, side="left")
-        counts = np.searchsorted(self.store.boundaries, starts + self.length, side="left") - first
+        first_document = np.searchsorted(self.store.boundaries, starts, side="left")
+        counts = np.searchsorted(self.store.boundaries, starts + self.length, side="left") - first_document
         windows = np.repeat(np.arange(len(starts)), counts)
         within = np.arange(len(windows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        out = np.zeros((len(starts), self.length), dtype=bool)
-        out[windows, self.store.boundaries[first[windows] + within] - starts[windows]] = True
-        return out
+        begins = np.zeros((len(starts), self.length), dtype=bool)
+        begins[windows, self.store.boundaries[first_document[windows] + within] - starts[windows]] = True
+        return begins
 
     def _padded(self, rows: np.ndarray) -> Cut:
         starts = self.store.boundaries[rows]
@@ -175,9 +176,9 @@ def _independent(model: "nn.Module") -> bool:
     model.eval()
     try:
         with torch.no_grad():
-            found = model(input_ids=tokens, position_ids=positions)
+            output = model(input_ids=tokens, position_ids=positions)
     finally:
         model.train(was_training)
-    first, second = getattr(found, "logits", found)[:, 4:].float()
+    first_logits, other_logits = getattr(output, "logits", output)[:, 4:].float()
     # Rows of a batch may be rounded differently, but by much less than the effect of another context.
-    return bool((first - second).abs().max() <= 1e-2 * first.std())
+    return bool((first_logits - other_logits).abs().max() <= 1e-2 * first_logits.std())

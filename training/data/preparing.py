@@ -113,15 +113,15 @@ def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
 
 def _check_size(plan: DataPlan, layout: SampleLayout, count: int) -> None:
     tokens, length = layout.store.about.tokens, layout.length
-    where = plan.paths[0] if len(plan.paths) == 1 else f"the data in {', '.join(plan.paths)}"
+    subject = plan.paths[0] if len(plan.paths) == 1 else f"the data in {', '.join(plan.paths)}"
     if layout.packing != "padded" and tokens < length:
         raise WorkloadError(
-            f"{where} is too short: a sample has {length} tokens, but the data has {tokens}; give more data or a smaller "
+            f"{subject} is too short: a sample has {length} tokens, but the data has {tokens}; give more data or a smaller "
             "sequence length"
         )
     if not count:
         raise WorkloadError(
-            f"{where} has nothing to train on: in none of {layout.num_rows} samples of {length} tokens is there a token to "
+            f"{subject} has nothing to train on: in none of {layout.num_rows} samples of {length} tokens is there a token to "
             "predict; give a larger sequence length or train_on=all"
         )
 
@@ -146,13 +146,13 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
             _check_kinds(plan, kinds, vocab_size)
             total = max(1, sum(len(rows) for _, rows, _ in read))
             done = 0
-            parts = []
+            encoded_rows = []
             for number, (source, rows, kind) in enumerate(read):
                 encode = partial(_encoded, encoder, kind, plan.train_on or "assistant", source, done, total, on_read)
-                parts.append(_mapped(rows, encode, folder / ROWS / f"{number:05}.arrow"))
+                encoded_rows.append(_mapped(rows, encode, folder / ROWS / f"{number:05}.arrow"))
                 done += len(rows)
             about = write_tokens(
-                folder, parts, conversations=kinds == {"conversation"}, end_id=encoder.end_id, pad_id=encoder.pad_id,
+                folder, encoded_rows, conversations=kinds == {"conversation"}, end_id=encoder.end_id, pad_id=encoder.pad_id,
                 mask_id=encoder.mask_id,
             )  # fmt: skip
         if not about.tokens:
@@ -166,7 +166,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path,
 
 
 def _stamps(sources: list[Source]) -> list[Any]:
-    """What changes if a source does, JSON-ready."""
+    """Returns the paths, sizes and times of sources, which change if the data does; JSON-ready."""
     return [[source.reader, *map(list, source.stamps())] for source in sources]
 
 

@@ -82,7 +82,7 @@ class Samples:
     pad_id: int | None
     """An id that does not replace a masked token."""
     layout: SampleLayout
-    """How samples are cut from tokens."""
+    """Cuts samples from tokens."""
     usable: np.ndarray | None
     """Rows that samples are cut from, int64; None for all."""
     split: Split

@@ -92,17 +92,17 @@ def write_tokens(
     boundaries = [np.zeros(1, dtype=np.int64)]
     count = largest = 0
     masked = False
-    for part in parts:
-        last = part.with_format("numpy", columns=["last"])[:]["last"] if len(part) else np.zeros(0, dtype=bool)
+    for rows in parts:
+        ends_document = rows.with_format("numpy", columns=["last"])[:]["last"] if len(rows) else np.zeros(0, dtype=bool)
         lengths = []
-        for tokens, trained, sizes in _chunks(part.data.table):
+        for tokens, trained, sizes in _chunks(rows.data.table):
             largest = max(largest, int(tokens.max(initial=0)))
             masked = masked or not trained.all()
             tokens_hash.update(np.ascontiguousarray(tokens).data)
             trained_hash.update(np.ascontiguousarray(trained).data)
             lengths.append(sizes)
         ends = count + np.cumsum(np.concatenate([np.zeros(0, dtype=np.int64), *lengths]))
-        boundaries.append(ends[np.asarray(last, dtype=bool)])
+        boundaries.append(ends[np.asarray(ends_document, dtype=bool)])
         count = int(ends[-1]) if len(ends) else count
     starts = np.concatenate(boundaries)
     np.save(folder / BOUNDARIES, starts)
@@ -149,21 +149,21 @@ class TokenStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.folder,)
 
-    def put(self, out: np.ndarray, start: int) -> None:
-        """Fills `out` with the tokens from `start` on."""
-        self._put(out, start, self._tokens)
+    def put(self, target: np.ndarray, start: int) -> None:
+        """Fills `target` with the tokens from `start` on."""
+        self._put(target, start, self._tokens)
 
-    def put_trained(self, out: np.ndarray, start: int) -> None:
-        """Fills `out`, bool, with the training mask of the tokens from `start` on."""
-        self._put(out, start, self._trained)
+    def put_trained(self, target: np.ndarray, start: int) -> None:
+        """Fills `target`, bool, with the training mask of the tokens from `start` on."""
+        self._put(target, start, self._trained)
 
-    def _put(self, out: np.ndarray, start: int, parts: list[np.ndarray]) -> None:
+    def _put(self, target: np.ndarray, start: int, chunks: list[np.ndarray]) -> None:
         done = 0
-        for number in range(bisect_right(self._ends, start), len(parts)):
-            part = parts[number]
-            at = start + done - (self._ends[number] - len(part))
-            some = part[at : at + len(out) - done]
-            out[done : done + len(some)] = some
-            done += len(some)
-            if done == len(out):
+        for number in range(bisect_right(self._ends, start), len(chunks)):
+            chunk = chunks[number]
+            begin = start + done - (self._ends[number] - len(chunk))
+            taken = chunk[begin : begin + len(target) - done]
+            target[done : done + len(taken)] = taken
+            done += len(taken)
+            if done == len(target):
                 return
