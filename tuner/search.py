@@ -99,7 +99,7 @@ class Search:
         self._history = History(lambda: self.run_folder.trials())
         self._judge_at = 0
         self._earlier: set[int] = set()
-        """Trials that an earlier process finished: what crashed then may be mended now."""
+        """Trials that an earlier process finished: the cause of a crash may have been fixed since."""
         self._shortfall = ""
         self.ended = ""
         """Reason for the end of the search."""
@@ -132,7 +132,7 @@ class Search:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 # Outcomes are saved, although another trial beside them was lost.
-                for future in sorted(done, key=lambda each: each.exception() is not None):
+                for future in sorted(done, key=lambda future: future.exception() is not None):
                     measured = future.result()
                     trial, request = running.pop(future)
                     measured = self._compared_late(trial, request, measured)
@@ -190,15 +190,15 @@ class Search:
         trials = self.run_folder.trials()
         if not any(trial.ok for trial in trials) or self._too_late(trials):
             return
-        found = refiner(trials)
-        if found is None or any(trial.config == found.config for trial in trials):
+        refinement = refiner(trials)
+        if refinement is None or any(trial.config == refinement.config for trial in trials):
             return
-        self.listener.on_message(found.summary)
+        self.listener.on_message(refinement.summary)
         started = self.run_folder.start(
-            found.config,
+            refinement.config,
             sampler=REFINEMENT,
-            predicted_throughput=found.predicted_throughput,
-            predicted_memory_mib=found.predicted_memory_mib,
+            predicted_throughput=refinement.predicted_throughput,
+            predicted_memory_mib=refinement.predicted_memory_mib,
         )
         self.listener.on_trial_start(started)
         try:
@@ -259,7 +259,7 @@ class Search:
             trial for trial in trials if not trial.pending and not trial.skipped and trial.number not in self._earlier
         ]
         called = self.user_code_errors == "the callable"
-        # Numbers in a program's last words, such as addresses, differ; those in an exception's message are of the knobs.
+        # Numbers in a program's last lines, such as addresses, differ; those in an exception's message are values of knobs.
         reasons = {
             trial.measured.reason if called else re.sub(r"\d+", "N", trial.measured.reason) for trial in finished
         }
@@ -268,13 +268,13 @@ class Search:
         status = finished[0].measured.status
         if any(trial.measured.status is not status for trial in finished):
             return None
-        first = f"the first {'three' if called else 'two'} trials"
+        subject = f"the first {'three' if called else 'two'} trials"
         if status is Status.TIMEOUT and NO_METRIC in finished[0].measured.reason:
-            return f"{first} timed out {NO_METRIC}, so {self.user_code_errors} is to blame, or --trial-timeout is too short"
+            return f"{subject} timed out {NO_METRIC}, so {self.user_code_errors} is to blame, or --trial-timeout is too short"
         # A callable may also return a measurement that is a crash, such as a recorded one.
         if status is not Status.CRASH or (called and not _EXCEPTION.match(finished[0].measured.reason)):
             return None
-        return f"{first} crashed in the same way, so {self.user_code_errors} is to blame"
+        return f"{subject} crashed in the same way, so {self.user_code_errors} is to blame"
 
     def _no_use(self, trials: list[Trial]) -> str | None:
         """Reason why further trials are not worth their time; None if there is none."""
@@ -296,7 +296,7 @@ class Search:
         if successes:
             if len(finished) < TRIALS_TO_JUDGE or outlook.gain >= SMALL_CHANCE:
                 return None
-            so_far = [each or 0.0 for each in best_so_far(finished)]
+            so_far = [throughput or 0.0 for throughput in best_so_far(finished)]
             recent = so_far[max(0, len(so_far) - 1 - self.budget.patience)]
             if so_far[-1] > 1.01 * recent:
                 return None
@@ -357,8 +357,8 @@ class Search:
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
         spent = [trial.measured.seconds_total or 0.0 for trial in trials if not trial.pending]
-        known = [seconds for seconds in spent if seconds]
-        return statistics.median(known) if known else 0.0
+        durations = [seconds for seconds in spent if seconds]
+        return statistics.median(durations) if durations else 0.0
 
     def _try(self, trial: Trial, *, free: bool = False) -> Measurement:
         """Runs a trial. With `free`, the candidate is neither cut short nor judged."""

@@ -36,8 +36,8 @@ def make_sampler(name: str, space: Space, seed: int = 0, **options: Any) -> Samp
         raise UsageError(unknown("sampler", name, _SAMPLERS))
     module, attribute = _SAMPLERS[name]
     cls = getattr(import_module(f".{module}", __name__), attribute)
-    known = set(signature(cls).parameters) - {"space", "seed"}
+    option_names = set(signature(cls).parameters) - {"space", "seed"}
     for option in options:
-        if option not in known:
-            raise UsageError(unknown(f"option of the sampler '{name}'", option, known))
+        if option not in option_names:
+            raise UsageError(unknown(f"option of the sampler '{name}'", option, option_names))
     return cls(space, seed=seed, **options)

@@ -119,11 +119,11 @@ class TriedConfigs:
         """Returns the configurations of these trials. If they do not extend those of the last call, all are processed
         again.
         """
-        known = self._known
-        if known and (known > len(trials) or trials[known - 1].config is not self._last):
+        num_processed = self._known
+        if num_processed and (num_processed > len(trials) or trials[num_processed - 1].config is not self._last):
             self._configs.clear()
-            known = 0
-        self._configs.update(trial.config for trial in trials[known:])
+            num_processed = 0
+        self._configs.update(trial.config for trial in trials[num_processed:])
         self._known, self._last = len(trials), trials[-1].config if trials else None
         return self._configs
 
@@ -143,9 +143,9 @@ def remaining(
     """
     seen = frozenset(trial.config for trial in trials)
     if encoding.listed is not None:
-        left = np.ones(len(encoding.listed), dtype=bool)
-        left[[row for row in encoding.rows(seen) if row is not None]] = False
-        rows = np.flatnonzero(left)
+        is_untried = np.ones(len(encoding.listed), dtype=bool)
+        is_untried[[row for row in encoding.rows(seen) if row is not None]] = False
+        rows = np.flatnonzero(is_untried)
         return Candidates(encoding, encoding.listed[rows], seen, rows=rows)
     sampled = encoding.space.sample(sample + len(seen), int(rng.integers(2**31)))
     configs = {config: None for config in sampled if config not in seen}

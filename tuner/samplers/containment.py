@@ -77,8 +77,8 @@ class _MutedThread:
         self._stream = sys.stdout
         self._thread = threading.get_ident()
 
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+    def write(self, output: str) -> int:
+        return len(output) if threading.get_ident() == self._thread else self._stream.write(output)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

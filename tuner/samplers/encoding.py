@@ -52,19 +52,19 @@ class Encoding:
         Raises:
             ValueError: a value is not in the space.
         """
-        out = []
+        rows = []
         for config in configs:
             code = self.encode(config)
             if code is None:
                 raise ValueError(f"{dict(config)} is not a configuration of this space")
-            out.append(code)
-        return stack(out, len(self.knobs))
+            rows.append(code)
+        return stack(rows, len(self.knobs))
 
     def valid(self, codes: Iterable[np.ndarray]) -> list[Config]:
         """Configurations of the valid codes."""
         if self.listed is not None:
-            found = (self._row_of_code.get(code.astype(np.int32, copy=False).tobytes()) for code in codes)
-            return self.space.take([row for row in found if row is not None])
+            rows = (self._row_of_code.get(code.astype(np.int32, copy=False).tobytes()) for code in codes)
+            return self.space.take([row for row in rows if row is not None])
         return [config for config in map(self.decode, codes) if config is not None]
 
     def decode(self, code: np.ndarray) -> Config | None:
@@ -120,10 +120,10 @@ class Encoding:
         configs = list(configs)
         new = [config for config in dict.fromkeys(configs) if config not in self._rows]
         codes = [self.encode(config) for config in new]
-        found = [None if code is None else self._row_of_code.get(code.tobytes()) for code in codes]
+        rows = [None if code is None else self._row_of_code.get(code.tobytes()) for code in codes]
         # Codes do not contain derived knobs.
-        real = iter(self.space.take([row for row in found if row is not None]))
-        for config, row in zip(new, found):
+        real = iter(self.space.take([row for row in rows if row is not None]))
+        for config, row in zip(new, rows):
             self._rows[config] = row if row is not None and next(real) == config else None
         return [self._rows[config] for config in configs]
 
@@ -175,8 +175,8 @@ class Features:
 
     def of(self, codes: np.ndarray) -> np.ndarray:
         """Features of codes (n, knobs): shape (n, columns)."""
-        parts = [table[codes[:, column]] for column, table in enumerate(self._tables)]
-        return np.concatenate(parts, axis=1) if parts else np.zeros((len(codes), 0))
+        columns = [table[codes[:, column]] for column, table in enumerate(self._tables)]
+        return np.concatenate(columns, axis=1) if columns else np.zeros((len(codes), 0))
 
     def numeric(self, configs: Sequence[Config]) -> np.ndarray:
         """Features of configurations that the encoding can encode: shape (n, columns)."""

@@ -9,7 +9,7 @@ from scipy.linalg.lapack import dpotri
 from scipy.optimize import minimize
 
 _SQRT5 = 5.0**0.5
-_JITTER = 1e-8
+_JITTER = 1e-8  # keeps the Cholesky factor of nearly equal points finite; values are of the order of 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,20 +50,20 @@ class Kernel:
         `basis_*` are the basis functions times their deviations, shape (points, functions).
         """
         a, b = Points.of(a), Points.of(b)
-        out = basis_a @ basis_b.T
+        covariances = basis_a @ basis_b.T
         if not a.columns:
-            return out + self.scales.joint**2 + self.scales.additive**2
+            return covariances + self.scales.joint**2 + self.scales.additive**2
         # Columns have few distinct values, so functions of two values are evaluated only on those.
         distances = [
-            np.abs(levels[:, None] - others[None, :]) / length
-            for levels, others, length in zip(a.levels, b.levels, self._lengths)
+            np.abs(levels[:, None] - other_levels[None, :]) / length
+            for levels, other_levels, length in zip(a.levels, b.levels, self._lengths)
         ]
-        joint = _spread([each**2 for each in distances], a, b)
+        joint = _spread([distance**2 for distance in distances], a, b)
         np.sqrt(joint, out=joint)
-        out += self.scales.joint**2 * matern(joint)
+        covariances += self.scales.joint**2 * matern(joint)
         share = self.scales.additive**2 / a.columns
-        out += _spread([share * matern(each) for each in distances], a, b)
-        return out
+        covariances += _spread([share * matern(distance) for distance in distances], a, b)
+        return covariances
 
     def diagonal(self, basis: np.ndarray) -> np.ndarray:
         """Prior variances of points, shape (n,)."""
@@ -108,11 +108,11 @@ class Points:
 
     def row(self, index: int) -> "Points":
         """Returns one point."""
-        out = Points.__new__(Points)
-        out.rows, out.columns, out._one_hot = 1, self.columns, None
-        out.levels = [levels[[codes[index]]] for levels, codes in zip(self.levels, self.codes)]
-        out.codes = [np.zeros(1, dtype=int)] * self.columns
-        return out
+        point = Points.__new__(Points)
+        point.rows, point.columns, point._one_hot = 1, self.columns, None
+        point.levels = [levels[[codes[index]]] for levels, codes in zip(self.levels, self.codes)]
+        point.codes = [np.zeros(1, dtype=int)] * self.columns
+        return point
 
 
 def _spread(tables: Sequence[np.ndarray], a: Points, b: Points) -> np.ndarray:
@@ -121,12 +121,12 @@ def _spread(tables: Sequence[np.ndarray], a: Points, b: Points) -> np.ndarray:
     If there are few levels it uses two matrix products, which is ten times as fast as looking up every pair.
     """
     if a.rows > 16 and b.width <= 32 * b.columns:
-        left = np.concatenate([table[codes] for table, codes in zip(tables, a.codes)], axis=1)
-        return left @ b.one_hot
-    out = np.zeros((a.rows, b.rows))
+        of_rows = np.concatenate([table[codes] for table, codes in zip(tables, a.codes)], axis=1)
+        return of_rows @ b.one_hot
+    sums = np.zeros((a.rows, b.rows))
     for table, codes_a, codes_b in zip(tables, a.codes, b.codes):
-        out += np.take(table[codes_a], codes_b, axis=1)
-    return out
+        sums += np.take(table[codes_a], codes_b, axis=1)
+    return sums
 
 
 def matern(distance: np.ndarray) -> np.ndarray:
@@ -152,12 +152,12 @@ class _Evidence:
         self.spread[-1] = prior.noise_spread
         self.columns, self.n = points.shape[1], len(values)
         # As in `Kernel.between`, functions of two values of a column are evaluated only on distinct values.
-        known = Points(points)
-        self.apart = [np.abs(levels[:, None] - levels[None, :]).ravel() for levels in known.levels]
-        starts = np.cumsum([0, *(len(each) for each in self.apart)])
+        distinct = Points(points)
+        self.apart = [np.abs(levels[:, None] - levels[None, :]).ravel() for levels in distinct.levels]
+        starts = np.cumsum([0, *(len(gaps) for gaps in self.apart)])
         self.pairs = np.empty((self.columns, self.n, self.n), dtype=np.intp)
         """Index of each pair of points in the concatenated tables of all columns."""
-        for column, (levels, codes) in enumerate(zip(known.levels, known.codes)):
+        for column, (levels, codes) in enumerate(zip(distinct.levels, distinct.codes)):
             self.pairs[column] = starts[column] + codes[:, None] * len(levels) + codes[None, :]
         self.fixed = basis @ basis.T
         self.centre = np.log(
@@ -168,7 +168,7 @@ class _Evidence:
         """Negative log density and gradient at the logarithms (length..., joint, additive, noise)."""
         lengths = np.exp(logs[: self.columns])
         joint, additive, noise = np.exp(2 * logs[self.columns :])
-        scaled = np.concatenate([*(each / length for each, length in zip(self.apart, lengths)), []])
+        scaled = np.concatenate([*(gaps / length for gaps, length in zip(self.apart, lengths)), []])
         squares = (scaled**2)[self.pairs]
         distance = np.sqrt(squares.sum(axis=0))
         decay = np.exp(-_SQRT5 * distance)
@@ -190,8 +190,8 @@ class _Evidence:
         slope = 0.5 * (inverse - np.outer(weights, weights))
         gradient = away / self.spread
         # d matern(r) / d log l_c = 5/3 (1 + sqrt5 r) exp(-sqrt5 r) s_c^2, with s_c the scaled distance along c.
-        whole = slope * joint * (5.0 / 3.0) * (1 + _SQRT5 * distance) * decay
-        gradient[: self.columns] += squares.reshape(self.columns, self.n**2) @ whole.ravel()
+        steep_joint = slope * joint * (5.0 / 3.0) * (1 + _SQRT5 * distance) * decay
+        gradient[: self.columns] += squares.reshape(self.columns, self.n**2) @ steep_joint.ravel()
         if self.columns:
             steep = (5.0 / 3.0) * (1 + _SQRT5 * scaled) * np.exp(-_SQRT5 * scaled) * scaled**2
             sums = steep[self.pairs].reshape(self.columns, self.n**2) @ slope.ravel()
@@ -229,14 +229,14 @@ def fit_scales(
     inflation = np.ones(len(values)) if inflation is None else inflation
     if len(values) > limit:
         rows = np.argsort(values, kind="stable")[np.linspace(0, len(values) - 1, limit).astype(int)]
-        points, values, basis, extra, inflation = (each[rows] for each in (points, values, basis, extra, inflation))
+        points, values, basis, extra, inflation = (array[rows] for array in (points, values, basis, extra, inflation))
     evidence = _Evidence(points, values, basis, prior, extra, inflation)
     if len(values) < 2:
         return prior, -evidence(evidence.centre)[0]
     spread = evidence.spread
     bounds = list(zip(evidence.centre - 4 * spread, evidence.centre + 4 * spread, strict=True))
     # A log evidence to within 1e-5 is enough to choose the next trial.
-    found = minimize(
+    optimum = minimize(
         evidence,
         evidence.centre,
         jac=True,
@@ -244,11 +244,11 @@ def fit_scales(
         bounds=bounds,
         options={"maxiter": 40, "ftol": 1e-5, "gtol": 1e-2},
     )
-    logs = found.x if np.isfinite(found.fun) else evidence.centre
+    logs = optimum.x if np.isfinite(optimum.fun) else evidence.centre
     columns = points.shape[1]
     joint, additive, noise = np.exp(logs[columns:])
     scales = replace(prior, length=np.exp(logs[:columns]), joint=joint, additive=additive, noise=noise)
-    return scales, -float(found.fun)
+    return scales, -float(optimum.fun)
 
 
 def left_out(
@@ -259,9 +259,9 @@ def left_out(
 
     Source: Rasmussen and Williams (2006), section 5.4.2.
     """
-    own = kernel.between(points, points, basis, basis)
-    own[np.diag_indices(len(points))] += noise + _JITTER
-    inverse = np.linalg.inv(own)
+    covariance = kernel.between(points, points, basis, basis)
+    covariance[np.diag_indices(len(points))] += noise + _JITTER
+    inverse = np.linalg.inv(covariance)
     return (inverse @ values) / np.sqrt(np.diag(inverse))
 
 
@@ -275,7 +275,7 @@ class Posterior:
     Args:
         kernel: covariances.
         points, values, noise, basis: observations: (n, columns), (n,), variances (n,), (n, functions).
-        at, at_basis: candidates: (m, columns), (m, functions).
+        candidates, candidate_basis: (m, columns), (m, functions).
     """
 
     def __init__(
@@ -285,21 +285,21 @@ class Posterior:
         values: np.ndarray,
         noise: np.ndarray,
         basis: np.ndarray,
-        at: np.ndarray,
-        at_basis: np.ndarray,
+        candidates: np.ndarray,
+        candidate_basis: np.ndarray,
     ) -> None:
-        self.kernel, self._at, self._at_basis = kernel, Points.of(at), at_basis
+        self.kernel, self._candidates, self._candidate_basis = kernel, Points.of(candidates), candidate_basis
         measured = Points.of(points)
-        own = kernel.between(measured, measured, basis, basis)
-        own[np.diag_indices(measured.rows)] += noise + _JITTER
-        lower = cholesky(own, lower=True, check_finite=False)
-        cross = kernel.between(measured, self._at, basis, at_basis)
+        covariance = kernel.between(measured, measured, basis, basis)
+        covariance[np.diag_indices(measured.rows)] += noise + _JITTER
+        lower = cholesky(covariance, lower=True, check_finite=False)
+        cross = kernel.between(measured, self._candidates, basis, candidate_basis)
         self._projected = solve_triangular(lower, cross, lower=True, check_finite=False)
         """L^-1 K(points, candidates), shape (n, m)."""
         whitened = solve_triangular(lower, values, lower=True, check_finite=False)
         self.mean = whitened @ self._projected
         """Means at the candidates, shape (m,)."""
-        self.variance = np.maximum(kernel.diagonal(at_basis) - (self._projected**2).sum(axis=0), 1e-12)
+        self.variance = np.maximum(kernel.diagonal(candidate_basis) - (self._projected**2).sum(axis=0), 1e-12)
         """Variances of the function (without noise) at the candidates, shape (m,)."""
         self._extra: list[np.ndarray] = []
 
@@ -307,8 +307,8 @@ class Posterior:
         """Conditions on the posterior mean of candidate `index`, with noise of that variance: the means do not
         change, the variances around it shrink.
         """
-        here, basis = self._at.row(index), self._at_basis[[index]]
-        covariance = self.kernel.between(here, self._at, basis, self._at_basis)[0]
+        here, basis = self._candidates.row(index), self._candidate_basis[[index]]
+        covariance = self.kernel.between(here, self._candidates, basis, self._candidate_basis)[0]
         covariance -= self._projected[:, index] @ self._projected
         for row in self._extra:
             covariance -= row[index] * row

@@ -69,9 +69,9 @@ def pareto_front(values: np.ndarray) -> np.ndarray:
     front = []
     rows = np.lexsort(values.T[::-1])  # the first row in this order is not dominated
     while len(rows):
-        first, rows = rows[0], rows[1:]
-        front.append(first)
-        rows = rows[(values[rows] < values[first]).any(axis=1)]
+        top, rows = rows[0], rows[1:]
+        front.append(top)
+        rows = rows[(values[rows] < values[top]).any(axis=1)]
     return np.array(front)
 
 
@@ -124,9 +124,9 @@ def _inputs(encoding: Encoding, codes: np.ndarray) -> "tuple[torch.Tensor, torch
     import torch
 
     ordered = encoding.ordered
-    start, last = codes + encoding.optional, encoding.sizes + encoding.optional - 1
+    start, highest = codes + encoding.optional, encoding.sizes + encoding.optional - 1
     return (
-        torch.from_numpy((start / last)[:, ordered]).float(),
+        torch.from_numpy((start / highest)[:, ordered]).float(),
         torch.from_numpy(start[:, ~ordered]).long(),
     )
 

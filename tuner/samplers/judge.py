@@ -30,7 +30,7 @@ class Outlook:
 
 
 class Judge:
-    """Forecasts trials, and what further trials can gain."""
+    """Forecasts single trials, and the gain of further trials."""
 
     def __init__(self, surrogate_prior: SurrogatePrior) -> None:
         self.surrogate_prior = surrogate_prior
@@ -42,8 +42,8 @@ class Judge:
             return None, None
         if not answers.knows(config) and self.surrogate_prior.small:
             answers.of(list(self.surrogate_prior.space))  # all at once, so that warnings about the prior cover all
-        found = answers.of([config])
-        throughput, memory = found.log_throughput[0], found.log_memory[0]
+        answer = answers.of([config])
+        throughput, memory = answer.log_throughput[0], answer.log_memory[0]
         return _number(throughput), _number(memory)
 
     def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:

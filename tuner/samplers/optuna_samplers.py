@@ -25,14 +25,14 @@ def distributions(encoding: Encoding) -> dict[str, BaseDistribution]:
     An absent conditional knob gets a code below its lowest value, so that every trial has every parameter: Optuna's
     models ignore trials that lack one.
     """
-    out: dict[str, BaseDistribution] = {}
+    by_name: dict[str, BaseDistribution] = {}
     for column, name in enumerate(encoding.names):
         low, high = (ABSENT if encoding.optional[column] else 0), int(encoding.sizes[column]) - 1
         if encoding.ordered[column]:
-            out[name] = IntDistribution(low, high)
+            by_name[name] = IntDistribution(low, high)
         else:
-            out[name] = CategoricalDistribution(range(low, high + 1))
-    return out
+            by_name[name] = CategoricalDistribution(range(low, high + 1))
+    return by_name
 
 
 def build_study(sampler: BaseSampler, encoding: Encoding, seen: Observations) -> Study:
@@ -108,12 +108,12 @@ class _ConfinedTPE(OptunaTPESampler):
         # Optuna numbers categories from 0; the codes of a conditional knob start at ABSENT.
         codes = np.stack([samples[name] for name in encoding.names], axis=1).astype(np.int32)
         codes -= (encoding.optional & ~encoding.ordered).astype(np.int32)
-        found: dict[bytes, bool] = {}
+        can_propose: dict[bytes, bool] = {}
         for i in np.argsort(-score):
             key = codes[i].tobytes()
-            if key not in found:
-                found[key] = self._candidates.lookup(codes[i]) is not None
-            if found[key]:
+            if key not in can_propose:
+                can_propose[key] = self._candidates.lookup(codes[i]) is not None
+            if can_propose[key]:
                 score[i] = np.inf
                 break
         return score
@@ -172,5 +172,5 @@ def _normalised(encoding: Encoding, codes: np.ndarray, names: tuple[str, ...]) -
     """
     columns = [encoding.names.index(name) for name in names]
     start = codes[:, columns] + encoding.optional[columns]
-    parts = encoding.sizes[columns] + encoding.optional[columns]
-    return np.where(encoding.ordered[columns], (start + 0.5) / parts, start.astype(np.float64))
+    sizes = encoding.sizes[columns] + encoding.optional[columns]
+    return np.where(encoding.ordered[columns], (start + 0.5) / sizes, start.astype(np.float64))

@@ -56,9 +56,11 @@ gain. Squared, it costs about one trial more, like an OOM on a cluster.
 WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
 WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
 WITH_SHAPE = Scales(length=1.0, joint=0.3, additive=0.3, noise=0.07, spread=0.5, noise_spread=0.5)
+# Memory varies less between runs than speed, and estimates of it are closer.
 MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
 MEMORY_WITH_SHAPE = Scales(length=1.0, joint=0.2, additive=0.2, noise=0.03)
 MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
+# Failures for other reasons have no estimate, and a single knob may decide them.
 FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
 
 
@@ -124,20 +126,20 @@ class SurrogatePrior:
         """
         if self.answers is None or self.small:
             return []
-        if self._favourites is None and (found := self.answers.of_all()) is not None:
-            self._favourites = self.space.take(_by_preference(found)[:FAVOURITES].tolist())
+        if self._favourites is None and (predictions := self.answers.of_all()) is not None:
+            self._favourites = self.space.take(_by_preference(predictions)[:FAVOURITES].tolist())
         if self._favourites is None:
-            known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
+            configs = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
             expanded: set[Config] = set()
             for _ in range(CLIMBS):
-                known = self._by_prior(known)[:FAVOURITES]
-                fresh = [config for config in known[:CLIMBERS] if config not in expanded]
+                configs = self._by_prior(configs)[:FAVOURITES]
+                fresh = [config for config in configs[:CLIMBERS] if config not in expanded]
                 if not fresh:
                     break
                 expanded.update(fresh)
                 rows = [row for code in self.encoding.codes(fresh) for row in self.encoding.neighbours(code)]
-                known = list(dict.fromkeys([*known, *self.encoding.valid(rows)]))
-            self._favourites = self._by_prior(known)[:FAVOURITES]
+                configs = list(dict.fromkeys([*configs, *self.encoding.valid(rows)]))
+            self._favourites = self._by_prior(configs)[:FAVOURITES]
         return self._favourites
 
     def _by_prior(self, configs: list[Config]) -> list[Config]:
@@ -146,10 +148,10 @@ class SurrogatePrior:
         return [configs[i] for i in _by_preference(self.answers.of(configs))]
 
 
-def _by_preference(found: Predictions) -> np.ndarray:
+def _by_preference(predictions: Predictions) -> np.ndarray:
     """Sorts the rows of predictions, best first."""
-    worth = np.where(np.isfinite(found.log_throughput), found.log_throughput - found.risk, -np.inf)
-    chance = np.where(np.isfinite(found.fits), found.fits, 1.0)
+    worth = np.where(np.isfinite(predictions.log_throughput), predictions.log_throughput - predictions.risk, -np.inf)
+    chance = np.where(np.isfinite(predictions.fits), predictions.fits, 1.0)
     return np.argsort(-(worth + CAUTION * np.log(np.maximum(chance, 1e-6))), kind="stable")
 
 
@@ -178,8 +180,8 @@ class SearchPosterior:
         self.seen = observe(self.encoding, self.known)
         pending = {trial.config for trial in trials if trial.pending}
         best = np.argsort(-self.seen.objective)[: min(LEADERS, int(self.seen.ok.sum()))]
-        left = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
-        self.candidates = self._thin(left, best).joined(surrogate_prior.favourites())
+        untried = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
+        self.candidates = self._thin(untried, best).joined(surrogate_prior.favourites())
         # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
         self.open = np.ones(len(self.candidates), dtype=bool)
         self.pending: list[int] = []
@@ -191,13 +193,13 @@ class SearchPosterior:
         if self.open.any():
             self._believe()
 
-    def _thin(self, left: Candidates, best: np.ndarray) -> Candidates:
-        if len(left) <= LIMIT:
-            return left
-        near = [self.encoding.distances(left.codes, self.seen.codes[i]) for i in best]
-        rows = [np.argsort(each, kind="stable")[: DRAWN // (2 * len(best))] for each in near]
-        rows.append(self.rng.choice(len(left), size=DRAWN // 2, replace=False))
-        return left.take(np.unique(np.concatenate(rows)))
+    def _thin(self, untried: Candidates, best: np.ndarray) -> Candidates:
+        if len(untried) <= LIMIT:
+            return untried
+        near = [self.encoding.distances(untried.codes, self.seen.codes[i]) for i in best]
+        rows = [np.argsort(distances, kind="stable")[: DRAWN // (2 * len(best))] for distances in near]
+        rows.append(self.rng.choice(len(untried), size=DRAWN // 2, replace=False))
+        return untried.take(np.unique(np.concatenate(rows)))
 
     def observe(self, index: int) -> None:
         """Conditions on the candidate's posterior mean."""
@@ -242,14 +244,14 @@ class SearchPosterior:
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
         models = [
             _estimated(
-                each.rows(order),
+                predicted.rows(order),
                 share,
                 WITH_SHAPE if self.surrogate_prior.shape_prior else WITH_ESTIMATE,
                 measured=n,
                 level=centre if units == {self.surrogate_prior.unit} else None,
             )
-            for each, share in estimates
-            if logs and np.isfinite(each.log_throughput[order]).any()
+            for predicted, share in estimates
+            if logs and np.isfinite(predicted.log_throughput[order]).any()
         ]
         trust = sum(model.weight for model in models)
         none = np.zeros(n + count)
@@ -337,39 +339,47 @@ class SearchPosterior:
         if predictions is not None and _any_memory(predictions):
             # The need at which the estimate changes from fitting to not fitting.
             fits, needs = predictions.fits, predictions.log_need
-            known = np.isfinite(needs)
-            under, over = needs[known & (fits >= 0.5)], needs[known & (fits < 0.5)]
+            is_known = np.isfinite(needs)
+            under, over = needs[is_known & (fits >= 0.5)], needs[is_known & (fits < 0.5)]
             if len(under) and len(over):
                 return float(np.exp(0.5 * (under.max() + over.min())))
         return 1.1 * max(peaks) if peaks else None
 
-    def _others(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def _others(self, points: np.ndarray, candidate_points: np.ndarray) -> np.ndarray:
         """Probability not to fail for another reason than memory, shape (m,)."""
         failed = [_other_failure(t.measured) for t in self.known]
-        rows = np.flatnonzero([each is not None for each in failed])
+        rows = np.flatnonzero([failure is not None for failure in failed])
         bad = np.array([bool(failed[row]) for row in rows])
         if not bad.any():
-            return np.ones(len(at))
+            return np.ones(len(candidate_points))
         # Tendency to fail: 0 is even odds, and before any trial one in ten fails.
-        basis = np.zeros((len(rows) + len(at), 0))
+        basis = np.zeros((len(rows) + len(candidate_points), 0))
         model = PriorModel(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
-        mixture = limit_model([model], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at)
+        mixture = limit_model([model], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), candidate_points)
         return chance_below(mixture, 0.0)
 
-    def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def _costs(self, points: np.ndarray, candidate_points: np.ndarray) -> np.ndarray:
         """Expected time of a trial of each candidate relative to the mean, shape (m,)."""
         seconds = {row: t.measured.seconds_total or 0.0 for row, t in enumerate(self.known) if t.ok}
-        rows = [row for row, each in seconds.items() if each > 0]
+        rows = [row for row, duration in seconds.items() if duration > 0]
         if len(rows) < 4:
-            return np.ones(len(at))
+            return np.ones(len(candidate_points))
         logs = np.log([seconds[row] for row in rows])
         if logs.std() < 0.1:  # all cost the same
-            return np.ones(len(at))
+            return np.ones(len(candidate_points))
         rows = rows[-200:]
         logs = logs[-200:]
         kernel = Kernel(Scales(length=1.0, joint=0.2, additive=0.7), points.shape[1])
         none, noise = np.zeros((len(rows), 0)), np.full(len(rows), 0.2**2)
-        posterior = Posterior(kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0)))
+        posterior = Posterior(
+            kernel,
+            points[rows],
+            logs - logs.mean(),
+            noise,
+            none,
+            candidate_points,
+            np.zeros((len(candidate_points), 0)),
+        )
         return np.exp(posterior.mean)
 
 
@@ -391,17 +401,17 @@ def _estimated(
     # Configurations without an estimate get a low one, so that they are not tried first.
     estimate = np.where(np.isfinite(estimate), estimate, np.nanquantile(estimate, 0.25))
     effects = predictions.effects
-    stated = effects.shape[1] > 0
-    if level is None or not stated:
+    has_effects = effects.shape[1] > 0
+    if level is None or not has_effects:
         level = float(estimate[:measured].mean()) if measured else middle
         level_std = LEVEL
     else:
         level_std = STATED_LEVEL
-    own = None
+    independent = None
     if np.isfinite(predictions.log_std).all():
         # The smallest remaining variance is common to all candidates: the error of the whole estimate.
-        rest = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
-        own = rest - rest.min()
+        unexplained = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
+        independent = unexplained - unexplained.min()
     # Weights: a common factor, a power of the estimate, and its uncertain factors.
     basis = [np.full(len(estimate), level_std), SLOPE * (estimate - middle), effects]
     # Risks make a candidate less attractive; most trials are not slowed by one.
@@ -411,8 +421,8 @@ def _estimated(
         mean=mean,
         basis=np.column_stack(basis),
         scales=scales,
-        own=own,
-        weight=share * (STATED_TRUST if stated else TRUST),
+        independent=independent,
+        weight=share * (STATED_TRUST if has_effects else TRUST),
     )
 
 

@@ -73,8 +73,8 @@ class Predictions:
 
     @property
     def risk(self) -> np.ndarray:
-        """Expected loss of `log_throughput` by what may slow a trial, such as a stall of the network; 0 if unknown;
-        shape (n,). It concerns the order of preference alone, as most trials are not slowed.
+        """Expected loss of `log_throughput` by events that may slow a trial, such as a stall of the network; 0 if unknown;
+        shape (n,). It affects only the order of preference, as most trials are not slowed.
         """
         return np.nan_to_num(self.numbers[:, 5])
 
@@ -94,9 +94,9 @@ class Predictions:
         """Returns the given rows, in this order."""
         return Predictions(self.numbers[order], self.factors)
 
-    def joined(self, other: "Predictions") -> "Predictions":
-        """Returns these predictions, then those of `other`."""
-        return Predictions(np.concatenate([self.numbers, other.numbers]), self.factors)
+    def joined(self, appended: "Predictions") -> "Predictions":
+        """Returns these predictions, then those of `appended`."""
+        return Predictions(np.concatenate([self.numbers, appended.numbers]), self.factors)
 
 
 class Correction(ABC):
@@ -116,10 +116,10 @@ class Correction(ABC):
 
 
 class ShapePrior(Correction):
-    """A prior that knows ratios but not the scale, for an unknown model.
+    """A prior for an unknown model, which predicts ratios but not the scale.
 
-    Ratios of memory are all that is known too, so nothing is ruled out. It is as likely as not to be useless, since
-    the knobs may have another meaning.
+    It predicts only ratios of memory as well, so it rules nothing out. It is as likely as not to be useless, since the
+    knobs may have another meaning.
     """
 
     base = None
@@ -233,7 +233,7 @@ def _rows_of(table: Any, count: int) -> np.ndarray:
     unknown = np.full(count, np.nan)
     columns = [getattr(table, name, None) for name in COLUMNS]
     return np.column_stack(
-        [unknown if each is None else np.asarray(each, dtype=float).reshape(count) for each in columns]
+        [unknown if column is None else np.asarray(column, dtype=float).reshape(count) for column in columns]
     )
 
 
@@ -277,7 +277,7 @@ class Answers:
             return self._of_rows(rows)
         new = [config for config in dict.fromkeys(configs) if config not in self._kept]
         if len(new) + len(self._kept) > REMEMBERED:
-            self._kept = {each: self._kept[each] for each in configs if each in self._kept}
+            self._kept = {config: self._kept[config] for config in configs if config in self._kept}
         if new:
             self._kept.update(zip(new, map(tuple, self._prior.predict(new).numbers.tolist())))
         return Predictions(np.array([self._kept[config] for config in configs]), self._prior.unasked().factors)
@@ -293,10 +293,10 @@ class Answers:
         if self._at_once:
             self._at_once = False
             try:
-                found = self._prior.table(list(self._encoding.space))
+                predictions = self._prior.table(list(self._encoding.space))
             except Exception:  # user code: `predict` requests less, and reports the exception
                 return None
-            self._keep(np.arange(len(self._asked)), found)
+            self._keep(np.arange(len(self._asked)), predictions)
         return self._of_rows(np.arange(len(self._asked))) if len(self._asked) and self._asked.all() else None
 
     def _rows(self, configs: Sequence[Config]) -> np.ndarray | None:
@@ -315,8 +315,8 @@ class Answers:
             return self._prior.unasked()
         return Predictions(self._table[rows], self._prior.unasked().factors)
 
-    def _keep(self, rows: np.ndarray, found: Predictions) -> None:
+    def _keep(self, rows: np.ndarray, predictions: Predictions) -> None:
         if self._table is None:
-            self._table = np.full((len(self._asked), found.numbers.shape[1]), np.nan)
-        self._table[rows] = found.numbers
+            self._table = np.full((len(self._asked), predictions.numbers.shape[1]), np.nan)
+        self._table[rows] = predictions.numbers
         self._asked[rows] = True

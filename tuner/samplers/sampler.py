@@ -56,11 +56,11 @@ class StepwiseSampler(Sampler):
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
-        known = list(trials)
+        trials_so_far = list(trials)
         proposals: list[Config] = []
-        while len(proposals) < count and (config := self.next(known)) is not None:
+        while len(proposals) < count and (config := self.next(trials_so_far)) is not None:
             proposals.append(config)
-            known.append(Trial(number=len(known), config=config, sampler=self.name))
+            trials_so_far.append(Trial(number=len(trials_so_far), config=config, sampler=self.name))
         return proposals
 
     @abstractmethod

@@ -38,7 +38,7 @@ class PriorModel:
     """Functions times the deviations of their weights, shape (n + m, functions)."""
     scales: Scales
     """Medians of the hyperparameters of the rest."""
-    own: np.ndarray | None = None
+    independent: np.ndarray | None = None
     """Variance at every point that is independent of its neighbours, in addition to the noise: shape (n + m,); None
     for 0.
     """
@@ -87,7 +87,7 @@ class Mixture:
     def variance(self) -> np.ndarray:
         """Variance at the candidates, shape (m,)."""
         mean = self.mean
-        return sum(weight * (variance + (each - mean) ** 2) for weight, each, variance in self.parts())
+        return sum(weight * (variance + (model_mean - mean) ** 2) for weight, model_mean, variance in self.parts())
 
     def observe(self, index: int) -> None:
         """Conditions every model on its posterior mean at candidate `index`."""
@@ -95,17 +95,19 @@ class Mixture:
             posterior.observe(index, float(noise[index]))
 
 
-def throughput_model(models: Sequence[PriorModel], points: np.ndarray, values: np.ndarray, at: np.ndarray) -> Mixture:
+def throughput_model(
+    models: Sequence[PriorModel], points: np.ndarray, values: np.ndarray, candidates: np.ndarray
+) -> Mixture:
     """Models of log throughput given measurements.
 
     Args:
-        models: the rival models; their means and bases cover `points`, then `at`.
+        models: the rival models; their means and bases cover `points`, then `candidates`.
         points: features of measured trials, shape (n, columns).
         values: their objectives, shape (n,).
-        at: features of the candidates, shape (m, columns).
+        candidates: features of the candidates, shape (m, columns).
     """
     count = len(values)
-    kept = _subset(values, LIMIT)
+    fitted = _subset(values, LIMIT)
     # Rivals are weighted by how well they explain the same values, so that only a model alone may change them.
     trusted = np.zeros(count, dtype=bool)
     if len(models) == 1 and count >= ENOUGH:
@@ -115,14 +117,16 @@ def throughput_model(models: Sequence[PriorModel], points: np.ndarray, values: n
     for model in models:
         residual = values - model.mean[:count]
         basis = model.basis[:count]
-        own = np.zeros(count + len(at)) if model.own is None else model.own
-        scales, score, inflation = _robust_scales(points, residual, basis, model.scales, own[:count], trusted)
+        independent = np.zeros(count + len(candidates)) if model.independent is None else model.independent
+        scales, score, inflation = _robust_scales(points, residual, basis, model.scales, independent[:count], trusted)
         kernel = Kernel(scales, points.shape[1])
-        noise = ((scales.noise**2 + own[:count]) * inflation)[kept]
-        posteriors.append(Posterior(kernel, points[kept], residual[kept], noise, basis[kept], at, model.basis[count:]))
+        noise = ((scales.noise**2 + independent[:count]) * inflation)[fitted]
+        posteriors.append(
+            Posterior(kernel, points[fitted], residual[fitted], noise, basis[fitted], candidates, model.basis[count:])
+        )
         means.append(model.mean[count:])
         evidence.append(score + np.log(model.weight))
-        noises.append(np.full(len(at), scales.noise**2))
+        noises.append(np.full(len(candidates), scales.noise**2))
     return Mixture(posteriors, means, _softmax(evidence), noises)
 
 
@@ -137,11 +141,16 @@ def _compressed(values: np.ndarray) -> np.ndarray:
 
 
 def _robust_scales(
-    points: np.ndarray, values: np.ndarray, basis: np.ndarray, prior: Scales, own: np.ndarray, trusted: np.ndarray
+    points: np.ndarray,
+    values: np.ndarray,
+    basis: np.ndarray,
+    prior: Scales,
+    independent: np.ndarray,
+    trusted: np.ndarray,
 ) -> tuple[Scales, float, np.ndarray]:
     """Scales, log evidence, and the factor by which the noise of each value is inflated (n,), 1 or more.
 
-    It is 1 for `trusted` values: what slows a run down cannot have made a good one fast.
+    It is 1 for `trusted` values: a disturbance slows runs down and cannot have made a good one fast.
 
     A Student t is a Gaussian whose variance has an inverse gamma distribution. The result maximises over those
     variances and the scales alternately (Rasmussen and Williams 2006, section 9.3).
@@ -149,16 +158,16 @@ def _robust_scales(
     count = len(values)
     inflation, scales = np.ones(count), prior
     if not 3 <= count <= LIMIT:
-        return *fit_scales(points, values, basis, prior, extra=own, inflation=inflation), inflation
+        return *fit_scales(points, values, basis, prior, extra=independent, inflation=inflation), inflation
     # Starts from the expected scales: scales fitted to an outlier would make it look ordinary.
     for _ in range(2 if count <= FEW else 1):
         for _ in range(3):
-            noise = (scales.noise**2 + own) * inflation
+            noise = (scales.noise**2 + independent) * inflation
             away = left_out(Kernel(scales, points.shape[1]), points, values, noise, basis)
             # The noise explains part of the leave-one-out residual; for an outlier, nearly all of it.
             inflation = np.maximum(1.0, (DEGREES + away**2 * inflation) / (DEGREES + 1.0))
             inflation[trusted] = 1.0
-        scales, score = fit_scales(points, values, basis, prior, extra=own, inflation=inflation)
+        scales, score = fit_scales(points, values, basis, prior, extra=independent, inflation=inflation)
     penalty = (DEGREES / 2 + 1) * np.log(inflation) + DEGREES / 2 * (1.0 / inflation - 1.0)
     return scales, score - float(np.minimum(penalty, STALL).sum()), inflation
 
@@ -168,7 +177,7 @@ def limit_model(
     points: np.ndarray,
     values: np.ndarray,
     sign: np.ndarray,
-    at: np.ndarray,
+    candidates: np.ndarray,
 ) -> Mixture:
     """Models of a quantity that must stay below 0: log memory over the limit, or a tendency to fail.
 
@@ -178,10 +187,10 @@ def limit_model(
         values: the quantity if it was measured; if `sign` is not 0, the bound that it is above (1) or below (-1);
             shape (n,).
         sign: 0 for a measurement, 1 for more than the value, -1 for less; shape (n,).
-        at: features of the candidates, shape (m, columns).
+        candidates: features of the candidates, shape (m, columns).
     """
     count = len(values)
-    kept = (
+    fitted = (
         np.arange(count)
         if count <= LIMIT
         else np.union1d(_evenly(np.flatnonzero(sign == 0)), _evenly(np.flatnonzero(sign != 0)))
@@ -194,14 +203,14 @@ def limit_model(
             residual = values[exact] - model.mean[exact]
             scales, score = fit_scales(points[exact], residual, model.basis[exact], model.scales)
         kernel = Kernel(scales, points.shape[1])
-        here, basis, mean = points[kept], model.basis[kept], model.mean[kept]
+        here, basis, mean = points[fitted], model.basis[fitted], model.mean[fitted]
         targets, noise, loss = _pseudo(
-            kernel.between(here, here, basis, basis), values[kept] - mean, sign[kept], scales.noise
+            kernel.between(here, here, basis, basis), values[fitted] - mean, sign[fitted], scales.noise
         )
-        posteriors.append(Posterior(kernel, here, targets, noise, basis, at, model.basis[count:]))
+        posteriors.append(Posterior(kernel, here, targets, noise, basis, candidates, model.basis[count:]))
         means.append(model.mean[count:])
         evidence.append(score - loss + np.log(model.weight))
-        noises.append(np.full(len(at), scales.noise**2))
+        noises.append(np.full(len(candidates), scales.noise**2))
     return Mixture(posteriors, means, _softmax(evidence), noises)
 
 
@@ -259,8 +268,9 @@ def _subset(values: np.ndarray, limit: int) -> np.ndarray:
     order = np.argsort(-values, kind="stable")
     if len(order) <= limit:
         return np.arange(len(values))
-    rest = order[limit // 2 :]
-    return np.sort(np.concatenate([order[: limit // 2], rest[np.linspace(0, len(rest) - 1, limit // 2).astype(int)]]))
+    worse = order[limit // 2 :]
+    share = worse[np.linspace(0, len(worse) - 1, limit // 2).astype(int)]
+    return np.sort(np.concatenate([order[: limit // 2], share]))
 
 
 def _evenly(rows: np.ndarray) -> np.ndarray:
