@@ -73,8 +73,8 @@ def build(
         seed: seed of the initial weights of a model on the meta device.
         init: `init(module)` or `init(module, path)` sets a module's own tensors and returns true, for modules without
             a rule.
-        broadcast: if replicated tensors differ between ranks of the `tp` or `dp` axis, copy those of the first rank;
-            without it that is refused.
+        broadcast: copy replicated tensors from the first rank if they differ between ranks of the `tp` or `dp` axis;
+            by default a difference is refused.
         target: `deepspeed` returns DeepSpeed's engine of the scheduled model in place of the module. The schedule's
             settings of replicas and of a pipeline's order are written into the engine's configuration.
         config: configuration of the engine, as a mapping or the path of a file, such as `redline export --to
@@ -91,27 +91,28 @@ def build(
     """
     if sch.tree.built:
         raise ScheduleError("build: a schedule can be built only once, and this one is built already")
-    whole, sch = sch, separated(sch)
+    full_model, sch = sch, separated(sch)
     tree = sch.tree
-    for each in tree.deferred:
-        find_module(tree.module, each.path)
+    # A replaced parent may lack a module with deferred work: refuse before anything changes.
+    for work in tree.deferred:
+        find_module(tree.module, work.path)
     settings = _engine_settings(sch, target, config, optimizer is not None)
-    place = torch.device(device) if device is not None else device_of(tree.module)
-    context = Context(device=place, optimizer=optimizer, loss=loss)
+    weights_device = torch.device(device) if device is not None else device_of(tree.module)
+    context = Context(device=weights_device, optimizer=optimizer, loss=loss)
     phases = PHASES if settings is None else [phase for phase in PHASES if phase != "data"]
     prepare(sch, context, seed, init, broadcast, phases)
-    whole.tree.built = True
-    module, made = complete(sch, context, phases)
+    full_model.tree.built = True
+    module, built_optimizer = complete(sch, context, phases)
     if settings is None:
-        return module, made
-    return deepspeed.start(module, made, settings, sch.mesh, context.pipeline)
+        return module, built_optimizer
+    return deepspeed.start(module, built_optimizer, settings, sch.mesh, context.pipeline)
 
 
 def _engine_settings(sch: Schedule, target: str | None, config: Any, optimizer: bool) -> dict[str, Any] | None:
-    """Configuration of the requested engine; None if there is none."""
+    """Returns the configuration of the requested engine; None without an engine."""
     if target is None:
         if config is not None:
-            raise ScheduleError("build: config is an engine's; name that by target=")
+            raise ScheduleError("build: config= is the configuration of an engine; pass target= with the engine's name")
         return None
     if target not in TARGETS:
         raise ScheduleError(f"build: {unknown('target', target, TARGETS)}")
@@ -129,12 +130,12 @@ def prepare(
     seed: int,
     init: Init | None = None,
     broadcast: bool = False,
-    early: Sequence[str] = (),
+    phases: Sequence[str] = (),
 ) -> None:
     """First half of `build`: checks, and weights on the device.
 
     Args:
-        early: phases that may be applied to a part of the model before the next weights exist.
+        phases: phases that may be applied to a unit of the model before the weights of the next one exist.
     """
     check_synced(sch)
     if sch.tree.pipeline is not None and not sch.tree.cuts:
@@ -142,22 +143,23 @@ def prepare(
     axis = axis_of(sch.mesh, "pp")
     if sch.tree.cuts and axis is not None and axis.size > 1:
         context.pipeline = Pipeline(sch.tree, axis, context.device, context.loss)
-    arrived = _Arrivals(sch, context, early)
-    made = materialise(sch.tree.module, context.device, seed, init, arrived, sch.tree.hub)
-    check_weights(sch.tree.module, sch.mesh, made, seed, broadcast)
+    arrivals = _Arrivals(sch, context, phases)
+    initialised = materialise(sch.tree.module, context.device, seed, init, arrivals, sch.tree.hub)
+    # Before the remaining phases shard the weights over replicas.
+    check_weights(sch.tree.module, sch.mesh, initialised, seed, broadcast)
     sch.tree.built = True
 
 
 class _Arrivals:
-    """Casts weights as they are made, and shards each part once all of its weights exist.
+    """Casts weights as they are initialised, and shards each unit of ZeRO once all of its weights exist.
 
-    Parts with existing weights are left for later, because ranks compare these first.
+    Units with existing weights are sharded later, because ranks compare these weights first.
     """
 
     def __init__(self, sch: Schedule, context: Context, phases: Sequence[str]) -> None:
         self._sch, self._context, self._phases = sch, context, phases
         self._formats: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._parts: dict[tuple[nn.Module, str], list[_Part]] = {}
+        self._units: dict[tuple[nn.Module, str], list[_Unit]] = {}
         self._cutting = cutting_of(sch, context) if "data" in phases else None
         formats = final_formats(sch) if "cast" in phases else {}
         for module in sch.tree.module.modules():
@@ -165,36 +167,40 @@ class _Arrivals:
                 if param in formats:
                     self._formats[module, name] = formats[param]
         paths = {module: path for path, module in sch.tree.module.named_modules()}
-        for module in self._cutting.parts if self._cutting is not None else ():
-            places = [(each, name, tensor) for each in module.modules() for name, tensor in own_tensors(each)]
+        for module in self._cutting.units if self._cutting is not None else ():
+            places = [
+                (submodule, name, tensor) for submodule in module.modules() for name, tensor in own_tensors(submodule)
+            ]
             if any(isinstance(tensor, nn.Parameter) and not tensor.is_meta for _, _, tensor in places):
                 continue
-            part = _Part(paths[module], module, {(each, name) for each, name, tensor in places if tensor.is_meta})
-            for place in part.missing:
-                self._parts.setdefault(place, []).append(part)
+            unit = _Unit(
+                paths[module], module, {(submodule, name) for submodule, name, tensor in places if tensor.is_meta}
+            )
+            for place in unit.missing:
+                self._units.setdefault(place, []).append(unit)
 
     def __call__(self, module: nn.Module, name: str) -> None:
         dtype = self._formats.get((module, name))
         param = parameters_of(module).get(name)
         if dtype is not None and param is not None and param.dtype != dtype:
             param.data = param.data.to(dtype)
-        for part in self._parts.get((module, name), ()):
-            part.missing.discard((module, name))
-            if not part.missing:
-                self._finish(part)
+        for unit in self._units.get((module, name), ()):
+            unit.missing.discard((module, name))
+            if not unit.missing:
+                self._finish(unit)
 
     @torch.enable_grad()
-    def _finish(self, part: "_Part") -> None:
+    def _finish(self, unit: "_Unit") -> None:
         for phase in self._phases:
             if phase != "data":
-                _apply(self._sch, self._context, phase, part.path)
-        assert self._cutting is not None, "parts exist only with sharding"
-        self._cutting.cut(part.module)
+                _apply(self._sch, self._context, phase, unit.path)
+        assert self._cutting is not None, "units exist only with sharding"
+        self._cutting.cut(unit.module)
 
 
 @dataclass(slots=True)
-class _Part:
-    """A part of the model that is sharded as a unit."""
+class _Unit:
+    """A module that ZeRO shards and gathers as a unit."""
 
     path: str
     module: nn.Module
@@ -204,18 +210,18 @@ class _Part:
 
 def _apply(sch: Schedule, context: Context, phase: str, path: str = "") -> None:
     """Applies the deferred work of a phase for a module and those below it, inner ones before outer ones."""
-    due = [
-        (number, each)
-        for number, each in enumerate(sch.tree.deferred)
-        if each.phase == phase and number not in context.done and is_within(each.path, path)
+    pending = [
+        (number, work)
+        for number, work in enumerate(sch.tree.deferred)
+        if work.phase == phase and number not in context.done and is_within(work.path, path)
     ]
-    for number, each in sorted(due, key=lambda item: -item[1].path.count(".") if item[1].path else 1):
+    for number, work in sorted(pending, key=lambda item: -item[1].path.count(".") if item[1].path else 1):
         context.done.add(number)
         # Number formats also matter to stages that receive from the module.
-        if phase != "cast" and context.pipeline is not None and context.pipeline.absent(each.path):
+        if phase != "cast" and context.pipeline is not None and context.pipeline.absent(work.path):
             continue
-        at = Schedule(sch.tree, each.path)
-        each.apply(at, at.module, context, **each.arguments)
+        target = Schedule(sch.tree, work.path)
+        work.apply(target, target.module, context, **work.arguments)
 
 
 def complete(
@@ -227,6 +233,7 @@ def complete(
     """
     for phase in phases:
         _apply(sch, context, phase)
+    # After all phases: FSDP replaces parameters, and the new ones lack the annotations.
     for (path, name), values in sch.tree.annotations.items():
         if context.pipeline is not None and context.pipeline.absent(path):
             continue
@@ -234,19 +241,20 @@ def complete(
         for key, value in values.items():
             setattr(tensor, key, value)
     module = sch.tree.module
+    # After compilation and sharding, since gates wrap the calls of these modules.
     if context.pipeline is not None:
         context.pipeline.start()
     check_first_call(module, sch.mesh)
     # Frozen parameters have no gradient: the optimizer neither keeps their state nor communicates them.
-    params = [each for each in module.parameters() if each.requires_grad]
+    params = [param for param in module.parameters() if param.requires_grad]
     if not params and context.pipeline is not None:
-        # All stages step, and optimizers refuse to have nothing to update.
+        # Every stage steps its optimizer, and torch's optimizers refuse an empty list of parameters.
         params = [nn.Parameter(torch.zeros(0, device=context.device))]
     return module, context.optimizer(params) if context.optimizer is not None and params else None
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device of a model's weights; the CPU if all are on the meta device."""
+    """Returns the device of a model's weights; the CPU if all are on the meta device."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
             return tensor.device

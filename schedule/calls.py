@@ -26,9 +26,9 @@ class PrimitiveCall:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        given = [_short(each) for each in self.args]
-        given += [f"{key}={_short(value)}" for key, value in self.kwargs.items()]
-        return f"{self.primitive}({', '.join(given)})"
+        arguments = [_short(value) for value in self.args]
+        arguments += [f"{key}={_short(value)}" for key, value in self.kwargs.items()]
+        return f"{self.primitive}({', '.join(arguments)})"
 
 
 def to_recipe(steps: Iterable[PrimitiveCall]) -> Recipe:
@@ -40,23 +40,23 @@ def to_recipe(steps: Iterable[PrimitiveCall]) -> Recipe:
     Raises:
         ScheduleError: a step has an argument that cannot be written as text (a lambda, a module instance).
     """
-    out = []
+    recipe = []
     for step in steps:
         label = f"{step} on '{step.path or 'the root'}'"
         entry: dict[str, Any] = {"path": step.path, "primitive": step.primitive}
         if step.args:
-            entry["args"] = [as_plain(each, label) for each in step.args]
+            entry["args"] = [as_plain(value, label) for value in step.args]
         if step.kwargs:
             entry["kwargs"] = {key: as_plain(value, label) for key, value in step.kwargs.items()}
-        out.append(entry)
-    return out
+        recipe.append(entry)
+    return recipe
 
 
 def as_plain(value: Any, label: str) -> Any:
     """Converts an argument to numbers, strings, lists and mappings.
 
     Args:
-        label: its step, for errors.
+        label: the step with this argument, for errors.
 
     Raises:
         ScheduleError: it cannot be written as text.
@@ -70,9 +70,9 @@ def as_plain(value: Any, label: str) -> Any:
     if hasattr(value, "to_recipe"):
         return value.to_recipe()
     if isinstance(value, (list, tuple, torch.Size)):
-        return [as_plain(each, label) for each in value]
+        return [as_plain(item, label) for item in value]
     if isinstance(value, Mapping):
-        return {"mapping": [[as_plain(k, label), as_plain(v, label)] for k, v in value.items()]}
+        return {"mapping": [[as_plain(key, label), as_plain(entry, label)] for key, entry in value.items()]}
     if callable(value) and not isinstance(value, nn.Module):
         name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
         if imported(name, missing=None) is value:
@@ -94,14 +94,14 @@ def imported(name: str, missing: Any = _REFUSE) -> Any:
     """
     module, _, qualified = name.partition(":")
     try:
-        found: Any = import_module(module)
-        for part in qualified.split("."):
-            found = getattr(found, part)
+        target: Any = import_module(module)
+        for attribute in qualified.split("."):
+            target = getattr(target, attribute)
     except (ImportError, AttributeError, ValueError) as error:
         if missing is not _REFUSE:
             return missing
         raise ScheduleError(f"recipe: cannot import '{name}': {error}") from error
-    return found
+    return target
 
 
 def _short(value: Any) -> str:
@@ -113,7 +113,7 @@ def _short(value: Any) -> str:
         return value.__name__
     if hasattr(value, "names"):  # a handle of find, which may no longer be in its graph
         return "+".join(value.names)
-    if isinstance(value, (list, tuple)) and value and all(hasattr(each, "names") for each in value):
-        return f"[{', '.join(_short(each) for each in value)}]"
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    if isinstance(value, (list, tuple)) and value and all(hasattr(handle, "names") for handle in value):
+        return f"[{', '.join(_short(handle) for handle in value)}]"
+    rendered = repr(value)
+    return rendered if len(rendered) <= 40 else rendered[:37] + "..."

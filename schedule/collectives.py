@@ -21,10 +21,10 @@ def axis(mesh: Any, name: str = "tp") -> Axis:
     Raises:
         ScheduleError: the mesh has no axis of this name.
     """
-    found = axis_of(mesh, name)
-    if found is None:
+    named_axis = axis_of(mesh, name)
+    if named_axis is None:
         raise ScheduleError(f"collectives: {unknown('axis', name, getattr(mesh, 'mesh_dim_names', None) or ())}")
-    return found
+    return named_axis
 
 
 def copy(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -47,11 +47,11 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis, gradient: str = "scat
     Raises:
         ScheduleError: unknown gradient.
     """
-    ways = {"scatter": collectives.scatter, "reduce_scatter": collectives.reduce_scatter}
-    if gradient not in ways:
-        raise ScheduleError(f"all_gather: {unknown('gradient', gradient, ways)}")
+    gradients = {"scatter": collectives.scatter, "reduce_scatter": collectives.reduce_scatter}
+    if gradient not in gradients:
+        raise ScheduleError(f"all_gather: {unknown('gradient', gradient, gradients)}")
     forward = partial(collectives.all_gather, dim=dim, axis=axis)
-    return through(tensor, forward=forward, backward=partial(ways[gradient], dim=dim, axis=axis))
+    return through(tensor, forward=forward, backward=partial(gradients[gradient], dim=dim, axis=axis))
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:

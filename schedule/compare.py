@@ -28,10 +28,10 @@ ALIKE = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """Results of a model, gathered over ranks: whole tensors, or a summary of them if `on` is given.
+    """Results of a model, gathered over ranks: unsharded tensors, or a summary of them if `on` is given.
 
-    A summary has projections of the logits as outputs, norms as gradients, and weights that a step did not move; its
-    names are used in messages. Kinds that one of two models lacks are not compared, except outputs of a summary.
+    A summary has projections of the logits as outputs, norms as gradients, and the weights that a step did not change;
+    its names are used in messages. A kind that only one model has is not compared, except outputs of a summary.
     """
 
     outputs: Tensors = field(default_factory=dict)
@@ -55,8 +55,8 @@ class Numbers:
 
     @property
     def finite(self) -> bool:
-        tensors = [each for kind in DESCRIPTIONS for each in self.of(kind).values() if each is not None]
-        return all(bool(each.isfinite().all()) for each in tensors) and math.isfinite(self.noise or 0.0)
+        tensors = [tensor for kind in DESCRIPTIONS for tensor in self.of(kind).values() if tensor is not None]
+        return all(bool(tensor.isfinite().all()) for tensor in tensors) and math.isfinite(self.noise or 0.0)
 
     def of(self, kind: Kind) -> Tensors:
         """Tensors of a kind, by name."""
@@ -89,7 +89,7 @@ class Departure:
     @property
     def share(self) -> float:
         """Departure over its limit."""
-        return self.by / max(self.allowed, 1e-30)
+        return self.by / max(self.allowed, 1e-30)  # a limit of 0 does not divide by zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,53 +102,55 @@ class Comparison:
     @property
     def holds(self) -> bool:
         """True if all are within their limits."""
-        return all(each.holds for each in self.departures)
+        return all(departure.holds for departure in self.departures)
 
     @property
     def wrong(self) -> Departure | None:
-        """The largest departure, relative to its limit, of the first kind with one beyond its limit, the first of
-        nearly equal ones; None if all are within their limits.
+        """The largest departure relative to its limit, among those of the first kind that exceeds a limit.
+
+        Nearly equal ones count as equal, and the first is returned; None if all are within their limits.
         """
-        over = [each for each in self.departures if not each.holds]
-        if not over:
+        exceeding = [departure for departure in self.departures if not departure.holds]
+        if not exceeding:
             return None
-        least = ALIKE * self.largest_of(over[0].kind).share
-        return next(each for each in over if each.share >= least)
+        threshold = ALIKE * self.largest_of(exceeding[0].kind).share
+        return next(departure for departure in exceeding if departure.share >= threshold)
 
     def of(self, kind: Kind) -> tuple[Departure, ...]:
-        return tuple(each for each in self.departures if each.kind == kind)
+        return tuple(departure for departure in self.departures if departure.kind == kind)
 
     def largest_of(self, kind: Kind) -> Departure:
-        """The departure of a kind that is largest relative to its limit; there must be one."""
-        return max(self.of(kind), key=lambda each: each.share)
+        """Returns the departure of a kind that is largest relative to its limit; the kind must have one."""
+        return max(self.of(kind), key=lambda departure: departure.share)
 
 
-def compare(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Comparison:
-    """Compares the results of a model, those of this rank, with a reference's."""
-    return Comparison(tuple(_Pair(expected, found, tolerance, largest(expected.gradients)).departures()))
+def compare(expected: Numbers, actual: Numbers, tolerance: Tolerance) -> Comparison:
+    """Compares the results of a model on this rank with those of the reference."""
+    return Comparison(tuple(_Pair(expected, actual, tolerance, largest(expected.gradients)).departures()))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Whole gradients on every rank that has the parameter, by all names of tied ones, which pipeline stages have
-    under different names; None if there is no gradient. All ranks call it.
+    """Returns the unsharded gradients of the parameters of this rank, None for no gradient. All ranks call it.
+
+    A tied parameter has an entry for each of its names, since pipeline stages have it under different names.
     """
     replicas = model.__dict__.get("replicas")
-    out: dict[str, torch.Tensor | None] = {}
+    gradients: dict[str, torch.Tensor | None] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         gradient = whole_gradient(model, name, param)
-        elsewhere = replicas is not None and replicas.has_owner(param)
-        out[name] = None if param.grad is None and not elsewhere else gradient.clone()
-    return out
+        has_owner = replicas is not None and replicas.has_owner(param)
+        gradients[name] = None if param.grad is None and not has_owner else gradient.clone()
+    return gradients
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole weights, by the names of `gradients_of`. All ranks call it."""
+    """Returns the unsharded weights, by the names of `gradients_of`. All ranks call it."""
     params = model.named_parameters(remove_duplicate=False)
     return {name: whole(*owner(model, name), param.detach().clone()) for name, param in params}
 
 
 def and_more(names: Sequence[str]) -> str:
-    """The first of some names, and the number of the others."""
+    """Returns the first of some names, and the number of the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -157,7 +159,7 @@ class _Pair:
     """Results of a model and its reference."""
 
     expected: Numbers
-    found: Numbers
+    actual: Numbers
     tolerance: Tolerance
     steepest: float
     """Largest magnitude in any gradient."""
@@ -168,47 +170,49 @@ class _Pair:
             yield from self._of(kind)
         yield from self._dropout()
         yield from self._of("weights")
-        if still := [name for name in self.found.still if name not in self.expected.still]:
+        if still := [name for name in self.actual.still if name not in self.expected.still]:
             description = f"the first step leaves {and_more(still)} as it was, in spite of a gradient"
             yield Departure(kind="weights", by=math.inf, allowed=0.0, description=description)
 
     def _of(self, kind: Kind) -> Iterator[Departure]:
-        """Departures of tensors that both have."""
-        expected, found, on = self.expected.of(kind), self.found.of(kind), self.found.on
+        """Yields the departures of tensors that both have."""
+        expected, computed, on = self.expected.of(kind), self.actual.of(kind), self.actual.on
         most, least = largest(expected), self.tolerance.least
         projected = kind == "outputs" and bool(on)
         ratio = self.tolerance.ratio if kind == "gradients" else 1.0
-        for name, wanted in expected.items():
-            if name not in found:
+        for name, reference in expected.items():
+            if name not in computed:
                 continue
-            actual, by = found[name], math.inf
-            over = max(self.tolerance.size, 1e-30) if projected else scale(wanted, most, least)
+            actual, by = computed[name], math.inf
+            over = max(self.tolerance.size, 1e-30) if projected else scale(reference, most, least)
             allowed = self._allowed(kind, name, over)
-            what = DESCRIPTIONS[kind].format(name) if not on else name if projected else name + on
-            if wanted is None or actual is None:
+            subject = DESCRIPTIONS[kind].format(name) if not on else name if projected else name + on
+            if reference is None or actual is None:
                 # An unused parameter may have a gradient of zeros instead of none.
-                present = wanted if wanted is not None else actual
+                present = reference if reference is not None else actual
                 by = math.inf if present is not None and present.any() else 0.0
-                how = "is missing" if actual is None else "was not there before"
-            elif wanted.shape != actual.shape:
-                how = f"has shape {tuple(actual.shape)}, not {tuple(wanted.shape)}"
+                difference = "is missing" if actual is None else "was not there before"
+            elif reference.shape != actual.shape:
+                difference = f"has shape {tuple(actual.shape)}, not {tuple(reference.shape)}"
             else:
-                by = departure(wanted, actual, over=over, ratio=ratio)
-                how = f"departs by {by:.2g}"
+                by = departure(reference, actual, over=over, ratio=ratio)
+                difference = f"departs by {by:.2g}"
                 most_factor = self.tolerance.factor
-                if most_factor and by <= allowed and wanted.numel() >= FEW and scale(wanted) >= over:
-                    factor = factor_between(wanted, actual)
+                if most_factor and by <= allowed and reference.numel() >= FEW and scale(reference) >= over:
+                    factor = factor_between(reference, actual)
                     if abs(factor) > most_factor:
-                        by, how = allowed * abs(factor) / most_factor, f"is {1 + factor:.4g} times as large"
+                        by, difference = allowed * abs(factor) / most_factor, f"is {1 + factor:.4g} times as large"
                 if projected:
-                    how = f"depart by {by:.2g} of their size (tolerance {allowed:.2g})"
+                    difference = f"depart by {by:.2g} of their size (tolerance {allowed:.2g})"
                 elif on:
-                    slack = allowed * over + (ratio - 1) * float(wanted)
-                    how = f"is {float(actual):.6g}, the reference's {float(wanted):.6g} (tolerance {slack:.2g})"
-            yield Departure(kind=kind, by=by, allowed=allowed, description=f"{what} {how}")
+                    slack = allowed * over + (ratio - 1) * float(reference)
+                    difference = (
+                        f"is {float(actual):.6g}, the reference's {float(reference):.6g} (tolerance {slack:.2g})"
+                    )
+            yield Departure(kind=kind, by=by, allowed=allowed, description=f"{subject} {difference}")
 
     def _allowed(self, kind: Kind, name: str, over: float) -> float:
-        """Largest departure of a tensor by rounding, relative to `over`."""
+        """Returns the largest departure of a tensor that rounding explains, relative to `over`."""
         granted = self.tolerance
         if kind == "outputs":
             return granted.outputs
@@ -218,32 +222,33 @@ class _Pair:
             return granted.vectors
         if kind == "weights" and granted.weights is not None:
             gradient = scale(self.expected.gradients.get(name), self.steepest, granted.least)
-            return granted.weights(granted.gradients * gradient, self.found.weights[name]) / over
+            return granted.weights(granted.gradients * gradient, self.actual.weights[name]) / over
         return granted.gradients
 
     def _count(self) -> Iterator[Departure]:
-        """Departure of the number of outputs; only the last stage of a pipeline has outputs."""
-        actual, wanted = (
-            [None if each is None else each.shape for each in of.outputs.values()] for of in (self.found, self.expected)
+        """Yields a departure if the numbers of outputs differ; only the last stage of a pipeline has outputs."""
+        actual, reference = (
+            [None if output is None else output.shape for output in numbers.outputs.values()]
+            for numbers in (self.actual, self.expected)
         )
         description = ""
-        if self.found.on and actual != wanted:
+        if self.actual.on and actual != reference:
             description = f"it returns {'other' if actual else 'no'} logits than the reference"
-        elif actual and len(actual) != len(wanted):
-            description = f"outputs number {len(actual)}, not {len(wanted)}"
+        elif actual and len(actual) != len(reference):
+            description = f"outputs number {len(actual)}, not {len(reference)}"
         if description:
             yield Departure(kind="outputs", by=math.inf, allowed=0.0, description=description)
 
     def _dropout(self) -> Iterator[Departure]:
-        """Departure of the rate of dropout."""
-        actual, wanted, slack = self.found.noise, self.expected.noise, self.tolerance.outputs
-        if actual is None or wanted is None:
+        """Yields the departure of the outputs' noise by dropout, which detects another rate."""
+        actual, reference, slack = self.actual.noise, self.expected.noise, self.tolerance.outputs
+        if actual is None or reference is None:
             return
         # Rounding is independent of the masks: squares add.
-        most, others = math.hypot(wanted * self.tolerance.noise, slack), math.hypot(actual, slack)
+        most, expected_most = math.hypot(reference * self.tolerance.noise, slack), math.hypot(actual, slack)
         description = (
             f"in training the logits depart by {actual:.2g} of their size from those without dropout, the "
-            f"reference's by {wanted:.2g}"
+            f"reference's by {reference:.2g}"
         )
-        by = max(actual / most, wanted / self.tolerance.noise / others)
+        by = max(actual / most, reference / self.tolerance.noise / expected_most)
         yield Departure(kind="dropout", by=by, allowed=1.0, description=description)

@@ -73,11 +73,11 @@ def _within(layer: Layer, module: nn.Module, inner: Inner, *args: Any, **kwargs:
 def add_layer(module: nn.Module, layer: Layer) -> None:
     """Adds a layer around a module's forward, sorted by `order`."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, Forward):
+    if not isinstance(forward, Forward):  # the first layer, perhaps around a forward that another library has set
         forward = Forward(module)
         module.__dict__["forward"] = forward
     forward.layers.append(layer)
-    forward.layers.sort(key=lambda each: each.order)
+    forward.layers.sort(key=lambda present: present.order)  # stable: of equal order, the later one is outside
 
 
 AnyLayer = TypeVar("AnyLayer", bound=Layer)
@@ -88,8 +88,8 @@ def layers_of(module: nn.Module) -> list[Layer]: ...
 @overload
 def layers_of(module: nn.Module, kind: type[AnyLayer]) -> list[AnyLayer]: ...
 def layers_of(module: nn.Module, kind: type[Any] = Layer) -> list[Any]:
-    """Layers of a kind around a module's forward, innermost first."""
+    """Returns the layers of a kind around a module's forward, innermost first."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, Forward):
         return []
-    return [each for each in forward.layers if isinstance(each, kind)]
+    return [layer for layer in forward.layers if isinstance(layer, kind)]

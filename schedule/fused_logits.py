@@ -5,7 +5,7 @@ Notation:
  symbol | meaning | shape |
 ---|---|---|
  N, C | tokens of a micro-batch, and of a chunk | |
- H, V | hidden size, vocabulary (this rank's piece of it if it is cut) | |
+ H, V | hidden size, vocabulary (this rank's shard of it if it is sharded) | |
  h | hidden states | (N, H) |
  W, b | weight and bias of the head | (V, H), (V,) |
  z | logits of a chunk, h W^T + b | (C, V) |
@@ -35,7 +35,7 @@ from .parallel.vocabulary import SplitLogits
 
 
 def chunk_tokens(hidden: int, tokens: int) -> int:
-    """C. Even few tokens are split into at least two chunks, so that any micro-batch, including a probe's, uses the
+    """Returns C. Even few tokens are split into two chunks, so that every micro-batch, including a probe's, runs the
     same code.
     """
     return max(1, min(most_chunk(hidden), -(-tokens // 2)))
@@ -50,21 +50,21 @@ class Product:
     dtype: torch.dtype
     """Dtype of the products: autocast's, or the hidden states' own."""
     axis: Axis | None
-    """Axis that the vocabulary is cut over; None if it is whole."""
+    """Axis that the vocabulary is sharded over, or None."""
     vocabulary: int
-    """Number of tokens in all."""
+    """Number of tokens of the vocabulary over all ranks."""
     formed_for: dict[str, bool]
-    """Functions that took logits, by name: True if these were materialised for it."""
+    """Names of functions that were called with the logits: True if the logits were materialised for the call."""
 
     @property
     def rows(self) -> int:
-        """Number of rows of the weight that belong to a token: the rest pads the last rank's piece."""
+        """Number of rows of the weight that belong to a token; the other rows are padding of the last rank's shard."""
         size = self.weight.shape[0]
-        before = 0 if self.axis is None else self.axis.rank * size
-        return min(max(self.vocabulary - before, 0), size)
+        first_token = 0 if self.axis is None else self.axis.rank * size
+        return min(max(self.vocabulary - first_token, 0), size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of some hidden states, equal to those of the head itself."""
+        """Returns the logits of hidden states, equal to those of the head itself."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
@@ -74,8 +74,8 @@ class FusedLogits(torch.Tensor):
     """Represents the logits of hidden states, of shape (..., V).
 
     `torch.nn.functional.cross_entropy` is computed from the hidden states. Changing the format or shape, or selecting
-    tokens, keeps them unmaterialised. Any other function gets the materialised logits: the result is right, but takes
-    the memory. They take no part in autograd themselves, but results computed from them do.
+    tokens, keeps them unmaterialised. Any other function gets the materialised logits: the result is right, but needs
+    their memory. They have no autograd history themselves; results computed from them do.
     """
 
     hidden: torch.Tensor
@@ -83,39 +83,39 @@ class FusedLogits(torch.Tensor):
 
     @staticmethod
     def of(hidden: torch.Tensor, product: Product, dtype: torch.dtype | None = None) -> "FusedLogits":
-        """Logits of hidden states (..., H), declared as `dtype`, by default that of the product."""
+        """Returns the logits of hidden states (..., H) with dtype `dtype`, by default that of the product."""
         shape = (*hidden.shape[:-1], product.weight.shape[0])
-        made = wrapper(FusedLogits, shape, dtype or product.dtype, hidden.device)
-        made.hidden, made.product = hidden, product
-        return made
+        logits = wrapper(FusedLogits, shape, dtype or product.dtype, hidden.device)
+        logits.hidden, logits.product = hidden, product
+        return logits
 
     def cut(self, axis: Axis, vocabulary: int) -> "FusedLogits":
-        """Declares them as this rank's piece of logits that are cut over the vocabulary."""
+        """Returns them as this rank's shard of logits that are sharded over the vocabulary."""
         return FusedLogits.of(self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype)
 
     def formed(self) -> torch.Tensor:
-        """Materialises the logits; SplitLogits if they are cut."""
+        """Returns the materialised logits; SplitLogits if they are sharded."""
         logits = self.product(self.hidden).to(self.dtype)
-        cut = self.product.axis
-        return logits if cut is None else SplitLogits.of(logits, cut, self.product.vocabulary)
+        axis = self.product.axis
+        return logits if axis is None else SplitLogits.of(logits, axis, self.product.vocabulary)
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """Yields the logits of C tokens at a time, each (C, V), as the loss computes them; without gradient."""
         flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
         product = replace(self.product, weight=self.product.weight.detach())
-        for part in flat.split(chunk_tokens(flat.shape[1], flat.shape[0])):
-            yield product(part)
+        for states in flat.split(chunk_tokens(flat.shape[1], flat.shape[0])):
+            yield product(states)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ABOUT or _is_property(func):
+        if func in _METADATA_FUNCTIONS or _is_property(func):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if args and isinstance(args[0], cls) and func in _KEPT:
-            kept = _KEPT[func](*args, **kwargs)
-            if kept is not NotImplemented:
-                return kept
+        if args and isinstance(args[0], cls) and func in _UNMATERIALISED:
+            result = _UNMATERIALISED[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
 
         def form(logits: FusedLogits) -> torch.Tensor:
             logits.product.formed_for[getattr(func, "__name__", str(func))] = True
@@ -126,18 +126,18 @@ class FusedLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:  # used to make and print a wrapper
+        if func is torch.ops.aten.detach.default:  # torch calls it to create and to print a wrapper
             (logits,) = args
             return FusedLogits.of(logits.hidden.detach(), logits.product, logits.dtype)
         raise ScheduleError(f"fused_loss: {func} needs the memory of logits that are not materialised")
 
 
 def formed(value: torch.Tensor) -> torch.Tensor:
-    """Materialises unmaterialised logits; returns any other tensor unchanged."""
+    """Returns unmaterialised logits materialised, and any other tensor unchanged."""
     return value.formed() if isinstance(value, FusedLogits) else value
 
 
-_ABOUT = frozenset(
+_METADATA_FUNCTIONS = frozenset(
     {
         torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.numel,
         torch.Tensor.nelement, torch.Tensor.element_size, torch.Tensor.is_floating_point,
@@ -145,7 +145,7 @@ _ABOUT = frozenset(
         torch.Tensor.__len__,
     }
 )  # fmt: skip
-"""Functions that do not read values."""
+"""Functions that read no values of a tensor."""
 _PROPERTIES = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
      "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "names")
@@ -162,21 +162,21 @@ def _as(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _to(logits: FusedLogits, *args: Any, **kwargs: Any) -> Any:
-    """Changes the format. Another device, or a copy, materialises the logits."""
+    """Changes the dtype. Another device, or a copy, materialises the logits."""
     if len(args) + len(kwargs) != 1 or not set(kwargs) <= {"dtype", "device"}:
         return NotImplemented
-    (wanted,) = (*args, *kwargs.values())
-    if isinstance(wanted, torch.dtype):
-        return _as(wanted)(logits)
-    here = isinstance(wanted, (str, torch.device)) and torch.device(wanted) == logits.device
-    return logits if here else NotImplemented
+    (target,) = (*args, *kwargs.values())
+    if isinstance(target, torch.dtype):
+        return _as(target)(logits)
+    same_device = isinstance(target, (str, torch.device)) and torch.device(target) == logits.device
+    return logits if same_device else NotImplemented
 
 
 def _reshape(logits: FusedLogits, *shape: Any, **kwargs: Any) -> Any:
     """Rearranges the tokens."""
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    whole = (logits.shape[-1], logits.product.vocabulary)
-    if kwargs or not sizes or not all(isinstance(each, int) for each in sizes) or sizes[-1] not in whole:
+    sizes_of_vocabulary = (logits.shape[-1], logits.product.vocabulary)
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] not in sizes_of_vocabulary:
         return NotImplemented
     hidden = logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1])
     return FusedLogits.of(hidden, logits.product, logits.dtype)
@@ -190,12 +190,12 @@ def _flatten(logits: FusedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _index(logits: FusedLogits, index: Any) -> Any:
-    """Selects tokens, with the whole vocabulary."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, bool) or not (each is ... or isinstance(each, (int, slice))) for each in parts):
+    """Selects tokens; an index into the vocabulary materialises the logits."""
+    indices = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, bool) or not (item is ... or isinstance(item, (int, slice))) for item in indices):
         return NotImplemented
-    reaches = len(parts) == logits.dim() or (... in parts and parts[-1] is not ...)
-    if reaches and parts[-1] != slice(None):
+    selects_logits = len(indices) == logits.dim() or (... in indices and indices[-1] is not ...)
+    if selects_logits and indices[-1] != slice(None):
         return NotImplemented
     return FusedLogits.of(logits.hidden[index], logits.product, logits.dtype)
 
@@ -236,7 +236,7 @@ def _cross_entropy(
     return loss.to(dtype)
 
 
-_KEPT: dict[Any, Callable[..., Any]] = {
+_UNMATERIALISED: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     torch.Tensor.float: _as(torch.float32),
     torch.Tensor.to: _to,
@@ -262,31 +262,33 @@ class _Loss(torch.autograd.Function):
             rows = product.rows
             narrow = weight[:rows].to(dtype)
             shift = None if bias is None else bias[:rows].to(dtype)
-            kept = target != ignore_index
-            count = kept.sum() if mean else torch.ones_like(kept.sum())
+            counted = target != ignore_index
+            count = counted.sum() if mean else torch.ones_like(counted.sum())
             # If all tokens are ignored, their mean is NaN, but its gradient is zero.
-            share = torch.where(kept, 1.0 / count.to(exact), 0.0)
-            wanted = [differentiable and each for each in ctx.needs_input_grad[:3]]
-            to_hidden = torch.empty_like(hidden) if wanted[0] else None
-            to_weight = weight.new_zeros(weight.shape, dtype=exact) if wanted[1] else None
-            to_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if wanted[2] else None
+            share = torch.where(counted, 1.0 / count.to(exact), 0.0)
+            needs_gradient = [differentiable and needed for needed in ctx.needs_input_grad[:3]]
+            to_hidden = torch.empty_like(hidden) if needs_gradient[0] else None
+            to_weight = weight.new_zeros(weight.shape, dtype=exact) if needs_gradient[1] else None
+            to_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if needs_gradient[2] else None
             total = torch.zeros((), dtype=exact, device=hidden.device)
+            # Weight gradients of chunks are added in float32: in bfloat16 small contributions would be lost.
             size = chunk_tokens(hidden.shape[1], hidden.shape[0])
             for start in range(0, target.shape[0], size):
-                here = slice(start, start + size)
-                states = hidden[here].to(dtype)
+                chunk = slice(start, start + size)
+                states = hidden[chunk].to(dtype)
                 logits = F.linear(states, narrow, shift).to(exact)
-                losses = _to_gradients(logits, target[here].where(kept[here], 0), product)
-                total += losses.where(kept[here], 0).sum()
-                if not any(wanted):
+                losses = _to_gradients(logits, target[chunk].where(counted[chunk], 0), product)
+                total += losses.where(counted[chunk], 0).sum()
+                # `logits` are p - onehot from here.
+                if not any(needs_gradient):
                     continue
-                logits *= share[here].unsqueeze(-1)
+                logits *= share[chunk].unsqueeze(-1)
                 if to_bias is not None:
                     to_bias[:rows] += logits.sum(0)
                 gradient = logits.to(dtype)
                 del logits
                 if to_hidden is not None:
-                    to_hidden[here] = gradient @ narrow
+                    to_hidden[chunk] = gradient @ narrow
                 if to_weight is not None and dtype == exact:
                     to_weight[:rows].addmm_(gradient.t(), states)
                 elif to_weight is not None:
@@ -303,12 +305,12 @@ class _Loss(torch.autograd.Function):
             raise ScheduleError(
                 "fused_loss: its gradients are computed in the forward pass, so backward can be called only once"
             )
-        found, ctx.gradients = ctx.gradients, None
-        return (*(None if each is None else each.mul_(grads[0]) for each in found), *[None] * 5)
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*(None if gradient is None else gradient.mul_(grads[0]) for gradient in gradients), *[None] * 5)
 
 
 def _to_gradients(logits: torch.Tensor, target: torch.Tensor, product: Product) -> torch.Tensor:
-    """Losses of tokens (C,); `logits` become p - onehot in place."""
+    """Returns the losses of tokens, (C,), and replaces `logits` by p - onehot in place."""
     axis, local = product.axis, logits.shape[-1]
     top = logits.amax(-1) if local else logits.new_full(target.shape, -torch.inf)
     if axis is not None:
@@ -316,14 +318,15 @@ def _to_gradients(logits: torch.Tensor, target: torch.Tensor, product: Product) 
         target = target - axis.rank * product.weight.shape[0]
     logits -= top.unsqueeze(-1)
     in_shard = (target >= 0) & (target < local)
-    # In a whole vocabulary every target must exist, which the lookup checks.
+    # In an unsharded vocabulary every target must exist, and gather checks that.
     index = (target if axis is None else target.where(in_shard, 0)).unsqueeze(-1)
-    at = logits.gather(-1, index).squeeze(-1) * in_shard if local else torch.zeros_like(top)
+    target_logits = logits.gather(-1, index).squeeze(-1) * in_shard if local else torch.zeros_like(top)
     logits.exp_()
     total = logits.sum(-1)
     if axis is not None:
-        total, at = all_reduce(torch.stack([total, at]), axis).unbind(0)
+        # One collective for both: a rank without the target adds 0.
+        total, target_logits = all_reduce(torch.stack([total, target_logits]), axis).unbind(0)
     logits /= total.unsqueeze(-1)
     if local:
         logits.scatter_add_(-1, index, -in_shard.to(logits.dtype).unsqueeze(-1))
-    return total.log() - at
+    return total.log() - target_logits

@@ -13,9 +13,9 @@ Change = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of a module itself, by name."""
-    both = [*parameters_of(module).items(), *buffers_of(module).items()]
-    return [(name, tensor) for name, tensor in both if tensor is not None]
+    """Returns the parameters and buffers of a module itself, by name."""
+    named_tensors = [*parameters_of(module).items(), *buffers_of(module).items()]
+    return [(name, tensor) for name, tensor in named_tensors if tensor is not None]
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
@@ -24,9 +24,9 @@ def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor | None) ->
 
 
 def loose(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors in a module's other attributes and in lists, tuples and dicts there, by the attribute's name.
+    """Returns tensors in a module's other attributes and in lists, tuples and dicts there, by the attribute's name.
 
-    An LSTM also has its parameters in a list.
+    An LSTM, for example, also has its parameters in a list.
     """
     return [
         (name, leaf)
@@ -43,26 +43,26 @@ def exchange(root: nn.Module, change: Change, change_loose: Change) -> None:
     Args:
         root: the model.
         change: returns the new tensor for a parameter or buffer and its path.
-        change_loose: returns it for another tensor and the path of the attribute.
+        change_loose: returns the new tensor for a tensor in another attribute, and the attribute's path.
     """
-    done: dict[torch.Tensor, torch.Tensor] = {}
+    replaced: dict[torch.Tensor, torch.Tensor] = {}  # by the old tensor, so that tied ones stay tied
     modules = [(f"{path}." if path else "", module) for path, module in root.named_modules()]
     for path, module in modules:
-        for held in (parameters_of(module), buffers_of(module)):
-            for name, tensor in held.items():
+        for holder in (parameters_of(module), buffers_of(module)):
+            for name, tensor in holder.items():
                 if tensor is not None:
-                    if tensor not in done:
-                        done[tensor] = change(tensor, path + name)
-                    held[name] = done[tensor]
+                    if tensor not in replaced:
+                        replaced[tensor] = change(tensor, path + name)
+                    holder[name] = replaced[tensor]
     for path, module in modules:
         for name, tensor in loose(module):
-            if tensor not in done:
-                done[tensor] = change_loose(tensor, path + name)
-            if done[tensor] is not tensor:
-                module.__dict__[name] = _replaced(module.__dict__[name], tensor, done[tensor])
+            if tensor not in replaced:
+                replaced[tensor] = change_loose(tensor, path + name)
+            if replaced[tensor] is not tensor:
+                module.__dict__[name] = _with_leaf(module.__dict__[name], tensor, replaced[tensor])
 
 
-def _replaced(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+def _with_leaf(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
     return tree_map(lambda leaf: new if leaf is old else leaf, value)
 
 
@@ -87,7 +87,7 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
     The tensors are the same objects, so that ties to the rest of the model remain.
 
     Returns:
-        A sentence for each that could not be kept.
+        A sentence for each tensor that only one of the modules has.
     """
     notes = []
     fresh = dict(_tensors(new))
@@ -99,7 +99,7 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
         else:
             del fresh[path]
             parent, _, name = path.rpartition(".")
-            replace_tensor(new.get_submodule(parent), name, tensor)
+            replace_tensor(new.get_submodule(parent), name, tensor)  # the same object, so that it stays tied
     notes.extend(f"{path} {tuple(tensor.shape)} has the value it came with" for path, tensor in fresh.items())
     give_hooks(old, new)
     new.train(old.training)
@@ -107,11 +107,11 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
 
 
 def give_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Adds the hooks of another module, after the module's own."""
+    """Adds the hooks of `old` to `new`, after those of `new`."""
     for attribute in _HOOKS:
-        kept = getattr(old, attribute, None)
-        if kept:
-            getattr(new, attribute).update(kept)
+        hooks = getattr(old, attribute, None)
+        if hooks:
+            getattr(new, attribute).update(hooks)
     copy_kind_of_backward_hooks(old, new)
 
 

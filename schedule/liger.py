@@ -1,8 +1,7 @@
-"""Liger-Kernel's Triton kernels in place of norms, gated feed-forward parts and rotary embeddings.
+"""Replaces norms, gated feed-forward modules and rotary embeddings by Liger-Kernel's Triton kernels.
 
-The function of a module is determined by running it on a few numbers, not by its name: Gemma's norm scales by 1 +
-weight, and Llama's, of almost the same name, by weight. Weights, their names and the modules below stay the same
-objects.
+A module's function is determined by running it on a few numbers, not by its name: Gemma's norm scales by 1 + weight,
+and Llama's, with almost the same name, by weight. Weights, their names and the modules below stay the same objects.
 
 Source: Hsu et al., Liger Kernel (2024), https://arxiv.org/abs/2410.10989.
 """
@@ -29,22 +28,22 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def replace_modules(sch: Schedule) -> list[str]:
-    """Replaces modules with a Liger kernel at or below a module; call it before anything is cut or traced.
+    """Replaces the modules below `sch` that have a Liger kernel; call it before modules are sharded or traced.
 
     Returns:
         Paths of the replaced modules.
     """
-    done = []
+    replaced = []
     for path, module in list(sch.module.named_modules()):
-        made = _replacement(module) if path else None
-        if made is not None:
-            sch[path].replace(made)
-            done.append(path)
-    return done
+        replacement = _replacement(module) if path else None
+        if replacement is not None:
+            sch[path].replace(replacement)
+            replaced.append(path)
+    return replaced
 
 
 def _replacement(old: nn.Module) -> nn.Module | None:
-    """A module with the kernel that computes what `old` does; None if Liger has none."""
+    """Returns a module that computes the same as `old` with Liger's kernel; None if Liger has none."""
     if (norm := rms_norm_of(old)) is not None:
         from liger_kernel.transformers.rms_norm import LigerRMSNorm
 
@@ -62,22 +61,27 @@ def _replacement(old: nn.Module) -> nn.Module | None:
 
 
 def rms_norm_of(old: nn.Module) -> tuple[float, float, str] | None:
-    """Epsilon, offset and casting of a module that computes x / sqrt(mean(x**2) + epsilon) * (offset + weight) over the last
-    dimension; None of another."""
+    """Returns epsilon, offset and casting mode of an RMS norm: x / sqrt(mean(x**2) + epsilon) * (offset + weight).
+
+    None for a module that computes something else.
+    """
     weight, epsilon = _only_vector(old), getattr(old, "variance_epsilon", getattr(old, "eps", None))
     if weight is None or not isinstance(epsilon, float):
         return None
     generator = torch.Generator().manual_seed(0)
-    # Small, so that epsilon shows.
-    x = 3 * epsilon**0.5 * torch.randn(4, len(weight), generator=generator)
-    w = torch.rand(len(weight), generator=generator) + 0.5
-    run = lambda given: _run(old, given, _parameters={"weight": w})  # noqa: E731
-    found = run(x)
+    # Small numbers, for which epsilon changes the result.
+    inputs = 3 * epsilon**0.5 * torch.randn(4, len(weight), generator=generator)
+    scale = torch.rand(len(weight), generator=generator) + 0.5
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return _run(old, x, _parameters={"weight": scale})
+
+    actual = run(inputs)
     for offset in (0.0, 1.0):
-        wanted = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (offset + w)
-        if departure(wanted, found) < CLOSE:
+        expected = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + epsilon) * (offset + scale)
+        if departure(expected, actual) < CLOSE:
             # Llama's norm rounds to the format of the input before scaling, Gemma's after.
-            return epsilon, offset, "gemma" if run(x.bfloat16()).dtype == torch.bfloat16 else "llama"
+            return epsilon, offset, "gemma" if run(inputs.bfloat16()).dtype == torch.bfloat16 else "llama"
     return None
 
 
@@ -88,17 +92,21 @@ def is_layer_norm(old: nn.Module) -> bool:
 
 
 def gated_by(old: nn.Module) -> str | None:
-    """`silu` or `gelu`, the activation of a module that computes down(act(gate(x)) * up(x)); GELU in its tanh approximation. None
-    of another."""
+    """Returns the activation of a module that computes down(act(gate(x)) * up(x)): `silu`, or `gelu` (tanh approximation).
+
+    None for a module that computes something else.
+    """
     if not set(_PROJECTIONS) <= children_of(old).keys() or not _takes_one(old) or parameters_of(old):
         return None
-    x, stand_ins = torch.linspace(-1, 1, 9), {name: _Times(n) for name, n in zip(_PROJECTIONS, (2, 3, 5))}
+    # Multiplications by different primes in place of the projections: a swap of two of them shows in the result.
+    inputs = torch.linspace(-1, 1, 9)
+    stand_ins = {name: _Times(factor) for name, factor in zip(_PROJECTIONS, (2, 3, 5))}
     try:
-        found = _run(old, x, _modules={**children_of(old), **stand_ins})
-    except (AttributeError, RuntimeError):  # it does more with its projections than call them
+        actual = _run(old, inputs, _modules={**children_of(old), **stand_ins})
+    except (AttributeError, RuntimeError):  # the module reads attributes of its projections
         return None
-    for act, name in ((F.silu, "silu"), (lambda t: F.gelu(t, approximate="tanh"), "gelu")):
-        if departure(5 * act(2 * x) * 3 * x, found) < CLOSE:
+    for act, name in ((F.silu, "silu"), (lambda values: F.gelu(values, approximate="tanh"), "gelu")):
+        if departure(5 * act(2 * inputs) * 3 * inputs, actual) < CLOSE:
             return name
     return None
 
@@ -110,14 +118,14 @@ def rotates(old: nn.Module) -> bool:
     rotate = getattr(forward, "__globals__", {}).get(_ROTARY)
     if _ROTARY not in names or not isinstance(rotate, FunctionType) or "forward" in old.__dict__:
         return False
-    given = list(inspect.signature(rotate).parameters)[:4]
-    return given == ["q", "k", "cos", "sin"] and _rotates_halves(rotate)
+    parameters = list(inspect.signature(rotate).parameters)[:4]
+    return parameters == ["q", "k", "cos", "sin"] and _rotates_halves(rotate)
 
 
 def forward_with(forward: Any, rotate: Callable[..., Any]) -> FunctionType:
-    """A copy of an attention's forward in which `rotate` is the rotary embedding."""
-    called = {**forward.__globals__, _ROTARY: rotate}
-    copied = FunctionType(forward.__code__, called, forward.__name__, None, forward.__closure__)
+    """Returns a copy of an attention module's forward that calls `rotate` as the rotary embedding."""
+    globals_with_kernel = {**forward.__globals__, _ROTARY: rotate}
+    copied = FunctionType(forward.__code__, globals_with_kernel, forward.__name__, None, forward.__closure__)
     copied.__defaults__, copied.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
     return copied
 
@@ -137,9 +145,9 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     q, k = torch.randn(1, 3, 5, 8, generator=generator), torch.randn(1, 2, 5, 8, generator=generator)
     angle = torch.randn(1, 5, 4, generator=generator).repeat(1, 1, 2)
     cos, sin = angle.cos(), angle.sin()
-    found = rotate(q, k, cos, sin)
-    wanted = [t * cos[:, None] + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin[:, None] for t in (q, k)]
-    return len(found) == 2 and all(departure(want, each) < CLOSE for want, each in zip(wanted, found))
+    actual = rotate(q, k, cos, sin)
+    expected = [t * cos[:, None] + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin[:, None] for t in (q, k)]
+    return len(actual) == 2 and all(departure(*pair) < CLOSE for pair in zip(expected, actual))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -152,7 +160,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward part gated by SiLU, by Liger's kernel; its backward overwrites its inputs."""
+    """A feed-forward module gated by SiLU, by Liger's kernel; its backward overwrites the inputs of the product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., features); returns the same shape."""
@@ -162,7 +170,7 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(nn.Module):
-    """The same, gated by GELU in its tanh approximation."""
+    """A feed-forward module gated by GELU in its tanh approximation, by Liger's kernel."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., features); returns the same shape."""
@@ -172,7 +180,7 @@ class GeGLU(nn.Module):
 
 
 class _Times(nn.Module):
-    """Replacement for a projection."""
+    """A multiplication in place of a projection."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -183,17 +191,17 @@ class _Times(nn.Module):
 
 
 def _adopt(kind: Any, old: nn.Module) -> nn.Module:
-    """A module of another class with the attributes, tensors and children of `old`."""
-    made = kind.__new__(kind)
-    made.__dict__ = dict(vars(old))
+    """Returns a module of another class with the attributes, tensors and children of `old`."""
+    adopted = kind.__new__(kind)
+    adopted.__dict__ = dict(vars(old))
     for name, value in vars(old).items():
         if isinstance(value, dict):
-            made.__dict__[name] = copy.copy(value)
-    return made
+            adopted.__dict__[name] = copy.copy(value)
+    return adopted
 
 
 def _run(module: nn.Module, x: torch.Tensor, **attributes: Any) -> torch.Tensor:
-    """Output of a module's own forward, without hooks, with other parameters or children."""
+    """Returns the output of a module's own forward, without hooks, with other parameters or children."""
     twin = _adopt(type(module), module)
     twin.__dict__.update(attributes)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -201,10 +209,10 @@ def _run(module: nn.Module, x: torch.Tensor, **attributes: Any) -> torch.Tensor:
 
 
 def _only_vector(module: nn.Module) -> torch.Tensor | None:
-    """A module's weight, if it is a vector and the module's only tensor."""
+    """Returns a module's weight if it is a vector and the module's only tensor; None otherwise."""
     weight = parameters_of(module).get("weight")
-    alone = len(parameters_of(module)) == 1 and not children_of(module) and not buffers_of(module)
-    return weight if alone and weight is not None and weight.dim() == 1 and _takes_one(module) else None
+    is_only_tensor = len(parameters_of(module)) == 1 and not children_of(module) and not buffers_of(module)
+    return weight if is_only_tensor and weight is not None and weight.dim() == 1 and _takes_one(module) else None
 
 
 def _takes_one(module: nn.Module) -> bool:

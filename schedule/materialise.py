@@ -1,8 +1,8 @@
 """Memory and initial values for tensors on the meta device, by the rules of the model.
 
-Notation: a *key* is a tensor on the meta device with the whole shape, in place of each tensor (or piece) that is to be made; a
-*rule* sets the values of keys. Every rule first runs on the meta device, which shows the keys that it uses. A key gets memory
-before the first rule that uses it, and is cut and given to the model after the last one.
+Notation: a *key* is a tensor on the meta device with the unsharded shape, in place of each tensor (or shard) without
+values. A *rule* sets the values of keys. Every rule first runs on the meta device, which shows the keys that it uses. A
+key gets memory before the first rule that uses it. After the last one it is sharded and replaces the model's tensor.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from ..base._transformers import initialise, initialises
 from ..base.errors import ScheduleError
 from . import held
 from .parallel import sharding
-from .random_state import full
+from .random_state import with_index
 from .tree import called_with_path, join
 
 Init = Callable[..., Any]
 """`init(module)` or `init(module, path)`."""
 Arrived = Callable[[nn.Module, str], None]
-"""`arrived(module, name)`: a module's own tensor now has memory and values."""
+"""`arrived(module, name)` is called once a module's own tensor has memory and values."""
 Place = tuple[nn.Module, str]
 """A module, and the name of a tensor of its own."""
 
@@ -41,7 +41,7 @@ class Replaced:
     old: nn.Module
     path: str
     factory: Callable[..., Any] | None
-    """Made the module from `old`, and makes it again from `old` with values; None if the module was given."""
+    """Makes the module from `old`, and is called again when `old` has values; None if the user passed the module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class _Rule:
     path: str
     steps: tuple[Callable[[], Any], ...]
     uses: tuple[torch.Tensor, ...]
-    """Keys that it reads or sets."""
+    """Keys that the steps read or set."""
     keeps: tuple[torch.Tensor, ...]
-    """Keys among them that keep their values, which a replaced module has set."""
+    """Keys in `uses` whose values are restored after the steps, because a replaced module has set them."""
 
 
 def materialise(
@@ -64,11 +64,11 @@ def materialise(
 ) -> list[torch.Tensor]:
     """Moves a model to a device; tensors on the meta device get memory and seeded initial values.
 
-    A module's tensors are set by `init(module)` if given and it returns true, by the Hugging Face model's own
-    `_init_weights`, or by `reset_parameters` or `init_weights`, children first. The random stream of each module depends only
-    on the seed and its path, so that any part of a model is initialised like the whole, whatever the schedule: a module that
-    was replaced is initialised as before, and its replacement made from it again. Sharded tensors are made whole and cut at
-    once. The global random state is restored.
+    A module's tensors are set by `init(module)` if it returns true, by the Hugging Face model's own `_init_weights`, or by
+    `reset_parameters` or `init_weights`, children first. The random stream of each module depends only on the seed and its
+    path, so that values do not depend on the schedule or on the part of the model that is built. A module that was replaced
+    is initialised as before, and its replacement is made from it again. A sharded tensor is initialised unsharded and then
+    cut. The global random state is restored.
 
     Args:
         arrived: called for each tensor that was on the meta device, in the order of initialisation. It may replace the
@@ -84,7 +84,8 @@ def materialise(
     places = [
         (module, name) for module in root.modules() for name, tensor in held.own_tensors(module) if tensor.is_meta
     ]
-    held.exchange(root, lambda tensor, path: _moved(tensor, device), _same)
+    # Tensors with values first, in place: rules may read them.
+    held.exchange(root, lambda tensor, path: _moved(tensor, device), _unchanged)
     if places:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             _Initialisation(root, init, hub).run(device, seed, arrived)
@@ -92,11 +93,11 @@ def materialise(
 
 
 def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
-    """Returns the path of a tensor on the meta device that `materialise` cannot initialise; None if there is none."""
-    own = {tensor for module in model.modules() for _, tensor in held.own_tensors(module)}
+    """Returns the path of a tensor on the meta device that `materialise` cannot initialise; None if it initialises all."""
+    own_tensors = {tensor for module in model.modules() for _, tensor in held.own_tensors(module)}
     for path, module in model.named_modules():
         for name, tensor in held.loose(module):
-            if tensor.is_meta and tensor not in own:
+            if tensor.is_meta and tensor not in own_tensors:
                 return join(path, name)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         plan = _Initialisation(model, init, None)
@@ -106,31 +107,31 @@ def uninitialised(model: nn.Module, init: Init | None = None) -> str | None:
     return next(iter(plan.unset), None)
 
 
-def _with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """A parameter or buffer with other data."""
-    new = data
+def _with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Returns a parameter or buffer like `tensor`, with its attributes, and other data."""
+    copied = data
     if isinstance(tensor, nn.Parameter):
-        new = type(tensor)(data, requires_grad=tensor.requires_grad)
-    new.__dict__.update(tensor.__dict__)
-    return new
+        copied = type(tensor)(data, requires_grad=tensor.requires_grad)
+    copied.__dict__.update(tensor.__dict__)
+    return copied
 
 
-def _same(tensor: torch.Tensor, path: str) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor, path: str) -> torch.Tensor:
     return tensor
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A real tensor on a device."""
+    """Returns a tensor with values on a device, and one on the meta device unchanged."""
     # An existing tensor stays the same object: an optimizer or an attribute may refer to it.
-    if tensor.is_meta or tensor.device == full(device):
+    if tensor.is_meta or tensor.device == with_index(device):
         return tensor
-    return _with(tensor, tensor.detach().to(device))
+    return _with_data(tensor, tensor.detach().to(device))
 
 
 class _Initialisation:
-    """Keys and rules of a model, which has keys in place of its tensors on the meta device afterwards.
+    """Keys and rules of a model. Creating it replaces the model's tensors on the meta device by keys.
 
-    A tied tensor has a key at each of its places, as if it were not tied yet, and gets the values of the first.
+    A tied tensor has a key at each of its places, as if it were not tied, and gets the values of the first.
     """
 
     def __init__(self, root: nn.Module, init: Init | None, hub: nn.Module | None) -> None:
@@ -140,14 +141,14 @@ class _Initialisation:
         self.keys: dict[Place, torch.Tensor] = {}
         """The key at each place in the model."""
         self.originals: dict[torch.Tensor, list[Place]] = {}
-        """Places in the model of each tensor or piece that was on the meta device."""
+        """Places in the model of each tensor or shard that was on the meta device."""
         self.paths: dict[torch.Tensor, str] = {}
         """Path of each key in the model."""
         self.rules: list[_Rule] = []
         self._by_storage: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self._numbers: dict[torch.Tensor, int] = {}
-        self._owned: set[torch.Tensor] = set()
-        """Keys that a rule of a module which owns them sets."""
+        self._set_by_owner: set[torch.Tensor] = set()
+        """Keys that are set by a rule of the module that has them."""
         self._visited: set[nn.Module] = set()
         for path, module in root.named_modules():
             for name, tensor in held.own_tensors(module):
@@ -160,7 +161,7 @@ class _Initialisation:
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and value.is_meta and value not in self.originals:
                     self._add_key(module, name, value)
-        with self._real_ones_guarded():
+        with self._guard_initialised_tensors():
             self._visit(root, "", hub)
         used = {key for rule in self.rules for key in rule.uses}
         firsts = [self.keys[places[0]] for places in self.originals.values()]
@@ -174,7 +175,7 @@ class _Initialisation:
         key = tensor
         if shard is not None or again or tensor in self.homes:
             shape = tensor.shape if shard is None else shard.shape
-            key = _with(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
+            key = _with_data(tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"))
         storage = key.untyped_storage()
         self._by_storage[id(storage)] = storage, key
         self._numbers[key] = len(self._numbers)
@@ -183,22 +184,22 @@ class _Initialisation:
         return key
 
     def _inside(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Keys at and below a module, by path."""
+        """Returns the keys at and below a module, by path."""
         tensors = (
             (join(path, name), tensor)
-            for path, each in module.named_modules()
-            for name, tensor in held.own_tensors(each)
+            for path, submodule in module.named_modules()
+            for name, tensor in held.own_tensors(submodule)
         )
         return {path: tensor for path, tensor in tensors if tensor in self.homes}
 
     @contextmanager
-    def _real_ones_guarded(self) -> Iterator[None]:
-        """Lets `_init_weights` of Hugging Face models skip tensors that have values."""
-        real = [
+    def _guard_initialised_tensors(self) -> Iterator[None]:
+        """Makes `_init_weights` of Hugging Face models skip tensors that have values."""
+        initialised = [
             tensor for module in self.root.modules() for _, tensor in held.own_tensors(module) if not tensor.is_meta
         ]
         transformers: Any = sys.modules.get("transformers.initialization")
-        for tensor in real:
+        for tensor in initialised:
             tensor.__dict__["_is_hf_initialized"] = True
         try:
             with ExitStack() as stack:
@@ -206,13 +207,13 @@ class _Initialisation:
                     stack.enter_context(transformers.guard_torch_init_functions())
                 yield
         finally:
-            for tensor in real:
+            for tensor in initialised:
                 tensor.__dict__.pop("_is_hf_initialized", None)
 
     # -- rules -----------------------------------------------------------------------------------------------
 
     def _visit(self, module: nn.Module, path: str, hub: nn.Module | None) -> None:
-        """Finds the rules of a subtree, children first."""
+        """Adds the rules of a subtree, children first."""
         if module in self._visited:
             return
         self._visited.add(module)
@@ -227,18 +228,18 @@ class _Initialisation:
             hub = module
         for name, child in module.named_children():
             self._visit(child, join(path, name), hub)
-        inside = self._inside(module)
-        if inside and not (replaced is not None and self._owned.issuperset(inside.values())):
-            self._initialise(module, path, hub, inside)
+        keys_inside = self._inside(module)
+        if keys_inside and not (replaced is not None and self._set_by_owner.issuperset(keys_inside.values())):
+            self._initialise(module, path, hub, keys_inside)
 
     def _link(self, old: nn.Module, new: nn.Module) -> None:
-        """Gives a replaced module the keys of the tensors that its replacement has kept, and others of its own."""
-        kept = self._inside(new)
+        """Gives a replaced module the keys of the tensors that its replacement still has, and new keys for the others."""
+        keys = self._inside(new)
         for path, module in old.named_modules():
             for name, tensor in held.own_tensors(module):
                 if not tensor.is_meta:
                     continue
-                key = kept.get(join(path, name))
+                key = keys.get(join(path, name))
                 if key is None or key.shape != tensor.shape:
                     self._add_key(module, name, tensor)
                 else:
@@ -246,72 +247,82 @@ class _Initialisation:
                     _set(module, name, key)
 
     def _make_again(self, replaced: Replaced, module: nn.Module, path: str) -> None:
-        """Adds the rule of a replacement: the tensors of another, made from the replaced module when that has values."""
-        wanted = {name: key for name, key in self._inside(module).items() if key not in self._owned}
+        """Adds the rule of a replacement: it copies a second one, made from the replaced module once that has values."""
+        keys_to_copy = {name: key for name, key in self._inside(module).items() if key not in self._set_by_owner}
         factory = replaced.factory
         assert factory is not None
 
         def make() -> None:
-            again = called_with_path(factory, replaced.old, replaced.path)
-            made = {
-                join(at, name): tensor for at, each in again.named_modules() for name, tensor in held.own_tensors(each)
+            fresh = called_with_path(factory, replaced.old, replaced.path)
+            tensors = {
+                join(path, name): tensor
+                for path, submodule in fresh.named_modules()
+                for name, tensor in held.own_tensors(submodule)
             }
-            for name in wanted:
-                holder, own = sharding.owner(module, name)
-                tensor = dict(held.own_tensors(holder))[own]
-                if name in made and made[name] is not tensor and made[name].shape == tensor.shape:
-                    tensor.copy_(made[name])
+            for name in keys_to_copy:
+                holder, local_name = sharding.owner(module, name)
+                tensor = dict(held.own_tensors(holder))[local_name]
+                if name in tensors and tensors[name] is not tensor and tensors[name].shape == tensor.shape:
+                    tensor.copy_(tensors[name])
 
-        if wanted:
-            self._add(path, [make], list(wanted.values()), [*self._inside(replaced.old).values(), *wanted.values()])
+        if keys_to_copy:
+            self._add(
+                path,
+                [make],
+                list(keys_to_copy.values()),
+                [*self._inside(replaced.old).values(), *keys_to_copy.values()],
+            )
 
-    def _initialise(self, module: nn.Module, path: str, hub: nn.Module | None, inside: dict[str, torch.Tensor]) -> None:
-        """Adds the rule of a module."""
-        own = [inside[name] for name, _ in held.own_tensors(module) if name in inside]
-        if own and self._owned.issuperset(own):
+    def _initialise(
+        self, module: nn.Module, path: str, hub: nn.Module | None, keys_inside: dict[str, torch.Tensor]
+    ) -> None:
+        """Adds the rule of a module: `init`, then the Hugging Face model's, then the module's own reset."""
+        own_keys = [keys_inside[name] for name, _ in held.own_tensors(module) if name in keys_inside]
+        if own_keys and self._set_by_owner.issuperset(own_keys):
             return
         if self.init is not None:
             rule = partial(called_with_path, self.init, module, path)
             with _Touched():
-                taken = rule()
-            if taken:
-                self._add(path, [rule], own, list(inside.values()))
+                done = rule()
+            if done:
+                self._add(path, [rule], own_keys, list(keys_inside.values()))
                 return
         reset = _reset_of(module)
         if hub is None:
-            self._add(path, [reset] if reset is not None else [], own, list(inside.values()))
+            self._add(path, [reset] if reset is not None else [], own_keys, list(keys_inside.values()))
             return
         steps: list[Callable[[], Any]] = [partial(initialise, hub, module)]
-        if reset is not None and not self._uses(steps, list(inside.values())).issuperset(own):
+        if reset is not None and not self._uses(steps, list(keys_inside.values())).issuperset(own_keys):
             steps.append(reset)
-        self._add(path, steps, own, list(inside.values()))
+        self._add(path, steps, own_keys, list(keys_inside.values()))
 
     def _add(
-        self, path: str, steps: list[Callable[[], Any]], own: list[torch.Tensor], inside: list[torch.Tensor]
+        self, path: str, steps: list[Callable[[], Any]], own_keys: list[torch.Tensor], keys_inside: list[torch.Tensor]
     ) -> None:
-        uses = self._uses(steps, inside)
+        uses = self._uses(steps, keys_inside)
         if uses:
-            keeps = tuple(key for key in own if key in self._owned and key in uses)
+            keeps = tuple(key for key in own_keys if key in self._set_by_owner and key in uses)
             # All ranks use the keys in the same order.
             self.rules.append(_Rule(path, tuple(steps), tuple(sorted(uses, key=self._numbers.__getitem__)), keeps))
-            self._owned.update(key for key in own if key in uses)
+            self._set_by_owner.update(key for key in own_keys if key in uses)
 
-    def _uses(self, steps: list[Callable[[], Any]], inside: list[torch.Tensor]) -> set[torch.Tensor]:
-        """Keys that steps use when they run on the meta device; all inside of the module if they need values."""
+    def _uses(self, steps: list[Callable[[], Any]], keys_inside: list[torch.Tensor]) -> set[torch.Tensor]:
+        """Returns the keys that steps use when they run on the meta device; all in `inside` if the steps need values."""
         touched = _Touched()
         try:
             with touched, torch.device("meta"):
                 for step in steps:
                     step()
         except RuntimeError:
-            return set(inside)
+            return set(keys_inside)
         return {self._by_storage[storage][1] for storage in touched.storages if storage in self._by_storage}
 
     # -- values ----------------------------------------------------------------------------------------------
 
     def run(self, device: torch.device, seed: int, arrived: Arrived) -> None:
-        """Replaces the keys by tensors with values, each as soon as it has its final ones."""
+        """Replaces the keys by tensors with values, each as soon as its last rule has run."""
         _check_set(self.unset)
+        # Backwards: a rule runs only if a later one, or the model, needs a key that it uses.
         needed = {self.keys[places[0]] for places in self.originals.values()}
         empty = [key for key in needed if not key.numel()]
         rules = [_Rule("", (), (key,), ()) for key in sorted(empty, key=self._numbers.__getitem__)]
@@ -320,55 +331,55 @@ class _Initialisation:
                 needed.update(rule.uses)
                 rules.append(rule)
         rules.reverse()
-        last = {key: number for number, rule in enumerate(rules) for key in rule.uses}
-        values = _Values(self, set(last), device, arrived)
-        with self._real_ones_guarded():
+        last_rule = {key: number for number, rule in enumerate(rules) for key in rule.uses}
+        values = _Values(self, set(last_rule), device, arrived)
+        with self._guard_initialised_tensors():
             for number, rule in enumerate(rules):
                 for key in rule.uses:
                     values.allocate(key)
                 copies = [(values.live[key], values.live[key].clone()) for key in rule.keeps]
-                torch.manual_seed(_seed_at(seed, rule.path))
+                torch.manual_seed(_seed_at(seed, rule.path))  # before every rule, so that rules do not depend on others
                 with device:
                     for step in rule.steps:
                         step()
                 for tensor, original in copies:
                     tensor.copy_(original)
                 for key in rule.uses:
-                    if last[key] == number:
+                    if last_rule[key] == number:
                         values.give(key)
         for module in self.root.modules():
             module.__dict__.pop("_replaces", None)
-        held.exchange(self.root, _same, lambda tensor, path: values.listed.get(tensor, tensor))
+        held.exchange(self.root, _unchanged, lambda tensor, path: values.listed.get(tensor, tensor))
 
 
 class _Values:
-    """Tensors with values, while they are made."""
+    """The tensors with values during the initialisation."""
 
     def __init__(self, plan: _Initialisation, used: set[torch.Tensor], device: torch.device, arrived: Arrived) -> None:
         self.plan, self.used, self.device, self.arrived = plan, used, device, arrived
         self.live: dict[torch.Tensor, torch.Tensor] = {}
-        """Whole tensors, by key, that a rule is yet to use; `used` are all keys of which this is so."""
+        """Unsharded tensors by key; `used` has the keys that a later rule uses."""
         self.final: dict[torch.Tensor, torch.Tensor] = {}
-        """Tensors that not all of their places have, by what was on the meta device before."""
+        """Tensors that are still missing at some of their places, by the original on the meta device."""
         self.listed: dict[torch.Tensor, torch.Tensor] = {}
-        """Tensors that modules also hold in other attributes, as an LSTM does, by what those hold."""
+        """Tensors that modules also have in other attributes, as an LSTM does, by the original there."""
         self._listed = {tensor for module in plan.root.modules() for _, tensor in held.loose(module)}
         self._waiting: dict[Place, torch.Tensor] = {
-            place: each for each, places in plan.originals.items() for place in places
+            place: original for original, places in plan.originals.items() for place in places
         }
 
     def allocate(self, key: torch.Tensor) -> None:
         """Gives a key memory, if it has none."""
         if key in self.live:
             return
-        tensor = self.live[key] = _with(key, torch.empty(key.shape, dtype=key.dtype, device=self.device))
+        tensor = self.live[key] = _with_data(key, torch.empty(key.shape, dtype=key.dtype, device=self.device))
         if _may_be_nan(tensor):
-            tensor.fill_(torch.nan)  # a rule that sets only a part of it is found
+            tensor.fill_(torch.nan)  # shows elements that no rule sets
         for module, name in self.plan.homes[key]:
             _set(module, name, tensor)
 
     def give(self, key: torch.Tensor) -> None:
-        """Gives the model a tensor, or this rank's piece of it, at all of its places that no other rule is to use."""
+        """Puts a tensor, or this rank's shard of it, in all of its places that no later rule uses."""
         tensor = self.live.pop(key)
         self.used.discard(key)
         place = self.plan.homes[key][0]
@@ -383,50 +394,52 @@ class _Values:
                 _check_set([self.plan.paths[key]])
             shard = sharding.shards_of(place[0]).get(place[1])
             data = tensor.detach() if shard is None else shard.cut(tensor.detach()).contiguous()
-            self.final[original] = _with(original, data)
+            self.final[original] = _with_data(original, data)
         del tensor
         if original not in self.final:
             return
-        ready = [each for each in places if each in self._waiting and self.plan.keys[each] not in self.used]
+        ready = [place for place in places if place in self._waiting and self.plan.keys[place] not in self.used]
         for module, name in ready:
             del self._waiting[module, name]
             held.replace_tensor(module, name, self.final[original])
         if original in self._listed:
             self.listed[original] = self.final[original]
-        if all(each not in self._waiting for each in places):
-            del self.final[original]  # or its memory would be kept if it is cut further
+        if all(place not in self._waiting for place in places):
+            del self.final[
+                original
+            ]  # `arrived` may shard it further, which frees the memory only without this reference
         for module, name in ready:
             self.arrived(module, name)
 
 
 class _Touched(TorchDispatchMode):
-    """Notes the storages of the tensors that operators get, or that are asked for being on the meta device: functions of
-    `torch.nn.init` may do nothing there.
+    """Records the storages of the tensors that operators get, or whose `is_meta` is read: functions of `torch.nn.init`
+    may do nothing on the meta device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: set[int] = set()
-        self._asked = _Asked(self.storages)
+        self._meta_queries = _MetaQueries(self.storages)
 
     def __enter__(self) -> Self:
-        self._asked.__enter__()
+        self._meta_queries.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._asked.__exit__(*error)
+        self._meta_queries.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self.storages.add(id(leaf.untyped_storage()))
         if torch.Tag.nondeterministic_seeded in func.tags and schema_of(func).name.endswith("_"):
-            return args[0]  # a draw in place, which is slow on the meta device
+            return args[0]  # random numbers in place, which are slow on the meta device
         return func(*args, **(kwargs or {}))
 
 
-class _Asked(TorchFunctionMode):
+class _MetaQueries(TorchFunctionMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
         self.storages = storages
@@ -438,7 +451,7 @@ class _Asked(TorchFunctionMode):
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """The method by which a module initialises itself, if it has one without arguments."""
+    """Returns the method by which a module initialises itself, if it has one without arguments."""
     if initialises(module):
         return None
     for name in ("reset_parameters", "_reset_parameters", "init_weights"):
@@ -453,6 +466,7 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _seed_at(seed: int, path: str) -> int:
+    # torch.manual_seed takes a signed integer of 64 bits.
     return int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:8], "big") >> 1
 
 
@@ -469,10 +483,10 @@ def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_set(missed: list[str]) -> None:
-    """Refuses tensors that no rule has initialised."""
+    """Raises ScheduleError for tensors that no rule has initialised."""
     if missed:
-        shown = ", ".join(missed[:5]) + (f" and {len(missed) - 5} more" if len(missed) > 5 else "")
+        names = ", ".join(missed[:5]) + (f" and {len(missed) - 5} more" if len(missed) > 5 else "")
         raise ScheduleError(
-            f"build: the model was made on the meta device, and nothing initialises {shown}; make it on the CPU, give the "
+            f"build: the model was made on the meta device, and nothing initialises {names}; make it on the CPU, give the "
             "module a reset_parameters method, or pass build(init=...)"
         )

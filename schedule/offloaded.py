@@ -23,7 +23,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Args:
         params: all parameters that are updated.
         make: makes the inner optimizer.
-        chosen: those whose state is in host memory; None for all. The inner optimizer steps the others in place.
+        chosen: parameters whose state is in host memory; None for all. The inner optimizer steps the others in place.
 
     Source: Rajbhandari et al., ZeRO-Offload (2021).
     """
@@ -32,29 +32,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, params: Iterable[nn.Parameter], make: Make, chosen: Collection[nn.Parameter] | None = None
     ) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        stepped: list[nn.Parameter] = []
-        self._others: list[nn.Parameter] = []
+        params_to_step: list[nn.Parameter] = []
+        self._in_place: list[nn.Parameter] = []
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         """Host memory for the gradient of each copy."""
         for param in params:
             if not param.requires_grad:
                 continue
             if chosen is not None and param not in chosen:
-                self._others.append(param)
-                stepped.append(param)
+                self._in_place.append(param)
+                params_to_step.append(param)
                 continue
             # Each rank steps its own shard of FSDP, as a plain tensor: a DTensor on the CPU would
             # still belong to the mesh of the devices.
-            here = local(param.detach())
-            host = nn.Parameter(_room_for(here))
-            host.data.copy_(here, non_blocking=True)
+            shard = local(param.detach())
+            host = nn.Parameter(_host_like(shard))
+            host.data.copy_(shard, non_blocking=True)
             self.pairs.append((param, host))
-            stepped.append(host)
-        self._remember()
+            params_to_step.append(host)
+        self._record_weights()
         self._wait()
-        self.inner = make(stepped)
-        super().__init__([*(param for param, _ in self.pairs), *self._others], {})
-        # Schedulers change the groups: they are the inner optimizer's own.
+        self.inner = make(params_to_step)
+        super().__init__([*(param for param, _ in self.pairs), *self._in_place], {})
+        # Learning-rate schedulers change the groups, so both optimizers share them.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
@@ -67,60 +67,62 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         changed = self._changed()
         for param, host in self.pairs:
-            host.grad = None if param.grad is None else self._moved(host, local(param.grad.detach()))
-        # By then the copies of the previous step's weights are also complete.
+            host.grad = None if param.grad is None else self._to_host(host, local(param.grad.detach()))
+        # One wait for all gradients. The copies of the previous step's weights to the device are then complete, too.
         self._wait()
-        late = [pair for pair, other in zip(self.pairs, changed.tolist(), strict=True) if other]
-        for param, host in late:
+        device_changes = [pair for pair, is_changed in zip(self.pairs, changed.tolist(), strict=True) if is_changed]
+        for param, host in device_changes:
             host.copy_(local(param), non_blocking=True)
-        if late:
+        if device_changes:
             self._wait()
         self.inner.step()
         for param, host in self.pairs:
             local(param).copy_(host, non_blocking=True)
-        self._remember()
+        self._record_weights()
         return loss
 
-    def _remember(self) -> None:
+    def _record_weights(self) -> None:
         """Records the device's weights, which now equal the host's."""
         self._versions = [_version(param) for param, _ in self.pairs]
         self._sums = self._summed()
 
     def _changed(self) -> torch.Tensor:
-        """Mask of weights that were loaded or changed on the device since: booleans in host memory, valid after
-        waiting for the device.
+        """Returns a mask of the weights that were loaded or changed on the device since `_record_weights`.
+
+        The booleans are in host memory and valid after waiting for the device.
         """
         sums = self._summed()
-        versions = [_version(param) != seen for (param, _), seen in zip(self.pairs, self._versions, strict=True)]
-        # FSDP's shards have no version; changes by `Tensor.data` do not count either.
+        versions = [_version(param) != version for (param, _), version in zip(self.pairs, self._versions, strict=True)]
+        # Versions detect neither changes of FSDP's shards nor those by `Tensor.data`; the sums do.
         changed = (sums != self._sums).any(-1) | torch.tensor(versions, dtype=torch.bool).to(
             sums.device, non_blocking=True
         )
-        return _room_for(changed).copy_(changed, non_blocking=True)
+        return _host_like(changed).copy_(changed, non_blocking=True)
 
     def _summed(self) -> torch.Tensor:
-        """For each parameter the sum of its elements and that of the products of neighbours, on the device: (n, 2),
-        float64.
+        """Returns for each parameter the sum of its elements and that of the products of neighbours.
+
+        Shape (parameters, 2), float64, on the device. The products also detect a permutation.
         """
         rows = []
         for param, _ in self.pairs:
-            here = local(param.detach())
-            total, products = here.sum(dtype=torch.float64), here.new_zeros((), dtype=torch.float64)
-            if here.is_contiguous() and here.numel() > 1:
-                flat = here.view(-1)
+            shard = local(param.detach())
+            total, products = shard.sum(dtype=torch.float64), shard.new_zeros((), dtype=torch.float64)
+            if shard.is_contiguous() and shard.numel() > 1:
+                flat = shard.view(-1)
                 products = torch.dot(flat[1:], flat[:-1]).double()
             rows.append(torch.stack([total, products]))
         return torch.stack(rows) if rows else torch.empty(0, 2, dtype=torch.float64)
 
-    def _moved(self, host: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient in host memory, valid after waiting for the device."""
-        room = self._gradients.get(host)
-        if room is None or room.dtype != gradient.dtype:
-            room = self._gradients[host] = _room_for(gradient)
-        return room.copy_(gradient, non_blocking=True)
+    def _to_host(self, host: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Copies a gradient to host memory, valid after waiting for the device."""
+        buffer = self._gradients.get(host)
+        if buffer is None or buffer.dtype != gradient.dtype:
+            buffer = self._gradients[host] = _host_like(gradient)
+        return buffer.copy_(gradient, non_blocking=True)
 
     def _wait(self) -> None:
-        """Waits until all copies are complete."""
+        """Waits until all copies between device and host are complete."""
         for device in {local(param).device for param, _ in self.pairs}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -129,7 +131,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Clears the gradients of the model's own parameters."""
         for _, host in self.pairs:
             host.grad = None
-        for param in (*(param for param, _ in self.pairs), *self._others):
+        for param in (*(param for param, _ in self.pairs), *self._in_place):
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
@@ -143,12 +145,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
 
-def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory for a tensor, pinned if the tensor is on a GPU."""
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Allocates host memory for a tensor, pinned if the tensor is on a GPU."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
 def _version(param: nn.Parameter) -> tuple[int, int]:
-    """A value that changes when an operation changes a plain parameter, or when it gets other memory."""
-    here = local(param.detach())
-    return here.data_ptr(), here._version
+    """Returns a value that changes when an operation changes a plain parameter, or when it gets other memory."""
+    shard = local(param.detach())
+    return shard.data_ptr(), shard._version

@@ -8,14 +8,14 @@ from ..base.errors import ScheduleError
 from .calls import PrimitiveCall
 from .tree import ScheduledModule
 
-Given = ParamSpec("Given")
+Extra = ParamSpec("Given")
 """Arguments of a primitive in addition to the schedule."""
 Self = TypeVar("Self", bound=ScheduledModule)
 
 
 def primitive(
-    function: Callable[Concatenate[Any, Given], Any], name: str | None = None
-) -> Callable[Concatenate[Self, Given], Self]:
+    function: Callable[Concatenate[Any, Extra], Any], name: str | None = None
+) -> Callable[Concatenate[Self, Extra], Self]:
     """Converts a function to a method of a schedule, with its signature and docstring.
 
     It checks its arguments before it changes anything, so that a refused call does not change the schedule. Its result
@@ -28,7 +28,7 @@ def primitive(
     label = name or function.__name__
 
     @functools.wraps(function)
-    def method(sch: Self, *args: Given.args, **kwargs: Given.kwargs) -> Self:
+    def method(sch: Self, *args: Extra.args, **kwargs: Extra.kwargs) -> Self:
         if sch.tree.built:
             raise ScheduleError(
                 f"{label} on '{sch.name}': a primitive must come before build, but this schedule is built; "

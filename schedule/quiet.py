@@ -16,35 +16,35 @@ def quiet(model: nn.Module, *, training: bool) -> Iterator[None]:
     (`attention_dropout`). Recurrent networks also train in evaluation, for which cuDNN has no backward pass; they use
     the mode for nothing else.
     """
-    rates = [(each, name, getattr(each, name)) for each in model.modules() for name in rates_of(each)]
+    rates = [(module, name, getattr(module, name)) for module in model.modules() for name in rates_of(module)]
     try:
         with modes_kept(model):
             if training:
                 model.train()
             else:
-                for each in model.modules():
-                    each.training = isinstance(each, nn.RNNBase)
-            for each, name, _ in rates:
-                setattr(each, name, 0.0)
+                for module in model.modules():
+                    module.training = isinstance(module, nn.RNNBase)
+            for module, name, _ in rates:
+                setattr(module, name, 0.0)
             yield
     finally:
-        for each, name, value in rates:
-            setattr(each, name, value)
+        for module, name, value in rates:
+            setattr(module, name, value)
 
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
     """Restores the mode of every module at the end."""
-    modes = [(each, each.training) for each in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
-        for each, mode in modes:
-            each.training = mode
+        for module, mode in modes:
+            module.training = mode
 
 
 def rates_of(module: nn.Module) -> list[str]:
-    """Attributes of a module that are rates of dropout."""
+    """Returns the names of a module's attributes that are rates of dropout."""
     return [
         name
         for name, value in vars(module).items()

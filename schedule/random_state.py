@@ -8,8 +8,8 @@ import torch
 from .parallel.collectives import axis_of
 
 
-def full(device: torch.device) -> torch.device:
-    """A device with its index, like the device of a tensor."""
+def with_index(device: torch.device) -> torch.device:
+    """Returns a device with its index, like the device of a tensor."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -18,9 +18,9 @@ def full(device: torch.device) -> torch.device:
 def seed_ranks(seed: int, mesh: Any = None) -> int:
     """Seeds torch, NumPy and Python: the same for ranks of the `tp` axis, different for those of `dp` and `pp`.
 
-    Replicas thus drop different elements, and replicated computations of tensor-parallel ranks stay equal;
-    computations on pieces differ by the primitive `fork_rng`. Call it after making the model, whose weights all ranks
-    share.
+    Dropout masks of replicas thus differ, and those of replicated computations of tensor-parallel ranks are equal. The
+    primitive `fork_rng` makes those of computations on shards differ. Call it after the model is made: initial weights
+    must be equal on all ranks.
 
     Returns:
         The seed of this rank.
@@ -29,11 +29,11 @@ def seed_ranks(seed: int, mesh: Any = None) -> int:
 
     number, stride = seed, 1
     for name in ("dp", "pp"):
-        found = axis_of(mesh, name)
-        if found is not None:
-            number += stride * found.rank
-            stride *= found.size
+        axis = axis_of(mesh, name)
+        if axis is not None:
+            number += stride * axis.rank
+            stride *= axis.size
     torch.manual_seed(number)
     random.seed(number)
-    numpy.random.seed(number % 2**32)
+    numpy.random.seed(number % 2**32)  # NumPy accepts 32 bits
     return number

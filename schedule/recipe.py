@@ -17,7 +17,7 @@ def apply_recipe(sch: Schedule, recipe: Sequence[Mapping[str, Any]]) -> Schedule
     A recipe is code: it names functions to be imported and called. Replay only recipes that you trust.
 
     Raises:
-        ScheduleError: not a recipe; an unknown primitive or path; or a step is refused, with its number.
+        ScheduleError: not a recipe; an unknown primitive or path; or a primitive refuses a step, named by its number.
     """
     if isinstance(recipe, (str, Mapping)) or not isinstance(recipe, Sequence):
         raise ScheduleError(f"a recipe must be a list of steps, but got {type(recipe).__name__}")
@@ -27,14 +27,14 @@ def apply_recipe(sch: Schedule, recipe: Sequence[Mapping[str, Any]]) -> Schedule
                 f"step {number} of the recipe must have path and primitive, and may have args and kwargs, "
                 f"but is {step!r}"
             )
-        known = list_primitives(name_only=True)
-        if step["primitive"] not in known:
-            raise ScheduleError(f"step {number}: {unknown('primitive', step['primitive'], known)}")
-        at = sch[step["path"]] if step["path"] else sch
-        args = [_value(each, at) for each in step.get("args", ())]
-        kwargs = {key: _value(value, at) for key, value in step.get("kwargs", {}).items()}
+        names = list_primitives(name_only=True)
+        if step["primitive"] not in names:
+            raise ScheduleError(f"step {number}: {unknown('primitive', step['primitive'], names)}")
+        target = sch[step["path"]] if step["path"] else sch
+        args = [_value(plain, target) for plain in step.get("args", ())]
+        kwargs = {key: _value(value, target) for key, value in step.get("kwargs", {}).items()}
         try:
-            getattr(at, step["primitive"])(*args, **kwargs)
+            getattr(target, step["primitive"])(*args, **kwargs)
         except (ScheduleError, TypeError) as error:
             raise ScheduleError(f"step {number}: {error}") from error
     return sch
@@ -43,25 +43,25 @@ def apply_recipe(sch: Schedule, recipe: Sequence[Mapping[str, Any]]) -> Schedule
 _KEYS = {"path", "primitive", "args", "kwargs"}
 
 
-def _value(plain: Any, at: Schedule) -> Any:
+def _value(plain: Any, sch: Schedule) -> Any:
     if isinstance(plain, list):
-        return [_value(each, at) for each in plain]
+        return [_value(item, sch) for item in plain]
     if not isinstance(plain, Mapping):
         return plain
     if set(plain) == {"dtype"}:
-        found = getattr(torch, str(plain["dtype"]), None)
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, str(plain["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
             raise ScheduleError(f"recipe: unknown dtype '{plain['dtype']}'")
-        return found
+        return dtype
     if set(plain) == {"op"}:
-        found = torch.ops
-        for part in str(plain["op"]).split("."):
-            found = getattr(found, part)
-        return found
+        operator: Any = torch.ops
+        for attribute in str(plain["op"]).split("."):
+            operator = getattr(operator, attribute)
+        return operator
     if set(plain) == {"import"}:
         return imported(plain["import"])
     if set(plain) == {"mapping"}:
-        return {_value(key, at): _value(value, at) for key, value in plain["mapping"]}
+        return {_value(key, sch): _value(value, sch) for key, value in plain["mapping"]}
     if {"find", "at", "nodes"} <= set(plain) <= {"find", "at", "nodes", "where"}:
-        return from_recipe(at, plain, _value)
+        return from_recipe(sch, plain, _value)
     raise ScheduleError(f"recipe: an argument must be a plain value, but is {dict(plain)!r}")

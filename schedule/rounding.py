@@ -1,7 +1,6 @@
 """Limits on the departure of two runs of the same computation by rounding, and measures of departure.
 
-Every numeric comparison takes its tolerance from here: that of `verify`, of the numerics table, of a dry run's status
-`wrong` and of the tests.
+`verify`, the numerics table, a dry run's status `wrong` and the tests take their tolerances from here.
 
 Notation:
     u   unit roundoff of a number format, the relative error of one rounding: 2**-24 in float32, 2**-11 in
@@ -14,12 +13,12 @@ roundings go up as often as down; Higham and Mary, "A New Approach to Probabilis
 The errors of d consecutive operations add like independent errors: sqrt(n d) u. Formats narrower than float32 are
 summed in float32 and rounded once, so that n is 1 for them.
 
-A `Tolerance` is made in one of two ways. For whole tensors the largest difference of an element counts, within
-`allowance`, which uses every layer: nothing in it was fitted to measurements. For summaries (projections of outputs,
-norms of gradients) only u and the number d of layers with weights are known. Logits depart by some u sqrt(d) of their
-size. Elements of a gradient depart by more, because of the backward pass, but its norm by a part of that, since errors
-are hardly parallel to the gradient. The factor of u sqrt(d) for each kind is about three times the largest that was
-seen over families, combinations and formats on a CPU.
+A `Tolerance` is made in one of two ways. For full tensors the largest difference of an element is compared with
+`allowance`, which uses every layer and has no fitted constants. For summaries (projections of outputs, norms of
+gradients) only u and the number d of layers with weights are known. Logits depart by some u sqrt(d) of their size.
+Elements of a gradient depart by more, because of the backward pass, but its norm by less than these, since errors are
+hardly parallel to the gradient. The factor of u sqrt(d) for each kind is about three times the largest that was measured
+over families, combinations and formats on a CPU.
 """
 
 import math
@@ -31,7 +30,7 @@ import torch
 from torch import nn
 
 DEVIATIONS = 5.0
-"""Number of standard deviations that are allowed: of N elements the worst is sqrt(2 ln N) out, 5 of 300,000."""
+"""Allowed number of standard deviations: the largest of N normal errors is about sqrt(2 ln N) of them, 5 for N = 300,000."""
 OPERATIONS = 4
 """Number of roundings per module without children: its own and those of the model between modules (products of
 attention, residual sums), each forward and backward.
@@ -42,11 +41,11 @@ is more: some gradients are only rounding errors (that of a key's bias), which a
 """
 
 FEW = 64
-"""Number of elements of a tensor below which a factor between two tensors cannot be told from rounding."""
+"""Number of elements of a tensor below which rounding hides a factor between two tensors."""
 FLOOR = 2.0**-16
 """Relative tolerance of one side's summary: sums of up to some million terms of float32, in another order or by
-another algorithm. A norm is compared relative to its own size, or to this share of the whole gradient's if that is
-more.
+another algorithm. A norm is compared relative to its own size, or to this share of the norm of the full gradient if
+that is larger.
 """
 LOGITS = 5.0
 """Factor of u sqrt(d), like the next three."""
@@ -66,7 +65,7 @@ NOISY_GRADIENT = 2.0
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding to a floating-point format."""
+    """Returns the largest relative error of one rounding to a floating-point format."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -76,7 +75,7 @@ def allowance(
     formats: Mapping[str, torch.dtype] | None = None,
     dtype: torch.dtype | None = None,
 ) -> float:
-    """Largest departure of an output or a gradient by rounding, relative as in `departure`.
+    """Returns the largest departure of an output or a gradient by rounding, relative as in `departure`.
 
     DEVIATIONS * sqrt(sum of OPERATIONS n u**2 over the modules without children + rows u**2): errors through the
     layers, forward and backward, and the sum over rows in the gradient of a weight.
@@ -84,22 +83,22 @@ def allowance(
     Args:
         module: the model, which may be on the meta device.
         rows: samples times tokens (or pixels) of the batch.
-        formats: formats that parts will be cast to, by the path of the part.
+        formats: formats that modules will be cast to, by the module's path.
         dtype: the format of all operations; by default that of a module's weights, float32 without any.
     """
     variance = _sum(rows, dtype or torch.float32)
-    for path, each in module.named_modules():
-        if any(True for _ in each.children()):
+    for path, submodule in module.named_modules():
+        if any(True for _ in submodule.children()):
             continue
-        weights = [p for p in each.parameters(recurse=False) if p.is_floating_point()]
-        own = dtype or _cast(path, formats or {}) or (weights[0].dtype if weights else torch.float32)
-        terms = max((max(p.shape[0], p[0].numel()) for p in weights if p.dim()), default=1)
-        variance += OPERATIONS * _sum(terms, own)
+        weights = [param for param in submodule.parameters(recurse=False) if param.is_floating_point()]
+        module_dtype = dtype or _cast(path, formats or {}) or (weights[0].dtype if weights else torch.float32)
+        terms = max((max(weight.shape[0], weight[0].numel()) for weight in weights if weight.dim()), default=1)
+        variance += OPERATIONS * _sum(terms, module_dtype)
     return DEVIATIONS * math.sqrt(variance)
 
 
 def loss_allowance(outputs: float, rows: int) -> float:
-    """Largest departure of a mean loss, relative to itself, if the outputs may depart by `outputs`.
+    """Returns the largest departure of a mean loss, relative to itself, if the outputs may depart by `outputs`.
 
     It is the mean of `rows` terms that round independently; the sum rounds once more.
     """
@@ -107,14 +106,14 @@ def loss_allowance(outputs: float, rows: int) -> float:
 
 
 def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: float, steps: int) -> float:
-    """Largest departure of a weight after some steps of AdamW, absolute.
+    """Returns the largest absolute departure of a weight after some steps of AdamW.
 
     A step is lr m / (s + eps), where m is a mean of gradients and s the root of a mean of their squares, |m| <= s. If
     gradients depart by g, so do m and s, and the step by lr g (1 / (s + eps) + s / (s + eps)**2), at most lr g / eps,
-    where s is zero: with the usual eps of 1e-8 the rounding of a gradient that is almost zero reverses a whole step,
-    and nothing can be concluded. So eps must be of the gradients' own size. The departure of weights changes the
-    following gradients; every step adds as much again. Each step rounds the weight twice (decay and update), in either
-    run.
+    where s is zero. With the usual eps of 1e-8 the rounding of a gradient that is almost zero therefore reverses a
+    step, and the comparison is meaningless: eps must be of the gradients' magnitude. The departure of weights changes
+    the following gradients, so that each step doubles it. Each step rounds the weight twice (decay and update), in
+    both runs.
 
     Args:
         gradient: largest departure of the gradient, absolute.
@@ -176,10 +175,10 @@ class Tolerance:
         terms: int | None = None,
         weights: Callable[[float, torch.Tensor], float] | None = None,
     ) -> "Tolerance":
-        """Tolerance of whole tensors.
+        """Returns the tolerance of full tensors.
 
         Args:
-            allowed: the larger `allowance` of the two models, which covers two orders, so both sides.
+            allowed: the larger `allowance` of the two models; it covers two orders of the sums, so both models.
             terms: number of terms of the mean loss: tokens, or samples; None if unknown.
             weights: effect of the optimizer, such as `adamw_allowance`.
         """
@@ -192,11 +191,11 @@ class Tolerance:
     def of_summaries(
         cls, *sides: Arithmetic, size: float, noise: float = 0.0, samples: int = 1, noise_numbers: int = 1
     ) -> "Tolerance":
-        """Tolerance of summaries, whose errors add: both models depart from exact arithmetic, each by its own format.
+        """Returns the tolerance of summaries. Both models depart from exact arithmetic, each by its format: errors add.
 
-        The noise of dropout is drawn again in every configuration. Its logarithm, as the root mean square of n
-        numbers, has a standard deviation of about 1 / sqrt(n). In a training step it randomises the loss, a mean over
-        samples, by a multiple of the noise over the root of their number, and gradients by a multiple of the noise.
+        Every configuration draws other dropout masks. The logarithm of the noise, a root mean square of n numbers, has
+        a standard deviation of about 1 / sqrt(n). In a training step the masks change the loss, a mean over samples, by
+        a multiple of the noise over the root of their number, and gradients by a multiple of the noise.
 
         Args:
             size: root mean square of the logits.
@@ -204,12 +203,12 @@ class Tolerance:
             samples: number of samples of the mean loss.
             noise_numbers: number of values in the noise's root mean square, if there are fewer.
         """
-        error = sum(each.roundoff * math.sqrt(each.depth) for each in sides)
+        error = sum(side.roundoff * math.sqrt(side.depth) for side in sides)
         floor = FLOOR * len(sides)
-        itself = LOSS_ITSELF * sum(each.loss_roundoff for each in sides) + floor
+        own_rounding = LOSS_ITSELF * sum(side.loss_roundoff for side in sides) + floor
         return cls(
             outputs=LOGITS * error + floor,
-            loss=itself + NOISY_LOSS * noise / math.sqrt(samples),
+            loss=own_rounding + NOISY_LOSS * noise / math.sqrt(samples),
             loss_of_outputs=LOSS * error,
             gradients=GRADIENT * error + floor,
             vectors=VECTORS * error + floor,
@@ -221,61 +220,65 @@ class Tolerance:
 
 
 def noise_ratio(numbers: int) -> float:
-    """Factor by which the noise of dropout of two runs may differ, each a root mean square of this number of values."""
+    """Returns the factor by which dropout's noise of two runs may differ, each a root mean square of `numbers` values."""
     return math.exp(NOISE[0] + NOISE[1] / math.sqrt(max(1, numbers)))
 
 
 def scale(tensor: torch.Tensor | None, largest: float = 0.0, least: float = SMALL) -> float:
-    """Reference magnitude of a departure; `largest` is the largest magnitude in any tensor of its kind."""
-    own = float(tensor.detach().abs().max()) if tensor is not None and tensor.numel() else 0.0
-    return max(own, least * largest, 1e-30)
+    """Returns the magnitude that a departure is relative to; `largest` is the largest magnitude of a tensor of its kind."""
+    magnitude = float(tensor.detach().abs().max()) if tensor is not None and tensor.numel() else 0.0
+    return max(magnitude, least * largest, 1e-30)
 
 
 def departure(
     expected: torch.Tensor,
-    found: torch.Tensor,
+    actual: torch.Tensor,
     largest: float = 0.0,
     *,
     over: float = 0.0,
     ratio: float = 1.0,
 ) -> float:
-    """Largest difference of two tensors of one shape over the `scale` of the first, or over `over`, beyond a factor
-    `ratio` if there is one; infinite if one contains NaN.
+    """Returns the largest difference of two tensors of one shape, over the `scale` of the first or over `over`.
+
+    With a `ratio` only differences beyond that factor count. Infinite if a tensor contains NaN.
     """
     if not expected.numel():
         return 0.0
     over = over or scale(expected, largest)
-    expected, found = expected.detach().double(), found.detach().double()
+    expected, actual = expected.detach().double(), actual.detach().double()
     if ratio == 1:
-        differences = (expected - found).abs()
+        differences = (expected - actual).abs()
     else:
-        differences = torch.maximum(expected / ratio - found, found - expected * ratio)
+        differences = torch.maximum(expected / ratio - actual, actual - expected * ratio)
     value = float(differences.max()) / over
     return value if math.isfinite(value) else math.inf
 
 
-def factor_between(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Difference from 1 of the factor between two tensors.
+def factor_between(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Returns the difference from 1 of the factor between two tensors.
 
-    The factor is the projection of the one on the other, <found, expected> / <expected, expected>: the errors of N
-    elements average out in it, so it may differ by one standard deviation of an element, not by DEVIATIONS.
+    The factor is the projection <actual, expected> / <expected, expected>. The errors of N elements average out in it, so
+    one standard deviation of an element is allowed instead of DEVIATIONS.
     """
-    e, f = expected.detach().double().flatten(), found.detach().double().flatten()
-    norm = float(e @ e)
-    return float(f @ e) / norm - 1 if norm > 0 else 0.0
+    expected_values, actual_values = expected.detach().double().flatten(), actual.detach().double().flatten()
+    norm = float(expected_values @ expected_values)
+    return float(actual_values @ expected_values) / norm - 1 if norm > 0 else 0.0
 
 
 def largest(tensors: Mapping[str, torch.Tensor | None]) -> float:
-    """Largest magnitude in any of some tensors."""
-    return max((scale(each) for each in tensors.values() if each is not None), default=0.0)
+    """Returns the largest magnitude in any of some tensors."""
+    return max((scale(tensor) for tensor in tensors.values() if tensor is not None), default=0.0)
 
 
 def _sum(terms: int, dtype: torch.dtype) -> float:
-    """Variance of a sum, relative to its terms."""
+    """Returns the variance of a sum by rounding, relative to its terms."""
     u = unit_roundoff(dtype)
+    # Narrower formats are summed in float32 and rounded once.
     return (terms if u <= unit_roundoff(torch.float32) else 1) * u**2
 
 
 def _cast(path: str, formats: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    holding = [each for each in formats if not each or path == each or path.startswith(f"{each}.")]
-    return formats[max(holding, key=len)] if holding else None
+    ancestors = [
+        ancestor for ancestor in formats if not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+    ]
+    return formats[max(ancestors, key=len)] if ancestors else None

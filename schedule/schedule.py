@@ -23,7 +23,7 @@ from .primitives import (
 )
 from .tree import ScheduledModule, Tree
 
-ELSEWHERE = {
+EQUIVALENTS = {
     "forward_ops": "trace() makes the graph, print(sch.graph) shows its operations, find(...) returns some of them",
     "gm": "trace() makes the graph, which is sch.graph; the module is sch.module",
     "mod": "the module is sch.module",
@@ -91,8 +91,8 @@ class Schedule(ScheduledModule):
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("__") or name in {"tree", "path"}:
                 raise AttributeError(name)
-            if name in ELSEWHERE:
-                raise AttributeError(f"a schedule has no '{name}': {ELSEWHERE[name]}")
+            if name in EQUIVALENTS:
+                raise AttributeError(f"a schedule has no '{name}': {EQUIVALENTS[name]}")
             raise AttributeError(unknown("primitive", name, list_primitives(name_only=True)))
 
 
@@ -117,8 +117,8 @@ def create_schedule(module: nn.Module, mesh: Any = None) -> Schedule:
         names = mesh.mesh_dim_names or ()
         unknown_axes = [name for name in names if name not in ("pp", "dp", "tp")]
         if unknown_axes or not names:
-            given = ", ".join(names) or "none"
-            raise ScheduleError(f"the mesh's axes must be named out of pp, dp, tp, but they are: {given}")
+            axes = ", ".join(names) or "none"
+            raise ScheduleError(f"the mesh's axes must be named out of pp, dp, tp, but they are: {axes}")
     return Schedule(Tree(module, mesh))
 
 
@@ -164,12 +164,12 @@ class Primitives(dict[str, Callable[..., Any]]):
     def __repr__(self) -> str:
         width = max(map(len, self), default=0)
         return "\n".join(
-            f"{name:<{width}}  {(inspect.getdoc(each) or '').partition(chr(10))[0]}" for name, each in self.items()
+            f"{name:<{width}}  {(inspect.getdoc(method) or '').partition(chr(10))[0]}" for name, method in self.items()
         )
 
 
 def list_primitives(name_only: bool = False) -> list[str] | Primitives:
     """Primitives in alphabetical order: name -> method, printed with their summaries, or only the names."""
-    methods = [(name, each) for name, each in sorted(vars(Schedule).items()) if callable(each)]
-    found = Primitives({name: each for name, each in methods if not name.startswith("_")})
-    return list(found) if name_only else found
+    methods = [(name, method) for name, method in sorted(vars(Schedule).items()) if callable(method)]
+    primitives = Primitives({name: method for name, method in methods if not name.startswith("_")})
+    return list(primitives) if name_only else primitives

@@ -34,7 +34,7 @@ class Slice(list[Any]):
 
 @dataclass(slots=True)
 class Deferred:
-    """Work that a primitive leaves to `build`, when the weights exist."""
+    """Work of a primitive that `build` applies once the weights exist."""
 
     path: str
     phase: str
@@ -66,36 +66,41 @@ class Tree:
         self.built = False
 
     def below(self, path: str) -> "Tree":
-        """Tree of a module alone: the same module, and everything applied at and below it.
+        """Returns the tree of a submodule as a model of its own, with everything applied to it and below it.
 
         Raises:
             ScheduleError: a pipeline is cut there.
         """
-        inside = [cut for cut in self.cuts if is_within(cut, path)]
-        if inside:
-            raise ScheduleError(f"'{path}' has the pipeline cut '{inside[0]}', so it cannot be taken by itself")
+        cuts_inside = [cut for cut in self.cuts if is_within(cut, path)]
+        if cuts_inside:
+            raise ScheduleError(f"'{path}' has the pipeline cut '{cuts_inside[0]}', so it cannot be taken by itself")
 
-        def rest(full: str) -> str:
+        def relative(full: str) -> str:
             return full[len(path) + 1 :]
 
         new = Tree(find_module(self.module, path), self.mesh)
         names = path.split(".")
-        above = (find_module(self.module, ".".join(names[:count])) for count in range(len(names)))
-        new.hub = next((module for module in reversed(list(above)) if initialises(module)), self.hub)
-        new.steps = [replace(each, path=rest(each.path)) for each in self.steps if is_within(each.path, path)]
-        new.deferred = [replace(each, path=rest(each.path)) for each in self.deferred if is_within(each.path, path)]
-        new.examples = {rest(at): each for at, each in self.examples.items() if is_within(at, path)}
-        new.shared = {rest(at): each for at, each in self.shared.items() if is_within(at, path)}
-        items = self.annotations.items()
-        new.annotations = {(rest(at), name): dict(each) for (at, name), each in items if is_within(at, path)}
+        ancestors = (find_module(self.module, ".".join(names[:count])) for count in range(len(names)))
+        # The innermost Hugging Face model above has the rule of initialisation for this module.
+        new.hub = next((module for module in reversed(list(ancestors)) if initialises(module)), self.hub)
+        new.steps = [replace(step, path=relative(step.path)) for step in self.steps if is_within(step.path, path)]
+        new.deferred = [replace(work, path=relative(work.path)) for work in self.deferred if is_within(work.path, path)]
+        new.examples = {relative(place): call for place, call in self.examples.items() if is_within(place, path)}
+        new.shared = {relative(place): sharing for place, sharing in self.shared.items() if is_within(place, path)}
+        new.annotations = {
+            (relative(place), name): dict(values)
+            for (place, name), values in self.annotations.items()
+            if is_within(place, path)
+        }
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
+        # The mesh is shared: its process groups cannot be copied.
         new = Tree(copy.deepcopy(self.module, memo), self.mesh)
         new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
         new.pipeline, new.late, new.examples = self.pipeline, list(self.late), dict(self.examples)
         new.shared, new.hub = dict(self.shared), self.hub
-        new.deferred = [Deferred(d.path, d.phase, d.apply, dict(d.arguments)) for d in self.deferred]
+        new.deferred = [Deferred(work.path, work.phase, work.apply, dict(work.arguments)) for work in self.deferred]
         new.annotations = {key: dict(value) for key, value in self.annotations.items()}
         return new
 
@@ -127,7 +132,7 @@ class ScheduledModule:
     @overload
     def __getitem__(self, path: slice) -> list[Self]: ...
     def __getitem__(self, path: str | int | slice) -> Self | list[Self]:
-        """A module below this one, by dotted path, or the direct child at a position; a slice gives a list of them.
+        """Returns a module below this one by dotted path, or the direct child at a position; for a slice, a list of children.
 
         Raises:
             ScheduleError: the module does not exist; the message names the nearest one.
@@ -149,8 +154,8 @@ class ScheduledModule:
 
     def __contains__(self, path: str) -> bool:
         module: nn.Module | None = self.module
-        for part in str(path).split(".") if path != "" else ():
-            module = children_of(module).get(part)
+        for name in str(path).split(".") if path != "" else ():
+            module = children_of(module).get(name)
             if module is None:
                 return False
         return True
@@ -165,21 +170,21 @@ class ScheduledModule:
             ScheduleError: nothing matches; the message names the nearest path.
         """
         paths = [name for name, _ in self.module.named_modules(remove_duplicate=False) if name]
-        found = [name for name in paths if _matches(pattern.split("."), name.split("."))]
-        if not found:
-            shape = {re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in paths}
-            near = get_close_matches(pattern, sorted(shape), n=1, cutoff=0.3)
-            hint = f"; the nearest path is '{near[0]}'" if near else ""
+        matches = [name for name in paths if _matches(pattern.split("."), name.split("."))]
+        if not matches:
+            generic_paths = {re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in paths}
+            closest = get_close_matches(pattern, sorted(generic_paths), n=1, cutoff=0.3)
+            hint = f"; the nearest path is '{closest[0]}'" if closest else ""
             raise ScheduleError(f"no module of '{self.name}' matches '{pattern}'{hint}")
-        return [type(self)(self.tree, join(self.path, name)) for name in found]
+        return [type(self)(self.tree, join(self.path, name)) for name in matches]
 
     def defer(self, phase: str, apply: Callable[..., Any], **arguments: Any) -> None:
-        """Leaves work to `build`: `apply(sch, module, context, **arguments)`, in the order of PHASES."""
+        """Adds work for `build`, which calls `apply(sch, module, context, **arguments)` in the order of PHASES."""
         self.tree.deferred.append(Deferred(self.path, phase, apply, arguments))
 
     def deferred(self, apply: Callable[..., Any]) -> list[Deferred]:
-        """Work deferred to `build` for this module by `apply`."""
-        return [each for each in self.tree.deferred if each.path == self.path and each.apply is apply]
+        """Returns the work with this `apply` that is deferred to `build` for this module."""
+        return [work for work in self.tree.deferred if work.path == self.path and work.apply is apply]
 
     def recipe(self) -> list[dict[str, Any]]:
         """The steps so far as plain data; see `redline.schedule.apply_recipe`."""
@@ -197,31 +202,31 @@ class ScheduledModule:
 
 
 def find_module(root: nn.Module, path: str) -> nn.Module:
-    """The module at a dotted path.
+    """Returns the module at a dotted path.
 
     Raises:
-        ScheduleError: there is none; the message names the nearest child of the deepest module found.
+        ScheduleError: the path does not exist; the message names the nearest child of the deepest module on it.
     """
     module, walked = root, ""
-    for part in path.split(".") if path else ():
-        if part not in children_of(module):
-            where = walked or type(root).__name__
-            raise MissingModuleError(f"no module '{path}': {unknown(f'child of {where}', part, children_of(module))}")
-        child = children_of(module)[part]
+    for name in path.split(".") if path else ():
+        if name not in children_of(module):
+            parent = walked or type(root).__name__
+            raise MissingModuleError(f"no module '{path}': {unknown(f'child of {parent}', name, children_of(module))}")
+        child = children_of(module)[name]
         if child is None:
-            raise MissingModuleError(f"no module '{path}': '{join(walked, part)}' is None in this model")
-        module, walked = child, join(walked, part)
+            raise MissingModuleError(f"no module '{path}': '{join(walked, name)}' is None in this model")
+        module, walked = child, join(walked, name)
     return module
 
 
 def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Every (parent, child name, path) of a module in the tree; several if it is shared."""
-    out = []
+    """Returns every (parent, child name, path) of a module in the tree; several if the module is shared."""
+    occurrences = []
     for path, parent in root.named_modules():
         for name, child in children_of(parent).items():
             if child is module:
-                out.append((parent, name, join(path, name)))
-    return out
+                occurrences.append((parent, name, join(path, name)))
+    return occurrences
 
 
 def called_with_path(function: Callable[..., Any], module: nn.Module, path: str) -> Any:
@@ -230,14 +235,18 @@ def called_with_path(function: Callable[..., Any], module: nn.Module, path: str)
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature
         return function(module)
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     second = len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "path")
     return function(module, path) if second else function(module)
 
 
-def join(*parts: str) -> str:
+def join(*paths: str) -> str:
     """Joins dotted paths, leaving out empty ones."""
-    return ".".join(part for part in parts if part)
+    return ".".join(path for path in paths if path)
 
 
 def is_within(path: str, module: str) -> bool:
@@ -246,9 +255,9 @@ def is_within(path: str, module: str) -> bool:
 
 
 def with_ancestors(path: str) -> list[str]:
-    """A path and those of the modules above it, up to the root, whose path is empty."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+    """Returns a path and those of the modules above it, up to the root, whose path is empty."""
+    names = path.split(".") if path else []
+    return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
 
 
 def _matches(pattern: list[str], path: list[str]) -> bool:
@@ -277,39 +286,40 @@ def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
 
 
 def _operations(module: nn.Module) -> list[str]:
-    """Operations that the schedule put into the graph of a module, as calls; modules are drawn as children."""
+    """Returns the operations that the schedule put into the graph of a module, as calls; modules are drawn as children."""
     return [
-        f"{node.target.__name__}({', '.join(each.name for each in node.args if _shown(each))})"
+        f"{node.target.__name__}({', '.join(argument.name for argument in node.args if _is_operand(argument))})"
         for layer in layers_of(module, Traced)
         for node in layer.graph.nodes
         if isinstance(node.target, Call | SubgraphCall | SyncCall)
     ]
 
 
-def _shown(given: object) -> bool:
-    return isinstance(given, fx.Node) and given.target != ITSELF
+def _is_operand(argument: object) -> bool:
+    return isinstance(argument, fx.Node) and argument.target != ITSELF
 
 
 def _children(module: nn.Module, path: str, applied: dict[str, list[str]], indent: str, lines: list[str]) -> None:
     groups: list[tuple[list[str], list[str]]] = []
+    # Drawn first, then compared as text: equal neighbours with a number for a name share a line.
     for name, child in module.named_children():
-        below = f"{path}.{name}" if path else name
-        body = [_label(child) + _marks(applied.get(below, ()))]
-        _children(child, below, applied, "", body)
+        child_path = f"{path}.{name}" if path else name
+        body = [_label(child) + _marks(applied.get(child_path, ()))]
+        _children(child, child_path, applied, "", body)
         if groups and groups[-1][1] == body and name.isdigit():
             groups[-1][0].append(name)
         else:
             groups.append(([name], body))
-    groups += [([], [each]) for each in _operations(module)]
+    groups += [([], [operation]) for operation in _operations(module)]
     for index, (names, body) in enumerate(groups):
-        last = index == len(groups) - 1
+        is_last = index == len(groups) - 1
         if not names:
-            lines.append(f"{indent}{'└─ ' if last else '├─ '}{body[0]}")
+            lines.append(f"{indent}{'└─ ' if is_last else '├─ '}{body[0]}")
             continue
         label = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
         count = f"  x{len(names)}" if len(names) > 1 else ""
-        lines.append(f"{indent}{'└─ ' if last else '├─ '}{label}: {body[0]}{count}")
-        lines.extend(f"{indent}{'   ' if last else '│  '}{line}" for line in body[1:])
+        lines.append(f"{indent}{'└─ ' if is_last else '├─ '}{label}: {body[0]}{count}")
+        lines.extend(f"{indent}{'   ' if is_last else '│  '}{line}" for line in body[1:])
 
 
 def _label(module: nn.Module) -> str:

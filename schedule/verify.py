@@ -45,8 +45,8 @@ def verify(
     """Checks the schedule made in the body of the `with`: the same outputs, loss, gradients and optimizer step.
 
     When the body ends, copies of the model before and after it get the same weights and run on the same inputs, in
-    training and in evaluation mode; then one step of SGD. Gradients of floating-point inputs are also compared: a part
-    with correct parameter gradients may pass on wrong input gradients. Outputs and gradients that are cut over ranks
+    training and in evaluation mode; then one step of SGD. Gradients of floating-point inputs are also compared: a module
+    with correct parameter gradients may pass on wrong input gradients. Outputs and gradients that are sharded over ranks
     are gathered; over a `dp` axis the ranks share the batch. Dropout is first switched off in both copies, since a
     schedule may change the assignment of random numbers; then it is on, to compare its noise in the outputs, which
     detects other rates. The model, the schedule and the random state are not changed; nothing runs if the body raised.
@@ -64,81 +64,82 @@ def verify(
         seed: seed of weights that are on the meta device.
 
     Raises:
-        ScheduleError: something departs; the message names the first module whose output does, and by how much.
+        ScheduleError: a result departs; the message names the first module whose output departs, and by how much.
     """
     if sch.tree.built:
         raise ScheduleError("verify: it takes a schedule before build")
-    before = separated(sch).copy()
+    reference = separated(sch).copy()
     # Tracing in the body finds the calls of modules here.
     sch.tree.examples.setdefault(sch.path, as_call(example_inputs))
     yield sch
-    target = torch.device(device) if device is not None else device_of(before.module)
+    target = torch.device(device) if device is not None else device_of(reference.module)
     devices = [target] if target.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        _compare(before, separated(sch).copy(), example_inputs, loss, tolerance, target, seed)
+        _compare(reference, separated(sch).copy(), example_inputs, loss, tolerance, target, seed)
 
 
 def _compare(
-    before: Schedule,
-    after: Schedule,
+    reference: Schedule,
+    scheduled: Schedule,
     inputs: Any,
     loss: Loss | None,
     tolerance: float | None,
     device: torch.device,
     seed: int,
 ) -> None:
-    for sch in (before, after):
-        if any(layers_of(each, CutSequence) for each in sch.module.modules()):
+    for sch in (reference, scheduled):
+        if any(layers_of(module, CutSequence) for module in sch.module.modules()):
             raise ScheduleError(
-                "verify: cut_sequence gives each rank a piece of every sample, which is not put together here; verify "
-                "what else is scheduled before it, and the whole by a dry run, which compares loss and gradients"
+                "verify: cut_sequence gives each rank a piece of every sample, and verify does not gather these; verify "
+                "the other primitives before it, and all of them by a dry run, which compares loss and gradients"
             )
-    _same_rates(before.module, after.module)
-    limit = tolerance if tolerance is not None else _rounding(before, after, inputs)
+    _same_rates(reference.module, scheduled.module)
+    limit = tolerance if tolerance is not None else _rounding(reference, scheduled, inputs)
     pair = []
-    for sch in (before, after):
-        whole_loss = None if loss is None else lambda output, target: loss(output)
-        context = Context(device=device, optimizer=partial(torch.optim.SGD, lr=0.1), loss=whole_loss)
+    for sch in (reference, scheduled):
+        output_loss = None if loss is None else lambda output, target: loss(output)
+        context = Context(device=device, optimizer=partial(torch.optim.SGD, lr=0.1), loss=output_loss)
         prepare(sch, context, seed=seed)
         pair.append((sch, context))
-    _same_weights(before.module, after.module)
+    # After initialisation, which may draw differently, and before casts and sharding of data, which follow the values.
+    _same_weights(reference.module, scheduled.module)
     models = [complete(sch, context) for sch, context in pair]
-    axis = axis_of(after.mesh, "dp")
+    axis = axis_of(scheduled.mesh, "dp")
     runs = [
-        partial(_run, model, optimizer, inputs, loss, device=device, axis=axis if scheduled else None)
-        for scheduled, (model, optimizer) in enumerate(models)
+        partial(_run, model, optimizer, inputs, loss, device=device, axis=axis if is_scheduled else None)
+        for is_scheduled, (model, optimizer) in enumerate(models)
     ]
     for training in (True, False):
-        expected, found = (each(training=training) for each in runs)
-        noise_numbers = DRAWS * sum(each.numel() for each in expected.outputs.values() if each is not None)
-        granted = replace(Tolerance.of_tensors(limit), noise=noise_ratio(noise_numbers))
-        wrong = compare(expected, found, granted).wrong
-        if not _on_any_rank(wrong is not None, after.mesh, device):
+        expected, actual = (run(training=training) for run in runs)
+        noise_numbers = DRAWS * sum(output.numel() for output in expected.outputs.values() if output is not None)
+        tolerances = replace(Tolerance.of_tensors(limit), noise=noise_ratio(noise_numbers))
+        wrong = compare(expected, actual, tolerances).wrong
+        if not _on_any_rank(wrong is not None, scheduled.mesh, device):
             continue
         records: list[dict[str, torch.Tensor]] = []
-        for (model, _), each in zip(models, runs):
+        for (model, _), run in zip(models, runs):
             with _recorded(model) as record:
-                each(training=training)
+                run(training=training)
             records.append(record)
-        where = _first_module(models[1][0], records[0], records[1], axis, limit)
-        first = f"; the first module whose output departs is {where}" if where else ""
+        departing = _first_module(models[1][0], records[0], records[1], axis, limit)
+        location = f"; the first module whose output departs is {departing}" if departing else ""
         raise ScheduleError(
             f"verify: the scheduled model departs from the original in {'training' if training else 'evaluation'} "
             f"mode: {wrong.description if wrong else 'another rank found a departure'} "
-            f"(allowed: {limit:g} of the largest magnitude){first}"
+            f"(allowed: {limit:g} of the largest magnitude){location}"
         )
 
 
 def _first_module(
     model: nn.Module,
     expected: dict[str, torch.Tensor],
-    found: dict[str, torch.Tensor],
+    outputs: dict[str, torch.Tensor],
     axis: Axis | None,
     limit: float,
-) -> str:
-    """The first module, in the order of execution, whose output departs, and by how much; empty if there is none."""
+) -> str | None:
+    """Returns the first module, in the order of execution, whose output departs, and by how much; None without one."""
     for path, value in expected.items():
-        actual = found.get(path)
+        actual = outputs.get(path)
         if actual is None or any(layer.alters for layer in layers_of(find_module(model, path))):
             continue
         if "pipeline" in model.__dict__ and value.dim() and actual.shape[1:] == value.shape[1:]:
@@ -148,12 +149,12 @@ def _first_module(
         if axis is not None and actual.shape != value.shape and actual.shape[0] * axis.size == value.shape[0]:
             value = value.chunk(axis.size)[axis.rank]
         if actual.shape != value.shape:
-            # Cut over ranks on purpose: the gathered value is compared later.
+            # Sharded over ranks by the schedule: a later module returns the gathered value.
             continue
         if (by := departure(value, actual)) > limit:
             kind = type(find_module(model, path)).__name__
             return f"'{path}' ({kind}), which departs by {by:.2g}"
-    return ""
+    return None
 
 
 @contextmanager
@@ -162,12 +163,12 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     record: dict[str, torch.Tensor] = {}
 
     def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
-        found = _wholes(output) if not isinstance(output, (SplitLogits, FusedLogits)) else []
-        if found and path not in record:
-            record[path] = found[0].clone()
+        tensors = _full_tensors(output) if not isinstance(output, (SplitLogits, FusedLogits)) else []
+        if tensors and path not in record:
+            record[path] = tensors[0].clone()
 
-    named = [(path, module) for path, module in model.named_modules() if path]
-    handles = [module.register_forward_hook(partial(note, path)) for path, module in named]
+    submodules = [(path, module) for path, module in model.named_modules() if path]
+    handles = [module.register_forward_hook(partial(note, path)) for path, module in submodules]
     try:
         yield record
     finally:
@@ -176,36 +177,36 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:
-    """Copies every tensor of the reference that the scheduled model also has, cut where it is cut."""
-    known = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    """Copies the tensors of the reference to the scheduled model, sharded as there."""
+    tensors = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     with torch.no_grad():
         for name, tensor in [*scheduled.named_parameters(), *scheduled.named_buffers()]:
-            source = known.get(name)
+            source = tensors.get(name)
             if source is None:
                 continue
-            module, own = owner(scheduled, name)
+            module, local_name = owner(scheduled, name)
             original = owner(reference, name)
-            shard = shards_of(module).get(own)
-            if shard is not None and own not in shards_of(original[0]):
+            shard = shards_of(module).get(local_name)
+            if shard is not None and local_name not in shards_of(original[0]):
                 source = shard.cut(source)
             if source.shape == tensor.shape:
                 tensor.copy_(source)
 
 
-def _rounding(before: Schedule, after: Schedule, inputs: Any) -> float:
-    """Limit of rounding for either model."""
-    rows = max((each.numel() for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), default=1)
-    casts = [each for each in after.tree.deferred if "dtype" in each.arguments]
-    formats = {each.path: each.arguments["dtype"] for each in casts}
-    # The model before has the whole widths, the model after its formats and replaced modules.
-    return max(allowance(before.module, rows, formats), allowance(after.module, rows, formats))
+def _rounding(reference: Schedule, scheduled: Schedule, inputs: Any) -> float:
+    """Returns the limit of rounding of both models."""
+    rows = max((tensor.numel() for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor)), default=1)
+    casts = [work for work in scheduled.tree.deferred if "dtype" in work.arguments]
+    formats = {cast.path: cast.arguments["dtype"] for cast in casts}
+    # Only the reference has the unsharded widths, only the scheduled model its formats and replaced modules.
+    return max(allowance(reference.module, rows, formats), allowance(scheduled.module, rows, formats))
 
 
-def _on_any_rank(flag: bool, mesh: Any, device: torch.device) -> bool:
-    """True if any rank of the mesh raises the flag: all of them must act in the same way."""
+def _on_any_rank(raised: bool, mesh: Any, device: torch.device) -> bool:
+    """True if `raised` is true on any rank of the mesh. All ranks then run the models again, which communicate."""
     if mesh is None or not dist.is_initialized():
-        return flag
-    total = torch.tensor(int(flag), device=device)
+        return raised
+    total = torch.tensor(int(raised), device=device)
     for name in mesh.mesh_dim_names:
         dist.all_reduce(total, group=mesh.get_group(name))
     return bool(total)
@@ -221,113 +222,121 @@ def _run(
     device: torch.device,
     axis: Axis | None,
 ) -> Numbers:
-    """Runs one step of a model and restores its weights; in evaluation, its passes. With a data-parallel axis this
-    rank computes its part of the batch.
+    """Runs a forward and backward pass, and in training an optimizer step that is undone.
+
+    With a data-parallel axis this rank computes its share of the batch.
     """
     batch = as_call(
-        tree_map(lambda each: each.detach().to(device, copy=True) if isinstance(each, torch.Tensor) else each, inputs)
+        tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, inputs)
     )
     args, kwargs = batch if axis is None else tree_map(lambda value: _share(value, axis), batch)
-    # Any remaining random draws are the same in either model.
+    # Dropout is off, but other modules may draw: both models then draw the same.
     torch.manual_seed(0)
     pipeline = model.__dict__.get("pipeline")
-    entering = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    entering = [each.requires_grad_() for each in entering if each.is_floating_point()] if pipeline is None else []
+    entering = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    entering = (
+        [tensor.requires_grad_() for tensor in entering if tensor.is_floating_point()] if pipeline is None else []
+    )
     with quiet(model, training=training):
         model.zero_grad()
         if pipeline is not None:
             pipeline.keep_outputs = True
             value = pipeline.step(*args, **kwargs)
-            parts = [_wholes(each) for each in pipeline.outputs]
-            # Only the last stage has outputs; per micro-batch, those without a batch are its mean.
-            found = [torch.cat(p) if p[0].dim() else torch.stack(p).mean() for p in zip(*parts)]
+            outputs = [_full_tensors(output) for output in pipeline.outputs]
+            # Only the last stage has outputs. Those without a batch dimension are means over the micro-batch.
+            outputs = [torch.cat(split) if split[0].dim() else torch.stack(split).mean() for split in zip(*outputs)]
         else:
             output = model(*args, **kwargs)
             value = _scalar(output, loss, (args, kwargs), axis)
             value.backward()
-            found = _wholes(output)
+            outputs = _full_tensors(output)
     # A weighted sum of the outputs adds no information to them, and may nearly cancel by chance.
     has_loss = pipeline is not None or loss is not None or loss_of(output) is not None
     return Numbers(
-        outputs={f"output {number}": _joined(each, axis) for number, each in enumerate(found)},
+        outputs={f"output {number}": _joined(tensor, axis) for number, tensor in enumerate(outputs)},
         loss=float(_mean(value.detach(), axis)) if has_loss else None,
         gradients=gradients_of(model),
-        inputs={f"input {number}": _input_gradient(each, axis) for number, each in enumerate(entering)},
-        noise=_noise(model, args, kwargs, found) if training and pipeline is None else None,
+        inputs={f"input {number}": _input_gradient(tensor, axis) for number, tensor in enumerate(entering)},
+        noise=_noise(model, args, kwargs, outputs) if training and pipeline is None else None,
         weights=_stepped(model, optimizer) if training and optimizer is not None else {},
     )
 
 
 def _input_gradient(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """Gradient of an input, zeros if there is none; that of the whole batch if ranks share it."""
+    """Returns the gradient of an input, zeros without one; with a data-parallel axis that of the global batch."""
     gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
     return gradient if axis is None else _joined(gradient / axis.size, axis)
 
 
-def _same_rates(before: nn.Module, after: nn.Module) -> None:
-    """Refuses another rate of dropout in a module that is in both models.
+def _same_rates(reference: nn.Module, scheduled: nn.Module) -> None:
+    """Checks that modules in both models have the same rates of dropout.
 
     Raises:
         ScheduleError: a rate differs.
     """
-    modules = dict(after.named_modules())
-    for path, module in before.named_modules():
-        other = modules.get(path)
-        for name in rates_of(module) if type(other) is type(module) else ():
-            if (rate_before := getattr(module, name)) != (rate_after := getattr(other, name, rate_before)):
+    modules = dict(scheduled.named_modules())
+    for path, module in reference.named_modules():
+        counterpart = modules.get(path)
+        for name in rates_of(module) if type(counterpart) is type(module) else ():
+            if (reference_rate := getattr(module, name)) != (
+                scheduled_rate := getattr(counterpart, name, reference_rate)
+            ):
                 raise ScheduleError(
-                    f"verify: '{join(path, name)}' is a rate of dropout, {rate_before} before and {rate_after} after"
+                    f"verify: '{join(path, name)}' is a rate of dropout, {reference_rate} before and {scheduled_rate} after"
                 )
 
 
 def _noise(model: nn.Module, args: Any, kwargs: Any, expected: list[torch.Tensor]) -> float | None:
-    """Change of the outputs by dropout in training, relative to their size; None without dropout."""
-    if not any(getattr(each, name) for each in model.modules() for name in rates_of(each)):
+    """Returns the change of the outputs by dropout, relative to their size: 0 without dropout, None for zero outputs."""
+    if not any(getattr(module, name) for module in model.modules() for name in rates_of(module)):
         return 0.0
     changed = size = 0.0
     with modes_kept(model), torch.no_grad():
         model.train()
         for draw in range(DRAWS):
             torch.manual_seed(draw + 1)
-            found = _wholes(model(*args, **kwargs))
-            changed += sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected))
-            size += sum(float(each.double().square().sum()) for each in expected)
+            noisy = _full_tensors(model(*args, **kwargs))
+            changes = [tensor.double() - clean.double() for tensor, clean in zip(noisy, expected)]
+            changed += sum(float(change.square().sum()) for change in changes)
+            size += sum(float(tensor.double().square().sum()) for tensor in expected)
     return (changed / size) ** 0.5 if size else None
 
 
-def _wholes(output: Any) -> list[torch.Tensor]:
-    """Floating-point tensors of an output, in order, gathered if they are cut over the vocabulary."""
-    return [whole_logits(formed(each)).detach() for each in tensors_of(output)]
+def _full_tensors(output: Any) -> list[torch.Tensor]:
+    """Returns the floating-point tensors of an output, in order, gathered if they are sharded over the vocabulary."""
+    return [whole_logits(formed(tensor)).detach() for tensor in tensors_of(output)]
 
 
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights after a step that is undone."""
-    before = [(param, param.detach().clone()) for param in model.parameters()]
+    """Returns the weights after an optimizer step, which is then undone."""
+    saved = [(param, param.detach().clone()) for param in model.parameters()]
     optimizer.step()
-    found = weights_of(model)
+    weights = weights_of(model)
     with torch.no_grad():
-        for param, value in before:
+        for param, value in saved:
             param.copy_(value)
-    return found
+    return weights
 
 
 def _scalar(output: Any, loss: Loss | None, inputs: Any, axis: Axis | None) -> torch.Tensor:
-    """The loss to differentiate."""
+    """Returns the scalar to differentiate: the loss, or a weighted sum of the outputs if there is none."""
     if loss is not None:
-        required = [
-            p for p in inspect.signature(loss).parameters.values()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]  # fmt: skip
+        positional = [
+            parameter
+            for parameter in inspect.signature(loss).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        required = [parameter for parameter in positional if parameter.default is parameter.empty]
         args, kwargs = inputs
-        given = kwargs if kwargs else args if len(args) != 1 else args[0]
-        return loss(output, given) if len(required) > 1 else loss(output)
-    if (own := loss_of(output)) is not None:
-        return own
+        batch = kwargs if kwargs else args if len(args) != 1 else args[0]
+        return loss(output, batch) if len(required) > 1 else loss(output)
+    if (output_loss := loss_of(output)) is not None:
+        return output_loss
     total = torch.zeros(())
-    for each in map(formed, tensors_of(output)):
-        if each.requires_grad:
-            generator = torch.Generator().manual_seed(each.dim())
-            value = whole_logits(each)
+    for tensor in map(formed, tensors_of(output)):
+        if tensor.requires_grad:
+            generator = torch.Generator().manual_seed(tensor.dim())
+            value = whole_logits(tensor)
             size = value.shape[0] * (axis.size if axis else 1) if value.dim() else 0
             shape = (size, *value.shape[1:]) if value.dim() else ()
             weight = torch.randn(shape, generator=generator).to(value)

@@ -1,8 +1,8 @@
 """DeepSpeed's engine of a scheduled model: `build(sch, target="deepspeed", config=...)`.
 
-The schedule cuts, replaces, recomputes and compiles the model. DeepSpeed handles replicas and their sharding (ZeRO),
-the optimizer's step and the order of a pipeline's micro-batches. The schedule's settings of these are written into
-DeepSpeed's configuration, which contains the rest; contradictions are refused.
+The schedule shards, replaces, recomputes and compiles the model. DeepSpeed handles replicas and their sharding (ZeRO),
+the optimizer's step and the order of a pipeline's micro-batches. The schedule's settings of these are added to the
+user's configuration of DeepSpeed; contradictions are refused.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -34,24 +34,24 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | None, optimizer: bool) -> dict[str, Any]:
+def settings_of(sch: ScheduledModule, config: Mapping[str, Any] | str | Path | None, optimizer: bool) -> dict[str, Any]:
     """Returns DeepSpeed's configuration with the schedule's settings; nothing is changed yet.
 
     Args:
         given: the configuration, or the path of its JSON file.
-        optimizer: True if `build` was given one.
+        optimizer: True if `build` was called with an optimizer.
 
     Raises:
-        ScheduleError: they contradict each other, or DeepSpeed does not support the schedule.
+        ScheduleError: schedule and configuration contradict each other, or DeepSpeed does not support the schedule.
         MissingDependency: DeepSpeed is not installed.
     """
     if missing := not_installed("deepspeed", "frameworks"):
         raise MissingDependency(missing)
-    out = _read(given)
-    if optimizer and "optimizer" in out:
+    settings = _read(config)
+    if optimizer and "optimizer" in settings:
         raise _refused("optimizer= was given, and the configuration has an optimizer, too; leave one of them out")
     if any(step.primitive == "offload" and not step.path and "optimizer" in str(step) for step in sch.tree.steps):
-        raise _refused("say offload('optimizer') as zero_optimization.offload_optimizer of its configuration instead")
+        raise _refused("set zero_optimization.offload_optimizer in its configuration instead of offload('optimizer')")
     if spread_experts(sch.module):
         raise _refused(
             "its engine averages gradients over all replicas, but shard_experts leaves each expert to some of them; "
@@ -59,16 +59,16 @@ def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | No
         )
     if sch.tree.shared:
         raise _refused(
-            f"its engine takes gradients to be of whole micro-batches, but ranks share samples in '{min(sch.tree.shared)}'; "
+            f"its engine expects gradients of full micro-batches, but ranks share samples in '{min(sch.tree.shared)}'; "
             "leave share_samples or the target out"
         )
     _check_ranks(sch.mesh)
-    _replicas(sch, out)
-    _tensor_parallel(sch, out)
-    _pipeline(sch, out)
+    _replicas(sch, settings)
+    _tensor_parallel(sch, settings)
+    _pipeline(sch, settings)
     # By default DeepSpeed clips at 1, unlike other builds.
-    out.setdefault("gradient_clipping", 0.0)
-    return out
+    settings.setdefault("gradient_clipping", 0.0)
+    return settings
 
 
 def start(
@@ -78,9 +78,7 @@ def start(
     mesh: Any,
     pipeline: Pipeline | None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Returns the engine, and the optimizer that it has made from the given one or from its configuration; all ranks
-    call it.
-    """
+    """Returns the engine and its optimizer, which wraps `optimizer` or follows the configuration. All ranks call it."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
@@ -89,7 +87,7 @@ def start(
     topology = _topology(mesh)
     for module in model.modules():
         for name in shards_of(module):
-            # The norm of all gradients then counts the pieces of each rank, and whole tensors once.
+            # The norm of all gradients then counts shards on every rank, and replicated tensors once.
             if (param := parameters_of(module).get(name)) is not None:
                 param.tensor_model_parallel = True
     form = next((form for name, form in FORMATS.items() if settings.get(name, {}).get("enabled")), None)
@@ -97,7 +95,7 @@ def start(
     engine, optimizer, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
-        model_parameters=[each for each in model.parameters() if each.requires_grad],
+        model_parameters=[param for param in model.parameters() if param.requires_grad],
         config=dict(settings),
         mpu=PipelineParallelGrid(topology=topology) if pipeline is None else None,
     )
@@ -108,45 +106,45 @@ def start(
 
 @contextmanager
 def _nothing_compiled() -> Iterator[None]:
-    """Prevents DeepSpeed on CPUs from compiling shared-memory communication, which takes minutes and is only used for
-    inference.
+    """Prevents DeepSpeed on CPUs from compiling shared-memory communication, which takes minutes and which only inference
+    uses.
     """
     from deepspeed import ops
 
-    name, known = "__compatible_ops__", dict(vars(ops))
-    setattr(ops, name, {**known.get(name, {}), "deepspeed_shm_comm": False})
+    name, public_names = "__compatible_ops__", dict(vars(ops))
+    setattr(ops, name, {**public_names.get(name, {}), "deepspeed_shm_comm": False})
     try:
         yield
     finally:
         delattr(ops, name)  # DeepSpeed checks it on use
-        if name in known:
-            setattr(ops, name, known[name])
+        if name in public_names:
+            setattr(ops, name, public_names[name])
 
 
 def _refused(reason: str) -> ScheduleError:
     return ScheduleError(f"build for deepspeed: {reason}")
 
 
-def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """Reads a configuration and copies its sections."""
-    found: Any = given
-    if isinstance(given, str | Path):
+    config: Any = source
+    if isinstance(source, str | Path):
         try:
-            found = parse_json(read_named(Path(given), at_most=LARGEST_DOCUMENT))
+            config = parse_json(read_named(Path(source), at_most=LARGEST_DOCUMENT))
         except (OSError, Malformed) as error:
-            raise _refused(f"its configuration {given} cannot be read: {error}") from error
-    if not isinstance(found, Mapping):
-        raise _refused(f"config must be DeepSpeed's configuration or the path of its JSON file, but got {found!r}")
-    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & found.keys():
+            raise _refused(f"its configuration {source} cannot be read: {error}") from error
+    if not isinstance(config, Mapping):
+        raise _refused(f"config must be DeepSpeed's configuration or the path of its JSON file, but got {config!r}")
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         raise _refused(
-            "its configuration must say train_micro_batch_size_per_gpu, and gradient_accumulation_steps where there "
-            f"are several, but has {', '.join(map(str, found)) or 'nothing'}"
+            "its configuration must set train_micro_batch_size_per_gpu, and gradient_accumulation_steps if there "
+            f"are several, but has {', '.join(map(str, config)) or 'nothing'}"
         )
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
 
 
 def _check_ranks(mesh: Any) -> None:
-    """Refuses ranks that DeepSpeed would arrange differently: it uses all ranks in order."""
+    """Checks that the mesh has all ranks in order, the only arrangement that DeepSpeed uses."""
     if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
         raise _refused(
             "it needs torch.distributed, and LOCAL_RANK in the environment: start by torchrun, and call "
@@ -165,47 +163,55 @@ def _topology(mesh: Any) -> Any:
     from deepspeed.runtime.pipe.topology import ProcessTopology
 
     sizes = {} if mesh is None else {AXES[name]: size for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
-    axes = {**{each: 1 for each in AXES.values() if each not in sizes}, **sizes}
+    axes = {**{axis: 1 for axis in AXES.values() if axis not in sizes}, **sizes}
     return ProcessTopology(axes=list(axes), dims=list(axes.values()))
 
 
-def _replicas(sch: ScheduledModule, out: dict[str, Any]) -> None:
+def _replicas(sch: ScheduledModule, settings: dict[str, Any]) -> None:
     """Writes the settings of `shard_data`."""
-    for each in (each.arguments for each in sch.tree.deferred if each.phase == "data"):
-        zero, stage = out.setdefault("zero_optimization", {}), len(each["cut"])
+    for arguments in (work.arguments for work in sch.tree.deferred if work.phase == "data"):
+        zero, stage = settings.setdefault("zero_optimization", {}), len(arguments["cut"])
         if zero.setdefault("stage", stage) != stage:
             raise _refused(f"shard_data has ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
-        own: dict[str, Any] = {"hsdp": 1, "blocks": None, "stages": {}, "gather": "pass" if stage == 3 else "step"}
-        for name, neutral in own.items():
-            if each[name] != neutral:
-                raise _refused(f"shard_data({name}={each[name]!r}) has no counterpart in DeepSpeed; leave it out")
-        if (form := each["param_dtype"]) is not None and not out.get(NAMES.get(form, ""), {}).get("enabled"):
+        unsupported: dict[str, Any] = {
+            "hsdp": 1,
+            "blocks": None,
+            "stages": {},
+            "gather": "pass" if stage == 3 else "step",
+        }
+        for name, neutral in unsupported.items():
+            if arguments[name] != neutral:
+                raise _refused(f"shard_data({name}={arguments[name]!r}) has no counterpart in DeepSpeed; leave it out")
+        if (dtype := arguments["param_dtype"]) is not None and not settings.get(NAMES.get(dtype, ""), {}).get(
+            "enabled"
+        ):
             raise _refused(
-                f"shard_data(param_dtype={form}) is {NAMES.get(form)}: {{enabled: true}} of its configuration"
+                f"shard_data(param_dtype={dtype}) is {NAMES.get(dtype)}: {{enabled: true}} of its configuration"
             )
-        if (form := each["reduce_dtype"]) is not None:
-            if out.setdefault("communication_data_type", NAMES[form]) != NAMES[form]:
+        if (dtype := arguments["reduce_dtype"]) is not None:
+            if settings.setdefault("communication_data_type", NAMES[dtype]) != NAMES[dtype]:
                 raise _refused(
-                    f"shard_data has reduce_dtype={form}, but communication_data_type is "
-                    f"{out['communication_data_type']}"
+                    f"shard_data has reduce_dtype={dtype}, but communication_data_type is "
+                    f"{settings['communication_data_type']}"
                 )
 
 
-def _tensor_parallel(sch: ScheduledModule, out: dict[str, Any]) -> None:
-    """Removes AutoTP, since the schedule has cut the model."""
+def _tensor_parallel(sch: ScheduledModule, settings: dict[str, Any]) -> None:
+    """Removes the setting of AutoTP: the schedule has sharded the model."""
     axis = axis_of(sch.mesh, "tp")
-    asked, found = (out.pop("tensor_parallel", None) or {}).get("autotp_size", 0), 1 if axis is None else axis.size
-    if asked not in (0, found):
+    ranks = 1 if axis is None else axis.size
+    autotp = (settings.pop("tensor_parallel", None) or {}).get("autotp_size", 0)
+    if autotp not in (0, ranks):
         raise _refused(
-            f"the schedule cuts over {found} ranks, but tensor_parallel.autotp_size is {asked}; leave it out"
+            f"the schedule shards over {ranks} ranks, but tensor_parallel.autotp_size is {autotp}; leave it out"
         )
 
 
-def _pipeline(sch: ScheduledModule, out: dict[str, Any]) -> None:
+def _pipeline(sch: ScheduledModule, settings: dict[str, Any]) -> None:
     """Writes the settings of stages from cuts and `pipeline`."""
     axis, stages = axis_of(sch.mesh, "pp"), len(sch.tree.cuts) + 1
     ranks = 1 if axis is None else axis.size
-    section = out.setdefault("pipeline", {})
+    section = settings.setdefault("pipeline", {})
     if section.pop("stages", "auto") not in ("auto", ranks):
         raise _refused(f"the pp axis has {ranks} ranks, but the configuration's pipeline has another number of stages")
     if ranks == 1:
@@ -216,12 +222,12 @@ def _pipeline(sch: ScheduledModule, out: dict[str, Any]) -> None:
             f"its pipelines run 1f1b with one stage a rank, but there are {stages} stages on {ranks} ranks, in the "
             f"order {kind}"
         )
-    if out.get("zero_optimization", {}).get("stage", 0) > 1:
+    if settings.get("zero_optimization", {}).get("stage", 0) > 1:
         raise _refused("its pipelines take ZeRO 0 and 1; with 2 or 3 leave the target out")
-    if micro_batches is not None and out.setdefault("gradient_accumulation_steps", micro_batches) != micro_batches:
+    if micro_batches is not None and settings.setdefault("gradient_accumulation_steps", micro_batches) != micro_batches:
         raise _refused(
             f"pipeline has {micro_batches} micro-batches, but gradient_accumulation_steps is "
-            f"{out['gradient_accumulation_steps']}"
+            f"{settings['gradient_accumulation_steps']}"
         )
     # Every tensor-parallel rank sends whole tensors across a cut: DeepSpeed's partition supports a single tensor.
     section |= {"pipe_partitioned": False, "grad_partitioned": False}

@@ -26,11 +26,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def staged(
     pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | None
 ) -> tuple[nn.Module, Callable[[Any], Any]]:
-    """Returns this rank's stage in a PipelineModule, whose `model` is the scheduled model, and a function that converts
-    a micro-batch of the data iterator to DeepSpeed's form; all ranks call it.
+    """Returns this rank's stage as a PipelineModule, and a function that converts a micro-batch of the data iterator.
+
+    Its attribute `model` is the scheduled model. All ranks call it.
 
     Args:
-        pipeline: with one stage per rank.
+        pipeline: a pipeline with one stage per rank.
         form: dtype that DeepSpeed will cast the weights to, or None.
     """
     from deepspeed.pipe import PipelineModule
@@ -50,7 +51,7 @@ def staged(
 
 
 class StageLayer(nn.Module):
-    """A stage as a layer of DeepSpeed."""
+    """A stage as a layer of DeepSpeed's PipelineModule."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__()
@@ -61,29 +62,31 @@ class StageLayer(nn.Module):
         self.shapes: Any = None
         """Shapes of micro-batches for which the tensors across the cuts are known."""
 
-    def batch(self, given: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    def batch(self, micro_batch: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Converts a micro-batch to DeepSpeed's form: tensors through the stages, and the target of the loss.
 
         Args:
-            given: arguments of the model's forward: a mapping of names, or tensors by position; with the user's loss a
+            micro_batch: arguments of the model's forward: a mapping of names, or tensors by position; with the user's loss a
                 pair of these and the target.
 
         Raises:
-            ScheduleError: it is neither.
+            ScheduleError: it has another form, or values that JSON cannot represent.
         """
         target = None
         if self.pipeline.loss is not None:
-            if not isinstance(given, tuple | list) or len(given) != 2:
+            if not isinstance(micro_batch, tuple | list) or len(micro_batch) != 2:
                 raise ScheduleError(
-                    f"a micro-batch must be a pair of inputs and target, but got {type(given).__name__}"
+                    f"a micro-batch must be a pair of inputs and target, but got {type(micro_batch).__name__}"
                 )
-            given, target = given
-        if not isinstance(given, Mapping):
-            given = dict(zip(self.names, given if isinstance(given, tuple | list) else (given,)))
-        tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+            micro_batch, target = micro_batch
+        if not isinstance(micro_batch, Mapping):
+            micro_batch = dict(
+                zip(self.names, micro_batch if isinstance(micro_batch, tuple | list) else (micro_batch,))
+            )
+        tensors = {name: value for name, value in micro_batch.items() if isinstance(value, torch.Tensor)}
         header_values = {
-            "tensors": [(name, str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()],
-            "rest": {name: each for name, each in given.items() if name not in tensors},
+            "tensors": [(name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()],
+            "rest": {name: value for name, value in micro_batch.items() if name not in tensors},
         }
         try:
             header = json.dumps(header_values).encode()
@@ -91,39 +94,49 @@ class StageLayer(nn.Module):
             raise ScheduleError(
                 f"a micro-batch must contain tensors, numbers and texts, which go through the stages, but: {error}"
             ) from error
-        device = next((each.device for each in tensors.values()), torch.device("cpu"))
-        return (*map(_bits, tensors.values()), torch.tensor(list(header), dtype=torch.uint8, device=device)), target
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        return (
+            *map(_as_integers, tensors.values()),
+            torch.tensor(list(header), dtype=torch.uint8, device=device),
+        ), target
 
     def forward(self, values: tuple[torch.Tensor, ...]) -> Any:
-        """Input of the next stage; of the last stage the loss, or the output that `loss` is computed from."""
+        """Returns the input of the next stage; on the last stage the loss, or the output that `loss` is computed from."""
         pipeline, index = self.pipeline, self.stage.index
         header_values = json.loads(bytes(values[-1].tolist()))
         carried = values[len(values) - 1 - len(header_values["tensors"]) :]
         crossed = values[: len(values) - len(carried)]
-        batch = {name: each.view(getattr(torch, form)) for (name, form), each in zip(header_values["tensors"], carried)}
-        shapes = {name: (each.shape, each.dtype) for name, each in batch.items()}
+        batch = {
+            name: tensor.view(getattr(torch, form)) for (name, form), tensor in zip(header_values["tensors"], carried)
+        }
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}
         batch |= header_values["rest"]
         if shapes != self.shapes:
             pipeline.find_forms(batch)
             self.shapes = shapes
         forms = pipeline.board.forms[index - 1].leaves if index else ()
         formats = [dtype for _, dtype, tensor in forms if tensor]
-        received = tuple(each if each.dtype == form else each.view(form) for each, form in zip(crossed, formats))
+        received = tuple(
+            tensor if tensor.dtype == dtype else tensor.view(dtype) for tensor, dtype in zip(crossed, formats)
+        )
         result = self.stage(*received, **batch)
         if index == pipeline.num_stages - 1:
-            result = _reaching(result, received)
+            result = _depending_on(result, received)
             return result.reshape(()) if pipeline.loss is None else result
-        first = next((number for number, each in enumerate(result) if each.requires_grad), None)
-        result = tuple(_reaching(each, received) if number == first else each for number, each in enumerate(result))
-        return (*(each if each.requires_grad else _bits(each) for each in result), *carried)
+        # One differentiable result suffices: DeepSpeed runs backward from all of them together.
+        carrier = next((number for number, tensor in enumerate(result) if tensor.requires_grad), None)
+        result = tuple(
+            _depending_on(tensor, received) if number == carrier else tensor for number, tensor in enumerate(result)
+        )
+        return (*(tensor if tensor.requires_grad else _as_integers(tensor) for tensor in result), *carried)
 
     def loss(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        """The caller's loss of the model's whole output, with `output` in place of its tensor."""
-        assert self.pipeline.loss is not None, "DeepSpeed is given this where there is one"
+        """Returns the user's loss of the model's output, with `output` in place of its first tensor."""
+        assert self.pipeline.loss is not None, "DeepSpeed calls this only with a loss"
         leaves, spec = tree_flatten(self.pipeline.outputs[-1])
-        first = next(number for number, each in enumerate(leaves) if isinstance(each, torch.Tensor))
-        if not hasattr(leaves[first], "hidden"):  # logits that are not materialised
-            leaves[first] = output
+        main = next(number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        if not hasattr(leaves[main], "hidden"):  # logits that are not materialised
+            leaves[main] = output
         return self.pipeline.loss(tree_unflatten(leaves, spec), target)
 
 
@@ -132,25 +145,25 @@ def _elsewhere(values: Any) -> Any:
     raise AssertionError("DeepSpeed runs the stage of this rank only")
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as integers, for which no gradient is expected."""
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's bits as integers, for which DeepSpeed expects no gradient."""
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
     return tensor
 
 
-def _reaching(result: torch.Tensor, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _depending_on(result: torch.Tensor, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Returns a result whose gradient reaches all received tensors, since DeepSpeed sends one for each."""
-    wanting = [each for each in received if each.requires_grad]
-    return _Reaching.apply(result, *wanting) if len(wanting) > 1 else result
+    needing_gradient = [tensor for tensor in received if tensor.requires_grad]
+    return _DependsOn.apply(result, *needing_gradient) if len(needing_gradient) > 1 else result
 
 
-class _Reaching(torch.autograd.Function):
+class _DependsOn(torch.autograd.Function):
     """Returns its first argument, as if it depended on the others with gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *received: torch.Tensor) -> torch.Tensor:
-        ctx.forms = [(each.shape, each.dtype, each.device) for each in received]
+        ctx.forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in received]
         return result.view_as(result)
 
     @staticmethod
@@ -159,17 +172,17 @@ class _Reaching(torch.autograd.Function):
 
 
 def _tied(pipeline: Pipeline, mesh: Any) -> list[tuple[nn.Parameter, Any]]:
-    """This rank's weights that other stages also have, each with the group of these ranks."""
-    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, pipeline.axis.size).tolist()
-    found = []
+    """Returns this rank's weights that other stages also have, each with the process group of these stages' ranks."""
+    pipelines = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, pipeline.axis.size).tolist()
+    tied = []
     for module, name, stages in pipeline.ties:
-        for line in lines:
-            ranks = [line[stage] for stage in stages]
-            group = dist.new_group(ranks)
+        for pipeline_ranks in pipelines:
+            ranks = [pipeline_ranks[stage] for stage in stages]
+            group = dist.new_group(ranks)  # collective: also by ranks outside the group
             if dist.get_rank() in ranks:
                 param = parameters_of(module)[name]
-                assert param is not None, "a tied weight is there"
-                # The norm of all gradients counts it once.
+                assert param is not None, "a tied weight exists on each of its stages"
+                # The norm of all gradients counts the weight on its first stage only.
                 param.ds_pipe_replicated = dist.get_rank() != ranks[0]
-                found.append((param, group))
-    return found
+                tied.append((param, group))
+    return tied

@@ -1,4 +1,4 @@
-"""checkpoint: recompute a module's activations in the backward pass instead of keeping them."""
+"""checkpoint: recomputes a module's activations in the backward pass instead of keeping them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,7 +38,7 @@ def checkpoint(sch: ScheduledModule, subgraph: Any = None, policy: Policy | list
             `torch.utils.checkpoint.CheckpointPolicy` for each operator.
 
     Raises:
-        ScheduleError: the module is checkpointed already; the policy is none of these; or an inner value of the
+        ScheduleError: the module is checkpointed already; the policy has another type; or an inner value of the
             subgraph is used outside it.
 
     Source: https://pytorch.org/docs/stable/checkpoint.html
@@ -70,42 +70,42 @@ class Checkpointed(Layer):
         def run(*values: Any) -> Any:
             return inner(*values[:count], **dict(zip(names, values[count:])))
 
-        # Keyword arguments as positional ones: torch saves random states only of the devices of these.
+        # Keyword arguments as positional ones: torch saves the random states of the devices of positional ones only.
         return torch_checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **_options(self.policy, module))
 
 
 def _options(policy: Any, module: nn.Module) -> dict[str, Any]:
-    """Options of torch's checkpoint apart from the function and its arguments."""
-    norms = [each for each in module.modules() if isinstance(each, BatchNormNd)]
+    """Returns the options of torch's checkpoint."""
+    norms = [submodule for submodule in module.modules() if isinstance(submodule, BatchNormNd)]
     if policy is None and not norms:
         return {}
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = (nullcontext(), nullcontext()) if policy is None else selective_contexts(policy)
-        return first, _statistics_kept(again, norms)
+        forward, recomputation = (nullcontext(), nullcontext()) if policy is None else selective_contexts(policy)
+        return forward, _statistics_kept(recomputation, norms)
 
     return {"context_fn": contexts}
 
 
 @contextmanager
 def _statistics_kept(context: AbstractContextManager[Any], norms: Sequence[Any]) -> Iterator[None]:
-    """A context in which batch norms compute as before and do not change their running statistics.
+    """Returns a context in which batch norms compute as usual without changing their running statistics.
 
     It sets momentum to 0 rather than `track_running_stats` to False: the recomputation must save as many tensors as
     the first run. The count of batches, which does not depend on momentum, is restored.
     """
-    before = [(each, each.momentum, each.num_batches_tracked) for each in norms]
-    counts = [None if count is None else count.clone() for _, _, count in before]
-    for each, _, _ in before:
-        each.momentum = 0.0
+    saved = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    counts = [None if count is None else count.clone() for _, _, count in saved]
+    for norm, _, _ in saved:
+        norm.momentum = 0.0
     try:
         with context:
             yield
     finally:
-        for (each, momentum, count), value in zip(before, counts):
-            each.momentum = momentum
+        for (norm, momentum, count), saved_count in zip(saved, counts):
+            norm.momentum = momentum
             if count is not None:
-                count.copy_(value)
+                count.copy_(saved_count)
 
 
 def _apply(sch: ScheduledModule, module: nn.Module, context: Any, policy: Any) -> None:

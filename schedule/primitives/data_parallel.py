@@ -1,4 +1,4 @@
-"""Primitives of replicas (sharded weights, gradients and optimizer state), of shared sequences, and of host memory."""
+"""Primitives of data parallelism (ZeRO), of sequences cut over replicas, and of offloading to host memory."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,34 +44,33 @@ def shard_data(
 
      zero | sharded over the ranks | by |
     ---|---|---|
-     0 | nothing | `Replicas`: buckets are reduced while the last backward pass of a step runs |
-     1 | optimizer state | the same, each parameter to the rank that updates it, and from there to all |
-     2 | and gradients; parameters until the forward | `fully_shard`, whole from forward to backward |
+     0 | nothing | `Replicas`: buckets are all-reduced during the last backward pass of a step |
+     1 | optimizer state | `Replicas`: each bucket is reduced to the ranks that update its parameters, which broadcast them |
+     2 | and gradients; parameters until the forward | `fully_shard`, gathered from forward to backward |
      3 | and parameters between forward and backward | `fully_shard`, sharded again after the forward |
 
-    At stage 3 the last block and parameters outside all blocks stay whole from forward to backward, because backward
+    At stage 3 the last block and parameters outside all blocks stay gathered from forward to backward, because backward
     begins with them; the next block is gathered while one computes.
 
     Args:
         zero: the ZeRO stage, 0 to 3.
-        blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the
-            elements of the outermost module lists, and what remains together with the root.
-        param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the
-            inputs of blocks are cast; the pieces that the optimizer updates keep theirs. None: theirs.
-        reduce_dtype: the format in which gradients travel; None: float32 where `param_dtype` is given, and the
-            parameters' otherwise.
-        hsdp: at stages 2 and 3, into how many groups of neighbours the ranks are divided. Each group holds
-            all pieces: it gathers and reduces within, and sums the pieces of gradients with the others.
-        cut: what is cut, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
-        gather: for how long weights that are gathered stay whole, a `step` or a `pass`; None: a pass where
-            `weights` are cut.
-        stages: the stage of modules that have another one, by path; they are gathered one at a time. Where ranks share the
-            samples of a module (`share_samples`), its weights are cut over these too.
+        blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the elements of the
+            outermost module lists. The other parameters are gathered with the root.
+        param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the inputs of
+            blocks are cast; the shards that the optimizer updates keep their format. None: the format of the shards.
+        reduce_dtype: the format in which gradients are communicated. None: float32 with a `param_dtype`, otherwise the
+            format of the parameters.
+        hsdp: at stages 2 and 3, number of groups of neighbours into which the ranks are divided. Each group has all
+            shards: it gathers and reduces within the group, and all-reduces the gradients of shards with the other groups.
+        cut: the kinds of state that are sharded, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
+        gather: how long weights stay gathered, a `step` or a `pass`. None: a pass if `weights` are sharded, otherwise a
+            step.
+        stages: the stages of modules that differ from `zero`, by path; they are gathered one at a time. If ranks share the
+            samples of a module (`share_samples`), its weights are sharded over these ranks too.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; groups that
-            are not two ranks or more; stages of their own with such groups. At `build`: stage 2 or 3 in a pipeline
-            whose stages hold tied weights.
+        ScheduleError: not the root; no `dp` axis; unknown stage; called before; unknown blocks; `hsdp` with groups of one
+            rank or with `stages`. At `build`: stage 2 or 3 in a pipeline stage with tied weights.
 
     Source: Rajbhandari et al., ZeRO (2020); https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -98,9 +97,11 @@ def shard_data(
             f"{label}: experts that are spread over ranks have replicas of their own, so hsdp must be 1"
         )
     if hsdp != 1 and (stages or sch.tree.shared):
-        raise ScheduleError(f"{label}: hsdp divides the replicas of all modules alike, so it must be 1")
+        raise ScheduleError(f"{label}: hsdp divides the replicas of all modules in the same way, so it must be 1")
     if sch.tree.shared and balances(sch.module):
-        raise ScheduleError(f"{label}: a loss that balances experts is not computed from parts of the samples")
+        raise ScheduleError(
+            f"{label}: a loss that balances experts cannot be computed from a rank's share of the samples"
+        )
     if ranks > 1 and (reason := replicas_obstacle(sch.module)):
         raise ScheduleError(f"{label}: {reason}")
     if sch.deferred(_apply):
@@ -128,117 +129,122 @@ def is_replicated(sch: ScheduledModule) -> bool:
 
 
 def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
-    found = axis_of(sch.mesh, "dp")
-    if found is None and (sch.tree.shared or copied_experts(sch.tree.module)):
+    axis = axis_of(sch.mesh, "dp")
+    if axis is None and (sch.tree.shared or copied_experts(sch.tree.module)):
         return Axis("dp", 1, 0, "")  # ranks that share samples or tokens are replicas of each other
-    if found is None:
+    if axis is None:
         raise ScheduleError(f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)")
-    return found
+    return axis
 
 
 @dataclass(kw_only=True, slots=True)
 class Cutting:
-    """How a model is cut over replicas: what ZeRO 2 and 3 cut, one part at a time, then what remains."""
+    """Sharding of a model over replicas at ZeRO 2 and 3: unit by unit, then the other parameters."""
 
-    parts: list[nn.Module]
-    """Modules that are gathered one at a time, in order."""
-    whole: set[int]
-    """Ids of the modules that stay whole from forward to backward."""
+    units: list[nn.Module]
+    """Modules that are gathered one at a time (FSDP units), in order."""
+    kept_gathered: set[int]
+    """Ids of the modules that stay gathered from forward to backward."""
     gather: str
-    """For how long the others are whole, a `step` or a `pass`."""
-    own: dict[int, str]
-    """That of parts that have a stage of their own, by their identities."""
+    """How long other units stay gathered, a `step` or a `pass`."""
+    gather_by_unit: dict[int, str]
+    """`gather` of the units with a ZeRO stage of their own, by the module's id."""
     root: bool
-    """True if the root is cut too, with what remains."""
+    """True if the root is sharded too, with the parameters outside all units."""
     shard: Callable[..., Any]
     """`fully_shard` with mesh and formats."""
     experts: Callable[..., Any]
-    """The same for experts that are spread over some of the replicas, which are sharded over the others."""
+    """`fully_shard` for experts that are spread over some of the replicas; it shards them over the replicas of each."""
     done: set[int] = field(default_factory=set)
     """Ids of the sharded modules."""
 
     def cut(self, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-        """Cuts a module, once, and experts in it before the rest, each mixture by itself: the gradients of experts are
-        reduced behind both exchanges of rows in the backward pass, and not between them. Parameters that are ignored stay
-        as they are."""
+        """Shards a module, except for `ignored` parameters; a second call does nothing.
+
+        Each mixture of experts in it is sharded first, as a unit of its own: the gradients of experts are then reduced
+        after both exchanges of rows in the backward pass and not between them.
+        """
         if id(module) not in self.done:
             self.done.add(id(module))
-            cut_again = self.gather_of(module) == "pass" and id(module) not in self.whole
-            for each in spread_experts(module):
-                if id(each) not in self.done and not any(param in ignored for param in each.parameters()):
-                    self.done.add(id(each))
-                    self.experts(each, reshard_after_forward=cut_again)
-            self.shard(module, reshard_after_forward=cut_again, ignored=ignored)
+            reshard = self.gather_of(module) == "pass" and id(module) not in self.kept_gathered
+            for experts in spread_experts(module):
+                if id(experts) not in self.done and not any(param in ignored for param in experts.parameters()):
+                    self.done.add(id(experts))
+                    self.experts(experts, reshard_after_forward=reshard)
+            self.shard(module, reshard_after_forward=reshard, ignored=ignored)
 
     def gather_of(self, module: nn.Module) -> str:
-        """For how long a part is whole."""
-        return self.own.get(id(module), self.gather)
+        """Returns how long a unit stays gathered, a `step` or a `pass`."""
+        return self.gather_by_unit.get(id(module), self.gather)
 
 
 def cutting_of(sch: ScheduledModule, context: Any) -> Cutting | None:
-    """Sharding of a model over its replicas by `build`; None without sharding."""
-    due = next((each for each in sch.tree.deferred if each.apply is _apply), None)
-    if due is None or not any(stage >= 2 for stage in _stages_of(due.arguments)):
+    """Returns the sharding of a model over its replicas at `build`; None without sharding."""
+    work = next((work for work in sch.tree.deferred if work.apply is _apply), None)
+    if work is None or not any(stage >= 2 for stage in _stages_of(work.arguments)):
         return None
-    return _cutting(sch, context, due.arguments)
+    return _cutting(sch, context, work.arguments)
 
 
-def _stages_of(given: Mapping[str, Any]) -> list[int]:
-    """The stages of ZeRO that a model's parts have."""
-    return [len(given["cut"]), *given["stages"].values()]
+def _stages_of(settings: Mapping[str, Any]) -> list[int]:
+    """Returns the ZeRO stages of a model's modules."""
+    return [len(settings["cut"]), *settings["stages"].values()]
 
 
-def _cutting(sch: ScheduledModule, context: Any, given: Mapping[str, Any]) -> Cutting:
+def _cutting(sch: ScheduledModule, context: Any, settings: Mapping[str, Any]) -> Cutting:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if context.cutting is not None:
         return context.cutting
     module, pipeline = sch.tree.module, context.pipeline
-    param_dtype, reduce_dtype = given["param_dtype"], given["reduce_dtype"]
+    param_dtype, reduce_dtype = settings["param_dtype"], settings["reduce_dtype"]
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    along = _data_parallel(sch, "shard_data")
-    stages = {id(sch[path].module): stage for path, stage in given["stages"].items()}
-    stage = len(given["cut"])
+    dp = _data_parallel(sch, "shard_data")
+    stages = {id(sch[path].module): stage for path, stage in settings["stages"].items()}
+    stage = len(settings["cut"])
 
-    def cut(part: nn.Module) -> bool:
-        sharing = sharing_of(part)
-        return stages.get(id(part), stage) >= 2 and (sharing is None or sharing.replicas.size > 1)
+    def is_sharded(unit: nn.Module) -> bool:
+        sharing = sharing_of(unit)
+        return stages.get(id(unit), stage) >= 2 and (sharing is None or sharing.replicas.size > 1)
 
     if pipeline is not None:
-        # A stage's forward ends early, so hooks on the root do not run: each part is sharded separately.
+        # A stage's forward ends early, so that hooks on the root do not run: each unit is sharded separately.
         if pipeline.tied_within:
             raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
-        here = [unit.module for unit in pipeline.units if not pipeline.absent(unit.path)]
-        parts = [part for part in here if any(True for _ in part.parameters()) and cut(part)]
-        whole = set[int]()
+        stage_modules = [block.module for block in pipeline.units if not pipeline.absent(block.path)]
+        units = [unit for unit in stage_modules if any(True for _ in unit.parameters()) and is_sharded(unit)]
+        kept_gathered = set[int]()
     else:
-        blocks = given["blocks"]
-        every = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
-        parts = [part for part in every if cut(part)]
-        # The backward pass begins with the last block and what is in no block.
-        whole = {id(each) for each in (module, *every[-1:])}
-    # Weights of experts come as the router made them.
+        blocks = settings["blocks"]
+        blocks_in_order = [block.module for block in sch.select(blocks)] if blocks else outermost_blocks(module)
+        units = [unit for unit in blocks_in_order if is_sharded(unit)]
+        # The backward pass begins with the last block and the parameters outside all blocks.
+        kept_gathered = {id(submodule) for submodule in (module, *blocks_in_order[-1:])}
+    # The inputs of experts include the router's weights of rows, which keep their format.
     experts = partial(cut_copies, mesh=sch.mesh, policy=replace(policy, cast_forward_inputs=False))
     context.cutting = Cutting(
-        parts=parts,
-        whole=whole,
-        gather=given["gather"],
-        own={id(part): "pass" if stages[id(part)] == 3 else "step" for part in parts if id(part) in stages},
-        root=stage >= 2 and pipeline is None and (along.size > 1 or not stages),
-        shard=partial(_shard, replicas=_replicas(sch.mesh, given["hsdp"]), policy=policy),
+        units=units,
+        kept_gathered=kept_gathered,
+        gather=settings["gather"],
+        gather_by_unit={id(unit): "pass" if stages[id(unit)] == 3 else "step" for unit in units if id(unit) in stages},
+        root=stage >= 2 and pipeline is None and (dp.size > 1 or not stages),
+        shard=partial(_shard, replicas=_replicas(sch.mesh, settings["hsdp"]), policy=policy),
         experts=experts,
     )
     return context.cutting
 
 
 def _replicas(mesh: Any, hsdp: int) -> Any:
-    """The mesh of replicas that a model is cut over. All ranks call it, and once for all parts: the stages of a pipeline have
-    different numbers of them, and process groups must be created in the same order everywhere."""
+    """Returns the mesh of replicas that a model is sharded over. All ranks call it.
+
+    It is called once for all units: pipeline stages have different numbers of units, and every rank must create the same
+    process groups in the same order.
+    """
     if hsdp > 1:
         return divided(mesh, "dp", {"replicate": hsdp, "shard": mesh["dp"].size() // hsdp})
-    # Without replicas nothing is left that could be cut.
+    # Without a dp axis only its device type is used: units of `share_samples` have a mesh of their own.
     return mesh["dp"] if "dp" in mesh.mesh_dim_names else mesh
 
 
@@ -249,14 +255,14 @@ def _shard(
     policy: Any,
     ignored: Collection[nn.Parameter] = (),
 ) -> None:
-    """Cuts a module over the replicas of it, but for what is cut in it already, and for parameters that are ignored."""
+    """Shards a module over its replicas, except for units in it that are sharded already and for `ignored` parameters."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     sharing = sharing_of(module)
     if sharing is not None:
         replicas = DeviceMesh.from_group(sharing.replicas.group, replicas.device_type, mesh_dim_names=("dp",))
-    made = fully_shard(
+    sharded = fully_shard(
         module,
         mesh=replicas,
         mp_policy=policy,
@@ -264,122 +270,133 @@ def _shard(
         ignored_params=set(ignored) or None,
     )
     if sharing is not None:
-        # A mean over all ranks; over those that share samples it is a sum.
-        scale_gradients(made, sharing.parts.size)
+        # `fully_shard` averages over all ranks, but gradients of ranks that share samples must be summed.
+        scale_gradients(sharded, sharing.sharers.size)
 
 
-def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **given: Any) -> None:
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, **settings: Any) -> None:
     if balances(module):
         add_layer(module, BalancedTogether(_data_parallel(sch, "shard_data")))
-    if not any(stage >= 2 for stage in _stages_of(given)):
-        _replicate(sch, module, context, given)
+    if not any(stage >= 2 for stage in _stages_of(settings)):
+        _replicate(sch, module, context, settings)
         return
-    cutting = _cutting(sch, context, given)
-    for part in cutting.parts:
-        cutting.cut(part)
+    cutting = _cutting(sch, context, settings)
+    for unit in cutting.units:
+        cutting.cut(unit)
     if context.pipeline is None:
-        _cut_root(sch, module, context, given, cutting)
+        _cut_root(sch, module, context, settings, cutting)
     else:
-        _share_buffers(context.pipeline, cutting.parts)
-    if context.pipeline is not None and cutting.gather == "step":  # whole until the last micro-batch
-        for part in cutting.parts:
-            part.set_reshard_after_backward(False)
-            context.pipeline.after_passes += [each.reshard for each in (part, *spread_experts(part))]
+        _share_buffers(context.pipeline, cutting.units)
+    if context.pipeline is not None and cutting.gather == "step":  # gathered until the last micro-batch
+        for unit in cutting.units:
+            unit.set_reshard_after_backward(False)
+            context.pipeline.after_passes += [submodule.reshard for submodule in (unit, *spread_experts(unit))]
 
 
-def _share_buffers(pipeline: Any, parts: Sequence[nn.Module]) -> None:
-    """Has the parts of a stage free the buffers of their gradients one after the other, as the parts of one module do. Each is a
-    root of its own, and would keep its buffer until the backward pass of the whole stage has ended."""
+def _share_buffers(pipeline: Any, units: Sequence[nn.Module]) -> None:
+    """Lets the units of a pipeline stage free the buffers of their gradients one after the other.
+
+    Each unit is a root of FSDP, which would keep its buffer until the backward pass of the stage has ended; units of one
+    root share a communication context that frees them earlier.
+    """
     from torch.distributed.fsdp import share_comm_ctx
 
     for stage in pipeline.own_stages:
-        share_comm_ctx([unit.module for unit in pipeline.units if unit.stage == stage and unit.module in parts])
+        stage_modules = [block.module for block in pipeline.units if block.stage == stage]
+        share_comm_ctx([module for module in stage_modules if module in units])
 
 
 def _cut_root(
-    sch: ScheduledModule, module: nn.Module, context: Any, given: Mapping[str, Any], cutting: Cutting
+    sch: ScheduledModule, module: nn.Module, context: Any, settings: Mapping[str, Any], cutting: Cutting
 ) -> None:
-    """Cuts what is in no part, unless it stays whole, and lets the parts be gathered ahead."""
-    inside = {param for part in cutting.parts for param in part.parameters()}
-    kept = {param for param in module.parameters() if param not in inside}
+    """Shards the parameters outside all units, or replicates those that stay unsharded, and sets the units' prefetching."""
+    sharded = {param for unit in cutting.units for param in unit.parameters()}
+    replicated = {param for param in module.parameters() if param not in sharded}
     if cutting.root:
-        blocks = given["blocks"]
-        every = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
-        kept &= {param for part in every for param in part.parameters()}
-    if kept:
+        blocks = settings["blocks"]
+        blocks_in_order = [block.module for block in sch.select(blocks)] if blocks else outermost_blocks(module)
+        replicated &= {param for block in blocks_in_order for param in block.parameters()}
+    if replicated:
         if context.optimizer is not None:
             context.optimizer = partial(_in_groups, context.optimizer)
-        _replicate(sch, module, context, given, kept)
+        _replicate(sch, module, context, settings, replicated)
     if cutting.root:
-        cutting.cut(module, kept)
+        cutting.cut(module, replicated)
     else:
-        cutting.shard(module, reshard_after_forward=False, ignored=kept)
-    for block, following in pairwise(cutting.parts):
+        cutting.shard(module, reshard_after_forward=False, ignored=replicated)
+    for block, following in pairwise(cutting.units):
         block.set_modules_to_forward_prefetch([following, *spread_experts(following)])
         following.set_modules_to_backward_prefetch([block, *spread_experts(block)])
-    step = [part for part in (*cutting.parts, *([module] if cutting.root else [])) if cutting.gather_of(part) == "step"]
-    module.__dict__["whole_for_a_step"] = list(
-        {
-            id(each): each for part in step for each in (part, *(spread_experts(part) if part is not module else []))
-        }.values()
-    )
+    gathered_for_a_step: dict[int, nn.Module] = {}
+    for unit in (*cutting.units, *([module] if cutting.root else [])):
+        if cutting.gather_of(unit) == "step":
+            # The experts of the root's units are listed with these.
+            experts = spread_experts(unit) if unit is not module else []
+            gathered_for_a_step |= {id(submodule): submodule for submodule in (unit, *experts)}
+    module.__dict__["whole_for_a_step"] = list(gathered_for_a_step.values())
 
 
 def _replicate(
     sch: ScheduledModule,
     module: nn.Module,
     context: Any,
-    given: Mapping[str, Any],
-    kept: "set[nn.Parameter] | None" = None,
+    settings: Mapping[str, Any],
+    replicated: "set[nn.Parameter] | None" = None,
 ) -> None:
-    """Has replicas average the gradients of what they keep whole: of all parameters, or of these."""
+    """Adds `Replicas`, which averages the gradients of all parameters, or of those in `replicated`."""
     pipeline = context.pipeline
     late = pipeline.tied_parameters() if pipeline is not None else ()
     axis = _data_parallel(sch, "shard_data")
-    params = [param for param in module.parameters() if kept is None or param in kept]
+    params = [param for param in module.parameters() if replicated is None or param in replicated]
     shared = {param: sharing.replicas for param, sharing in shared_parameters(module).items()}
-    apart = {**shared, **copies_of_experts(module)}
-    owned = _owned(sch, given, params)
-    replicas = Replicas(params, axis, owned, late, given["reduce_dtype"], apart)
+    axis_by_param = {**shared, **copies_of_experts(module)}
+    owned = _owned(sch, settings, params)
+    replicas = Replicas(params, axis, owned, late, settings["reduce_dtype"], axis_by_param)
     if pipeline is not None:
         replicas.by_itself = False
         pipeline.after_step.append(replicas.finish)
     make = context.optimizer
     if owned and make is not None:
         averaged = set(params)
-        context.optimizer = lambda every: replicas.optimizer(make, [each for each in every if each not in averaged])
+        context.optimizer = lambda params: replicas.optimizer(
+            make, [param for param in params if param not in averaged]
+        )
     module.__dict__["replicas"] = replicas
 
 
 def _in_groups(make: Callable[..., Any], params: Iterable[nn.Parameter]) -> Any:
-    """The optimizer of parameters of which some are cut by FSDP: those are in groups of their own, since fused and
-    vectorised updates take no mixture."""
+    """Makes an optimizer with FSDP's sharded parameters in groups of their own.
+
+    Fused and vectorised updates do not support DTensors and plain tensors in one group.
+    """
     optimizer = make(params)
     for group in list(optimizer.param_groups):
-        plain, cut = ([each for each in group["params"] if is_dtensor(each) == wanted] for wanted in (False, True))
-        if plain and cut:
-            group["params"] = plain
-            optimizer.param_groups.append({**group, "params": cut})
+        unsharded = [param for param in group["params"] if not is_dtensor(param)]
+        sharded = [param for param in group["params"] if is_dtensor(param)]
+        if unsharded and sharded:
+            group["params"] = unsharded
+            optimizer.param_groups.append({**group, "params": sharded})
     return optimizer
 
 
-def _owned(sch: ScheduledModule, given: Mapping[str, Any], params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of some parameters that one replica each updates (ZeRO 1)."""
-    stages = dict.fromkeys(params, len(given["cut"]))
-    for path, stage in given["stages"].items():
+def _owned(sch: ScheduledModule, settings: Mapping[str, Any], params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns the parameters whose optimizer state is sharded (ZeRO 1): one replica updates each of them."""
+    stages = dict.fromkeys(params, len(settings["cut"]))
+    for path, stage in settings["stages"].items():
         stages |= dict.fromkeys(sch[path].module.parameters(), stage)
     return [param for param in params if stages[param] >= 1]
 
 
 def no_tied_stages(tied: str) -> str:
-    """Reason against ZeRO 2 and 3: each part of a stage is sharded separately, because no forward of the root runs
-    around them.
+    """Returns the reason against ZeRO 2 and 3 in a pipeline stage with tied weights.
+
+    Each unit of a stage is sharded separately, because no forward of the root runs around them.
     """
     return f"zero must be 0 or 1 in this pipeline, because one stage has tied weights, {tied}, which would be sharded separately"
 
 
 def outermost_blocks(root: nn.Module) -> list[nn.Module]:
-    """Elements of the module lists that are in no other module list."""
+    """Returns the elements of the module lists that are in no other module list."""
     if isinstance(root, nn.ModuleList):
         return list(root)
     return [block for child in root.children() for block in outermost_blocks(child)]
@@ -390,11 +407,11 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
     """Cuts every sequence over groups of `cp * sp` neighbours along the `dp` axis of the mesh, which then share
     samples.
 
-    Each rank gets whole samples and computes on its piece. Around attention `sp` neighbours exchange tokens for heads
+    Each rank gets full samples and computes on its tokens. Around attention `sp` neighbours exchange tokens for heads
     (Ulysses), for any attention implementation of transformers; keys with fewer heads than ranks are repeated. Keys
     and values are passed around a ring of `cp` ranks (ring attention), each of which has two stretches of the
-    sequence, from its beginning and from its end. The model's loss is this rank's part, and its mean over the axis is
-    the loss of all samples: `shard_data` averages gradients accordingly. All ranks call it.
+    sequence, from its beginning and from its end. The model's loss is that of this rank's tokens, scaled so that its mean
+    over the axis is the loss of all samples: `shard_data` averages gradients accordingly. All ranks call it.
 
     Args:
         sp: number of ranks that exchange heads; it divides the heads.
@@ -413,27 +430,27 @@ def cut_sequence(sch: ScheduledModule, sp: int = 1, cp: int = 1) -> None:
     for name, degree in (("sp", sp), ("cp", cp)):
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
             raise ScheduleError(f"{label}: {name} must be a whole number of at least 1, but is {degree!r}")
-    along = axis_of(sch.mesh, "dp")
-    if sp * cp < 2 or along is None or along.size % (sp * cp):
-        given = "there is none" if along is None else f"has {along.size} ranks"
+    dp = axis_of(sch.mesh, "dp")
+    if sp * cp < 2 or dp is None or dp.size % (sp * cp):
+        dp_ranks = "there is none" if dp is None else f"has {dp.size} ranks"
         raise ScheduleError(
-            f"{label}: the mesh's dp axis must be of groups of cp * sp ranks, two or more, but {given} and cp * sp is "
+            f"{label}: the mesh's dp axis must be of groups of cp * sp ranks, two or more, but {dp_ranks} and cp * sp is "
             f"{cp} * {sp}"
         )
     if layers_of(sch.module, CutSequence):
         raise ScheduleError(f"{label}: sequences are cut already")
     if sch.tree.shared:
         raise ScheduleError(f"{label}: it must come before share_samples, whose blocks may cut sequences further")
-    tensor = axis_of(sch.mesh, "tp")
-    tp = 1 if tensor is None else tensor.size
+    tp_axis = axis_of(sch.mesh, "tp")
+    tp = 1 if tp_axis is None else tp_axis.size
     if reason := obstacle(sch.module, sp, cp, tp):
         raise ScheduleError(f"{'sp' if cp == 1 else 'cp' if sp == 1 else 'sp and cp'}: {reason}")
-    axes = neighbours(sch.mesh, {"cp": cp, "sp": sp}, along)
-    sharing = SequenceShards(sp=sp, cp=cp, rank=along.rank % (sp * cp))
+    axes = neighbours(sch.mesh, {"cp": cp, "sp": sp}, dp)
+    sharing = SequenceShards(sp=sp, cp=cp, rank=dp.rank % (sp * cp))
     cut(sch.module, sharing, sp=axes.get("sp"), cp=axes.get("cp"), tp=tp)
 
 
-WHAT = ("activations", "optimizer")
+_OFFLOADABLE = ("activations", "optimizer")
 
 
 @primitive
@@ -444,15 +461,15 @@ def offload(sch: ScheduledModule, what: str = "activations", blocks: Sequence[st
         what: `activations`: tensors that this module saves for the backward pass are copied out in the forward and
             back in the backward. `optimizer` (on the root): the optimizer's state and step are on the CPU, on copies
             of the weights; each step copies the gradients out and the weights in.
-        blocks: with `optimizer`, paths of the modules of whose parameters it is; None for all.
+        blocks: with `optimizer`, paths of the modules whose parameters have their state on the CPU; None for all.
 
     Raises:
-        ScheduleError: neither of these; `optimizer` elsewhere than on the root; blocks of activations, or that are not
-            there; or called before.
+        ScheduleError: unknown `what`; `optimizer` on a module below the root; `blocks` with `activations`, or unknown ones;
+            or called before.
     """
     label = f"offload on '{sch.name}'"
-    if what not in WHAT:
-        raise ScheduleError(f"{label}: {unknown('what', what, WHAT)}")
+    if what not in _OFFLOADABLE:
+        raise ScheduleError(f"{label}: {unknown('what', what, _OFFLOADABLE)}")
     if what == "optimizer" and sch.path:
         raise ScheduleError(f"{label}: there is one optimizer, so call it on the root's schedule")
     apply = _activations if what == "activations" else _optimizer
@@ -470,21 +487,22 @@ def offload(sch: ScheduledModule, what: str = "activations", blocks: Sequence[st
 
 
 class OffloadedActivations(Layer):
-    """Copies tensors saved for the backward pass to host memory, except weights, which stay on the device anyway."""
+    """Copies tensors saved for the backward pass to host memory, except weights, which stay on the device."""
 
     order = 50
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pin = torch.cuda.is_available() and torch.cuda.is_initialized()
-        moved = torch.autograd.graph.save_on_cpu(pin_memory=pin)
-        weights = [local(each).untyped_storage() for each in module.parameters()]
-        stays = set(map(id, weights))
+        host_hooks = torch.autograd.graph.save_on_cpu(pin_memory=pin)
+        # Listed, so that no other storage gets the id of one of these.
+        storages = [local(param).untyped_storage() for param in module.parameters()]
+        weight_ids = set(map(id, storages))
 
         def pack(tensor: torch.Tensor) -> Any:
-            return tensor if id(local(tensor).untyped_storage()) in stays else moved.pack_hook(tensor)
+            return tensor if id(local(tensor).untyped_storage()) in weight_ids else host_hooks.pack_hook(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
-            return packed if isinstance(packed, torch.Tensor) else moved.unpack_hook(packed)
+            return packed if isinstance(packed, torch.Tensor) else host_hooks.unpack_hook(packed)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return inner(*args, **kwargs)
@@ -501,11 +519,11 @@ def _optimizer(sch: ScheduledModule, module: nn.Module, context: Any, blocks: Se
     if blocks is None:
         context.optimizer = lambda params: OffloadedOptimizer(params, make)
         return
-    inside = [sch[path].module for path in blocks]
+    block_modules = [sch[path].module for path in blocks]
 
     def partly(params: Iterable[nn.Parameter]) -> Any:
-        # By now parameters are those that FSDP has put in place.
-        chosen = {param for each in inside for param in each.parameters()}
+        # Resolved here: FSDP has replaced the parameters by now.
+        chosen = {param for block in block_modules for param in block.parameters()}
         return OffloadedOptimizer(params, partial(_in_groups, make), chosen)
 
     context.optimizer = partly

@@ -37,7 +37,7 @@ def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
 
 
 def store_frozen(sch: ScheduledModule, dtype: torch.dtype) -> None:
-    """Stores the parameters that are not trained in `dtype`; they are cast one at a time, as they are made."""
+    """Stores the frozen parameters in `dtype`; `build` casts each one as soon as it is initialised."""
     sch.defer("cast", _apply_store_frozen, dtype=dtype)
 
 
@@ -61,22 +61,22 @@ class Cast(Layer):
         self.restore = restore
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: list[torch.dtype] = []
+        input_dtypes: list[torch.dtype] = []
 
         def enter(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                given.append(value.dtype)
+                input_dtypes.append(value.dtype)
                 return value.to(self.dtype)
             return value
 
         args, kwargs = tree_map(enter, (args, kwargs))
         output = inner(*args, **kwargs)
-        if not self.restore or not given:
+        if not self.restore or not input_dtypes:
             return output
-        back = given[0]
+        input_dtype = input_dtypes[0]
 
         def leave(value: Any) -> Any:
-            return value.to(back) if isinstance(value, torch.Tensor) and value.dtype == self.dtype else value
+            return value.to(input_dtype) if isinstance(value, torch.Tensor) and value.dtype == self.dtype else value
 
         return tree_map(leave, output)
 
@@ -84,28 +84,28 @@ class Cast(Layer):
 def _apply_cast(sch: ScheduledModule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
     _cast(module, dtype, restore=bool(sch.path))
     if context.pipeline is not None:
-        # Tensors then cross a cut in this format.
+        # The skeleton determines the dtypes of tensors that stages send.
         for meta in context.pipeline.metas_below(sch.path):
             _cast(meta, dtype, restore=bool(sch.path))
 
 
 def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
-    for each in module.modules():
-        for param in parameters_of(each).values():
+    for submodule in module.modules():
+        for param in parameters_of(submodule).values():
             # Parameters that `final_formats` has cast already may be sharded by now.
             if param is not None and param.is_floating_point() and param.dtype != dtype:
                 param.data = param.data.to(dtype)
-        for name, buffer in buffers_of(each).items():
-            saved = name not in unsaved_buffers_of(each)
+        for name, buffer in buffers_of(submodule).items():
+            saved = name not in unsaved_buffers_of(submodule)
             if buffer is not None and saved and buffer.is_floating_point():
-                buffers_of(each)[name] = buffer.to(dtype)
+                buffers_of(submodule)[name] = buffer.to(dtype)
     add_layer(module, Cast(dtype, restore=restore))
 
 
 SCALINGS = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
 """Recipes of torchao, with a scale per tensor or per row, and the coarsest format of each."""
 MULTIPLE = 16
-"""Both sizes of a weight must be multiples of this: the device multiplies 8-bit numbers in such pieces."""
+"""Both sizes of a weight must be multiples of this, the tile size of 8-bit products on the device."""
 
 
 @primitive
@@ -114,8 +114,8 @@ def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = Fa
 
     Weights do not change, nor do the names in `state_dict`: operands are scaled and rounded for each product.
     `tensorwise` has inputs and weights in e4m3 and gradients in e5m2, `rowwise` all in e4m3. Results are in the format
-    of the input, or autocast's. Only an `nn.Linear` (no subclass) takes part, if its sizes, of this rank's piece, are
-    multiples of 16. Without `compile` the scaling costs more than the products save.
+    of the input, or autocast's. Only an `nn.Linear` (no subclass) is converted, if both sizes of this rank's shard are
+    multiples of 16. Without `compile` the scaling costs more time than the products save.
 
     Args:
         scaling: granularity of scales, see SCALINGS.
@@ -142,48 +142,48 @@ def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = Fa
 
 
 def convertible(module: nn.Module) -> list[nn.Linear]:
-    """Linear layers at or below a module that `float8` converts."""
+    """Returns the linear layers at or below a module that `float8` converts."""
     return [
-        each
-        for each in module.modules()
-        if type(each) is nn.Linear and not any(size % MULTIPLE for size in each.weight.shape)
+        submodule
+        for submodule in module.modules()
+        if type(submodule) is nn.Linear and not any(size % MULTIPLE for size in submodule.weight.shape)
     ]
 
 
-def obstacle(modules: Iterable[nn.Module]) -> str:
-    """Reason why `float8` has nothing to convert in some modules; empty if it has."""
-    if any(convertible(each) for each in modules):
-        return ""
+def obstacle(modules: Iterable[nn.Module]) -> str | None:
+    """Returns why `float8` has nothing to convert in some modules; None if it has."""
+    if any(convertible(module) for module in modules):
+        return None
     return f"8-bit products take an nn.Linear whose two sizes are multiples of {MULTIPLE}, and there is none"
 
 
 def _apply_float8(
     sch: ScheduledModule, module: nn.Module, context: Any, scaling: str, emulate: bool, dtype: torch.dtype
 ) -> None:
-    # The format is for `verify`, whose tolerances follow from it.
+    # `dtype` is not used here: `verify` reads it from the deferred work for its tolerance.
     if context.pipeline is not None and context.pipeline.absent(sch.path):
         return
     check_read(sch, "float8", convertible(module))
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # The gradient of a weight is a sum over any number of tokens: padded with zeros.
+    # The gradient of a weight is a sum over tokens, whose number need not be a multiple of 16: padded with zeros.
     config = replace(Float8LinearConfig.from_recipe_name(scaling), pad_inner_dim=True, emulate=emulate)
-    for each in convertible(module):
-        made = convert_to_float8_training(each, config=config)
+    for linear in convertible(module):
+        converted = convert_to_float8_training(linear, config=config)
         # In place: layers around its forward, its sharding and references to it remain.
-        each.__class__ = type(made)
-        each.__dict__.update({name: value for name, value in vars(made).items() if name not in vars(each)})
+        linear.__class__ = type(converted)
+        linear.__dict__.update({name: value for name, value in vars(converted).items() if name not in vars(linear)})
 
 
 def final_formats(sch: ScheduledModule) -> dict[nn.Parameter, torch.dtype]:
-    """Formats of the parameters that all deferred casts agree on."""
-    found: dict[nn.Parameter, set[torch.dtype]] = {}
-    for each in sch.tree.deferred:
-        if each.apply is _apply_cast:
-            for param in find_module(sch.tree.module, each.path).parameters():
+    """Returns the final formats of parameters, except where deferred casts disagree."""
+    candidates: dict[nn.Parameter, set[torch.dtype]] = {}
+    for work in sch.tree.deferred:
+        if work.apply is _apply_cast:
+            for param in find_module(sch.tree.module, work.path).parameters():
                 if param.is_floating_point():
-                    found.setdefault(param, set()).add(each.arguments["dtype"])
-        elif each.apply is _apply_store_frozen:
-            for param in _frozen_below(find_module(sch.tree.module, each.path)):
-                found.setdefault(param, set()).add(each.arguments["dtype"])
-    return {param: next(iter(formats)) for param, formats in found.items() if len(formats) == 1}
+                    candidates.setdefault(param, set()).add(work.arguments["dtype"])
+        elif work.apply is _apply_store_frozen:
+            for param in _frozen_below(find_module(sch.tree.module, work.path)):
+                candidates.setdefault(param, set()).add(work.arguments["dtype"])
+    return {param: next(iter(formats)) for param, formats in candidates.items() if len(formats) == 1}

@@ -46,27 +46,28 @@ def fused_attention(sch: ScheduledModule) -> None:
     the same dropout masks; other kernels draw others.
 
     Raises:
-        ScheduleError: nothing is traced; no such attention is found, or its weights are used elsewhere, and the
-            message says where (modules of transformers return them: trace the block above with `flatten=True`); or
-            `replace` refuses.
+        ScheduleError: nothing is traced; no such attention is found; its weights have other uses, which the message
+            names (modules of transformers return them: trace the block above with `flatten=True`); or `replace` refuses.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
     label = f"fused_attention on '{sch.name}'"
-    places = traced_below(sch)
-    if not places:
+    traced_modules = traced_below(sch)
+    if not traced_modules:
         raise ScheduleError(f"{label}: trace it first, or a module below it")
     reasons: list[str] = []
-    found = [each for place in places for each in _found(*place, reasons)]
-    if not found:
-        reason = "; ".join(dict.fromkeys(reasons)) or "there is no softmax between two products in what is traced there"
+    attentions = [
+        attention for traced_module in traced_modules for attention in _written_out_attentions(*traced_module, reasons)
+    ]
+    if not attentions:
+        reason = "; ".join(dict.fromkeys(reasons)) or "there is no softmax between two products in the traced modules"
         raise ScheduleError(f"{label}: {reason}")
-    for each in found:
-        for node in each.scores:
+    for attention in attentions:
+        for node in attention.scores:
             # The format of the scores can be read from the queries.
-            for user in _asking(node):
-                user.replace_input_with(node, each.subgraph.inputs[0])
-        replace_subgraph(sch, each.replacement, [each.subgraph], "attention", together=False)
+            for user in _format_readers(node):
+                user.replace_input_with(node, attention.subgraph.inputs[0])
+        replace_subgraph(sch, attention.replacement, [attention.subgraph], "attention", together=False)
 
 
 @dataclass(frozen=True)
@@ -86,102 +87,111 @@ class Attention:
         rate: float,
         training: bool,
         scale: Any,
-        *given: Any,
+        *mask_arguments: Any,
     ) -> torch.Tensor:
-        """query: (..., length, width); transposed: keys, (..., width, length); value: (..., length, width).
+        """Returns the attention's output, (..., length, width).
 
-        rate: of dropout; scale: a number; given: arguments of the masks, one or two values for each of `masks`.
+        Args:
+            query: (..., length, width).
+            transposed: transposed keys, (..., width, length).
+            value: (..., length, width).
+            rate: rate of dropout.
+            scale: a number.
+            mask_arguments: one or two values for each of `masks`.
         """
         factor = 1.0 if self.scaling == "none" else scale if self.scaling == "mul" else 1 / scale
         if isinstance(factor, torch.Tensor):
             query, factor = query * factor, 1.0
-        out = F.scaled_dot_product_attention(
+        output = F.scaled_dot_product_attention(
             query,
             transposed.transpose(-1, -2),
             value.to(query.dtype),
-            attn_mask=self._bias(query, given),
+            attn_mask=self._bias(query, mask_arguments),
             dropout_p=rate if training else 0.0,
             scale=factor,
         )
-        return out.to(value.dtype)
+        return output.to(value.dtype)
 
-    def _bias(self, query: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor | None:
-        """All masks and biases as one term added to the scores."""
-        left = list(given)
+    def _bias(self, query: torch.Tensor, mask_arguments: tuple[Any, ...]) -> torch.Tensor | None:
+        """Returns the sum of all masks and biases, which is added to the scores."""
+        remaining = list(mask_arguments)
         total: torch.Tensor | None = None
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         for kind in self.masks:
-            first = left.pop(0)
+            term = remaining.pop(0)
             if kind == "where":
-                first = torch.where(first, zero, left.pop(0))
+                term = torch.where(term, zero, remaining.pop(0))
             elif kind == "masked_fill":
-                first = zero.masked_fill(first, left.pop(0))
-            total = first if total is None else total + first
+                term = zero.masked_fill(term, remaining.pop(0))
+            total = term if total is None else total + term
         return None if total is None else total.to(query.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """Attention in a graph."""
+class _WrittenOutAttention:
+    """Attention in a graph that is written out as separate operations."""
 
     subgraph: Subgraph
-    """Its whole subgraph, with the inputs of `Attention`."""
+    """All of its operations, with the inputs of `Attention`."""
     scores: list[fx.Node]
     """Values of the scores before the softmax."""
     replacement: Attention
 
 
-def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iterator[_Found]:
-    order = {node: i for i, node in enumerate(layer.graph.nodes)}
+def _written_out_attentions(
+    path: str, module: nn.Module, layer: Any, reasons: list[str]
+) -> Iterator[_WrittenOutAttention]:
+    order = {node: position for position, node in enumerate(layer.graph.nodes)}
     for node in layer.graph.nodes:
-        what = operation(node, module)
-        if what is None or what.name != "softmax" or what.options.get("dim") not in (-1, 3):
+        softmax = operation(node, module)
+        if softmax is None or softmax.name != "softmax" or softmax.options.get("dim") not in (-1, 3):
             continue
-        before = _before(what.args[0], module)
-        if before is None:
+        score_steps = _score_steps(softmax.args[0], module)
+        if score_steps is None:
             continue
-        following = _behind(node, module)
-        if isinstance(following, str):
-            reasons.append(f"the weights of attention in '{path or 'the root'}' {following}")
+        weight_steps = _weight_steps(node, module)
+        if isinstance(weight_steps, str):
+            reasons.append(f"the weights of attention in '{path or 'the root'}' {weight_steps}")
             continue
-        after, rate, training, value = following
-        names = [name for name, _, _ in before[1:] if name not in CASTS]
+        nodes_after, rate, training, value = weight_steps
+        names = [name for name, _, _ in score_steps[1:] if name not in CASTS]
         scalings = [name for name in names if name in ("mul", "div")]
         if names[: len(scalings)] != scalings or len(scalings) > 1:
             reasons.append(
                 f"the scores of attention in '{path or 'the root'}' are not scaled exactly once before masks"
             )
             continue
-        scale = [given for name, _, given in before if name in ("mul", "div")]
-        masks = [(name, given) for name, _, given in before if name in MASKS]
-        masking = (each for _, given in masks for each in given)
-        inputs = (*before[0][2], value, rate, training, scale[0][0] if scale else 1.0, *masking)
-        nodes = sorted([*(each for _, each, _ in before), node, *after], key=order.__getitem__)
-        yield _Found(
-            subgraph=Subgraph(path, module, layer, tuple(nodes), inputs, (after[-1],), None),
-            scores=[each for _, each, _ in before],
+        scale = [arguments for name, _, arguments in score_steps if name in ("mul", "div")]
+        masks = [(name, arguments) for name, _, arguments in score_steps if name in MASKS]
+        masking = (argument for _, arguments in masks for argument in arguments)
+        inputs = (*score_steps[0][2], value, rate, training, scale[0][0] if scale else 1.0, *masking)
+        nodes = sorted([*(step_node for _, step_node, _ in score_steps), node, *nodes_after], key=order.__getitem__)
+        yield _WrittenOutAttention(
+            subgraph=Subgraph(path, module, layer, tuple(nodes), inputs, (nodes_after[-1],), None),
+            scores=[step_node for _, step_node, _ in score_steps],
             replacement=Attention(scalings[0] if scalings else "none", tuple(name for name, _ in masks)),
         )
 
 
-def _before(value: Any, module: nn.Module) -> list[Step] | None:
-    """Operations from the product of queries and keys to a value; None if none is found."""
-    what = operation(value, module) if isinstance(value, fx.Node) else None
-    if what is None or len(value.users) - len(_asking(value)) != 1:
+def _score_steps(value: Any, module: nn.Module) -> list[Step] | None:
+    """Returns the operations from the product of queries and keys to a value; None if `value` is not such scores."""
+    op = operation(value, module) if isinstance(value, fx.Node) else None
+    if op is None or len(value.users) - len(_format_readers(value)) != 1:
         return None
-    if what.name == "matmul":
-        return [(what.name, value, tuple(what.args))] if _ranks(what.args) else None
-    for i in CARRIED.get(what.name, ()):
-        inner = _before(what.args[i], module) if len(what.args) > i else None
-        rest = tuple(what.args[:i] + what.args[i + 1 :])
-        if inner is not None and (what.name not in ("mul", "div") or _is_number(rest[0])):
-            return [*inner, (what.name, value, rest)]
+    if op.name == "matmul":
+        return [(op.name, value, tuple(op.args))] if _ranks(op.args) else None
+    for position in CARRIED.get(op.name, ()):
+        inner = _score_steps(op.args[position], module) if len(op.args) > position else None
+        other_arguments = tuple(op.args[:position] + op.args[position + 1 :])
+        if inner is not None and (op.name not in ("mul", "div") or _is_number(other_arguments[0])):
+            return [*inner, (op.name, value, other_arguments)]
     return None
 
 
-def _behind(softmax: fx.Node, module: nn.Module) -> tuple[list[fx.Node], Any, Any, Any] | str:
-    """Operations from a softmax to the product with values, the rate of dropout, its switch, and the values; or a
-    description of other uses.
+def _weight_steps(softmax: fx.Node, module: nn.Module) -> tuple[list[fx.Node], Any, Any, Any] | str:
+    """Returns the operations from a softmax to the product with values, dropout's rate and switch, and the values.
+
+    If the weights have other uses, a description of these is returned instead.
     """
     node, nodes, rate, training = softmax, list[fx.Node](), 0.0, False
     while True:
@@ -189,33 +199,33 @@ def _behind(softmax: fx.Node, module: nn.Module) -> tuple[list[fx.Node], Any, An
         if len(users) != 1:
             names = ", ".join(user.name for user in users)
             return f"are used by {names}; trace the module above with flatten=True, where they are not used"
-        before, node = node, users[0]
-        what = operation(node, module)
-        if what is None or what.name not in (*CASTS, "dropout", "matmul") or what.args[0] is not before:
+        previous, node = node, users[0]
+        op = operation(node, module)
+        if op is None or op.name not in (*CASTS, "dropout", "matmul") or op.args[0] is not previous:
             return f"go into {node.name}"
         nodes.append(node)
-        if what.name == "matmul":
-            return nodes, rate, training, what.args[1]
-        if what.name == "dropout":
-            rate, training = dropout_of(node, what.options["p"])
+        if op.name == "matmul":
+            return nodes, rate, training, op.args[1]
+        if op.name == "dropout":
+            rate, training = dropout_of(node, op.options["p"])
 
 
 def dropout_of(node: fx.Node, rate: Any) -> tuple[Any, Any]:
-    """Rate and switch of a dropout in a graph, as evaluated when the graph runs."""
+    """Returns the rate and the switch of a dropout in a graph, as evaluated when the graph runs."""
     if node.op == "call_module":
         return Attribute(f"{node.target}.p"), Attribute(f"{node.target}.training")
     return rate, node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
 
 
-def _asking(node: fx.Node) -> list[fx.Node]:
-    """Users that only read a value's format or device."""
+def _format_readers(node: fx.Node) -> list[fx.Node]:
+    """Returns the users of a value that only read its dtype or device."""
     return [user for user in node.users if user.target is getattr and user.args[1] in ("dtype", "device")]
 
 
 def _ranks(factors: list[Any]) -> bool:
-    """True if the factors of a product may be queries and keys: with the same number of dimensions, as far as known."""
-    known = [each.meta.get("example") for each in factors if isinstance(each, fx.Node)]
-    return len({each.dim() for each in known if isinstance(each, torch.Tensor)}) <= 1
+    """True if the factors of a product may be queries and keys: their numbers of dimensions, if known, are equal."""
+    examples = [factor.meta.get("example") for factor in factors if isinstance(factor, fx.Node)]
+    return len({example.dim() for example in examples if isinstance(example, torch.Tensor)}) <= 1
 
 
 def _is_number(value: Any) -> bool:
@@ -233,14 +243,14 @@ def fused_gelu(sch: ScheduledModule) -> None:
     Raises:
         ScheduleError: nothing is traced; there is no such GELU; or `replace` refuses.
     """
-    places = traced_below(sch)
-    if not places:
+    traced_modules = traced_below(sch)
+    if not traced_modules:
         raise ScheduleError(f"fused_gelu on '{sch.name}': trace it first, or a module below it")
-    found = [each for place in places for each in _gelus(*place)]
-    if not found:
-        raise ScheduleError(f"fused_gelu on '{sch.name}': no GELU by tanh is written out in what is traced there")
-    for each in found:
-        replace_subgraph(sch, gelu_tanh, [each], "gelu_tanh", together=False)
+    gelus = [gelu for traced_module in traced_modules for gelu in _gelus(*traced_module)]
+    if not gelus:
+        raise ScheduleError(f"fused_gelu on '{sch.name}': no tanh GELU is written out in the traced modules")
+    for gelu in gelus:
+        replace_subgraph(sch, gelu_tanh, [gelu], "gelu_tanh", together=False)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -260,12 +270,12 @@ def _gelus(path: str, module: nn.Module, layer: Any) -> Iterator[Subgraph]:
     for binding, (output,) in match(layer.graph, module, pattern):
         yield Subgraph(path, module, layer, tuple(binding[node] for node in inner), (binding[x],), (output,), None)
     for node in layer.graph.nodes:
-        what = operation(node, module) if node.op == "call_module" else None
-        if what is None or what.name != "gelu" or what.options.get("approximate") != "tanh":
+        activation = operation(node, module) if node.op == "call_module" else None
+        if activation is None or activation.name != "gelu" or activation.options.get("approximate") != "tanh":
             continue
         child = module.get_submodule(node.target)
         if not isinstance(child, nn.GELU) and type(child).__name__ != "GELUTanh":  # these already use PyTorch's kernel
-            yield Subgraph(path, module, layer, (node,), (what.args[0],), (node,), None)
+            yield Subgraph(path, module, layer, (node,), (activation.args[0],), (node,), None)
 
 
 @primitive
@@ -273,7 +283,7 @@ def fused_loss(sch: ScheduledModule) -> None:
     """Computes the cross-entropy of this module's logits from its input, chunk by chunk, without materialising the
     logits.
 
-    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The model's own
+    For a language-model head, an `nn.Linear`, unsharded or cut over the vocabulary with `parallel_loss`. The model's own
     loss code does not change: `torch.nn.functional.cross_entropy` of these logits computes those of a few tokens at a
     time, and the gradients in the same pass. Any other use materialises the logits as usual.
 
@@ -285,26 +295,26 @@ def fused_loss(sch: ScheduledModule) -> None:
         raise ScheduleError(f"{label}: the head must be an nn.Linear, but is a {type(module).__name__}")
     if layers_of(module, FusedLoss):
         raise ScheduleError(f"{label}: the loss is fused already")
-    if any(each.mode in ("fwd_post", "bwd_pre") for each in syncs_of(module)):
+    if any(sync.mode in ("fwd_post", "bwd_pre") for sync in syncs_of(module)):
         raise ScheduleError(f"{label}: ranks exchange its logits, which materialises them; use parallel_loss")
     check_called(sch, "fused_loss")
     add_layer(module, FusedLoss())
 
 
 def formed_for(module: nn.Module) -> dict[str, bool]:
-    """Functions that took the logits of a head with `fused_loss`: True if these were materialised for it."""
+    """Returns the functions called with the logits of a head with `fused_loss`: True if these were materialised for it."""
     return layers_of(module, FusedLoss)[0].formed_for
 
 
 class FusedLoss(Layer):
-    """Returns unmaterialised logits."""
+    """Returns unmaterialised logits in place of the module's output."""
 
     order = 20
     alters = True
 
     def __init__(self) -> None:
         self.formed_for: dict[str, bool] = {}
-        """Functions that took logits, by name: True if these were materialised for it."""
+        """Names of functions that were called with the logits: True if the logits were materialised for the call."""
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["input"]

@@ -43,8 +43,8 @@ def trace(
     `self.training` are evaluated when the graph runs. Without example inputs, arguments with defaults are fixed at
     these.
 
-    With example inputs their tensors are inputs of the graph and everything else is fixed. Sizes stay free, except for
-    those that the path of the code depends on, which the graph checks. Without given examples, those of a module above
+    With example inputs their tensors are inputs of the graph and all other arguments are constants. Sizes stay free,
+    except for those that the control flow depends on, which the graph checks. Without `examples`, those of a module above
     are used: of its trace, or of an enclosing `verify`.
 
     Args:
@@ -58,9 +58,9 @@ def trace(
         examples: a tensor, a tuple of positional or a mapping of keyword arguments.
 
     Raises:
-        TraceError: a graph cannot express the forward (control flow that depends on values of tensors); names the
-            operation and the line of the model's code, for each tracer.
-        ScheduleError: it is traced already; unknown tracer; or a tracer that needs example inputs and has none.
+        TraceError: a graph cannot express the forward (control flow that depends on values of tensors). The message has
+            the operation and the line of the model's code, for each tracer.
+        ScheduleError: the module is traced already; unknown tracer; or the tracer needs example inputs and has none.
     """
     label = f"trace on '{sch.name}'"
     if layers_of(sch.module, Traced):
@@ -73,30 +73,30 @@ def trace(
     example = example_of(sch)
     module, name = sch.module, sch.name
     scheduled = scheduled_below(sch)
-    kept = [*leaves, *scheduled]
+    leaf_modules = [*leaves, *scheduled]
     if example is None:
         if tracer not in (None, "fx"):
             raise ScheduleError(f"{label}: tracer '{tracer}' needs examples=, here or at a module above")
-        add_layer(module, trace_symbolically(module, name, flatten, kept, inputs))
+        add_layer(module, trace_symbolically(module, name, flatten, leaf_modules, inputs))
         return
-    ways: dict[str, Callable[[], Traced]] = {
-        "fx": partial(trace_by_example, module, name, flatten, kept, inputs, example),
+    attempts: dict[str, Callable[[], Traced]] = {
+        "fx": partial(trace_by_example, module, name, flatten, leaf_modules, inputs, example),
         "export": partial(trace_exported, module, name, inputs, example, scheduled, strict=False),
         "dynamo": partial(trace_exported, module, name, inputs, example, scheduled, strict=True),
     }
-    add_layer(module, _first(ways if tracer is None else {tracer: ways[tracer]}))
+    add_layer(module, _first(attempts if tracer is None else {tracer: attempts[tracer]}))
 
 
-def _first(ways: dict[str, Callable[[], Traced]]) -> Traced:
-    """Result of the first tracer that succeeds.
+def _first(attempts: dict[str, Callable[[], Traced]]) -> Traced:
+    """Returns the result of the first tracer that succeeds.
 
     Raises:
-        TraceError: none does; the message has the reason of each.
+        TraceError: all fail; the message has the reason of each.
     """
     failures = []
-    for name, way in ways.items():
+    for name, attempt in attempts.items():
         try:
-            return way()
+            return attempt()
         except TraceError as error:
             failures.append((name, error))
     if len(failures) == 1:
@@ -129,7 +129,7 @@ def find(
         Handles for `fuse`, `replace` and `checkpoint`; they print as code.
 
     Raises:
-        ScheduleError: nothing here is traced; with `explain`, nothing matches.
+        ScheduleError: no module here is traced; with `explain`, nothing matches.
     """
     return find_subgraphs(sch, pattern, where, explain)
 
@@ -139,9 +139,9 @@ KINDS = ("linear", "layer_norm", "attention")
 
 @primitive
 def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> None:
-    """Splits operations of this traced module into parts that can be fused with later operations.
+    """Splits operations of this traced module into smaller ones that can be fused with later operations.
 
-    On a module that a traced one above it calls, it splits only that call.
+    On a module that is called in the graph of one above it, it splits only that call.
 
      kind | becomes |
     ---|---|
@@ -152,49 +152,49 @@ def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> No
     A linear layer may be sharded before or after: cut along its input, the bias is added after the sum.
 
     Raises:
-        ScheduleError: not traced; unknown kind; there is nothing of these kinds to split; or the output of a layer is
+        ScheduleError: not traced; unknown kind; the graph has no operations of these kinds; or the output of a layer is
             gathered while its bias is cut.
     """
-    wanted = [kinds] if isinstance(kinds, str) else list(kinds)
+    kinds_to_split = [kinds] if isinstance(kinds, str) else list(kinds)
     label = f"decompose on '{sch.name}'"
-    for kind in wanted:
+    for kind in kinds_to_split:
         if kind not in KINDS:
             raise ScheduleError(f"{label}: {unknown('kind', kind, KINDS)}")
-    at, target = _traced(sch, label)
-    traced = layers_of(at.module, Traced)[0]
+    schedule, target = _traced(sch, label)
+    traced = layers_of(schedule.module, Traced)[0]
     nodes = [node for node in traced.graph.nodes if target is None or (node.op, node.target) == ("call_module", target)]
-    plans = [plan for node in nodes for plan in _plans(at, label, node, wanted)]
+    plans = [plan for node in nodes for plan in _plans(schedule, label, node, kinds_to_split)]
     if not plans:
-        raise ScheduleError(f"{label}: there is no {' or '.join(wanted)} in its graph to split")
+        raise ScheduleError(f"{label}: there is no {' or '.join(kinds_to_split)} in its graph to split")
     for apply, node in plans:
-        apply(at.module, traced.graph, node)
+        apply(schedule.module, traced.graph, node)
     traced.changed()
 
 
 def _traced(sch: ScheduledModule, label: str) -> tuple[ScheduledModule, str | None]:
-    """The module whose graph is searched, and the call of it that is meant, if not all."""
+    """Returns the module with the graph, and the target of the call to split; None for all calls."""
     if layers_of(sch.module, Traced):
         return sch, None
-    above = graph_above(sch)
-    if above is None:
+    enclosing_path = graph_above(sch)
+    if enclosing_path is None:
         raise ScheduleError(f"{label}: trace it first, or the module that calls it")
-    return type(sch)(sch.tree, above), sch.path.removeprefix(above).removeprefix(".")
+    return type(sch)(sch.tree, enclosing_path), sch.path.removeprefix(enclosing_path).removeprefix(".")
 
 
-def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -> list[tuple[Any, fx.Node]]:
+def _plans(sch: ScheduledModule, label: str, node: fx.Node, kinds_to_split: list[str]) -> list[tuple[Any, fx.Node]]:
     child = sch.module.get_submodule(node.target) if node.op == "call_module" else None
-    if "linear" in wanted and child is not None and type(child) is nn.Linear and child.bias is not None:
+    if "linear" in kinds_to_split and child is not None and type(child) is nn.Linear and child.bias is not None:
         if layers_of(child, WithoutBias):
             return []
-        gathered = any(each.mode == "fwd_post" and each.op == "all_gather" for each in syncs_of(child))
+        gathered = any(sync.mode == "fwd_post" and sync.op == "all_gather" for sync in syncs_of(child))
         if gathered and "bias" in shards_of(child):
             raise ScheduleError(f"{label}: the output of '{node.target}' is gathered, so its bias must be whole")
         return [(_linear, node)]
-    if "layer_norm" in wanted and type(child) is nn.LayerNorm and not _hooked(child):
+    if "layer_norm" in kinds_to_split and type(child) is nn.LayerNorm and not _hooked(child):
         return [(_layer_norm, node)]
-    if "attention" in wanted and node.op == "call_function":
-        found = operation(node, sch.module)
-        if found is not None and found.name == "scaled_dot_product_attention":
+    if "attention" in kinds_to_split and node.op == "call_function":
+        op = operation(node, sch.module)
+        if op is not None and op.name == "scaled_dot_product_attention":
             return [(_attention, node)]
     return []
 
@@ -215,44 +215,44 @@ def _linear(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
 def _layer_norm(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
     norm = module.get_submodule(node.target)
     dims = list(range(-len(norm.normalized_shape), 0))
-    x = node.args[0] if node.args else node.kwargs["input"]
+    inputs = node.args[0] if node.args else node.kwargs["input"]
 
-    def add(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return graph.call_function(function, args, kwargs)
 
     with graph.inserting_before(node):
-        centred = add(torch.sub, x, add(torch.mean, x, dim=dims, keepdim=True))
-        variance = add(torch.mean, add(torch.square, centred), dim=dims, keepdim=True)
-        out = add(torch.mul, centred, add(torch.rsqrt, add(torch.add, variance, norm.eps)))
+        centred = call(torch.sub, inputs, call(torch.mean, inputs, dim=dims, keepdim=True))
+        variance = call(torch.mean, call(torch.square, centred), dim=dims, keepdim=True)
+        output = call(torch.mul, centred, call(torch.rsqrt, call(torch.add, variance, norm.eps)))
         if norm.weight is not None:
-            out = add(torch.mul, out, graph.get_attr(f"{node.target}.weight"))
+            output = call(torch.mul, output, graph.get_attr(f"{node.target}.weight"))
         if norm.bias is not None:
-            out = add(torch.add, out, graph.get_attr(f"{node.target}.bias"))
-    node.replace_all_uses_with(out)
+            output = call(torch.add, output, graph.get_attr(f"{node.target}.bias"))
+    node.replace_all_uses_with(output)
     graph.erase_node(node)
 
 
 def _attention(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
-    """Inlines `plain_attention` in place of a call of torch's attention."""
+    """Replaces a call of torch's attention by the operations of `plain_attention`."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     defaults = (None, None, None, None, 0.0, False, None, False)
-    given = dict(zip(names, defaults)) | dict(zip(names, node.args)) | dict(node.kwargs)
-    constant = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
-    mask = given["attn_mask"]
+    arguments = dict(zip(names, defaults)) | dict(zip(names, node.args)) | dict(node.kwargs)
+    constants = {name: arguments[name] for name in ("is_causal", "scale", "enable_gqa")}
+    mask = arguments["attn_mask"]
 
     def body(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> Any:
-        return plain_attention(query, key, value, attn_mask if mask is not None else None, dropout_p, **constant)
+        return plain_attention(query, key, value, attn_mask if mask is not None else None, dropout_p, **constants)
 
-    inner = fx.Tracer().trace(body)
-    values = [given[name] for name in names[:5]]
-    holders = [each for each in inner.nodes if each.op == "placeholder"]
-    mapped: dict[fx.Node, Any] = dict(zip(holders, values))
+    body_graph = fx.Tracer().trace(body)
+    values = [arguments[name] for name in names[:5]]
+    placeholders = [node_in_body for node_in_body in body_graph.nodes if node_in_body.op == "placeholder"]
+    copies: dict[fx.Node, Any] = dict(zip(placeholders, values))
     with graph.inserting_before(node):
-        for each in inner.nodes:
-            if each.op not in ("placeholder", "output"):
-                mapped[each] = graph.node_copy(each, mapped.__getitem__)
-    result = inner.output_node().args[0]
-    node.replace_all_uses_with(mapped[result])
+        for node_in_body in body_graph.nodes:
+            if node_in_body.op not in ("placeholder", "output"):
+                copies[node_in_body] = graph.node_copy(node_in_body, copies.__getitem__)
+    result = body_graph.output_node().args[0]
+    node.replace_all_uses_with(copies[result])
     graph.erase_node(node)
 
 
@@ -266,15 +266,15 @@ def plain_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` in its parts; (batch, heads, length, width)."""
+    """`torch.nn.functional.scaled_dot_product_attention` as separate operations; (batch, heads, length, width)."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     factor = query.size(-1) ** -0.5 if scale is None else scale
     scores = torch.matmul(query, key.transpose(-2, -1)) * factor
     if is_causal:
-        hidden = torch.ones_like(scores, dtype=torch.bool).tril().logical_not()
-        scores = scores.masked_fill(hidden, float("-inf"))
+        is_masked = torch.ones_like(scores, dtype=torch.bool).tril().logical_not()
+        scores = scores.masked_fill(is_masked, float("-inf"))
     if attn_mask is not None:
         scores = scores + as_bias(attn_mask)
     weights = torch.softmax(scores, -1)

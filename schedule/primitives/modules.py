@@ -1,4 +1,4 @@
-"""Primitives for whole modules: replace, compile, hook, annotate."""
+"""Primitives of modules: replace, compile, hook, annotate."""
 
 import inspect
 import warnings
@@ -31,11 +31,11 @@ def replace(
     """Replaces this module by another, or subgraphs of a traced module by a module or function.
 
     Parameters and buffers with matching names and shapes are kept (the same objects, so ties remain), as are hooks and
-    the training mode. A warning lists what could not be kept.
+    the training mode. A warning lists the tensors that could not be kept.
 
     The replacement of a subgraph is called with the values of the pattern's parameters. Exchanges between ranks before
-    and after the modules inside take place before and after it; exchanges that have no place there are refused.
-    Parameters that nothing uses any more are removed from the model.
+    and after the modules in the subgraph take place before and after the replacement; other exchanges are refused.
+    Unused parameters are removed from the model.
 
     Args:
         new: a module, or a factory that is called with the old module, and with its path if it takes two arguments;
@@ -55,15 +55,15 @@ def replace(
         return
     if name is not None or together:
         raise ScheduleError(f"replace on '{sch.name}': name and together go with a subgraph")
-    made = make(sch, sch.module, new)
-    put(sch, sch.module, made)
+    replacement = make(sch, sch.module, new)
+    put(sch, sch.module, replacement)
 
 
 def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> nn.Module:
-    """Returns the module that will replace `old`; nothing is changed yet."""
+    """Returns the module that will replace `old`; the model is not changed yet."""
     check_called(sch, "replace")
-    for path, each in old.named_modules():
-        if layers_of(each) or "_shards" in each.__dict__:
+    for path, submodule in old.named_modules():
+        if layers_of(submodule) or "_shards" in submodule.__dict__:
             raise ScheduleError(
                 f"replace on '{sch.name}': a module must be replaced before it is sharded, traced or fused, "
                 f"but '{path or sch.name}' already is"
@@ -78,25 +78,25 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
         )
     if isinstance(new, type) and issubclass(new, nn.Module):
         _check_class(sch, old, new)
-    held = [*old.parameters(), *old.buffers()]
-    with torch.device(held[0].device) if held else nullcontext():
-        made = called_with_path(new, old, sch.path)
-    if not isinstance(made, nn.Module):
+    tensors = [*old.parameters(), *old.buffers()]
+    with torch.device(tensors[0].device) if tensors else nullcontext():
+        replacement = called_with_path(new, old, sch.path)
+    if not isinstance(replacement, nn.Module):
         raise ScheduleError(
-            f"replace on '{sch.name}': the factory must return a module, but returned {type(made).__name__}"
+            f"replace on '{sch.name}': the factory must return a module, but returned {type(replacement).__name__}"
         )
-    _initialised_as(made, Replaced(old, sch.path, new))
-    return made
+    _initialised_as(replacement, Replaced(old, sch.path, new))
+    return replacement
 
 
 def _initialised_as(new: nn.Module, replaced: Replaced) -> None:
-    """Leaves to `build` how a module on the meta device is initialised."""
-    if new is not replaced.old and any(each.is_meta for each in [*new.parameters(), *new.buffers()]):
+    """Records which module a module on the meta device replaces; `build` initialises it from that one."""
+    if new is not replaced.old and any(tensor.is_meta for tensor in [*new.parameters(), *new.buffers()]):
         new.__dict__["_replaces"] = replaced
 
 
 def _check_class(sch: ScheduledModule, old: nn.Module, new: type[nn.Module]) -> None:
-    """Refuses a class whose constructor does not take only the old module."""
+    """Checks that a class can be constructed from the old module alone."""
     try:
         inspect.signature(new).bind(old)
     except TypeError as error:
@@ -104,26 +104,27 @@ def _check_class(sch: ScheduledModule, old: nn.Module, new: type[nn.Module]) -> 
             f"replace on '{sch.name}': a class is called with the old module, but {new.__name__} takes other arguments "
             f"({error}); pass {new.__name__}(...), or a function such as lambda old: {new.__name__}(...)"
         ) from None
-    first = next(iter(inspect.signature(new).parameters.values()))
-    if first.annotation in (int, float, "int", "float"):
+    parameter = next(iter(inspect.signature(new).parameters.values()))
+    if parameter.annotation in (int, float, "int", "float"):
         raise ScheduleError(
-            f"replace on '{sch.name}': a class is called with the old module, but {new.__name__} takes {first.name}, a "
-            f"number; pass {new.__name__}({first.name}), or lambda old: {new.__name__}(...)"
+            f"replace on '{sch.name}': a class is called with the old module, but {new.__name__} takes {parameter.name}, a "
+            f"number; pass {new.__name__}({parameter.name}), or lambda old: {new.__name__}(...)"
         )
 
 
 def put(sch: ScheduledModule, old: nn.Module, new: nn.Module) -> None:
-    """Puts `new` at every place of `old`, and warns about what was not kept."""
+    """Puts `new` at every place of `old`, and warns about tensors that were not kept."""
     if new is old:
         return
     root = sch.tree.module
-    where = places(root, old)
-    # Found before anything moves, because `new` may contain `old`.
+    occurrences = places(root, old)
+    # Before anything moves: `new` may contain `old`.
+    # A wrapper of `old` keeps its tensors where they are.
     notes = [] if old in set(new.modules()) else transfer(old, new)
     new.train(old.training)
     if old is root:
         sch.tree.module = new
-    for parent, name, _ in where:
+    for parent, name, _ in occurrences:
         children_of(parent)[name] = new
     if notes:
         warnings.warn(f"replace on '{sch.name}': not kept: {'; '.join(notes)}", stacklevel=4)
@@ -137,7 +138,7 @@ _CLASS = type
 def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[..., nn.Module]) -> None:
     """Replaces every module of a type at or below this one, as `replace` does each.
 
-    Modules inside a replaced one are left to the factory. Either all are replaced or none.
+    Modules inside a replaced one are not replaced: the factory decides about them. Either all are replaced or none.
 
     Args:
         type: the class; modules of its subclasses count.
@@ -154,19 +155,20 @@ def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[.
             f"replace_all on '{sch.name}': factory must be a function of the old module, since each place "
             "needs a new module"
         )
-    found: dict[nn.Module, str] = {}
-    inside: set[nn.Module] = set()
+    path_by_module: dict[nn.Module, str] = {}
+    replaced: set[nn.Module] = set()
     for path, module in sch.module.named_modules():
-        if isinstance(module, type) and module not in inside:
-            found[module] = path
-            inside.update(module.modules())
-    if not found:
-        known = {each.__class__.__name__ for each in sch.module.modules()}
-        raise ScheduleError(f"replace_all on '{sch.name}': {unknown('module type', type.__name__, known)}")
-    made = [(sch[path] if path else sch, old) for old, path in found.items()]
-    pairs = [(at, old, make(at, old, factory)) for at, old in made]
-    for at, old, new in pairs:
-        put(at, old, new)
+        if isinstance(module, type) and module not in replaced:
+            path_by_module[module] = path
+            replaced.update(module.modules())
+    if not path_by_module:
+        class_names = {module.__class__.__name__ for module in sch.module.modules()}
+        raise ScheduleError(f"replace_all on '{sch.name}': {unknown('module type', type.__name__, class_names)}")
+    schedules = [(sch[path] if path else sch, old) for old, path in path_by_module.items()]
+    # All factories run before the model changes, so that a refusal leaves it unchanged.
+    replacements = [(schedule, old, make(schedule, old, factory)) for schedule, old in schedules]
+    for schedule, old, new in replacements:
+        put(schedule, old, new)
 
 
 @primitive
@@ -202,8 +204,9 @@ def on_compilation(on_begin: Callable[[], None], on_end: Callable[[], None]) -> 
 
 
 def refusals() -> int:
-    """Number of times that torch.compile has given up on a function in this process, which then runs uncompiled, for
-    example after more shapes than `torch.compiler.config.recompile_limit`.
+    """Returns how often torch.compile has given up on a function in this process, which then runs uncompiled.
+
+    The usual reason is more shapes than `torch.compiler.config.recompile_limit`.
     """
     from ...base._torch import dynamo
 
@@ -212,11 +215,11 @@ def refusals() -> int:
 
 
 def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
-    """Refuses options that `torch.compile` does not accept."""
-    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    """Raises ScheduleError for options that `torch.compile` does not accept."""
+    options_of_torch = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     for name in options:
-        if name not in known:
-            raise ScheduleError(f"compile on '{sch.name}': {unknown('option', name, known)}")
+        if name not in options_of_torch:
+            raise ScheduleError(f"compile on '{sch.name}': {unknown('option', name, options_of_torch)}")
     backend = options.get("backend", "inductor")
     if isinstance(backend, str):
         from ...base._torch import dynamo
@@ -278,12 +281,12 @@ def annotate(sch: ScheduledModule, param: str, key: str, value: Any) -> None:
 
 
 def tensor_of(sch: ScheduledModule, name: str, primitive: str) -> torch.Tensor:
-    """A parameter or buffer of this module itself.
+    """Returns a parameter or buffer of this module itself.
 
     Raises:
-        ScheduleError: there is none of that name.
+        ScheduleError: the module has none of that name.
     """
-    held = dict(own_tensors(sch.module))
-    if name not in held:
-        raise ScheduleError(f"{primitive} on '{sch.name}': {unknown('parameter or buffer', name, held)}")
-    return held[name]
+    tensors = dict(own_tensors(sch.module))
+    if name not in tensors:
+        raise ScheduleError(f"{primitive} on '{sch.name}': {unknown('parameter or buffer', name, tensors)}")
+    return tensors[name]

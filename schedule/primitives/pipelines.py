@@ -25,8 +25,9 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
             (OPT's last norm precedes its layers).
 
     Raises:
-        ScheduleError: the root; no `pp` axis; cut already, or above or below another cut; inside a module that occurs
-            several times, or one that runs as a whole (checkpoint, compile, trace); or no such late module.
+        ScheduleError: the module is the root; the mesh has no `pp` axis; the module is cut already, or above or below
+            another cut; it is inside a module that occurs several times, or inside one that runs as a unit (checkpoint,
+            compile, trace); or a late module does not exist.
 
     Source: https://pytorch.org/docs/stable/distributed.pipelining.html
     """
@@ -40,17 +41,17 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
         if cut == sch.path:
             raise ScheduleError(f"{label}: the pipeline is cut here already")
         if is_within(cut, sch.path) or is_within(sch.path, cut):
-            raise ScheduleError(f"{label}: a cut must not be inside a module after which is another: '{cut}'")
+            raise ScheduleError(f"{label}: a cut must not be inside a module that is cut too, but '{cut}' is a cut")
     order: dict[str, int] = {}
     paths: dict[nn.Module, list[str]] = {}
-    for place, (path, module) in enumerate(root.named_modules(remove_duplicate=False)):
-        order[path] = place
+    for position, (path, module) in enumerate(root.named_modules(remove_duplicate=False)):
+        order[path] = position
         paths.setdefault(module, []).append(path)
     outer_first = with_ancestors(sch.path)[::-1]
     for path in outer_first[1:]:
-        if others := ", ".join(other for other in paths[find_module(root, path)] if other != path):
+        if other_paths := ", ".join(alias for alias in paths[find_module(root, path)] if alias != path):
             raise ScheduleError(
-                f"{label}: a cut must not be in a module that occurs several times, but '{path}' is also {others}"
+                f"{label}: a cut must not be in a module that occurs several times, but '{path}' is also {other_paths}"
             )
     for path in outer_first[:-1]:
         check_divided(sch.tree, find_module(root, path), path)
@@ -70,10 +71,10 @@ def pipeline(sch: ScheduledModule, schedule: str = "1f1b", micro_batches: int | 
             are computed separately, when a rank would wait (ZB1P), with one or more stages per rank; `zbv`: the same
             with two stages per rank in the shape of a V, so that the first rank has the first and the last stage.
             Default without this call: `1f1b` with one stage per rank, `interleaved` with more.
-        micro_batches: number of parts of a batch; by default the number of stages.
+        micro_batches: number of micro-batches of a batch; by default the number of stages.
 
     Raises:
-        ScheduleError: not the root; unknown schedule; a number below 1; or called before.
+        ScheduleError: not the root; unknown schedule; fewer than 1 micro-batch; or called before.
 
     `build` refuses combinations that a schedule cannot run: see `schedule/parallel/pipeline.py`.
 

@@ -1,8 +1,8 @@
-"""Primitives of tensor parallelism: weights cut over the `tp` axis, communication around them, random streams."""
+"""Primitives of tensor parallelism: weights cut over the `tp` axis, their communication, random streams."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from .kinds import Follow, kind_of, side_of
 from .modules import tensor_of
 
 USED_WHOLE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear)
-"""Modules of torch whose kernels take several weights at once, whole."""
+"""Modules of torch whose kernels take all of their weights at once, unsharded."""
 HEADS = (
     "num_heads",
     "num_attention_heads",
@@ -43,11 +43,11 @@ HEADS = (
     "all_head_size",
     "inner_dim",
 )
-"""Counts of an attention module that are cut along with its projections' outputs."""
+"""Attributes of attention modules that count heads or features of all heads; the ranks divide them."""
 COUNTS_OF_HEADS = HEADS[:5]
-"""Those that are numbers of heads; the rest are numbers of features."""
+"""The attributes in HEADS that count heads; the others count features."""
 WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
-"""Attention modules' names of the features of one head."""
+"""Attributes of attention modules with the number of features of one head."""
 
 
 @primitive
@@ -60,34 +60,34 @@ def shard(
     pad: bool = False,
     gathered: bool = False,
 ) -> None:
-    """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its piece.
+    """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its shard.
 
     Counts change on the cut side only: `out_features` or `in_features` of a linear layer, `nf` or `nx` of GPT-2's
     Conv1D, `num_embeddings` or `embedding_dim`, and the heads of the attention module around it. A linear layer cut
-    along its input gives partial sums, to which the bias is added once; an embedding cut along its vocabulary gives
-    zeros for the tokens of other ranks: `sync` adds them up.
+    along its input returns partial sums, to which the bias is added once; an embedding cut along its vocabulary returns
+    zeros for the tokens of other ranks. `sync` adds them up.
 
     Args:
-        param: its name, or several names that are cut in the same way (`["weight", "bias"]`).
+        param: the tensor's name, or several names that are cut in the same way (`["weight", "bias"]`).
         axis: dimension of the tensor to be cut.
-        parts: number of tensors of equal size that are fused along it, each cut separately (3 for q, k, v in one
-            weight), or their sizes.
-        tied: cut it also wherever else it is held.
-        pad: fill up what the ranks do not divide with zeros at the end (a vocabulary of 50257). An embedding
-            never looks them up, and `parallel_loss` leaves them out; whole again, the tensor has none.
-        gathered: a `sync` that follows joins this module's output, so that the heads around it are all there: they may be
-            cut apart, and their counts stay.
+        parts: number of tensors of equal size that are fused along the dimension, each cut separately (3 for q, k, v in
+            one weight), or their sizes.
+        tied: also cut the tensor in the other modules that have it.
+        pad: if the ranks do not divide a size (a vocabulary of 50257), pad it with zeros at the end. An embedding never
+            looks them up, `parallel_loss` leaves them out, and the gathered tensor is without them.
+        gathered: a later `sync` gathers this module's output, so that the attention module around it has all heads: a
+            head may be cut, and the counts do not change.
 
     Raises:
-        ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already; tied to
-            another parameter without `tied=True`; or heads would be cut apart.
+        ScheduleError: no `tp` axis; unknown parameter; a size that the ranks do not divide; sharded already; tied to
+            another parameter without `tied=True`; or a head would be cut.
     """
     names = [param] if isinstance(param, str) else list(param)
     if len(set(names)) < len(names):
         raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
     ranks = tensor_parallel(sch, "shard")
     cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, gathered, ranks)]
-    follows = list(dict.fromkeys(follow for cut in cuts for follow in cut[3]))
+    follows = list(dict.fromkeys(follow for cut in cuts for follow in cut.follows))
     for module, attribute, divisor in follows:
         value = getattr(module, attribute)
         if value % divisor and not pad:
@@ -95,14 +95,15 @@ def shard(
                 f"shard on '{sch.name}': {divisor} ranks must divide {type(module).__name__}.{attribute}, "
                 f"but it is {value}"
             )
+    # The last check: from here tensors and modules change.
     _check_traced(sch, [module for module, _, _ in follows])
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for module, name, cut, _, layer in cuts:
+    shards: dict[torch.Tensor, torch.Tensor] = {}
+    for module, name, shard_of_rank, _, layer in cuts:
         tensor = parameters_of(module).get(name, buffers_of(module).get(name))
-        if tensor not in made:
-            made[tensor] = cut_tensor(tensor, cut)
-        replace_tensor(module, name, made[tensor])
-        module.__dict__["_shards"] = {**shards_of(module), name: cut}
+        if tensor not in shards:  # a tied tensor is cut once and stays tied
+            shards[tensor] = cut_tensor(tensor, shard_of_rank)
+        replace_tensor(module, name, shards[tensor])
+        module.__dict__["_shards"] = {**shards_of(module), name: shard_of_rank}
         if layer is not None and not layers_of(module, type(layer)):
             add_layer(module, layer)
     for module, attribute, divisor in follows:
@@ -120,25 +121,27 @@ def share_samples(
     leaves: bool = True,
     draws: bool = True,
 ) -> None:
-    """Cuts what is done next to this module over `tp` neighbours of the mesh's `tp` axis alone; groups of `tp * sp * cp`
-    ranks compute a part each of the samples of a micro-batch.
+    """Reduces the tensor-parallel degree of this module to `tp`; groups of `tp` ranks share the samples of a micro-batch.
 
-    Call it before `shard` and `sync` of what lies within; with `tp=1` nothing in it can be cut. The module's first
-    floating-point input has a sample for each entry of its first dimension, and with `sp` or `cp` a token for each of the
-    second. `shard_data` must follow on the root, as the gradients of its weights are each of a part of the tokens.
+    Later primitives on this module and those below it shard over `tp` neighbours of the mesh's `tp` axis. The groups
+    compute different samples; `sp * cp` groups share the tokens of each sample.
+
+    Call it before `shard` and `sync` in this module; with `tp=1` nothing in it can be sharded. The first dimension of the
+    module's first floating-point input must be samples, and with `sp` or `cp` the second dimension tokens. `shard_data`
+    must follow on the root, because each rank's gradients are those of its tokens only.
 
     Args:
-        tp: ranks that share the module's layers; it divides those of the axis, and is smaller.
-        sp: neighbours among the others that share each sequence and exchange heads in attention (Ulysses), in addition to
-            those of `cut_sequence`.
-        cp: of those, ranks of a ring that share each sequence.
-        enters: all tokens arrive; False where they come from another such module of the same degrees.
-        leaves: all tokens leave; False where they go to another one.
-        draws: the module may draw random numbers, which differ between the parts then.
+        tp: ranks that shard the module's layers; a divisor of the size of the axis, and smaller.
+        sp: neighbouring groups that share each sequence and exchange heads in attention (Ulysses), in addition to the
+            ranks of `cut_sequence`.
+        cp: groups of a ring that share each sequence (ring attention).
+        enters: the input has all tokens; False if it comes from another such module with the same degrees.
+        leaves: the output has all tokens; False if it goes to another such module with the same degrees.
+        draws: the module may draw random numbers, which must differ between the groups.
 
     Raises:
-        ScheduleError: the root; no `tp` axis; such degrees; called before, or after `shard`, `sync` or `shard_experts` within;
-            with `sp` or `cp`, a model whose sequences cannot be cut.
+        ScheduleError: the root; no `tp` axis; invalid degrees; called before, or after `shard`, `sync` or `shard_experts`
+            in this module; with `sp` or `cp`, a model whose sequences cannot be cut.
 
     Source: Miao et al., Galvatron (arXiv:2211.13878).
     """
@@ -155,58 +158,75 @@ def share_samples(
         raise ScheduleError(f"{label}: sp * cp must divide the {ranks // tp} groups of {tp} ranks, but is {sp} * {cp}")
     if sharing_around(sch) is not None:
         raise ScheduleError(f"{label}: samples are shared once, and they already are")
-    if spread_experts(sch.module) or any(shards_of(each) or syncs_of(each) for each in sch.module.modules()):
+    if spread_experts(sch.module) or any(
+        shards_of(submodule) or syncs_of(submodule) for submodule in sch.module.modules()
+    ):
         raise ScheduleError(
             f"{label}: its weights are cut over all ranks already; call it before shard, sync and shard_experts"
         )
-    everywhere = shards_of_model(sch.tree.module)
+    model_shards = shards_of_model(sch.tree.module)
     if sp * cp > 1:
-        _check_sequences(sch, label, tp, sp, cp, everywhere or SequenceShards())
+        _check_sequences(sch, label, tp, sp, cp, model_shards or SequenceShards())
     check_called(sch, "share_samples")
-    known = {each.degrees: each for each in sch.tree.shared.values()}
-    found = known.get((tp, sp, cp))
-    sharing = found if found is not None else sharing_axes(sch.mesh, tp, sp, cp, everywhere)
+    sharing_by_degrees = {sharing.degrees: sharing for sharing in sch.tree.shared.values()}
+    # Blocks with equal degrees share their axes, because process groups take memory and must be created by all ranks.
+    earlier = sharing_by_degrees.get((tp, sp, cp))
+    sharing = earlier if earlier is not None else sharing_axes(sch.mesh, tp, sp, cp, model_shards)
     sch.tree.shared[sch.path] = sharing
     add_layer(sch.module, SharedSamples(sch.module, sharing, enters, leaves, draws))
-    if sp * cp > 1 or everywhere is not None:
-        whole = axes_of(sch.tree.module)
-        axes = SequenceAxes(sp=sharing.sp or whole.sp, cp=sharing.cp or whole.cp, documents=everywhere is None)
+    if sp * cp > 1 or model_shards is not None:
+        model_axes = axes_of(sch.tree.module)
+        axes = SequenceAxes(
+            sp=sharing.sp or model_axes.sp, cp=sharing.cp or model_axes.cp, documents=model_shards is None
+        )
         attend_together(sch.tree.module, sch.module, axes, tp)
 
 
-def _check_sequences(sch: ScheduledModule, label: str, tp: int, sp: int, cp: int, everywhere: SequenceShards) -> None:
-    """Refuses to cut sequences of a block further than those of the model."""
-    if cp > 1 and everywhere.sp > 1:
+def _check_sequences(sch: ScheduledModule, label: str, tp: int, sp: int, cp: int, model_shards: SequenceShards) -> None:
+    """Checks that the sequences of a block can be cut further than those of the model."""
+    if cp > 1 and model_shards.sp > 1:
         raise ScheduleError(
-            f"{label}: the model's ranks exchange heads (sp={everywhere.sp}), so cp must be 1, but is {cp}; use sp"
+            f"{label}: the model's ranks exchange heads (sp={model_shards.sp}), so cp must be 1, but is {cp}; use sp"
         )
-    if reason := obstacle(sch.tree.module, everywhere.sp * sp, everywhere.cp * cp, tp, blocks=True):
+    if reason := obstacle(sch.tree.module, model_shards.sp * sp, model_shards.cp * cp, tp, blocks=True):
         raise ScheduleError(f"{label}: {reason}")
 
 
 def sharing_around(sch: ScheduledModule) -> Sharing | None:
-    """How the samples of a module are shared, by itself or by one above it; None where all ranks have all."""
+    """Returns how ranks share the samples of a module, by its own `share_samples` or one above it; None without one."""
     return next((sharing for path, sharing in sch.tree.shared.items() if is_within(sch.path, path)), None)
 
 
 def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
-    """The ranks that share this module's layers: the mesh's `tp` axis, or within `share_samples` a part of it.
+    """Returns the ranks that shard this module's layers: the mesh's `tp` axis, or within `share_samples` a part of it.
 
     Raises:
-        ScheduleError: there is none.
+        ScheduleError: the mesh has no `tp` axis, or `share_samples` has `tp=1`.
     """
     if (sharing := sharing_around(sch)) is not None:
         if sharing.tp is None:
             raise ScheduleError(f"{primitive} on '{sch.name}': its ranks share samples, one by one, and no layers")
         return sharing.tp
-    found = axis_of(sch.mesh, "tp")
-    if found is None:
-        names = "no mesh" if sch.mesh is None else f"axes {', '.join(sch.mesh.mesh_dim_names)}"
+    axis = axis_of(sch.mesh, "tp")
+    if axis is None:
+        mesh_axes = "no mesh" if sch.mesh is None else f"axes {', '.join(sch.mesh.mesh_dim_names)}"
         raise ScheduleError(
-            f"{primitive} on '{sch.name}': the mesh must have an axis named tp, but there is {names}; "
+            f"{primitive} on '{sch.name}': the mesh must have an axis named tp, but there is {mesh_axes}; "
             "pass create_schedule(model, mesh=init_device_mesh(..., mesh_dim_names=('tp',)))"
         )
-    return found
+    return axis
+
+
+class _Cut(NamedTuple):
+    """A tensor to be cut at one of its places."""
+
+    module: nn.Module
+    name: str
+    shard: Shard
+    follows: list[Follow]
+    """Counts that change."""
+    layer: Layer | None
+    """Layer that computes with the shard."""
 
 
 def _cuts_of(
@@ -218,7 +238,8 @@ def _cuts_of(
     pad: bool,
     gathered: bool,
     ranks: Axis,
-) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
+) -> list[_Cut]:
+    """Returns the cuts of a tensor at each of its places, after checking them; nothing is changed yet."""
     tensor = tensor_of(sch, name, "shard")
     label = f"shard of '{name}' on '{sch.name}'"
     if isinstance(sch.module, USED_WHOLE):
@@ -227,34 +248,34 @@ def _cuts_of(
             "is not enough; replace it by a module of linear layers, and shard these"
         )
     if name in shards_of(sch.module):
-        cut = shards_of(sch.module)[name]
-        raise ScheduleError(f"{label}: the tensor is sharded already, along dimension {cut.dim}")
+        earlier = shards_of(sch.module)[name]
+        raise ScheduleError(f"{label}: the tensor is sharded already, along dimension {earlier.dim}")
     if not -tensor.dim() <= axis < tensor.dim():
         raise ScheduleError(f"{label}: axis must be a dimension of its shape {tuple(tensor.shape)}, but got {axis}")
     dim = axis % tensor.dim()
     size = tensor.shape[dim]
     sizes = _sizes(label, parts, size)
-    for each in sizes:
-        if each % ranks.size and not pad:
-            what = f"size {size} of dimension {dim}" if len(sizes) == 1 else f"part of size {each}"
-            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {what}, but do not")
-    places = holders(sch.tree.module, tensor)
-    if len(places) > 1 and not tied:
-        others = ", ".join(f"{path}.{held}" for path, _, held in places if path != sch.path)
+    for part_size in sizes:
+        if part_size % ranks.size and not pad:
+            subject = f"size {size} of dimension {dim}" if len(sizes) == 1 else f"part of size {part_size}"
+            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {subject}, but do not")
+    occurrences = holders(sch.tree.module, tensor)
+    if len(occurrences) > 1 and not tied:
+        other_names = ", ".join(f"{path}.{name_there}" for path, _, name_there in occurrences if path != sch.path)
         raise ScheduleError(
-            f"{label}: of tied weights all must be sharded, and it is tied to {others}; pass tied=True to "
+            f"{label}: of tied weights all must be sharded, and it is tied to {other_names}; pass tied=True to "
             "shard them together"
         )
-    cut = Shard(dim, sizes, tuple(tensor.shape), ranks, checksum(tensor))
-    out = []
-    for path, module, held in places:
-        kind = kind_of(module, held, dim)
-        follow = list(kind.follow(module, ranks.size))
+    shard = Shard(dim, sizes, tuple(tensor.shape), ranks, checksum(tensor))
+    cuts = []
+    for path, module, name_there in occurrences:
+        kind = kind_of(module, name_there, dim)
+        follows = kind.follow(module, ranks.size)
         if kind.side and not gathered:
-            follow += _heads(sch, label, path, sizes, ranks, kind.side)
-        layer = kind.layer(ranks, cut) if kind.layer is not None else None
-        out.append((module, held, cut, follow, layer))
-    return out
+            follows += _heads(sch, label, path, sizes, ranks, kind.side)
+        layer = kind.layer(ranks, shard) if kind.layer is not None else None
+        cuts.append(_Cut(module, name_there, shard, follows, layer))
+    return cuts
 
 
 def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]:
@@ -268,7 +289,11 @@ def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]
 
 
 def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str) -> list[Follow]:
-    """Counts of the attention module around a projection that change; refuses to cut within a head."""
+    """Returns the counts of the attention module around a projection that change.
+
+    Raises:
+        ScheduleError: a head would be cut.
+    """
     parent_path = path.rpartition(".")[0]
     parent = sch.tree.module.get_submodule(parent_path)
     if getattr(parent, "base_layer", None) is not None:  # an adapted projection (peft) is in between
@@ -277,15 +302,15 @@ def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], 
     width = next((getattr(parent, name) for name in WIDTHS if hasattr(parent, name)), None)
     if path == "" or not isinstance(width, int):
         return []
-    done = parent.__dict__.get("_followed", ())
-    counts = {
-        getattr(parent, name) * (ranks.size if name in done else 1)
+    divided_counts = parent.__dict__.get("_followed", ())
+    counts_of_heads = {
+        getattr(parent, name) * (ranks.size if name in divided_counts else 1)
         for name in COUNTS_OF_HEADS
         if isinstance(getattr(parent, name, None), int)
     }
     for size in sizes:
         # A tensor may have a number for each head, like T5's bias of relative positions.
-        heads = size if size in counts else size // width if size % width == 0 else 0
+        heads = size if size in counts_of_heads else size // width if size % width == 0 else 0
         if heads % ranks.size:
             raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {heads} heads of '{parent_path}'")
     if side != "output":
@@ -293,19 +318,23 @@ def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], 
     return [
         (parent, name, ranks.size)
         for name in HEADS
-        if name not in done and isinstance(getattr(parent, name, None), int)
+        if name not in divided_counts and isinstance(getattr(parent, name, None), int)
     ]
 
 
 def _check_traced(sch: ScheduledModule, modules: list[nn.Module]) -> None:
-    """Refuses to change counts that are constants in a graph."""
+    """Raises ScheduleError if counts of modules are constants in a traced graph, which could not change."""
     for path in with_ancestors(sch.path):
         traced = sch.tree.module.get_submodule(path)
         for layer in layers_of(traced, Traced):
-            called = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
+            called_modules = {
+                traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"
+            }
             inlined = {traced}
             if layer.flatten:
-                inlined = set(traced.modules()) - {each for child in called for each in child.modules()}
+                inlined = set(traced.modules()) - {
+                    submodule for child in called_modules for submodule in child.modules()
+                }
             for module in modules:
                 if module in inlined:
                     raise ScheduleError(
@@ -351,38 +380,40 @@ def sync(
         mode: when, as above.
         op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, or a function of a tensor.
         axis: the dimension, for all but `all_reduce`; for `all_to_all` the one that is cut.
-        on: `parameters` with `bwd_post` and `all_reduce` sums the gradients of this module's own whole parameters
-            instead: if activations are cut along the sequence, each rank has only a part.
+        on: `parameters` with `bwd_post` and `all_reduce` sums the gradients of this module's unsharded parameters
+            instead: if activations are cut along the sequence, each rank has those of its tokens only.
         join: for `all_to_all`, the dimension along which the pieces of all ranks are concatenated.
-        gradient: for `all_gather`, the collective on the gradient in place of the above: `reduce_scatter` if ranks
+        gradient: for `all_gather`, the collective on the gradient instead of the default above: `reduce_scatter` if ranks
             continue with different computations, `scatter` if with the same.
 
     Raises:
-        ScheduleError: unknown mode or op; axis missing; or the sharded weights of this module contradict it.
+        ScheduleError: unknown mode or op; axis missing; or the sharded weights of this module contradict the exchange.
     """
     ranks = tensor_parallel(sch, "sync")
     check_called(sch, "sync")
     _check_sync(sch, mode, op, axis, on)
     _check_dims(sch, mode, op, join, gradient)
     module = sch.module
-    what = Sync(mode=mode, op=op, axis=axis, on=on, join=join, gradient=gradient)
+    exchange = Sync(mode=mode, op=op, axis=axis, on=on, join=join, gradient=gradient)
+    # An exchange of gradients is inserted in the forward, as a function that changes only the gradient: that of the input
+    # runs after the module's backward, that of the output before it.
     if on == "parameters":
-        module.register_forward_pre_hook(ParameterSync(what, ranks))
+        module.register_forward_pre_hook(ParameterSync(exchange, ranks))
     elif mode == "fwd_pre":
-        module.register_forward_pre_hook(InputSync(what, _forward(what, ranks)), with_kwargs=True)
+        module.register_forward_pre_hook(InputSync(exchange, _forward(exchange, ranks)), with_kwargs=True)
     elif mode == "bwd_post":
-        module.register_forward_pre_hook(InputSync(what, _backward(what, ranks)), with_kwargs=True)
+        module.register_forward_pre_hook(InputSync(exchange, _backward(exchange, ranks)), with_kwargs=True)
     elif mode == "fwd_post":
-        module.register_forward_hook(OutputSync(what, _forward(what, ranks)))
+        module.register_forward_hook(OutputSync(exchange, _forward(exchange, ranks)))
     else:
-        module.register_forward_hook(OutputSync(what, _backward(what, ranks)))
+        module.register_forward_hook(OutputSync(exchange, _backward(exchange, ranks)))
 
 
 def check_synced(sch: ScheduledModule) -> None:
-    """Refuses a schedule in which partial sums are never added up, or half of a linear layer is cut.
+    """Checks that partial sums are added up, and that a bias is cut with its weight.
 
     Raises:
-        ScheduleError: there is such a module; the message names it.
+        ScheduleError: a module lacks that; the message names it.
     """
     root = sch.tree.module
     alive, _ = used_modules(root)
@@ -398,11 +429,12 @@ def check_synced(sch: ScheduledModule) -> None:
             )
         if side not in PARTIAL:
             continue
-        around = [each for above in with_ancestors(path) if (each := root.get_submodule(above)) in alive]
-        syncs = [*module.__dict__.get("_handed_over", ()), *(sync for each in around for sync in syncs_of(each))]
-        if not any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs):
+        ancestors = map(root.get_submodule, with_ancestors(path))
+        syncs = [*module.__dict__.get("_handed_over", ())]
+        syncs += [sync for ancestor in ancestors if ancestor in alive for sync in syncs_of(ancestor)]
+        if not any(sync.mode == "fwd_post" and (callable(sync.op) or sync.op in SUMS) for sync in syncs):
             raise ScheduleError(
-                f"build: '{path}' gives partial sums on each rank, and nothing adds them up; "
+                f"build: '{path}' returns partial sums on each rank, and nothing adds them up; "
                 f"sch['{path}'].sync('fwd_post', 'all_reduce')"
             )
 
@@ -424,28 +456,28 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
     if callable(op) or on == "parameters":
         return
     module = sch.module
-    side, cut = side_of(module), any(shards_of(each) for each in module.modules())
+    side, is_sharded = side_of(module), any(shards_of(submodule) for submodule in module.modules())
     sums = op in SUMS
     if mode == "fwd_post" and sums and side == "output":
         raise ScheduleError(
             f"{label}: {op} adds up partial sums, but its weight is cut along the output, so each rank "
             "has other features; use all_gather, or cut along the input"
         )
-    summed = any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs_of(module))
+    summed = any(sync.mode == "fwd_post" and (callable(sync.op) or sync.op in SUMS) for sync in syncs_of(module))
     if mode == "fwd_post" and op == "all_gather" and side in PARTIAL and not summed:
         raise ScheduleError(
             f"{label}: all_gather joins pieces, but its weight is cut such that each rank has a partial sum; "
             "use all_reduce or reduce_scatter"
         )
-    if mode == "fwd_post" and op == "all_gather" and any(e.padded for e in shards_of(module).values()):
+    if mode == "fwd_post" and op == "all_gather" and any(shard.padded for shard in shards_of(module).values()):
         raise ScheduleError(
             f"{label}: all_gather would leave the zeros with which its pieces are filled up among the features; "
             "use parallel_loss, or a size that the ranks divide"
         )
-    if mode in ("fwd_post", "bwd_post") and sums and not cut:
+    if mode in ("fwd_post", "bwd_post") and sums and not is_sharded:
         raise ScheduleError(
-            f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so "
-            "every rank has the whole; shard first"
+            f"{label}: {op} adds up partial results of ranks, but nothing in the module is sharded, so "
+            "every rank has the full result; shard first"
         )
     if mode == "bwd_post" and sums and side == "input":
         raise ScheduleError(
@@ -457,7 +489,7 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
 def _check_dims(sch: ScheduledModule, mode: str, op: Any, join: int | None, gradient: str | None) -> None:
     label = f"sync on '{sch.name}'"
     if (op == "all_to_all") != (join is not None):
-        raise ScheduleError(f"{label}: all_to_all, and nothing else, joins along another dimension than it cuts; join=")
+        raise ScheduleError(f"{label}: join= is needed with all_to_all, and is not allowed with another op")
     if gradient is None:
         return
     if gradient not in GRADIENTS:
@@ -494,10 +526,10 @@ def _backward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]
 
 @primitive
 def parallel_loss(sch: ScheduledModule) -> None:
-    """Leaves this module's logits cut over the vocabulary and computes their cross-entropy from the pieces.
+    """Computes the cross-entropy of this module's logits without gathering them: they stay cut over the vocabulary.
 
     For a language-model head whose weight is cut along its output. The model's own loss code does not change:
-    `torch.nn.functional.cross_entropy` of these logits exchanges a maximum and two sums per token rather than the
+    `torch.nn.functional.cross_entropy` of these logits exchanges a maximum and two sums per token instead of the
     logits.
 
     Raises:
@@ -509,8 +541,8 @@ def parallel_loss(sch: ScheduledModule) -> None:
             f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); shard it first"
         )
     check_called(sch, "parallel_loss")
-    cut = shards_of(sch.module)["weight"]
-    sch.module.register_forward_hook(_Split(ranks, cut.shape[cut.dim]))
+    shard = shards_of(sch.module)["weight"]
+    sch.module.register_forward_hook(_Split(ranks, shard.shape[shard.dim]))
 
 
 class _Split:
@@ -526,12 +558,12 @@ class _Split:
 
 @primitive
 def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
-    """Lets the ranks of the `tp` axis draw different random numbers within this module, or the same ones.
+    """Makes the ranks of the `tp` axis draw different random numbers within this module, or the same ones.
 
-    Dropout must differ between ranks if activations are cut, or the pieces would share one mask; it must agree if
-    every rank has the whole, or they would diverge. By default all ranks draw the same, if they have the same seed.
-    Put `fork_rng()` on a module that computes on pieces (attention cut by heads) and `fork_rng(differ=False)` on one
-    inside it that has the whole again.
+    Dropout must differ between ranks on sharded activations, where the shards would otherwise share one mask. It must be
+    equal on replicated activations, which would otherwise diverge. By default ranks with the same seed draw the same
+    numbers. Call `fork_rng()` on a module that computes on shards (attention cut by heads), and `fork_rng(differ=False)`
+    on a module inside it that computes on replicated activations.
 
     Each call draws one number from the shared stream, so that replicated dropout stays synchronised, and recomputation
     by `checkpoint` draws the same masks.

@@ -78,8 +78,8 @@ def check_sync():
         sch["first"].sync("fwd_post", "all_to_all", axis=2, join=1)
         sch["second"].sync("fwd_post", "all_gather", axis=2)
     for given, expected in (
-        ({"op": "all_to_all", "axis": 1}, "joins along another dimension than it cuts"),
-        ({"op": "all_gather", "axis": 1, "join": 1}, "all_to_all, and nothing else, joins"),
+        ({"op": "all_to_all", "axis": 1}, "join= is needed with all_to_all"),
+        ({"op": "all_gather", "axis": 1, "join": 1}, "join= is needed with all_to_all"),
         ({"op": "scatter", "axis": 1, "gradient": "scatter"}, "gradient goes with all_gather"),
         ({"op": "all_gather", "axis": 1, "gradient": "sum"}, "unknown gradient 'sum'"),
     ):

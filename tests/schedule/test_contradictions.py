@@ -54,7 +54,7 @@ def check_refusals(make, model):
     sch = create_schedule(make(), axis)
     refused(
         sch,
-        "all_reduce adds up what ranks computed from pieces",
+        "all_reduce adds up partial results of ranks",
         lambda s: s["fc1"].sync("fwd_post", "all_reduce"),
     )
     refused(sch, "cut along the output", lambda s: s["fc1"].parallel_loss())
@@ -69,7 +69,7 @@ def check_refusals(make, model):
     refused(sch, "did you mean 'all_reduce'", lambda s: s["fc2"].sync("fwd_post", "allreduce"))
     refused(sch, "pass axis=", lambda s: s["fc2"].sync("fwd_post", "reduce_scatter"))
     refused(sch, "goes with 'bwd_post'", lambda s: s["fc2"].sync("fwd_post", "all_reduce", on="parameters"))
-    refused(sch, "'fc2' gives partial sums .* nothing adds them up", build)
+    refused(sch, "'fc2' returns partial sums .* nothing adds them up", build)
 
     sch = create_schedule(make(), axis)
     sch["fc1"].shard("weight", axis=0)

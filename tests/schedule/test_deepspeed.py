@@ -337,7 +337,7 @@ def check_refusals(make, folder):
 
     dp, pp, tp = {"dp": 2}, {"pp": 2}, {"tp": 2}
     refused("config must be DeepSpeed's configuration or the path of its JSON file, but got None", dp, None)
-    refused("must say train_micro_batch_size_per_gpu.*, but has bf16", dp, {"bf16": {"enabled": False}})
+    refused("must set train_micro_batch_size_per_gpu.*, but has bf16", dp, {"bf16": {"enabled": False}})
     refused("cannot be read: .*no.json", dp, f"{folder}/no.json")
     refused("has an optimizer, too", dp, {**SIZE, "optimizer": {"type": "AdamW"}}, optimizer=torch.optim.AdamW)
     three = {**SIZE, "zero_optimization": {"stage": 3}}
@@ -352,7 +352,7 @@ def check_refusals(make, folder):
         "param_dtype=torch.bfloat16. is bf16: {enabled: true}", dp, SIZE,
         lambda sch: sch.shard_data(zero=2, param_dtype=torch.bfloat16),
     )  # fmt: skip
-    refused("offload_optimizer of its configuration", dp, SIZE, lambda sch: sch.offload("optimizer"))
+    refused("offload_optimizer in its configuration", dp, SIZE, lambda sch: sch.offload("optimizer"))
     refused("shard_experts leaves each expert to some", dp, SIZE, lambda sch: sch.shard_experts(2), Experts)
     refused("ranks share samples in 'fc1'", tp, SIZE, lambda sch: sch["fc1"].share_samples(1))
     refused("over 2 ranks, but tensor_parallel.autotp_size is 4", tp, {**SIZE, "tensor_parallel": {"autotp_size": 4}})
@@ -371,7 +371,7 @@ def check_refusals(make, folder):
         build(plain, target="deepspeed", config=SIZE)
     with pytest.raises(ScheduleError, match="unknown target 'deepsped'; did you mean 'deepspeed'"):
         build(plain, target="deepsped")
-    with pytest.raises(ScheduleError, match="config is an engine's; name that by target="):
+    with pytest.raises(ScheduleError, match="config= is the configuration of an engine; pass target="):
         build(plain, config=SIZE)
     del os.environ["LOCAL_RANK"]
     with pytest.raises(ScheduleError, match="start by torchrun"):

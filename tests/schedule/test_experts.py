@@ -311,7 +311,9 @@ def test_gradients_of_a_part_of_the_tokens_alone_are_seen(two):
 
 def indivisible():
     model, _ = build(create_schedule(Model(), mesh(tp=2)).shard_experts(2, whole=True))
-    with pytest.raises(ScheduleError, match="2 ranks divide the tokens of whole experts, so they must divide 3 tokens"):
+    with pytest.raises(
+        ScheduleError, match="2 ranks share the tokens of unsharded experts, so they must divide 3 tokens"
+    ):
         model(torch.randn(3, WIDTH), torch.zeros(3, 2, dtype=torch.long))
     return True
 

@@ -104,8 +104,8 @@ def test_gradients_keep_their_room_from_step_to_step():
 def test_copies_of_cuda_tensors_are_pinned_and_waited_for_once(monkeypatch):
     rooms, waits = [], []
     monkeypatch.setattr(offloaded.torch, "empty_like", lambda tensor, **given: rooms.append(given))
-    offloaded._room_for(SimpleNamespace(device=torch.device("cuda", 1)))
-    offloaded._room_for(torch.ones(1))
+    offloaded._host_like(SimpleNamespace(device=torch.device("cuda", 1)))
+    offloaded._host_like(torch.ones(1))
     assert [each["pin_memory"] for each in rooms] == [True, False]
     monkeypatch.undo()
 

@@ -124,7 +124,7 @@ def check_dead_sync():
     sch.replace(gelu_linear, sch.find(gelu_linear))
     with pytest.raises(ScheduleError, match="sync on .fc2.: the graph of .the root. does not call it"):
         sch["fc2"].sync("fwd_post", "all_reduce")
-    with pytest.raises(ScheduleError, match="'fc2' gives partial sums on each rank, and nothing adds them up"):
+    with pytest.raises(ScheduleError, match="'fc2' returns partial sums on each rank, and nothing adds them up"):
         build(sch)
 
 
@@ -371,7 +371,7 @@ def test_nodes_are_found_by_a_predicate():
     assert [each.names for each in sch.find(where=lambda node: "fc" in node.name)] == [["fc1"], ["fc2"]]
     assert [each.names for each in sch.find("fc.", where=lambda node: node.name.endswith("2"))] == [["fc2"]]
     assert [each.names for each in sch.find(linear, where=lambda node: node.name == "fc1")] == [["fc1"]]
-    with pytest.raises(ScheduleError, match="pass a pattern, or where="):
+    with pytest.raises(ScheduleError, match="pass a pattern, or a predicate on nodes as where="):
         sch.find()
 
 

@@ -222,7 +222,7 @@ def test_a_balance_within_each_replica_is_seen(two, seed):
 def test_a_pipeline_refuses_to_balance_experts_of_other_stages():
     workload, _ = balanced()
     message = numerics.refusal(workload, {"pp": 2})
-    assert message.startswith("pp: the loss that balances the 4 experts is of all blocks (output_router_logits)")
+    assert message.startswith("pp: the loss that balances the 4 experts needs all blocks (output_router_logits)")
 
 
 @pytest.mark.slow
