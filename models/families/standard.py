@@ -180,9 +180,9 @@ class StandardSchedule:
         staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
         return Support(
             tp=lambda ranks: cut(ranks).obstacle,
-            sequences=cache(lambda sp, cp, tp: obstacle(sch.module, sp, cp, tp) if sp * cp > 1 else ""),
+            sequences=cache(lambda sp, cp, tp: (obstacle(sch.module, sp, cp, tp) if sp * cp > 1 else None) or ""),
             pp=staged,
-            replicas=replicas_obstacle(sch.module),
+            replicas=replicas_obstacle(sch.module) or "",
             sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
             zero_in_stages=trials.tied_stages() if not staged(2) else "",
             kernels=trials.kernels(),
@@ -211,12 +211,12 @@ class StandardSchedule:
         """The repeated blocks of a model, given its schedule or that of its skeleton."""
         from ...schedule.parallel.sequences import heads_of, obstacle
 
-        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1, blocks=True)
+        blocks, no_sequences = self.blocks(sch), obstacle(sch.module, 1, 1, blocks=True) or ""
         return Runs(
             blocks=len(blocks),
             no_runs=self.runs_obstacle(blocks),
             no_sequences=no_sequences,
-            no_ring=no_sequences or obstacle(sch.module, 1, 2, blocks=True),
+            no_ring=no_sequences or obstacle(sch.module, 1, 2, blocks=True) or "",
             heads=heads_of(sch.module),
         )
 

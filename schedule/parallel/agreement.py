@@ -17,39 +17,42 @@ from .sequences import CutSequence
 from .sharding import shards_of, walk
 
 
-def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], seed: int, broadcast: bool) -> None:
+def check_weights(
+    root: nn.Module, mesh: Any, initialised: Collection[torch.Tensor], seed: int, broadcast: bool
+) -> None:
     """Checks that the replicated tensors are equal on the ranks of the `tp` and `dp` axes, before replicas shard them.
 
     Args:
-        made: tensors that were initialized from the seed; only the seed and their number are compared.
-        broadcast: gives all ranks the first rank's values where they differ.
+        initialised: tensors that were initialised from the seed; only the seed and their number are compared.
+        broadcast: copy the first rank's values to all ranks if they differ.
 
     Raises:
-        ScheduleError: some tensors differ, and `broadcast` is False or no rank has a whole tensor.
+        ScheduleError: some tensors differ, and `broadcast` is False or they were sharded before.
     """
     for name in ("tp", "dp"):
         axis = _shared(mesh, name)
         if axis is None:
             continue
-        whole, known = _shared_tensors(root, set(made), cut_too=name == "dp")
-        known["the seed"] = (seed if made else 0, len(made))
-        known.update({label: checksum(tensor) for label, tensor in whole.items()})
-        differ = departing(known, axis)
-        if broadcast and all(each in whole for each in differ):
-            for each in differ:
-                values = whole[each].detach().contiguous()
+        tensors, checksums = _shared_tensors(root, set(initialised), cut_too=name == "dp")
+        checksums["the seed"] = (seed if initialised else 0, len(initialised))
+        checksums.update({label: checksum(tensor) for label, tensor in tensors.items()})
+        differing = departing(checksums, axis)
+        are_unsharded = all(label in tensors for label in differing)
+        if broadcast and are_unsharded:
+            for label in differing:
+                values = tensors[label].detach().contiguous()
                 dist.broadcast(values, dist.get_global_rank(axis.group, 0), group=axis.group)
-                whole[each].detach().copy_(values)
-        elif differ:
-            shown = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
-            way = (
-                "build(sch, broadcast=True) takes the first rank's"
-                if all(each in whole for each in differ)
-                else "give every rank the same before it is cut: by the same seed, a checkpoint, or torch.device('meta')"
+                tensors[label].detach().copy_(values)
+        elif differing:
+            names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+            remedy = (
+                "build(sch, broadcast=True) copies the first rank's values"
+                if are_unsharded
+                else "give every rank the same values before it is cut: by the same seed, a checkpoint, or torch.device('meta')"
             )
             raise ScheduleError(
-                f"build: the {axis.size} ranks of the {axis.name} axis must begin with the same values, but of "
-                f"{shown} they hold others; {way}"
+                f"build: the {axis.size} ranks of the {axis.name} axis must begin with the same values, but "
+                f"those of {names} differ; {remedy}"
             )
 
 
@@ -62,23 +65,24 @@ def _shared(mesh: Any, name: str) -> Axis | None:
 
 
 def _shared_tensors(
-    root: nn.Module, made: set[torch.Tensor], cut_too: bool
+    root: nn.Module, initialised: set[torch.Tensor], cut_too: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Checksum]]:
-    """Returns the tensors that all ranks of an axis must have alike, and checksums of tensors from before they were cut.
+    """Returns the tensors that must be equal on all ranks of an axis, and checksums of tensors from before they were cut.
 
-    Both are keyed by name."""
-    whole: dict[str, torch.Tensor] = {}
-    once: dict[str, Checksum] = {}
+    Both are keyed by name.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    checksums_before_cut: dict[str, Checksum] = {}
     for path, module in walk(root):
         for name, tensor in own_tensors(module):
-            if tensor.is_meta or tensor in made:
+            if tensor.is_meta or tensor in initialised:
                 continue
-            label, cut = f"{path}.{name}" if path else name, shards_of(module).get(name)
-            if cut is not None and cut.checksum != NOTHING:
-                once[f"{label} before it was cut"] = cut.checksum
-            if cut is None or (cut_too and "ep" not in cut.axes):
-                whole[label] = tensor
-    return whole, once
+            label, shard = f"{path}.{name}" if path else name, shards_of(module).get(name)
+            if shard is not None and shard.checksum != NOTHING:
+                checksums_before_cut[f"{label} before it was cut"] = shard.checksum
+            if shard is None or (cut_too and "ep" not in shard.axes):
+                tensors[label] = tensor
+    return tensors, checksums_before_cut
 
 
 def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
@@ -88,13 +92,13 @@ def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
 
     def same_on_all(rows: list[tuple[int, int]]) -> list[bool]:
         own_rows = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 2)
-        every = [torch.empty_like(own_rows) for _ in range(axis.size)]
-        dist.all_gather(every, own_rows, group=axis.group)
-        return torch.stack(every).eq(every[0]).all(dim=-1).all(dim=0).tolist()
+        gathered = [torch.empty_like(own_rows) for _ in range(axis.size)]
+        dist.all_gather(gathered, own_rows, group=axis.group)
+        return torch.stack(gathered).eq(gathered[0]).all(dim=-1).all(dim=0).tolist()
 
     if not all(same_on_all([(len(values), 0)])):
         return ["the number of tensors"]
-    return [name for name, same in zip(values, same_on_all(list(values.values()))) if not same]
+    return [name for name, is_equal in zip(values, same_on_all(list(values.values()))) if not is_equal]
 
 
 def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -103,22 +107,22 @@ def check_inputs(axis: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Raises:
         ScheduleError: the inputs differ between ranks.
     """
-    found: dict[str, Checksum] = {}
-    for name, value in [*((f"input {i}", each) for i, each in enumerate(args)), *kwargs.items()]:
-        tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and not each.is_meta]
-        for i, each in enumerate(tensors):
-            found[f"{name}[{i}]" if len(tensors) > 1 else name] = checksum(each)
-    differ = departing(found, axis)
-    if differ:
-        by = (
+    checksums: dict[str, Checksum] = {}
+    for name, value in [*((f"input {index}", argument) for index, argument in enumerate(args)), *kwargs.items()]:
+        tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor) and not tensor.is_meta]
+        for index, tensor in enumerate(tensors):
+            checksums[f"{name}[{index}]" if len(tensors) > 1 else name] = checksum(tensor)
+    differing = departing(checksums, axis)
+    if differing:
+        distribution = (
             "by the rank on the dp axis"
             if axis.name == "tp"
             else "one share for each sp * cp neighbours on the dp axis"
         )
         raise ScheduleError(
-            f"the {axis.size} ranks of the {axis.name} axis share every sample, so they must be given the same batch, "
-            f"but {', '.join(differ)} is not; seed their data alike, or give it out {by} (a DistributedSampler with "
-            "num_replicas and rank of the groups that share samples, not of all ranks)"
+            f"the {axis.size} ranks of the {axis.name} axis share every sample, so they must get the same batch, "
+            f"but {', '.join(differing)} differs; seed their data equally, or distribute it {distribution} (a "
+            "DistributedSampler with num_replicas and rank of the groups that share samples, not of all ranks)"
         )
 
 
@@ -127,10 +131,10 @@ class FirstCall:
 
     def __init__(self, module: nn.Module, axes: Sequence[Axis]) -> None:
         self.module, self.axes = module, axes
-        self.before = module.__dict__.get("_compiled_call_impl")
+        self.original_call = module.__dict__.get("_compiled_call_impl")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        set_call(self.module, self.before)
+        set_call(self.module, self.original_call)
         for axis in self.axes:
             check_inputs(axis, args, kwargs)
         try:
@@ -151,20 +155,20 @@ def check_first_call(module: nn.Module, mesh: Any) -> None:
         set_call(module, FirstCall(module, axes))
 
 
-def _norm_of_a_piece(root: nn.Module, axis: Axis, error: RuntimeError) -> str:
-    """Returns an error message if a norm over features got one rank's shard of them, else an empty string."""
+def _norm_of_a_piece(root: nn.Module, axis: Axis, error: RuntimeError) -> str | None:
+    """Returns an error message if a norm over features got only this rank's features; None otherwise."""
     frame = error.__traceback__
     while frame is not None:
-        held = frame.tb_frame.f_locals
-        module, given = held.get("self"), held.get("input")
+        frame_locals = frame.tb_frame.f_locals
+        module, input_tensor = frame_locals.get("self"), frame_locals.get("input")
         shape = getattr(module, "normalized_shape", None)
-        if isinstance(module, nn.Module) and shape and isinstance(given, torch.Tensor):
-            if given.shape[-1] * axis.size == shape[-1]:
-                path = next((path for path, each in walk(root) if each is module), type(module).__name__)
+        if isinstance(module, nn.Module) and shape and isinstance(input_tensor, torch.Tensor):
+            if input_tensor.shape[-1] * axis.size == shape[-1]:
+                path = next((path for path, submodule in walk(root) if submodule is module), type(module).__name__)
                 return (
-                    f"'{path}' ({type(module).__name__}) takes {shape[-1]} features, but is given the {given.shape[-1]} "
-                    f"of one of {axis.size} ranks: what comes before it is cut along its output; gather it by "
-                    "sync('fwd_post', 'all_gather', axis=-1) on that, or cut behind the norm"
+                    f"'{path}' ({type(module).__name__}) takes {shape[-1]} features, but gets the {input_tensor.shape[-1]} "
+                    f"of one of {axis.size} ranks: the module before it is cut along its output; gather that by "
+                    "sync('fwd_post', 'all_gather', axis=-1), or cut only after the norm"
                 )
         frame = frame.tb_next
-    return ""
+    return None

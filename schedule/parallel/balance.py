@@ -1,8 +1,8 @@
 """The load-balancing loss of a mixture of experts, computed over the micro-batches of all replicas together.
 
-With E experts, f the rows of each per token over all tokens and P their mean probability, the loss is E sum(f P), with f
-without gradient. Each replica computes its own part of P and uses f of all replicas, so that the mean over replicas is the
-loss of their samples together. The mean of each replica's own loss would balance the experts within every replica instead.
+With E experts, f the rows of each expert per token and P its mean probability, the loss is E sum(f P); f has no gradient.
+Each replica computes P of its own tokens and uses f of all replicas, so that the mean over replicas is the loss of their
+samples together. The mean of each replica's own loss would balance the experts within every replica instead.
 
 Source: Fedus et al., Switch Transformers (arXiv:2101.03961), section 2.2; over replicas: Qiu et al. (arXiv:2501.11873).
 """
@@ -19,7 +19,7 @@ from .collectives import Axis, all_reduce
 from .experts import mixtures_of, num_experts, rows_of_experts
 
 FORMULA = ["gate_logits", "num_experts", "top_k"]
-"""First parameters of transformers' function of this loss; others compute another one."""
+"""First parameters of transformers' function of this loss; a function with others computes another loss."""
 
 
 def balances(model: nn.Module) -> bool:
@@ -28,10 +28,10 @@ def balances(model: nn.Module) -> bool:
     return bool(getattr(config, "output_router_logits", False)) and hasattr(model, "router_aux_loss_coef")
 
 
-def replicas_obstacle(model: nn.Module) -> str:
-    """Returns why the load-balancing loss of a model is not computed over replicas; empty if it is or if it has none."""
+def replicas_obstacle(model: nn.Module) -> str | None:
+    """Returns why the load-balancing loss of a model cannot be computed over replicas; None if it can or without one."""
     if not balances(model):
-        return ""
+        return None
     config: Any = model.config
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     names = FORMULA if function is None else [*inspect.signature(function).parameters]
@@ -40,11 +40,11 @@ def replicas_obstacle(model: nn.Module) -> str:
             f"the loss that balances experts of {config.model_type} is not computed over replicas; set "
             "output_router_logits=False, or use one replica"
         )
-    return ""
+    return None
 
 
 class BalancedTogether(Layer):
-    """Replaces the load-balancing loss of a whole model on this replica by that of all replicas."""
+    """Wraps a model, and replaces its load-balancing loss on this replica by that of all replicas."""
 
     order = 55
     divisible = True
@@ -55,36 +55,37 @@ class BalancedTogether(Layer):
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = inner(*args, **kwargs)
         logits = getattr(output, "router_logits", None)
-        own = getattr(output, "aux_loss", None)
-        if logits is None or own is None or output.loss is None:
+        own_loss = getattr(output, "aux_loss", None)
+        if logits is None or own_loss is None or output.loss is None:
             return output
         mask = named_arguments(module, args, kwargs).get("attention_mask")
-        together = self._loss(
+        joint_loss = self._loss(
             logits, int(module.num_experts_per_tok), None if mask is None else mask.reshape(-1).float()
         )
-        output.loss = output.loss + module.router_aux_loss_coef * (together - own).to(output.loss)
-        output.aux_loss = together
+        output.loss = output.loss + module.router_aux_loss_coef * (joint_loss - own_loss).to(output.loss)
+        output.aux_loss = joint_loss
         return output
 
     def _loss(self, logits: tuple[torch.Tensor, ...], chosen: int, mask: torch.Tensor | None) -> torch.Tensor:
         experts = logits[0].shape[-1]
         counts = logits[0].new_zeros(experts + 1, dtype=torch.float32)
         sums = counts[:experts]
-        for each in logits:
-            probabilities = each.softmax(-1).float()
+        for layer_logits in logits:
+            probabilities = layer_logits.softmax(-1).float()
             weights = torch.ones_like(probabilities[:, 0]) if mask is None else mask
-            best = probabilities.topk(chosen, dim=-1).indices.reshape(-1)
-            rows = rows_of_experts(best, experts, weights.repeat_interleave(chosen))
+            experts_of_rows = probabilities.topk(chosen, dim=-1).indices.reshape(-1)
+            rows = rows_of_experts(experts_of_rows, experts, weights.repeat_interleave(chosen))
             counts = counts + torch.cat([rows, weights.sum().view(1)])
             sums = sums + (probabilities * weights.unsqueeze(-1)).sum(0)
+        # One collective for all layers; it has no gradient, as f has none.
         counts = all_reduce(counts, self.axis)
         return experts * (counts[:-1] / counts[-1] * sums).sum() * self.axis.size / counts[-1]
 
 
-def pipeline_obstacle(model: nn.Module) -> str:
-    """Returns why a model with a load-balancing loss cannot be divided into stages; empty if it can."""
+def pipeline_obstacle(model: nn.Module) -> str | None:
+    """Returns why a model with a load-balancing loss cannot be divided into stages; None if it can."""
     if not balances(model):
-        return ""
-    count = max((num_experts(each) for each in mixtures_of(model).values()), default=0)
+        return None
+    count = max((num_experts(mixture) for mixture in mixtures_of(model).values()), default=0)
     experts = f"the {count} experts" if count else "experts"
-    return f"the loss that balances {experts} is of all blocks (output_router_logits), of which a stage has some"
+    return f"the loss that balances {experts} needs all blocks (output_router_logits), but a stage has some of them"

@@ -29,7 +29,7 @@ from ...base._torch import (
 )
 
 MOST_SCORES = 1 << 26
-"""Most scores that are materialized at once, where no kernel avoids it."""
+"""Most scores that are materialised at once without a kernel: 256 MiB in float32."""
 HALVES = (torch.float16, torch.bfloat16)
 FLASH_CAPABILITY = (8, 0)
 """The lowest compute capability that CUDA's flash attention supports."""
@@ -45,7 +45,7 @@ class AttentionOptions:
     pairs: torch.Tensor | None = None
     """True where a query may attend to a key, broadcast to (B, H, q, k); None for all pairs."""
     dropout: float = 0.0
-    """The fraction of probabilities that are dropped."""
+    """Probability with which an attention weight is dropped."""
     seed: int = 0
     """The seed of the dropout mask."""
     kernels: bool = True
@@ -53,7 +53,7 @@ class AttentionOptions:
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a block's output, (B, H, q, D), and l.
 
@@ -61,19 +61,19 @@ def attention(
         query: (B, H, q, D).
         key, value: (B, K, k, D), where K divides H.
     """
-    if _has_kernel(query, value, how):
+    if _has_kernel(query, value, options):
         kernel = flash_attention_on_cpu if query.device.type == "cpu" else flash_attention
-        output, log_sum, *_ = kernel(query, key, value, 0.0, how.causal, scale=how.scale)
+        output, log_sum, *_ = kernel(query, key, value, 0.0, options.causal, scale=options.scale)
         return output, log_sum
     outputs, sums = [], []
-    for rows in _rows(query, key, how):
-        least = torch.finfo(rows.scores.dtype).min
-        most = rows.scores.amax(-1, keepdim=True).clamp_min(least)  # -inf where all keys are masked
-        shares = rows.scores.sub_(most).exp_()
-        total = shares.sum(-1, keepdim=True)
-        sums.append((total.log() + most).squeeze(-1))
-        shares /= total.clamp_min(torch.finfo(rows.scores.dtype).tiny)
-        outputs.append((shares if rows.kept is None else shares * rows.kept) @ value.unsqueeze(2).to(shares.dtype))
+    for rows in _rows(query, key, options):
+        lowest = torch.finfo(rows.scores.dtype).min
+        row_max = rows.scores.amax(-1, keepdim=True).clamp_min(lowest)  # -inf where all keys are masked
+        probabilities = rows.scores.sub_(row_max).exp_()
+        total = probabilities.sum(-1, keepdim=True)
+        sums.append((total.log() + row_max).squeeze(-1))
+        probabilities /= total.clamp_min(torch.finfo(rows.scores.dtype).tiny)
+        outputs.append(rows.drop(probabilities) @ value.unsqueeze(2).to(probabilities.dtype))
     return torch.cat(outputs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
 
 
@@ -91,7 +91,7 @@ class Queries(NamedTuple):
 
 
 def gradients(
-    queries: Queries, key: torch.Tensor, value: torch.Tensor, how: AttentionOptions
+    queries: Queries, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns a block's contribution to the gradients of its queries, keys and values.
 
@@ -99,44 +99,45 @@ def gradients(
         key, value: as in `attention`.
     """
     query, grad, output, log_sum = queries
-    if _has_kernel(query, value, how):
-        log_sum = log_sum.contiguous()  # CUDA's kernel reads it without its strides
+    if _has_kernel(query, value, options):
+        log_sum = log_sum.contiguous()  # CUDA's kernel ignores its strides
         if query.device.type == "cpu":
             return flash_attention_on_cpu_backward(
-                grad, query, key, value, output, log_sum, 0.0, how.causal, scale=how.scale
+                grad, query, key, value, output, log_sum, 0.0, options.causal, scale=options.scale
             )
         # The kernel ignores the random state and the cumulative lengths: dropout is 0, and all samples have one length.
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         lengths = (None, None, query.shape[2], key.shape[2])
         return flash_attention_backward(
-            grad, query, key, value, output, log_sum, *lengths, 0.0, how.causal, state, state, scale=how.scale
+            grad, query, key, value, output, log_sum, *lengths, 0.0, options.causal, state, state, scale=options.scale
         )
     wide, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
-    keys, values = (each.unsqueeze(2).to(wide) for each in (key, value))
-    of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
-    of_queries = []
-    for rows in _rows(query, key, how):
-        own_queries, grads, outputs, sums = (
-            each[:, :, rows.at].to(wide).unflatten(1, (groups, -1)) for each in queries
+    keys, values = (tensor.unsqueeze(2).to(wide) for tensor in (key, value))
+    grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+    grad_queries = []
+    for rows in _rows(query, key, options):
+        row_queries, row_grads, row_outputs, row_log_sums = (
+            tensor[:, :, rows.query_slice].to(wide).unflatten(1, (groups, -1)) for tensor in queries
         )
-        shares = rows.scores.sub_(sums.unsqueeze(-1)).exp_()
-        of_shares = grads @ values.mT
-        if rows.kept is not None:
-            of_shares *= rows.kept
-        of_values += ((shares if rows.kept is None else shares * rows.kept).mT @ grads).sum(2, keepdim=True)
-        of_scores = of_shares.sub_((grads * outputs).sum(-1, keepdim=True)).mul_(shares).mul_(how.scale)
-        of_queries.append((of_scores @ keys).flatten(1, 2))
-        of_keys += (of_scores.mT @ own_queries).sum(2, keepdim=True)
-    return torch.cat(of_queries, 2), of_keys.squeeze(2), of_values.squeeze(2)
+        probabilities = rows.scores.sub_(row_log_sums.unsqueeze(-1)).exp_()
+        grad_probabilities = row_grads @ values.mT
+        if rows.dropout_mask is not None:
+            grad_probabilities *= rows.dropout_mask
+        grad_values += (rows.drop(probabilities).mT @ row_grads).sum(2, keepdim=True)
+        grad_scores = grad_probabilities.sub_((row_grads * row_outputs).sum(-1, keepdim=True))
+        grad_scores.mul_(probabilities).mul_(options.scale)
+        grad_queries.append((grad_scores @ keys).flatten(1, 2))
+        grad_keys += (grad_scores.mT @ row_queries).sum(2, keepdim=True)
+    return torch.cat(grad_queries, 2), grad_keys.squeeze(2), grad_values.squeeze(2)
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: AttentionOptions) -> bool:
-    """True if torch's flash attention supports the block."""
-    if not how.kernels or how.dropout or how.pairs is not None or query.shape[-1] != value.shape[-1]:
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
+    """Returns True if torch's flash attention supports the block."""
+    if not options.kernels or options.dropout or options.pairs is not None or query.shape[-1] != value.shape[-1]:
         return False
     if query.device.type == "cuda":
-        fits = query.dtype in HALVES and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-        return fits and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
+        is_supported = query.dtype in HALVES and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+        return is_supported and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
     return query.device.type == "cpu"
 
 
@@ -144,32 +145,37 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: AttentionOptions)
 class _Rows:
     """Scores of a slice of the queries."""
 
-    at: slice
+    query_slice: slice
     scores: torch.Tensor
     """(B, K, H / K, rows, k), -inf where masked."""
-    kept: torch.Tensor | None
+    dropout_mask: torch.Tensor | None
     """The dropout mask, of the same shape: 0 for dropped probabilities, 1 / (1 - dropout) for all others."""
 
+    def drop(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Returns the probabilities after dropout; the same tensor without dropout."""
+        return probabilities if self.dropout_mask is None else probabilities * self.dropout_mask
 
-def _rows(query: torch.Tensor, key: torch.Tensor, how: AttentionOptions) -> Iterator[_Rows]:
+
+def _rows(query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> Iterator[_Rows]:
     """Yields the scores by slices of queries: at most MOST_SCORES at once, but at least one query."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    generator = torch.Generator(query.device).manual_seed(how.seed) if how.dropout else None
+    generator = torch.Generator(query.device).manual_seed(options.seed) if options.dropout else None
     samples, heads, length = query.shape[:3]
     keys = key.unsqueeze(2).to(wide)
     step = max(1, MOST_SCORES // (samples * heads * key.shape[2]))
-    for first in range(0, length, step):
-        at = slice(first, first + step)
-        scores = query[:, :, at].to(wide).unflatten(1, (key.shape[1], -1)) @ keys.mT
-        scores *= how.scale
-        hidden = None if how.pairs is None else ~how.pairs[:, :, at]
-        if how.causal:
-            numbers = torch.arange(length, device=query.device)
-            ahead = numbers > numbers[at].unsqueeze(1)
-            hidden = ahead.view(1, 1, *ahead.shape)
-        if hidden is not None:
-            scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
-        kept = None
+    for start in range(0, length, step):
+        query_slice = slice(start, start + step)
+        scores = query[:, :, query_slice].to(wide).unflatten(1, (key.shape[1], -1)) @ keys.mT
+        scores *= options.scale
+        masked = None if options.pairs is None else ~options.pairs[:, :, query_slice]
+        if options.causal:
+            positions = torch.arange(length, device=query.device)
+            is_later = positions > positions[query_slice].unsqueeze(1)
+            masked = is_later.view(1, 1, *is_later.shape)
+        if masked is not None:
+            scores.masked_fill_(masked.unsqueeze(2), -torch.inf)
+        dropout_mask = None
         if generator is not None:
-            kept = torch.empty_like(scores).bernoulli_(1 - how.dropout, generator=generator) / (1 - how.dropout)
-        yield _Rows(at=at, scores=scores, kept=kept)
+            keep = 1 - options.dropout
+            dropout_mask = torch.empty_like(scores).bernoulli_(keep, generator=generator) / keep
+        yield _Rows(query_slice=query_slice, scores=scores, dropout_mask=dropout_mask)

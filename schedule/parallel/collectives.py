@@ -1,4 +1,4 @@
-"""Collectives over one axis of the mesh, and the means to apply them to values and gradients."""
+"""Collectives over one axis of the mesh, and functions that apply them to values and gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Axis:
         return resolve_process_group(self.group_name)
 
 
-# PyTorch 2.13 renamed these two.
+# PyTorch 2.13 renamed both functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -54,35 +54,36 @@ def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    along = mesh[name].get_group()
+    axis_group = mesh[name].get_group()
     device = torch.device(mesh.device_type)
-    timeout = timeout_of(along, device)
+    timeout = timeout_of(axis_group, device)
     blocks = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).reshape(-1, *sizes.values())
-    made = []
-    for axis, new in enumerate(sizes, start=1):
-        every = blocks.movedim(axis, -1).flatten(0, -2).tolist()
-        own, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, group_desc=f"mesh_{new}")
-        made.append(own)
-    (own_block,) = (each for each in blocks if bool((each == dist.get_rank()).any()))
-    return DeviceMesh.from_group(made, mesh.device_type, mesh=own_block, mesh_dim_names=tuple(sizes))
+    groups = []
+    # Every rank creates all groups of every axis, in the same order, as torch.distributed requires.
+    for dim, new_name in enumerate(sizes, start=1):
+        rank_lists = blocks.movedim(dim, -1).flatten(0, -2).tolist()
+        own_group, _ = dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout, group_desc=f"mesh_{new_name}")
+        groups.append(own_group)
+    (own_block,) = (block for block in blocks if bool((block == dist.get_rank()).any()))
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=own_block, mesh_dim_names=tuple(sizes))
 
 
-def neighbours(mesh: object, degrees: Mapping[str, int], along: Axis, others: str = "") -> dict[str, Axis]:
+def neighbours(mesh: object, degrees: Mapping[str, int], dp: Axis, others: str = "") -> dict[str, Axis]:
     """Returns the axes, of more than one rank, of groups of neighbours along the `dp` axis; all ranks call it.
 
     Args:
-        degrees: sizes of these axes by name, the last of nearest neighbours.
+        degrees: sizes of these axes by name; ranks along the last are neighbours.
         others: a name for the axis of ranks that have the same position in each group. If given, this axis is returned
-            too, whatever its size.
+            too, even if its size is 1.
     """
     sizes = {name: size for name, size in degrees.items() if size > 1}
-    rest = along.size // prod(sizes.values())
+    remaining = dp.size // prod(sizes.values())
     if isinstance(mesh, PlannedMesh):
-        made = {**sizes, **({others: rest} if others else {})}
-        return {name: Axis(name, size, 0, along.group_name) for name, size in made.items()}
-    divisions = divided(mesh, "dp", {others or "samples": rest, **sizes})
-    found = {name: axis_of(divisions, name) for name in (*sizes, *([others] if others else []))}
-    return {name: Axis(name, each.size, each.rank, each.group_name) for name, each in found.items() if each is not None}
+        sizes_returned = {**sizes, **({others: remaining} if others else {})}
+        return {name: Axis(name, size, 0, dp.group_name) for name, size in sizes_returned.items()}
+    divisions = divided(mesh, "dp", {others or "samples": remaining, **sizes})
+    axes = {name: axis_of(divisions, name) for name in (*sizes, *([others] if others else []))}
+    return {name: Axis(name, axis.size, axis.rank, axis.group_name) for name, axis in axes.items() if axis is not None}
 
 
 def joined(mesh: Any, splits: Mapping[str, Mapping[str, int]], names: Sequence[str]) -> Axis:
@@ -95,37 +96,41 @@ def joined(mesh: Any, splits: Mapping[str, Mapping[str, int]], names: Sequence[s
     """
     planned = isinstance(mesh, PlannedMesh)
     sizes = mesh.axes if planned else dict(zip(mesh.mesh_dim_names, mesh.mesh.shape))
-    shape = {new: size for name, whole in sizes.items() for new, size in splits.get(name, {name: whole}).items()}
-    along = [name for name in names if name in shape]
-    size = prod(shape[name] for name in along)
+    shape: dict[str, int] = {}
+    for name, size in sizes.items():
+        shape |= splits.get(name, {name: size})
+    axis_names = [name for name in names if name in shape]
+    ranks = prod(shape[name] for name in axis_names)
     if planned:
-        return Axis(names[-1], size, 0, "planned")
-    grid = mesh.mesh.reshape(list(shape.values()))
-    places = {name: at for at, name in enumerate(shape)}
-    others = [at for name, at in places.items() if name not in along]
-    lines = grid.permute([*others, *(places[name] for name in along)]).reshape(-1, size).tolist()
+        return Axis(names[-1], ranks, 0, "planned")
+    rank_grid = mesh.mesh.reshape(list(shape.values()))
+    position_by_name = {name: position for position, name in enumerate(shape)}
+    other_dims = [position for name, position in position_by_name.items() if name not in axis_names]
+    rank_lists = (
+        rank_grid.permute([*other_dims, *(position_by_name[name] for name in axis_names)]).reshape(-1, ranks).tolist()
+    )
     timeout = timeout_of(mesh.get_group(next(iter(sizes))), torch.device(mesh.device_type))
-    group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{'_'.join(along)}")
-    return Axis(names[-1], size, dist.get_rank(group), group.group_name)
+    group, _ = dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout, group_desc=f"mesh_{'_'.join(axis_names)}")
+    return Axis(names[-1], ranks, dist.get_rank(group), group.group_name)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Returns the sum over the axis, without gradient."""
     if tensor.is_meta:
-        # Only the shape is needed.
+        # Tracing and pipelines infer shapes on the meta device.
         return torch.empty_like(tensor)
     if torch.compiler.is_compiling():
-        return _traced("all_reduce", tensor.detach().contiguous(), "sum", axis.group_name)
-    out = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=axis.group)
-    return out
+        return _traceable("all_reduce", tensor.detach().contiguous(), "sum", axis.group_name)
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
 
 
 def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """Returns the ranks' tensors, concatenated along a dimension in rank order, without gradient."""
     piece = tensor.detach().movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
-        joined = _traced("all_gather_into_tensor", piece, axis.size, axis.group_name)
+        joined = _traceable("all_gather_into_tensor", piece, axis.size, axis.group_name)
         return joined.movedim(0, dim).contiguous()
     joined = piece.new_empty(piece.shape[0] * axis.size, *piece.shape[1:])
     if not piece.is_meta:
@@ -142,7 +147,7 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     check_divides("reduce_scatter", tensor, dim, axis)
     sums = tensor.detach().movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
-        piece = _traced("reduce_scatter_tensor", sums, "sum", axis.size, axis.group_name)
+        piece = _traceable("reduce_scatter_tensor", sums, "sum", axis.size, axis.group_name)
         return piece.movedim(0, dim).contiguous()
     piece = sums.new_empty(sums.shape[0] // axis.size, *sums.shape[1:])
     if not sums.is_meta:
@@ -158,15 +163,16 @@ def check_divides(name: str, tensor: torch.Tensor, dim: int, axis: Axis) -> None
 
 def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.Tensor:
     """Sends one chunk along `dim` to each rank; returns the received chunks concatenated along `join`, without gradient."""
-    pieces = torch.stack([each.movedim(dim, 0) for each in tensor.detach().chunk(axis.size, dim)])
+    # One contiguous tensor, chunk by chunk: `all_to_all_single` splits along the first dimension.
+    chunks = torch.stack([chunk.movedim(dim, 0) for chunk in tensor.detach().chunk(axis.size, dim)])
     if torch.compiler.is_compiling():
         sizes = [1] * axis.size
-        received = _traced("all_to_all_single", pieces.contiguous(), sizes, sizes, axis.group_name)
+        received = _traceable("all_to_all_single", chunks.contiguous(), sizes, sizes, axis.group_name)
     else:
-        received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
-        if not pieces.is_meta:
-            dist.all_to_all_single(received, pieces.contiguous(), group=axis.group)
-    return torch.cat([each.movedim(0, dim) for each in received], join)
+        received = torch.empty_like(chunks, memory_format=torch.contiguous_format)
+        if not chunks.is_meta:
+            dist.all_to_all_single(received, chunks.contiguous(), group=axis.group)
+    return torch.cat([chunk.movedim(0, dim) for chunk in received], join)
 
 
 def all_to_all_rows(tensor: torch.Tensor, sent: list[int], received: list[int], axis: Axis) -> torch.Tensor:
@@ -188,24 +194,25 @@ class RingTransfer:
     """
 
     def __init__(self, tensor: torch.Tensor, axis: Axis, tag: int = 0) -> None:
-        self._sent = tensor.detach().contiguous()
-        self._arriving = torch.empty_like(self._sent)
+        self._outgoing = tensor.detach().contiguous()
+        self._incoming = torch.empty_like(self._outgoing)
         group, next_rank, previous_rank = axis.group, (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+        # Batched: with separate calls, ranks that all send first would deadlock on NCCL.
         self._works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=next_rank),
-                dist.P2POp(dist.irecv, self._arriving, group=group, tag=tag, group_peer=previous_rank),
+                dist.P2POp(dist.isend, self._outgoing, group=group, tag=tag, group_peer=next_rank),
+                dist.P2POp(dist.irecv, self._incoming, group=group, tag=tag, group_peer=previous_rank),
             ]
         )
 
     def received(self) -> torch.Tensor:
         """Waits for the send and the receive, and returns the received tensor."""
-        for each in self._works:
-            each.wait()
-        return self._arriving
+        for work in self._works:
+            work.wait()
+        return self._incoming
 
 
-def _traced(name: str, *args: Any) -> torch.Tensor:
+def _traceable(name: str, *args: Any) -> torch.Tensor:
     """Runs a collective that torch.compile can trace: process groups by name, results out of place."""
     return functional_collectives.wait_tensor(getattr(functional_collectives, name)(*args))
 

@@ -43,9 +43,9 @@ class InputSync:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        for i, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (self.first or leaf.requires_grad):
-                leaves[i] = self.function(leaf)
+                leaves[index] = self.function(leaf)
                 if self.first:
                     break
         return tree_unflatten(leaves, spec)
@@ -60,9 +60,9 @@ class OutputSync:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         leaves, spec = tree_flatten(output)
-        for i, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if _floating(leaf):
-                leaves[i] = self.function(leaf)
+                leaves[index] = self.function(leaf)
                 return tree_unflatten(leaves, spec)
         return output
 
@@ -73,7 +73,9 @@ class ParameterSync:
     def __init__(self, sync: Sync, axis: Axis) -> None:
         self.sync = sync
         self.axis = axis
-        self.hooked = WeakTensorKeyDictionary()
+        self.hooked = (
+            WeakTensorKeyDictionary()
+        )  # `build` may replace parameters: each new one gets a hook at its first use
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks on tensors are not copied with the tensors: a copy registers its own.
@@ -86,6 +88,7 @@ class ParameterSync:
         for name, param in parameters_of(module).items():
             if param is None or not param.requires_grad or name in shards_of(module) or param in self.hooked:
                 continue
+            # A tensor hook runs before accumulation, so that each backward pass sums its own gradient only.
             param.register_hook(partial(collectives.all_reduce, axis=self.axis))
             self.hooked[param] = True
 
@@ -96,7 +99,7 @@ Exchange = InputSync | OutputSync | ParameterSync
 
 def syncs_of(module: nn.Module) -> list[Sync]:
     """Returns every `sync` on a module in the order of registration, those before the forward first."""
-    return [each.sync for each in forward_hooks_of(module) if isinstance(each, Exchange)]
+    return [hook.sync for hook in forward_hooks_of(module) if isinstance(hook, Exchange)]
 
 
 def _floating(value: Any) -> bool:

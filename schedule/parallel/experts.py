@@ -2,8 +2,8 @@
 
 It supports any experts module of the form that transformers' mixtures share: `forward(hidden, index, weights)`, with
 parameters stacked by expert along their first dimension and a count `num_experts`. The router is unchanged. Each rank
-computes with its own experts by the module's own code, which sorts rows by expert and uses grouped matrix products where
-torch has these.
+computes with its own experts by the module's own code, which sorts rows by expert and uses torch's grouped matrix products
+if available.
 
 | symbol | meaning |
 |---|---|
@@ -12,9 +12,9 @@ torch has these.
 | N | rows that arrive at this rank: those of its experts, from all P ranks |
 | f, C | capacity factor, and capacity: rows of this rank that an expert computes, ceil(f T K / E) |
 
-Without a capacity no row is dropped, and the only synchronization with the device is for the row counts, which the exchange needs
-on the host. With one (`ExpertCapacity`) each expert gets C rows of every rank, so that all sizes are known where T is the same on
-all ranks.
+Without a capacity no row is dropped, and the only synchronization with the device is for the row counts, which the exchange
+needs on the host. With a capacity (`ExpertCapacity`) each expert gets C rows of every rank, so that all sizes are known if T is
+the same on all ranks.
 
 Source: Lepikhin et al., GShard (arXiv:2006.16668); Gale et al., MegaBlocks (arXiv:2211.15841), on dropless dispatch.
 """
@@ -54,9 +54,9 @@ class ExpertParallel(Layer):
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, index, weights = routed(module, args, kwargs)
         if hidden.is_meta:
-            # Only the shape is needed.
+            # Tracing and pipelines infer shapes on the meta device.
             return hidden.clone()
-        equal = module.training and any(each.equal_tokens for each in layers_of(module, ExpertCapacity))
+        equal = module.training and any(layer.equal_tokens for layer in layers_of(module, ExpertCapacity))
         return self._spread(inner, hidden, index, weights, equal)
 
     @torch.compiler.disable
@@ -65,45 +65,47 @@ class ExpertParallel(Layer):
     ) -> torch.Tensor:
         """Sends rows to their experts, computes them there, and returns the weighted sums of the results.
 
-        `equal` is True if every expert gets as many rows of every rank, so that the sizes need no exchange: all ranks must have
-        the same number of tokens."""
+        Args:
+            equal: True if every expert gets the same number of rows of every rank, so that the sizes need no exchange. All
+                ranks must have the same number of tokens.
+        """
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        chosen = index.reshape(-1)
-        self.rows = rows_of_experts(chosen, self.experts)
+        experts_of_rows = index.reshape(-1)
+        self.rows = rows_of_experts(experts_of_rows, self.experts)
         if self.axis.size == 1:
             return inner(hidden, index, weights)
-        order = chosen.argsort(stable=True)
+        order = experts_of_rows.argsort(stable=True)
         sending = self.rows.view(self.axis.size, -1)
         if equal:
-            arriving, sent = sending, [len(chosen) // self.axis.size] * self.axis.size
+            arriving, sent = sending, [len(experts_of_rows) // self.axis.size] * self.axis.size
             received = sent
         else:
             arriving = all_to_all_rows(sending, [1] * self.axis.size, [1] * self.axis.size, self.axis)
             sent, received = torch.stack([sending.sum(1), arriving.sum(1)]).tolist()
-        there = partial(all_to_all_rows, sent=sent, received=received, axis=self.axis)
-        back = partial(all_to_all_rows, sent=received, received=sent, axis=self.axis)
-        rows = through(tokens[order // index.shape[-1]], there, back)
-        # Rows are ordered by source rank, then by expert.
-        local = torch.arange(arriving.shape[1], device=rows.device).repeat(self.axis.size)
-        local = local.repeat_interleave(arriving.view(-1), output_size=len(rows))
-        count = len(rows)
+        to_experts = partial(all_to_all_rows, sent=sent, received=received, axis=self.axis)
+        from_experts = partial(all_to_all_rows, sent=received, received=sent, axis=self.axis)
+        arrived_rows = through(tokens[order // index.shape[-1]], to_experts, from_experts)
+        # Arrived rows are ordered by source rank, then by expert.
+        local_experts = torch.arange(arriving.shape[1], device=arrived_rows.device).repeat(self.axis.size)
+        local_experts = local_experts.repeat_interleave(arriving.view(-1), output_size=len(arrived_rows))
+        count = len(arrived_rows)
         if not count:
             # Every rank takes part in the exchanges of the backward pass: a row of zeros keeps this rank's graph connected.
-            rows, local = nn.functional.pad(rows, (0, 0, 0, 1)), local.new_zeros(1)
-        computed = inner(rows, local.unsqueeze(1), weights.new_ones(len(rows), 1))
-        returned = through(computed[:count], back, there)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        parts = returned[place].view(*index.shape, -1)
-        return _shaped((parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
+            arrived_rows, local_experts = nn.functional.pad(arrived_rows, (0, 0, 0, 1)), local_experts.new_zeros(1)
+        computed = inner(arrived_rows, local_experts.unsqueeze(1), weights.new_ones(len(arrived_rows), 1))
+        returned = through(computed[:count], from_experts, to_experts)
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
+        row_outputs = returned[position].view(*index.shape, -1)
+        return _shaped((row_outputs * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
 
 
 class ExpertCapacity(Layer):
     """Wraps an experts module: in training each expert computes C rows of this rank, and rows beyond these are dropped.
 
     The rows of an expert with the largest weights are kept, the first of equal ones; Megatron-LM calls this drop policy
-    `probs`. A dropped row adds nothing to its token, whose other weights stay as they are. Experts with fewer rows compute
-    zeros in their place, as with Megatron-LM's `--moe-pad-expert-input-to-capacity`. In evaluation no row is dropped.
+    `probs`. A dropped row adds nothing to its token, whose other weights do not change. Experts with fewer rows compute
+    zeros instead, as with Megatron-LM's `--moe-pad-expert-input-to-capacity`. In evaluation no row is dropped.
     """
 
     order = 12
@@ -114,12 +116,12 @@ class ExpertCapacity(Layer):
         self.experts = experts
         """E."""
         self.equal_tokens = True
-        """True if all ranks have the same number of tokens in a forward pass: those that share experts then know how many rows
-        they exchange."""
+        """True if all ranks have the same number of tokens in a forward pass. Ranks that share experts then need not exchange
+        the numbers of rows."""
         self.rows = 0
         """The number of rows that were routed in training."""
         self.dropped: torch.Tensor | None = None
-        """The number of them that were dropped, a scalar on the device."""
+        """The number of routed rows that were dropped, a scalar on the device."""
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, index, weights = routed(module, args, kwargs)
@@ -130,30 +132,32 @@ class ExpertCapacity(Layer):
     @torch.compiler.disable
     def _limited(self, inner: Inner, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        chosen, count = index.reshape(-1), math.ceil(self.factor * index.numel() / self.experts)
+        experts_of_rows, capacity = index.reshape(-1), math.ceil(self.factor * index.numel() / self.experts)
+        # Stable sorts: by expert, within it by weight, and equal weights by row, so that all ranks drop the same rows.
         order = weights.detach().reshape(-1).argsort(descending=True, stable=True)
-        order = order[chosen[order].argsort(stable=True)]
-        routed_to = rows_of_experts(chosen, self.experts)
-        numbers = torch.arange(len(order), device=order.device)
-        # The place of each row among those of its expert; dropped rows are in one place behind those of all experts.
-        behind = numbers - (routed_to.cumsum(0) - routed_to)[chosen[order]]
-        end = self.experts * count
-        place = torch.empty_like(order)
-        place[order] = torch.where(behind < count, chosen[order] * count + behind, end)
-        token = place.new_full((end + 1,), len(tokens))
-        token[place] = numbers // index.shape[-1]
-        rows = nn.functional.pad(tokens, (0, 0, 0, 1))[token[:end]]
-        expert = torch.arange(self.experts, device=rows.device).repeat_interleave(count)
-        computed = inner(rows, expert.unsqueeze(1), weights.new_ones(end, 1))
-        parts = nn.functional.pad(computed, (0, 0, 0, 1))[place].view(*index.shape, -1)
-        dropped = (routed_to - count).clamp_(min=0).sum()
-        self.rows += len(chosen)
+        order = order[experts_of_rows[order].argsort(stable=True)]
+        routed_to = rows_of_experts(experts_of_rows, self.experts)
+        row_numbers = torch.arange(len(order), device=order.device)
+        # Rows keep their rank by weight within their expert. All dropped rows get the one position after those of all experts.
+        rank_in_expert = row_numbers - (routed_to.cumsum(0) - routed_to)[experts_of_rows[order]]
+        num_positions = self.experts * capacity
+        position = torch.empty_like(order)
+        kept_position = experts_of_rows[order] * capacity + rank_in_expert
+        position[order] = torch.where(rank_in_expert < capacity, kept_position, num_positions)
+        token_of_position = position.new_full((num_positions + 1,), len(tokens))
+        token_of_position[position] = row_numbers // index.shape[-1]
+        rows = nn.functional.pad(tokens, (0, 0, 0, 1))[token_of_position[:num_positions]]
+        experts_of_positions = torch.arange(self.experts, device=rows.device).repeat_interleave(capacity)
+        computed = inner(rows, experts_of_positions.unsqueeze(1), weights.new_ones(num_positions, 1))
+        row_outputs = nn.functional.pad(computed, (0, 0, 0, 1))[position].view(*index.shape, -1)
+        dropped = (routed_to - capacity).clamp_(min=0).sum()
+        self.rows += len(experts_of_rows)
         self.dropped = dropped if self.dropped is None else self.dropped + dropped
-        return _shaped((parts * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
+        return _shaped((row_outputs * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype), hidden)
 
 
 class DividedTokens(Layer):
-    """Wraps experts that are whole on each rank of the `tp` axis: a rank takes a part of the tokens, all of which it has."""
+    """Wraps unsharded experts that ranks of the `tp` axis share: each rank computes an equal share of the tokens."""
 
     order = 14
 
@@ -167,47 +171,48 @@ class DividedTokens(Layer):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         count, ranks = len(tokens), self.axis.size
         if count % ranks:
-            raise ScheduleError(f"{ranks} ranks divide the tokens of whole experts, so they must divide {count} tokens")
-        found = inner(
+            raise ScheduleError(
+                f"{ranks} ranks share the tokens of unsharded experts, so they must divide {count} tokens"
+            )
+        output = inner(
             differentiable.scatter(tokens, 0, self.axis),
             index.reshape(count, -1).chunk(ranks)[self.axis.rank],
             differentiable.scatter(weights.reshape(count, -1), 0, self.axis),
         )
-        return _shaped(differentiable.all_gather(found, 0, self.axis), hidden)
+        return _shaped(differentiable.all_gather(output, 0, self.axis), hidden)
 
 
 def divides_tokens(module: nn.Module) -> bool:
-    """Returns True for an experts module of which each rank takes a part of the tokens."""
+    """Returns True for an experts module whose tokens are divided over the `tp` ranks."""
     return bool(layers_of(module, DividedTokens))
 
 
 def expect_unequal_tokens(root: nn.Module) -> None:
-    """Has ranks that share experts with a capacity exchange the counts of their rows: their numbers of tokens may differ."""
-    for each in root.modules():
-        for layer in layers_of(each, ExpertCapacity):
+    """Makes ranks that share experts with a capacity exchange the numbers of rows, because numbers of tokens may differ."""
+    for module in root.modules():
+        for layer in layers_of(module, ExpertCapacity):
             layer.equal_tokens = False
 
 
 def dropped_rows(root: nn.Module) -> tuple[int, int] | None:
-    """Returns how many rows experts dropped in training on this rank so far, and how many were routed; None without a
-    capacity."""
-    found = [layer for each in root.modules() for layer in layers_of(each, ExpertCapacity)]
-    if not found:
+    """Returns the numbers of dropped and of routed rows on this rank so far in training; None without a capacity."""
+    layers = [layer for module in root.modules() for layer in layers_of(module, ExpertCapacity)]
+    if not layers:
         return None
-    return sum(int(each.dropped) for each in found if each.dropped is not None), sum(each.rows for each in found)
+    return sum(int(layer.dropped) for layer in layers if layer.dropped is not None), sum(layer.rows for layer in layers)
 
 
-def _shaped(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in the shape of another one; not a view where it has that, which FSDP's hooks would lose."""
-    return tensor if tensor.shape == like.shape else tensor.reshape(like.shape)
+def _shaped(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in the shape of `template`; the tensor itself if it has that shape, because FSDP's hooks lose views."""
+    return tensor if tensor.shape == template.shape else tensor.reshape(template.shape)
 
 
 def routed(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the arguments of an experts module: tokens (T, D), the indices of their experts (T, K), and their weights."""
-    given = named_arguments(module, args, kwargs)
-    hidden, index, weights = (given[name] for name in argument_names(module))
+    arguments = named_arguments(module, args, kwargs)
+    hidden, index, weights = (arguments[name] for name in argument_names(module))
     return hidden, index, weights
 
 
@@ -226,23 +231,25 @@ def counted_rows(root: nn.Module, hooks: bool = True) -> Iterator[dict[str, torc
     The counts of mixtures that are spread over ranks are added on exit.
 
     Args:
-        hooks: count rows of mixtures that are not spread too, by hooks, for which compiled code is recompiled.
+        hooks: also count the rows of mixtures that are not spread. Their hooks recompile compiled code.
     """
-    found: dict[str, torch.Tensor] = {}
+    rows_by_path: dict[str, torch.Tensor] = {}
 
     def note(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _, index, _ = routed(module, args, kwargs)
-        found[path] = rows_of_experts(index.reshape(-1), num_experts(module))
+        rows_by_path[path] = rows_of_experts(index.reshape(-1), num_experts(module))
 
     mixtures = mixtures_of(root)
-    whole = {path: each for path, each in mixtures.items() if not layers_of(each, ExpertParallel)} if hooks else {}
-    handles = [each.register_forward_pre_hook(partial(note, path), with_kwargs=True) for path, each in whole.items()]
+    unspread = {path: mixture for path, mixture in mixtures.items() if hooks and not is_spread(mixture)}
+    handles = [
+        mixture.register_forward_pre_hook(partial(note, path), with_kwargs=True) for path, mixture in unspread.items()
+    ]
     try:
-        yield found
-        for path, each in mixtures.items():
-            for layer in layers_of(each, ExpertParallel):
+        yield rows_by_path
+        for path, mixture in mixtures.items():
+            for layer in layers_of(mixture, ExpertParallel):
                 if layer.rows is not None:
-                    found[path] = layer.rows
+                    rows_by_path[path] = layer.rows
     finally:
         for handle in handles:
             handle.remove()
@@ -255,11 +262,15 @@ def mixtures_of(root: nn.Module) -> dict[str, nn.Module]:
 
 def stacked_parameters(module: nn.Module) -> list[str]:
     """Returns the names of a module's own parameters that are stacked by expert; empty if it is not an experts module."""
-    experts, own = num_experts(module), parameters_of(module)
+    experts, parameters = num_experts(module), parameters_of(module)
     for layer in layers_of(module, ExpertParallel):
         experts //= layer.axis.size
-    found = [name for name, each in own.items() if each is not None and each.dim() > 1 and each.shape[0] == experts]
-    return found if experts and len(found) > 1 and len(argument_names(module)) == 3 else []
+    names = [
+        name
+        for name, param in parameters.items()
+        if param is not None and param.dim() > 1 and param.shape[0] == experts
+    ]
+    return names if experts and len(names) > 1 and len(argument_names(module)) == 3 else []
 
 
 def num_experts(module: nn.Module) -> int:
@@ -278,12 +289,14 @@ def is_spread(module: nn.Module) -> bool:
 
 def spread_experts(module: nn.Module) -> list[nn.Module]:
     """Returns the experts modules in a module that are spread over ranks."""
-    return [each for each in mixtures_of(module).values() if is_spread(each)]
+    return [mixture for mixture in mixtures_of(module).values() if is_spread(mixture)]
 
 
 def copied_experts(module: nn.Module) -> bool:
     """Returns True if several ranks have the same experts of a mixture that is spread over ranks."""
-    return any(layer.replicas.size > 1 for each in spread_experts(module) for layer in layers_of(each, ExpertParallel))
+    return any(
+        layer.replicas.size > 1 for mixture in spread_experts(module) for layer in layers_of(mixture, ExpertParallel)
+    )
 
 
 def cut_copies(module: nn.Module, mesh: Any, policy: Any, reshard_after_forward: bool) -> None:
@@ -300,23 +313,23 @@ def cut_copies(module: nn.Module, mesh: Any, policy: Any, reshard_after_forward:
     axis = layer.replicas
     copies = DeviceMesh.from_group(axis.group, mesh.device_type, mesh_dim_names=("copies",))
 
-    def along(param: nn.Parameter) -> Shard | None:
+    def placement(param: nn.Parameter) -> Shard | None:
         return next((Shard(dim) for dim, size in enumerate(param.shape) if size % axis.size == 0), None)
 
-    made = fully_shard(
-        module, mesh=copies, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=along
+    sharded = fully_shard(
+        module, mesh=copies, mp_policy=policy, reshard_after_forward=reshard_after_forward, shard_placement_fn=placement
     )
-    # A gradient is a mean over all replicas; it already includes those that share the experts, through their rows.
+    # The gradient must be a mean over all replicas. It already sums those that share the experts, through their rows.
     # (`set_gradient_divide_factor` divides twice in torch 2.13 if one rank has the experts, or gloo refuses it.)
-    replicas = axis_of(mesh, "dp")
-    scale_gradients(made, axis.size / (1 if replicas is None else replicas.size))
+    dp = axis_of(mesh, "dp")
+    scale_gradients(sharded, axis.size / (1 if dp is None else dp.size))
 
 
 def copies_of_experts(module: nn.Module) -> dict[nn.Parameter, Axis]:
     """Returns the parameters of experts that are spread over ranks, each with the axis of the ranks that have the same."""
     return {
-        parameters_of(each)[name]: layer.replicas
-        for each in spread_experts(module)
-        for layer in layers_of(each, ExpertParallel)
-        for name in stacked_parameters(each)
+        parameters_of(mixture)[name]: layer.replicas
+        for mixture in spread_experts(module)
+        for layer in layers_of(mixture, ExpertParallel)
+        for name in stacked_parameters(mixture)
     }

@@ -1,4 +1,4 @@
-"""Layers for modules whose weights are sharded such that each rank computes a part of a sum."""
+"""Layers for modules whose weights are sharded such that each rank computes a partial sum."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +34,7 @@ class BiasOnce(Layer):
         bias = parameters_of(module).get("bias")
         if bias is None:
             return inner(*args, **kwargs)
+        # Zeros on the other ranks rather than no bias: every rank gets its gradient, so that replicas stay equal.
         added = once(self.axis)(bias)
         if layers_of(module, WithoutBias):
             return inner(*args, **kwargs)
@@ -50,12 +51,13 @@ class BiasOnce(Layer):
 def once(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function that zeroes a bias on all ranks but the first, so that the sum over ranks includes it once.
 
-    Every rank gets the bias's full gradient."""
+    Every rank gets the bias's full gradient.
+    """
     return partial(through, forward=None if axis.rank == 0 else torch.zeros_like)
 
 
 class PartialEmbedding(Layer):
-    """Looks up the tokens of this rank's part of the vocabulary; other tokens give zeros."""
+    """Looks up the tokens of this rank's shard of the vocabulary; the result is zero for other tokens."""
 
     order = 10
 
@@ -65,24 +67,24 @@ class PartialEmbedding(Layer):
 
     def __call__(self, module: Any, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tokens = args[0] if args else kwargs["input"]
-        local = -(-self.size // self.axis.size)
-        shifted = tokens - self.axis.rank * local
-        in_shard = (shifted >= 0) & (shifted < local)
+        shard_size = -(-self.size // self.axis.size)
+        shifted = tokens - self.axis.rank * shard_size
+        in_shard = (shifted >= 0) & (shifted < shard_size)
         padding = module.padding_idx
         if padding is not None:
-            padding -= self.axis.rank * local
-            # The padding token has no row here if it is outside of this rank's part.
-            padding = padding if 0 <= padding < local else None
+            padding -= self.axis.rank * shard_size
+            # The padding token has no row here if it is outside this rank's shard.
+            padding = padding if 0 <= padding < shard_size else None
         rows = self._rows(module, inner, shifted.where(in_shard, 0), padding)
         return rows * in_shard.unsqueeze(-1)
 
     @staticmethod
     def _rows(module: nn.Embedding, inner: Inner, tokens: torch.Tensor, padding: int | None) -> torch.Tensor:
-        """Looks up local tokens. Subclasses do more, for example scale (Gemma)."""
+        """Looks up local tokens. Subclasses keep their own forward, which may also scale (Gemma)."""
         if type(module) is nn.Embedding and module.max_norm is None:
             return nn.functional.embedding(tokens, module.weight, padding)
-        whole, module.padding_idx = module.padding_idx, padding
+        padding_idx, module.padding_idx = module.padding_idx, padding
         try:
             return inner(tokens)
         finally:
-            module.padding_idx = whole
+            module.padding_idx = padding_idx

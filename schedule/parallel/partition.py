@@ -1,9 +1,9 @@
-"""A model divided into pipeline stages, without a change to its code.
+"""Division of a model into pipeline stages, without a change to its code.
 
-Every rank keeps the whole module tree and runs the model's own forward, with a gate at each module. Modules of the stage
+Every rank keeps the full module tree and runs the model's own forward, with a gate at each module. Modules of the stage
 run. Modules of an earlier stage are skipped: the module that the cut follows returns the received tensors, and those
 before it return placeholders of the right shape, filled with NaN so that a value that bypasses the cut is detected. The
-forward ends after the stage's last module. The model itself computes masks, positions and the like on every stage, from
+forward ends after the stage's last module. The model computes masks, positions and similar values on every stage, from
 the batch that every rank gets.
 """
 
@@ -44,7 +44,7 @@ class StageEnd(BaseException):
 
 @dataclass(slots=True)
 class Unit:
-    """A maximal part of the model that lies in one stage."""
+    """A largest submodule that is in one stage."""
 
     path: str
     module: nn.Module
@@ -59,38 +59,37 @@ class Form:
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """(shape, dtype, True) for a tensor, (value, None, False) for anything else."""
+    """(shape, dtype, True) for a tensor, (value, None, False) for another value."""
 
     @staticmethod
     def of(output: Any) -> "Form":
         leaves, spec = tree_flatten(output)
-        tensors = [isinstance(each, torch.Tensor) for each in leaves]
-        return Form(
-            spec,
-            tuple(
-                (tuple(x.shape), x.dtype, True) if tensor else (x, None, False) for x, tensor in zip(leaves, tensors)
-            ),
-        )
+        described = [
+            (tuple(leaf.shape), leaf.dtype, True) if isinstance(leaf, torch.Tensor) else (leaf, None, False)
+            for leaf in leaves
+        ]
+        return Form(spec, tuple(described))
 
     def tensors(self, device: torch.device | str, fill: bool = False) -> tuple[torch.Tensor, ...]:
         """Returns zero tensors of these shapes; with `fill`, floating-point tensors are NaN."""
-        out = []
-        for shape, dtype, tensor in self.leaves:
-            if tensor:
+        tensors = []
+        for shape, dtype, is_tensor in self.leaves:
+            if is_tensor:
                 value = torch.zeros(shape, dtype=dtype, device=device)
-                out.append(value.fill_(float("nan")) if fill and dtype.is_floating_point else value)
-        return tuple(out)
+                tensors.append(value.fill_(float("nan")) if fill and dtype.is_floating_point else value)
+        return tuple(tensors)
 
     def fill(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Returns the output with these tensors."""
-        rest = iter(tensors)
-        return tree_unflatten([next(rest) if tensor else x for x, _, tensor in self.leaves], self.spec)
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if is_tensor else leaf for leaf, _, is_tensor in self.leaves], self.spec)
 
 
 class EitherWay(TorchDispatchMode):
-    """Lets code that reads values run on the meta device: each value is zero, or False.
+    """Lets code that reads values of tensors run on the meta device: each value is zero, or False.
 
-    The tensors that cross a cut have one form, so code that branches on values must return the same form on both branches.
+    The form of the tensors that cross a cut is fixed, so code that branches on values must return the same form on both
+    branches.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,23 +112,23 @@ class Board:
     forms: list[Form] = field(default_factory=list)
     """The form of the tensors that cross each cut."""
     checking: bool = False
-    """True while values that bypass the cut are looked for."""
+    """True while the stage looks for values that bypass the cut."""
     passed: bool = False
-    """True from the cut on that the stage begins with."""
+    """True once the forward has reached the cut that the stage begins with."""
     late: list[str] = field(default_factory=list)
     """Modules of earlier stages that the model calls after that cut."""
-    lacking: str = ""
-    """The first module of the stage that is given a placeholder, or what is computed from one."""
+    lacking: str | None = None
+    """The first module of the stage whose input is a placeholder, or is computed from one."""
     stages: int = 1
 
 
 class Gate:
-    """Replaces a unit's call, hooks and compilation included: runs it, skips it, or ends the stage after it."""
+    """Replaces a unit's call, including its hooks and compilation: runs it, skips it, or ends the stage after it."""
 
     def __init__(self, unit: Unit, meta: nn.Module, board: Board) -> None:
         self.unit, self.meta, self.board = unit, meta, board
         self.inner: Callable[..., Any] = call_of(unit.module)
-        self.known: dict[Any, Form] = {}
+        self.forms_by_key: dict[Any, Form] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         board, unit = self.board, self.unit
@@ -140,7 +139,7 @@ class Gate:
             if unit.ends:
                 board.forms.append(form)
                 if len(board.forms) == board.stages - 1:
-                    raise StageEnd(None)
+                    raise StageEnd(None)  # the output of the last stage crosses no cut
             return form.fill(form.tensors(board.device, fill=True))
         if unit.stage > board.stage:
             raise ScheduleError(
@@ -166,32 +165,34 @@ class Gate:
         """Returns the form of the unit's output, computed by its copy on the meta device."""
         args, kwargs = without_cache(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        key = (spec, *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
-        if key not in self.known:
-            leaves = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
+        key = (spec, *((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
+        if (
+            key not in self.forms_by_key
+        ):  # once for each shape: the forward on the meta device takes longer than a lookup
+            leaves = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(leaves, spec)
             try:
                 with torch.no_grad(), EitherWay():
-                    self.known[key] = Form.of(self.meta(*args, **kwargs))
+                    self.forms_by_key[key] = Form.of(self.meta(*args, **kwargs))
             except NotImplementedError as error:
                 raise ScheduleError(
-                    f"the shapes of what '{self.unit.path}' returns cannot be told without computing it, as every "
-                    f"stage of a pipeline must: {error}"
+                    f"the shapes of the outputs of '{self.unit.path}' depend on values, but every stage of a pipeline "
+                    f"must infer them without values: {error}"
                 ) from error
-        return self.known[key]
+        return self.forms_by_key[key]
 
 
 def _any_nan(values: Any) -> bool:
-    tensors = (each for each in tree_flatten(values)[0] if isinstance(each, torch.Tensor) and each.is_floating_point())
-    return any(bool(each.isnan().any()) for each in tensors)
+    tensors = (leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    return any(bool(tensor.isnan().any()) for tensor in tensors)
 
 
 def units_of(tree: Tree) -> list[Unit]:
     """Returns the units of a model in the order in which it registers its modules.
 
     Raises:
-        ScheduleError: a module that a cut divides has a parameter of its own, or a cut lies inside a module that runs
-            as a whole.
+        ScheduleError: a module that a cut divides has a parameter of its own, or a cut is inside a module that runs as a
+            unit.
     """
     units: list[Unit] = []
     stage = 0
@@ -218,37 +219,39 @@ def units_of(tree: Tree) -> list[Unit]:
     return units
 
 
-def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str:
-    """Returns a weight that several units on one rank of the pipeline share, as `a and b`; empty if there is none."""
-    unit_of = {each: unit for unit in units for each in unit.module.modules()}
-    found: dict[tuple[nn.Parameter, int], tuple[Unit, str]] = {}
+def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str | None:
+    """Returns a weight that several units on one rank of the pipeline share, as `a and b`; None if there is none."""
+    unit_of = {submodule: unit for unit in units for submodule in unit.module.modules()}
+    first_uses: dict[tuple[nn.Parameter, int], tuple[Unit, str]] = {}
     for path, module in root.named_modules():
         for name, param in parameters_of(module).items():
             if param is None or module not in unit_of:
                 continue
             unit = unit_of[module]
-            first, where = found.setdefault((param, placement.rank(unit.stage)), (unit, join(path, name)))
-            if first is not unit:
-                return f"{where} and {join(path, name)}"
-    return ""
+            first_unit, first_name = first_uses.setdefault(
+                (param, placement.rank(unit.stage)), (unit, join(path, name))
+            )
+            if first_unit is not unit:
+                return f"{first_name} and {join(path, name)}"
+    return None
 
 
 def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
-    """Raises ScheduleError if a cut lies within a module that cannot be divided."""
+    """Raises ScheduleError if a cut is inside a module that cannot be divided."""
     name = path or type(module).__name__
-    if any(not each.divisible for each in layers_of(module)):
-        raise ScheduleError(f"a pipeline cut must not lie inside of what is traced or fused, but '{name}' is")
-    for each in tree.deferred:
-        whole = each.phase in ("checkpoint", "compile") or (each.phase == "offload" and path)
-        if each.path == path and whole:
+    if any(not layer.divisible for layer in layers_of(module)):
+        raise ScheduleError(f"a pipeline cut must not be inside a traced or fused module, but '{name}' is one")
+    for work in tree.deferred:
+        runs_as_unit = work.phase in ("checkpoint", "compile") or (work.phase == "offload" and path)
+        if work.path == path and runs_as_unit:
             raise ScheduleError(
-                f"a pipeline cut must not lie inside of what runs as a whole, but '{name}' has {each.phase}; "
+                f"a pipeline cut must not be inside a module that runs as a unit, but '{name}' has {work.phase}; "
                 "apply it to the modules below"
             )
-    own = [key for key, value in parameters_of(module).items() if value is not None]
-    if own:
+    parameter_names = [key for key, value in parameters_of(module).items() if value is not None]
+    if parameter_names:
         raise ScheduleError(
-            f"a pipeline cut divides '{name}', so it must hold no parameter itself, but holds {', '.join(own)}"
+            f"a pipeline cut divides '{name}', so it must have no parameter of its own, but has {', '.join(parameter_names)}"
         )
 
 
@@ -257,30 +260,30 @@ def meta_copy(module: nn.Module, without: Iterable[str] = ()) -> nn.Module:
 
     Args:
         module: the original.
-        without: paths of modules that the copy lacks.
+        without: paths of modules to leave out of the copy.
     """
-    left_out = tuple(without)
-    memo: dict[int, Any] = {id(module.get_submodule(path)): nn.Identity() for path in left_out}
-    for each in module.modules():
-        for tensor in [*parameters_of(each).values(), *buffers_of(each).values()]:
+    paths_without = tuple(without)
+    memo: dict[int, Any] = {id(module.get_submodule(path)): nn.Identity() for path in paths_without}
+    for submodule in module.modules():
+        for tensor in [*parameters_of(submodule).values(), *buffers_of(submodule).values()]:
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
             elif tensor is not None:
                 memo[id(tensor)] = tensor.detach().to("meta")  # another object, on the meta device too
     copied = copy.deepcopy(module, memo)
-    for path in left_out:
+    for path in paths_without:
         parent, _, name = path.rpartition(".")
         del children_of(copied.get_submodule(parent))[name]
     return by_shapes_alone(copied)
 
 
 def by_shapes_alone(module: nn.Module) -> nn.Module:
-    """Returns the module, set to compute such that the shapes of its results do not depend on values.
+    """Configures a module such that the shapes of its results do not depend on values, and returns it.
 
-    The other implementations of a mixture of experts in transformers sort the tokens by expert.
+    Of transformers' implementations of a mixture of experts only one has that property; the others sort tokens by expert.
     """
-    for each in module.modules():
-        experts_by_shapes_alone(each.__dict__.get("config"))
+    for submodule in module.modules():
+        experts_by_shapes_alone(submodule.__dict__.get("config"))
     return module
 
 
@@ -294,7 +297,7 @@ def drop(module: nn.Module) -> None:
         return torch.empty_like(tensor, device="meta", requires_grad=False)
 
     held.exchange(module, form, lambda tensor, path: form(tensor, path) if tensor.is_meta else tensor)
-    for each in module.modules():
-        for name, tensor in held.own_tensors(each):
-            (parameters_of(each) if name in parameters_of(each) else buffers_of(each)).pop(name)
-            each.__dict__[name] = tensor
+    for submodule in module.modules():
+        for name, tensor in held.own_tensors(submodule):
+            (parameters_of(submodule) if name in parameters_of(submodule) else buffers_of(submodule)).pop(name)
+            submodule.__dict__[name] = tensor

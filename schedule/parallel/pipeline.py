@@ -1,4 +1,4 @@
-"""The pipeline of a model that was cut into stages, run by torch.distributed.pipelining."""
+"""The pipeline of a model that is cut into stages, run by torch.distributed.pipelining."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +41,9 @@ class Pipeline:
         """Indices of the stages on this rank."""
         self.ties = _ties(tree.module, self.units, self.placement, axis)
         self.tied_within = tied_within(tree.module, self.units, self.placement)
-        """A weight that several units on one rank share, on this rank or another; empty if there is none."""
+        """A weight that several units on one rank share, on this rank or another; None if there is none."""
         self.board = Board(device, stages=self.num_stages)
+        # Before the units of other ranks are dropped: forms are inferred from copies of all units.
         self.metas = [meta_copy(unit.module) for unit in self.units]
         for unit in self.units:
             # A unit without parameters (rotary frequencies, dropout) may run on every stage.
@@ -69,7 +70,7 @@ class Pipeline:
         for unit in self.units:
             for param in unit.module.parameters():
                 stages.setdefault(param, set()).add(unit.stage)
-        # In a V-shaped placement the first rank has both ends of the model.
+        # In a V-shaped placement the first rank has both the first and the last stage.
         return list(dict.fromkeys([*tied, *(param for param in stages if len(stages[param]) > 1)]))
 
     def absent(self, path: str) -> bool:
@@ -78,22 +79,22 @@ class Pipeline:
 
     def metas_below(self, path: str) -> list[nn.Module]:
         """Returns the meta copy of a module, or those of all units below it if it spans several."""
-        out = []
+        metas = []
         for unit, meta in zip(self.units, self.metas):
             if is_within(unit.path, path):
-                out.append(meta)
+                metas.append(meta)
             elif is_within(path, unit.path):
-                out.append(meta.get_submodule(path.removeprefix(unit.path + ".")))
-        return out
+                metas.append(meta.get_submodule(path.removeprefix(unit.path + ".")))
+        return metas
 
     def start(self) -> None:
-        """Installs the gates, after compilation and data sharding have been applied, and makes tied weights equal."""
+        """Installs the gates, which wrap compiled and data-sharded modules, and makes tied weights equal."""
         for unit, meta in zip(self.units, self.metas):
             if unit.ends or any(True for _ in meta.parameters()):
                 set_call(unit.module, Gate(unit, meta, self.board))
         with torch.no_grad():
-            for tensors in self._tied(lambda p: p.detach()):
-                self._share(tensors)
+            for tied in self._tied_tensors(lambda param: param.detach()):
+                self._send_from_first(tied)
         self.model.__dict__["pipeline"] = self
 
     def step(
@@ -106,8 +107,8 @@ class Pipeline:
     ) -> torch.Tensor:
         """Runs forward and backward of a batch in micro-batches and accumulates gradients.
 
-        With gradients disabled, the backward pass runs too, and all gradients are set to None afterwards: PyTorch's
-        schedules with several stages per rank cannot run forward only.
+        With gradients disabled the backward pass runs too, and all gradients are set to None afterwards, because PyTorch's
+        schedules with several stages per rank cannot run the forward pass alone.
 
         Every rank of the pipeline gets the same batch: tensors whose first dimension is the batch.
 
@@ -122,32 +123,34 @@ class Pipeline:
             The mean loss over the micro-batches, on every rank.
         """
         kwargs = named_arguments(self.model, args, kwargs)
-        tensors = [each for each in tree_flatten(kwargs)[0] if isinstance(each, torch.Tensor) and each.dim()]
+        tensors = [leaf for leaf in tree_flatten(kwargs)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if not tensors or tensors[0].shape[0] % self.micro_batches:
             raise ScheduleError(
                 f"{self.micro_batches} micro-batches must divide the batch, but it has "
                 f"{tensors[0].shape[0] if tensors else 'no tensors'}"
             )
         size = tensors[0].shape[0]
+        # Replicas reduce gradients in the last backward pass of a step; each micro-batch has one.
         if replicas := self.model.__dict__.get("replicas"):
             replicas.passes = self.micro_batches
         self._prepare(kwargs, size)
         self.outputs.clear()
         self.watch = watch
         losses: list[torch.Tensor] = []
-        anchor = torch.zeros(size, 1, device=self.device)
-        first, last = 0 in self.own_stages, self.num_stages - 1 in self.own_stages
+        # The first stage needs an input that torch can split into micro-batches; the model reads `kwargs` instead.
+        batch_marker = torch.zeros(size, 1, device=self.device)
+        has_first_stage, has_last_stage = 0 in self.own_stages, self.num_stages - 1 in self.own_stages
         with torch.enable_grad():
             if self.loss is None:
                 target = self._factors(factors, size)
             elif target is None:
-                target = anchor
+                target = batch_marker
             failure = None
             try:
                 self.schedule.step(
-                    *((anchor,) if first else ()),
-                    target=target if last else None,
-                    losses=losses if last else None,
+                    *((batch_marker,) if has_first_stage else ()),
+                    target=target if has_last_stage else None,
+                    losses=losses if has_last_stage else None,
                     return_outputs=False,
                     **kwargs,
                 )
@@ -160,18 +163,18 @@ class Pipeline:
         self.watch = None
         if not self.keep_outputs:
             self.outputs.clear()
-        for each in self.after_passes:
-            each()
+        for callback in self.after_passes:
+            callback()
         with torch.no_grad():
-            for tensors in self._tied(lambda p: p.grad):
-                self._add(tensors)
-        for each in self.after_step:
-            each()
+            for tied in self._tied_tensors(lambda param: param.grad):
+                self._sum_on_first(tied)
+        for callback in self.after_step:  # replicas average the sums of tied gradients, so after these
+            callback()
         if not torch.is_grad_enabled():
             self.model.zero_grad(set_to_none=True)
-        # float32 on all ranks: the others do not know the dtype of the loss.
+        # float32 on all ranks: only the last stage knows the dtype of the loss.
         total = torch.zeros((), device=self.device, dtype=torch.float32)
-        if last:
+        if has_last_stage:
             total += torch.stack(losses).float().sum().detach()
         source = dist.get_global_rank(self.axis.group, self.placement.rank(self.num_stages - 1))
         dist.broadcast(total, source, group=self.axis.group)
@@ -187,21 +190,23 @@ class Pipeline:
         """Creates the schedule for batches of these shapes, unless the current one fits."""
         from torch.distributed import pipelining
 
-        part = size // self.micro_batches
+        micro_batch_size = size // self.micro_batches
 
-        def micro(value: Any) -> Any:
-            return value[:part] if isinstance(value, torch.Tensor) and value.dim() else value
+        def first_micro_batch(value: Any) -> Any:
+            return value[:micro_batch_size] if isinstance(value, torch.Tensor) and value.dim() else value
 
-        shapes = tree_map(lambda v: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else v, kwargs)
+        shapes = tree_map(
+            lambda value: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value, kwargs
+        )
         shapes = (self.micro_batches, shapes)
         if self.schedule is not None and shapes == self._shapes:
             return
         self._shapes = shapes
-        self.find_forms(tree_map(micro, kwargs))
-        stages = [self._stage(index, part) for index in self.own_stages]
-        make = getattr(pipelining, self.order.made_by)
-        given = stages if self.order.most != 1 else stages[0]
-        self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+        self.find_forms(tree_map(first_micro_batch, kwargs))
+        stages = [self._stage(index, micro_batch_size) for index in self.own_stages]
+        schedule_class = getattr(pipelining, self.order.made_by)
+        stages_of_rank = stages if self.order.most != 1 else stages[0]
+        self.schedule = schedule_class(stages_of_rank, self.micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def find_forms(self, batch: dict[str, Any]) -> None:
         """Infers the forms of the tensors that cross the cuts for a micro-batch, given by name, without computing them.
@@ -223,14 +228,14 @@ class Pipeline:
         if len(board.forms) != self.num_stages - 1:
             raise ScheduleError("the model's forward did not pass through every pipeline cut")
 
-    def _stage(self, index: int, part: int) -> Any:
+    def _stage(self, index: int, micro_batch_size: int) -> Any:
         from torch.distributed.pipelining import PipelineStage
 
-        inputs = self.board.forms[index - 1].tensors(self.device) if index else (torch.zeros(part, 1),)
-        last = index == self.num_stages - 1
-        outputs = (torch.zeros(1, device=self.device),) if last else self.board.forms[index].tensors(self.device)
+        inputs = self.board.forms[index - 1].tensors(self.device) if index else (torch.zeros(micro_batch_size, 1),)
+        is_last = index == self.num_stages - 1
+        outputs = (torch.zeros(1, device=self.device),) if is_last else self.board.forms[index].tensors(self.device)
         inputs, outputs = (
-            tuple(each.requires_grad_() if each.is_floating_point() else each for each in group)
+            tuple(tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in group)
             for group in (inputs, outputs)
         )
         module = Stage(self, index)
@@ -239,14 +244,14 @@ class Pipeline:
             index,
             self.num_stages,
             self.device,
-            input_args=tuple(each.to(self.device) for each in inputs),
+            input_args=tuple(tensor.to(self.device) for tensor in inputs),
             output_args=outputs,
             group=self.axis.group,
         )
         return module.runner
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        # A factor of 0 is that of a micro-batch without labels, whose mean loss is not a number.
+        # The factor is 0 for a micro-batch without labels, whose mean loss is NaN.
         value = (
             torch.where(target[0] > 0, output.sum() * target[0], 0.0)
             if self.loss is None
@@ -254,48 +259,48 @@ class Pipeline:
         )
         return value / self.micro_batches
 
-    def _tied(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
-        """Returns, for each tie between ranks, (this rank's tensor, the other's global rank, True if this is first)."""
-        out = []
+    def _tied_tensors(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
+        """Returns, for each tie between ranks, (this rank's tensor, the peer's global rank, True if this rank is first)."""
+        ties = []
         for module, name, ranks in self.ties:
             if self.axis.rank not in ranks:
                 continue
             param = parameters_of(module)[name]
-            assert param is not None, "a tied weight is there"
+            assert param is not None, "a tied weight exists on each of its stages"
             value = read(param)
             if value is None:
                 if not param.requires_grad:
                     continue
-                # The other ranks wait for a gradient.
+                # The other ranks wait for a message, so a missing gradient is sent as zeros.
                 param.grad = value = torch.zeros_like(param)
             if is_dtensor(value):
-                # Every holder is sharded alike over the data-parallel ranks, so local shards correspond.
+                # Every rank with the weight shards it over the data-parallel ranks in the same way: local shards correspond.
                 value = value.to_local()
-            first = self.axis.rank == ranks[0]
-            others = ranks[1:] if first else ranks[:1]
-            out.append([(value, dist.get_global_rank(self.axis.group, other), first) for other in others])
-        return out
+            is_source = self.axis.rank == ranks[0]
+            peers = ranks[1:] if is_source else ranks[:1]
+            ties.append([(value, dist.get_global_rank(self.axis.group, peer), is_source) for peer in peers])
+        return ties
 
-    def _add(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
+    def _sum_on_first(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
         """Sums a gradient over the ranks that have the weight, on the first of them, and sends the sum to the others."""
-        for grad, other, first in tensors:
-            if first:
-                grad.add_(self._received(grad, other))
+        for grad, peer, is_source in tensors:
+            if is_source:
+                grad.add_(self._receive(grad, peer))
             else:
-                dist.send(grad.contiguous(), other, group=self.axis.group)
-        self._share(tensors)
+                dist.send(grad.contiguous(), peer, group=self.axis.group)
+        self._send_from_first(tensors)
 
-    def _share(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
+    def _send_from_first(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
         """Sends the values of the first rank that has the weight to the others."""
-        for tensor, other, first in tensors:
-            if first:
-                dist.send(tensor.contiguous(), other, group=self.axis.group)
+        for tensor, peer, is_source in tensors:
+            if is_source:
+                dist.send(tensor.contiguous(), peer, group=self.axis.group)
             else:
-                tensor.copy_(self._received(tensor, other))
+                tensor.copy_(self._receive(tensor, peer))
 
-    def _received(self, like: torch.Tensor, other: int) -> torch.Tensor:
-        buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
-        dist.recv(buffer, other, group=self.axis.group)
+    def _receive(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.recv(buffer, peer, group=self.axis.group)
         return buffer
 
 
@@ -308,9 +313,9 @@ class Stage(nn.Module):
         self.index = index
         self.runner: Any = None
         """The stage object of torch.distributed.pipelining that runs this module."""
-        self.checked = self.decided = False
+        self.checked = self.split_decided = False
         own_modules = [unit.module for unit in pipeline.units if unit.stage == index]
-        self.weights = list(dict.fromkeys(each for module in own_modules for each in module.parameters()))
+        self.weights = list(dict.fromkeys(param for module in own_modules for param in module.parameters()))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields the stage's parameters, whose gradients a split backward pass computes in its second part."""
@@ -322,19 +327,19 @@ class Stage(nn.Module):
         The last stage returns the model's own loss, of shape (1,), or the first tensor of its output for `loss`."""
         pipeline, board = self.pipeline, self.pipeline.board
         board.stage, board.received = self.index, received
-        board.passed, board.lacking, board.checking = False, "", self.index > 0 and not self.checked
+        board.passed, board.lacking, board.checking = False, None, self.index > 0 and not self.checked
         board.late.clear()
         try:
             output = pipeline.model(**inputs)
         except StageEnd as end:
-            crossing = [each for each in tree_flatten(end.output)[0] if isinstance(each, torch.Tensor)]
+            crossing = [leaf for leaf in tree_flatten(end.output)[0] if isinstance(leaf, torch.Tensor)]
             # Under autocast a tensor may have a narrower dtype than the next stage expects.
             forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
-            tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
+            tensors = tuple(tensor.to(dtype).contiguous() for tensor, dtype in zip(crossing, forms, strict=True))
             self._check_shapes(received, tensors)
             if pipeline.order.splits_backward:
-                tensors = tuple(leave(each, received) for each in tensors)
-                self._divide(tensors, received)
+                tensors = tuple(leave(tensor, received) for tensor in tensors)
+                self._decide_split(tensors, received)
             return tensors
         finally:
             board.stage, board.received, board.checking = None, (), False
@@ -346,53 +351,54 @@ class Stage(nn.Module):
         if pipeline.watch is not None:
             pipeline.watch(output)
         if pipeline.order.splits_backward:
-            results = [each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor)]
-            self._divide(results, received)
+            results = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+            self._decide_split(results, received)
         if pipeline.loss is not None:
-            first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
-            first = getattr(first, "hidden", first)  # of logits that are not materialized
-            self._check_shapes(received, (first,))
-            return first
+            result = next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
+            result = getattr(result, "hidden", result)  # of logits that are not materialized
+            self._check_shapes(received, (result,))
+            return result
         loss = getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
             raise ScheduleError("the model returns no loss; pass build(loss=...) and step(target=...)")
         self._check_shapes(received, (loss,))
         return loss.reshape(1)
 
-    def _divide(self, results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Decides, at the first micro-batch, if the backward pass is split."""
-        if self.index and not self.decided and not splits(results, received):
-            # The first part computes all gradients, and the second does nothing.
-            self.runner.dw_builder = lambda: _nothing
-        self.decided = True
+    def _decide_split(self, results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Decides, at the first micro-batch, whether the backward pass of this stage is split in two."""
+        if self.index and not self.split_decided and not splits(results, received):
+            # The first part then computes all gradients, and the second one must do nothing.
+            self.runner.dw_builder = lambda: _no_weight_gradients
+        self.split_decided = True
 
     def _check_shapes(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
         """Raises ScheduleError, at the first micro-batch, if a result depends on a placeholder."""
+        # Once only: a check of values synchronises with the device. The first stage has no placeholders.
         if self.checked or self.index == 0:
             return
         self.checked = True
-        if any(each.isnan().any() for each in received if each.is_floating_point()):
-            return
-        if any(each.isnan().any() for each in tensors if each.is_floating_point()):
+        if any(tensor.isnan().any() for tensor in received if tensor.is_floating_point()):
+            return  # NaN of an earlier stage says nothing about placeholders
+        if any(tensor.isnan().any() for tensor in tensors if tensor.is_floating_point()):
             raise ScheduleError(self._bypassing())
 
     def _bypassing(self) -> str:
         """Describes the value from before the cut that this stage uses."""
         board = self.pipeline.board
         cut = next(unit.path for unit in self.pipeline.units if unit.ends and unit.stage == self.index - 1)
-        words = f"pipeline stage {self.index} uses a value from before its cut other than what '{cut}' returns"
+        message = f"pipeline stage {self.index} uses a value from before its cut that '{cut}' does not return"
         if board.late and self.index == self.pipeline.num_stages - 1:
-            listed = ", ".join(repr(each) for each in board.late)
+            listed = ", ".join(repr(path) for path in board.late)
             return (
-                f"{words}: that of {listed}, which the model registers before the cut and calls after it; "
+                f"{message}: the output of {listed}, which the model registers before the cut and calls after it; "
                 f"cut_pipeline_stage(late=[{listed}])"
             )
-        lacking = f": '{board.lacking}' is given it, or what is computed from it" if board.lacking else ""
-        return f"{words}{lacking}; cut elsewhere"
+        reader = f": '{board.lacking}' gets it, or a value computed from it" if board.lacking else ""
+        return f"{message}{reader}; cut elsewhere"
 
 
-def _nothing() -> None:
-    """The second part of a backward pass that is not split."""
+def _no_weight_gradients() -> None:
+    """Does nothing: the second part of a backward pass that is not split."""
 
 
 def _ties(
@@ -400,20 +406,21 @@ def _ties(
 ) -> list[tuple[nn.Module, str, list[int]]]:
     """Returns the parameters that stages of several ranks share, as (module, name, ranks).
 
-    The module and name are this rank's, and the ranks are in order of first use."""
-    rank_of = {each: placement.rank(unit.stage) for unit in units for each in unit.module.modules()}
-    out, seen = [], set()
+    The module and name are this rank's, and the ranks are in order of first use.
+    """
+    rank_of = {submodule: placement.rank(unit.stage) for unit in units for submodule in unit.module.modules()}
+    ties, seen = [], set()
     for module in root.modules():
         for param in parameters_of(module).values():
             if param is None or param in seen:
                 continue
             seen.add(param)
-            held = [(m, name, rank_of[m]) for _, m, name in holders(root, param) if m in rank_of]
-            ranks = list(dict.fromkeys(rank for _, _, rank in held))
+            places = [(holder, name, rank_of[holder]) for _, holder, name in holders(root, param) if holder in rank_of]
+            ranks = list(dict.fromkeys(rank for _, _, rank in places))
             if len(ranks) > 1:
-                owned = next(((m, name) for m, name, rank in held if rank == axis.rank), held[0][:2])
-                out.append((*owned, ranks))
-    return out
+                own_place = next(((holder, name) for holder, name, rank in places if rank == axis.rank), places[0][:2])
+                ties.append((*own_place, ranks))
+    return ties
 
 
 def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) -> None:
@@ -422,18 +429,22 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
     Raises:
         ScheduleError: the number of stages or micro-batches does not fit, or a primitive on the model is incompatible.
     """
-    order, held = PIPELINE_SCHEDULES[kind], stages // ranks
+    order, stages_per_rank = PIPELINE_SCHEDULES[kind], stages // ranks
     if stages % ranks:
         raise ScheduleError(
             f"the {ranks} ranks of the pp axis must divide the number of stages, but there are {stages} "
             f"({stages - 1} cuts)"
         )
-    if held < order.least or (order.most is not None and held > order.most):
-        many = {1: "one stage a rank", None: f"{order.least} stages a rank or more"}
-        fit = [name for name, each in PIPELINE_SCHEDULES.items() if each.least <= held <= (each.most or held)]
+    if stages_per_rank < order.least or (order.most is not None and stages_per_rank > order.most):
+        limits = {1: "one stage a rank", None: f"{order.least} stages a rank or more"}
+        alternatives = [
+            name
+            for name, other in PIPELINE_SCHEDULES.items()
+            if other.least <= stages_per_rank <= (other.most or stages_per_rank)
+        ]
         raise ScheduleError(
-            f"schedule {kind} takes {many.get(order.most, f'{order.most} stages a rank')}, but there are "
-            f"{stages} on {ranks} ranks; use '{fit[0]}'"
+            f"schedule {kind} takes {limits.get(order.most, f'{order.most} stages a rank')}, but there are "
+            f"{stages} on {ranks} ranks; use '{alternatives[0]}'"
         )
     if not order.waits and micro_batches < ranks:
         raise ScheduleError(
@@ -447,7 +458,7 @@ def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: i
 
 def _check_split(tree: Tree, kind: str) -> None:
     """Raises ScheduleError for a primitive that computes the gradients of inputs and weights together."""
-    sharded = any("gradients" in each.arguments.get("cut", ()) for each in tree.deferred)
+    sharded = any("gradients" in work.arguments.get("cut", ()) for work in tree.deferred)
     for step in tree.steps:
         if step.primitive in NOT_SPLIT and (step.primitive != "shard_data" or sharded):
             raise ScheduleError(

@@ -31,8 +31,8 @@ SOFTCAP = ("attn_logit_softcapping", "attn_logit_softcap")
 """Names of a bound on attention scores in configurations."""
 
 
-def obstacle(model: nn.Module) -> str:
-    """Returns how a model's attention differs from softmax(Q K') V, as a predicate; empty if it does not."""
+def obstacle(model: nn.Module) -> str | None:
+    """Returns how a model's attention differs from softmax(Q K') V, as a predicate; None if it does not."""
     config: Any = getattr(model, "config", None)
     for name in SOFTCAP:
         if (bound := getattr(config.get_text_config(), name, None)) is not None:
@@ -40,7 +40,7 @@ def obstacle(model: nn.Module) -> str:
     for path, _ in model.named_modules():
         if "relative_attention_bias" in path.rpartition(".")[2]:
             return f"adds a bias to the scores of its attention ('{path}'), which is more than a ring computes"
-    return ""
+    return None
 
 
 def attend(
@@ -62,7 +62,7 @@ def attend(
         query: (B, H, T', D).
         key, value: (B, K, T', D).
         attention_mask: a mask from `make_mask`.
-        kernels: True to use torch's kernels where one supports the block.
+        kernels: True to use torch's kernels for the blocks that they support.
         scaling: the factor of the scores; None for 1 / sqrt(D).
         dropout: the fraction of probabilities that are dropped.
 
@@ -70,30 +70,30 @@ def attend(
         The output, (B, T', H, D), and None for the attention weights.
 
     Raises:
-        ScheduleError: the model needs more than softmax(Q K') V, or its mask is not from `make_mask`.
+        ScheduleError: the model's attention is not softmax(Q K') V, or its mask is not from `make_mask`.
     """
-    if query.is_meta:  # only the shape is needed
+    if query.is_meta:  # tracing and pipelines infer shapes on the meta device
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     for name in MORE_THAN_SCORES:
         if kwargs.get(name) is not None:
             raise ScheduleError(f"cp: attention with {name} is more than a ring computes; use sp")
     if not isinstance(attention_mask, RingMask):
         raise ScheduleError(
-            "cp: a ring knows who looks at whom by transformers' mask functions, but the model gives its attention "
-            f"{'none' if attention_mask is None else 'a mask made elsewhere'}; use sp"
+            "cp: a ring needs a mask from transformers' mask functions, but the attention of this model gets "
+            f"{'none' if attention_mask is None else 'a mask of its own'}; use sp"
         )
     if torch.is_autocast_enabled(query.device.type):
-        narrow = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (each.to(narrow) for each in (query, key, value))
+        autocast_dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(autocast_dtype) for tensor in (query, key, value))
     ring = Ring(
         axis=axis,
         mask=attention_mask,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout=dropout,
-        seed=int(torch.randint(2**48, ())) if dropout else 0,
+        seed=int(torch.randint(2**48, ())) if dropout else 0,  # leaves room for the additions in `blocks`
         kernels=kernels,
     )
-    return _Around.apply(query, key, value, ring).transpose(1, 2).contiguous(), None
+    return _RingAttention.apply(query, key, value, ring).transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,18 +114,18 @@ class Ring:
     def blocks(self, source: int) -> Iterator[tuple[Block, AttentionOptions]]:
         """Yields the blocks to compute with the keys of a rank, with their options."""
         for number, block in enumerate(self.mask.blocks(source)):
-            how = AttentionOptions(
+            options = AttentionOptions(
                 scale=self.scale,
                 causal=block.kind is Kind.CAUSAL,
                 pairs=self.mask.pairs(block, source) if block.kind is Kind.MASKED else None,
                 dropout=self.dropout,
-                seed=self.seed + 4 * source + number,
+                seed=self.seed + 4 * source + number,  # at most 4 pairs of stretches, so no seed repeats
                 kernels=self.kernels,
             )
-            yield block, how
+            yield block, options
 
 
-class _Around(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring) -> torch.Tensor:
         with torch.autocast(query.device.type, enabled=False):
@@ -139,8 +139,10 @@ class _Around(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         with torch.autocast(grads[0].device.type, enabled=False):
             query, key, value, output, log_sum = ctx.saved_tensors
-            found = _backward(grads[0], query, key, value, output, log_sum, ctx.ring)
-        return *(each.to(like.dtype) for each, like in zip(found, (query, key, value))), None
+            gradients_of_inputs = _backward(grads[0], query, key, value, output, log_sum, ctx.ring)
+        return *(
+            gradient.to(input_tensor.dtype) for gradient, input_tensor in zip(gradients_of_inputs, (query, key, value))
+        ), None
 
 
 def _forward(
@@ -150,32 +152,35 @@ def _forward(
     wide = torch.promote_types(query.dtype, torch.float32)
     output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=wide)
     log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    both = torch.cat((key, value), -1)  # one message
+    keys_values = torch.cat((key, value), -1)  # one message
     sources = ring.sources()
     for source in sources:
-        coming = RingTransfer(both, ring.axis) if source != sources[-1] else None
-        keys, values = both.split((key.shape[-1], value.shape[-1]), -1)
-        for block, how in ring.blocks(source):
-            at = block.queries
-            found = attention(query[:, :, at], keys[:, :, block.keys], values[:, :, block.keys], how)
-            merge_((output[:, :, at], log_sum[:, :, at]), found)
-        both = both if coming is None else coming.received()
+        # Sent before the computation, which hides the transfer.
+        transfer = RingTransfer(keys_values, ring.axis) if source != sources[-1] else None
+        keys, values = keys_values.split((key.shape[-1], value.shape[-1]), -1)
+        for block, options in ring.blocks(source):
+            queries = block.queries
+            block_result = attention(query[:, :, queries], keys[:, :, block.keys], values[:, :, block.keys], options)
+            merge_((output[:, :, queries], log_sum[:, :, queries]), block_result)
+        keys_values = keys_values if transfer is None else transfer.received()
     return output, log_sum
 
 
-Part = tuple[torch.Tensor, torch.Tensor]
+OutputAndLogSum = tuple[torch.Tensor, torch.Tensor]
 
 
-def merge_(kept: Part, found: Part) -> None:
+def merge_(accumulated: OutputAndLogSum, block_result: OutputAndLogSum) -> None:
     """Merges the output and l of a block of keys into those of the previous blocks, for the same queries, in place.
 
     It makes two passes over the output, bound by memory bandwidth.
     """
-    output, log_sum = kept
-    total = torch.logaddexp(log_sum, found[1])
-    none = total == -torch.inf
-    before, now = ((each - total).exp().masked_fill(none, 0.0).unsqueeze(-1) for each in (log_sum, found[1]))
-    output.mul_(before).addcmul_(found[0], now)
+    (output, log_sum), (block_output, block_log_sum) = accumulated, block_result
+    total = torch.logaddexp(log_sum, block_log_sum)
+    all_masked = total == -torch.inf
+    weight, block_weight = (
+        (side - total).exp().masked_fill(all_masked, 0.0).unsqueeze(-1) for side in (log_sum, block_log_sum)
+    )
+    output.mul_(weight).addcmul_(block_output, block_weight)
     log_sum.copy_(total)
 
 
@@ -191,30 +196,32 @@ def _backward(
     """Returns the gradients of this rank's queries, keys and values, at least float32.
 
     Keys and values circulate as in the forward pass. Their partial gradients follow one step behind: a rank receives them
-    while it computes its own part, adds that, and sends the sum to the next rank.
+    while it computes its own part, adds this part, and sends the sum to the next rank.
     """
+    # exp(s - l) is then 0, not NaN, for queries whose keys are all masked.
     log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
-    of_queries = torch.zeros_like(query, dtype=log_sum.dtype)
-    both = torch.cat((key, value), -1)
+    grad_queries = torch.zeros_like(query, dtype=log_sum.dtype)
+    keys_values = torch.cat((key, value), -1)
     sizes = key.shape[-1], value.shape[-1]
-    behind: RingTransfer | None = None
+    gradient_transfer: RingTransfer | None = None
     sources = ring.sources()
     for source in sources:
-        coming = RingTransfer(both, ring.axis) if source != sources[-1] else None
-        keys, values = both.split(sizes, -1)
-        of_both = torch.zeros_like(both, dtype=log_sum.dtype)
-        of_keys, of_values = of_both.split(sizes, -1)
-        for block, how in ring.blocks(source):
-            at, there = block.queries, block.keys
-            own_queries = Queries(*(each[:, :, at] for each in (query, grad, output, log_sum)))
-            found = gradients(own_queries, keys[:, :, there], values[:, :, there], how)
-            of_queries[:, :, at] += found[0]
-            of_keys[:, :, there] += found[1]
-            of_values[:, :, there] += found[2]
-        if behind is not None:
-            of_both += behind.received()
-        behind = RingTransfer(of_both, ring.axis, tag=1)
-        both = both if coming is None else coming.received()
-    assert behind is not None, "a ring has ranks"
-    of_keys, of_values = behind.received().split(sizes, -1)
-    return of_queries, of_keys, of_values
+        transfer = RingTransfer(keys_values, ring.axis) if source != sources[-1] else None
+        keys, values = keys_values.split(sizes, -1)
+        grad_keys_values = torch.zeros_like(keys_values, dtype=log_sum.dtype)
+        grad_keys, grad_values = grad_keys_values.split(sizes, -1)
+        for block, options in ring.blocks(source):
+            queries, keys_of_block = block.queries, block.keys
+            block_queries = Queries(*(tensor[:, :, queries] for tensor in (query, grad, output, log_sum)))
+            block_gradients = gradients(block_queries, keys[:, :, keys_of_block], values[:, :, keys_of_block], options)
+            grad_queries[:, :, queries] += block_gradients[0]
+            grad_keys[:, :, keys_of_block] += block_gradients[1]
+            grad_values[:, :, keys_of_block] += block_gradients[2]
+        # The gradient of these keys and values so far, from the ranks that had them before.
+        if gradient_transfer is not None:
+            grad_keys_values += gradient_transfer.received()
+        gradient_transfer = RingTransfer(grad_keys_values, ring.axis, tag=1)
+        keys_values = keys_values if transfer is None else transfer.received()
+    assert gradient_transfer is not None, "a ring has ranks"
+    grad_keys, grad_values = gradient_transfer.received().split(sizes, -1)
+    return grad_queries, grad_keys, grad_values

@@ -17,7 +17,7 @@ from ...base.errors import ScheduleError
 from .collectives import Axis
 
 MOST_PAIRS = 1 << 24
-"""Most pairs of tokens for which a mask is evaluated at once."""
+"""Most pairs of tokens for which a mask is evaluated at once: 16 MiB of booleans, and a few temporary tensors of that size."""
 
 
 class Kind(Enum):
@@ -51,22 +51,22 @@ def blocks_of(table: Table, stretch: int) -> list[Block]:
         # This rank's own keys: both stretches are in sequence order, so the whole block is causal.
         return [Block(slice(0, 2 * stretch), slice(0, 2 * stretch), Kind.CAUSAL)]
     groups = [(0, 2, rows[0])] if rows[0] == rows[1] else [(0, 1, rows[0]), (1, 2, rows[1])]
-    found = []
-    for first, last, kinds in groups:
-        at = [column for column, kind in enumerate(kinds) if kind is not Kind.NONE]
-        if not at:
+    blocks = []
+    for first_row, last_row, kinds in groups:
+        columns = [column for column, kind in enumerate(kinds) if kind is not Kind.NONE]
+        if not columns:
             continue
-        found_kinds = {kinds[column] for column in at}
-        kind = found_kinds.pop() if len(found_kinds) == 1 else Kind.MASKED
-        if kind is Kind.CAUSAL and (last - first, len(at)) != (1, 1):
+        column_kinds = {kinds[column] for column in columns}
+        kind = column_kinds.pop() if len(column_kinds) == 1 else Kind.MASKED
+        if kind is Kind.CAUSAL and (last_row - first_row, len(columns)) != (1, 1):
             kind = Kind.MASKED
-        keys = slice(at[0] * stretch, (at[-1] + 1) * stretch)
-        found.append(Block(slice(first * stretch, last * stretch), keys, kind))
-    return found
+        keys = slice(columns[0] * stretch, (columns[-1] + 1) * stretch)
+        blocks.append(Block(slice(first_row * stretch, last_row * stretch), keys, kind))
+    return blocks
 
 
 class RingMask:
-    """The attention mask of whole sequences, divided into the blocks of one rank of a ring.
+    """The attention mask of full sequences, divided into the blocks of one rank of a ring.
 
     Args:
         allowed: a function of the indices of samples, heads, queries and keys, which broadcast, that returns True for
@@ -89,25 +89,25 @@ class RingMask:
         device: torch.device,
     ) -> None:
         self.allowed, self.kind, self.batch = allowed, kind, batch
-        self.first = 0
-        """Number of the first of its samples."""
+        self.first_sample = 0
+        """Index of its first sample in the micro-batch."""
         self.length, self.ranks, self.rank, self.device = length, ranks, rank, device
         self.stretch = length // (2 * ranks)
-        own = stretches_of(rank, ranks)
+        rows = stretches_of(rank, ranks)
         if allowed is None:
-            self._table = [[_by_place(kind, row, column) for column in range(2 * ranks)] for row in own]
+            self._table = [[_by_position(kind, row, column) for column in range(2 * ranks)] for row in rows]
         else:
-            self._table = self._looked_at(own)
+            self._table = self._evaluate(rows)
 
     def __repr__(self) -> str:
         return f"RingMask(batch={self.batch}, length={self.length}, ranks={self.ranks})"
 
     def part(self, rank: int, ranks: int) -> "RingMask":
-        """Returns the mask of one of `ranks` equal parts of the samples."""
-        own = copy.copy(self)
-        own.batch = self.batch // ranks
-        own.first = self.first + rank * own.batch
-        return own
+        """Returns the mask of this rank's samples, if `ranks` ranks share them equally."""
+        part_mask = copy.copy(self)
+        part_mask.batch = self.batch // ranks
+        part_mask.first_sample = self.first_sample + rank * part_mask.batch
+        return part_mask
 
     def blocks(self, source: int) -> list[Block]:
         """Returns the blocks that this rank computes with the keys of a rank."""
@@ -116,71 +116,74 @@ class RingMask:
 
     def pairs(self, block: Block, source: int) -> torch.Tensor:
         """Returns the mask of a block, True for pairs that are not masked: (B or 1, H or 1, queries, keys)."""
-        return self._pairs(self._places(self.rank)[block.queries], self._places(source)[block.keys])
+        return self._pairs(self._positions(self.rank)[block.queries], self._positions(source)[block.keys])
 
-    def _places(self, rank: int) -> torch.Tensor:
+    def _positions(self, rank: int) -> torch.Tensor:
         """Returns the positions in the sequence of a rank's tokens."""
-        places = torch.arange(self.length, device=self.device).view(-1, self.stretch)
-        # An index that is a list would be copied to the device, which waits for it.
-        return torch.cat([places[stretch] for stretch in stretches_of(rank, self.ranks)])
+        positions = torch.arange(self.length, device=self.device).view(-1, self.stretch)
+        # Indexing by a list would copy it to the device and synchronise.
+        return torch.cat([positions[stretch] for stretch in stretches_of(rank, self.ranks)])
 
     def _pairs(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        assert self.allowed is not None, "blocks with a mask are of a mask"
-        samples = torch.arange(self.first, self.first + self.batch, device=self.device).view(-1, 1, 1, 1)
+        assert self.allowed is not None, "without `allowed` no block has an arbitrary mask"
+        samples = torch.arange(self.first_sample, self.first_sample + self.batch, device=self.device).view(-1, 1, 1, 1)
         head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
-        found = self.allowed(samples, head, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
-        return found.expand(*found.shape[:2], len(queries), len(keys))
+        allowed = self.allowed(samples, head, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+        return allowed.expand(*allowed.shape[:2], len(queries), len(keys))
 
-    def _looked_at(self, own: Sequence[int]) -> list[list[Kind]]:
+    def _evaluate(self, rows: Sequence[int]) -> list[list[Kind]]:
         """Returns the kind of each pair of stretches, from the mask of all their tokens; synchronizes with the device once."""
-        places = torch.arange(self.length, device=self.device).view(-1, self.stretch)
-        flags = torch.stack([self._flags(places[row], places[column]) for row in own for column in range(len(places))])
+        positions = torch.arange(self.length, device=self.device).view(-1, self.stretch)
+        flags = torch.stack(
+            [self._flags(positions[row], positions[column]) for row in rows for column in range(len(positions))]
+        )
         kinds = [
-            Kind.NONE if not some else Kind.FULL if every else Kind.CAUSAL if causal else Kind.MASKED
-            for some, every, causal in flags.tolist()
+            Kind.NONE if not any_pair else Kind.FULL if all_pairs else Kind.CAUSAL if causal else Kind.MASKED
+            for any_pair, all_pairs, causal in flags.tolist()
         ]
-        return [kinds[: len(places)], kinds[len(places) :]]
+        return [kinds[: len(positions)], kinds[len(positions) :]]
 
     def _flags(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Returns three flags for two stretches: any pair is unmasked, all pairs are unmasked, the mask is causal."""
         step = max(1, MOST_PAIRS // (self.batch * len(keys)))
-        parts = []
-        for some in queries.split(step):
-            pairs = self._pairs(some, keys)
-            ahead = keys.view(1, -1) <= some.view(-1, 1)
-            same = (pairs == ahead).all() & (queries[0] == keys[0])
-            parts.append(torch.stack([pairs.any(), pairs.all(), same]))
-        found = torch.stack(parts)
-        return torch.stack([found[:, 0].any(), found[:, 1].all(), found[:, 2].all()])
+        flags = []
+        for query_chunk in queries.split(step):
+            pairs = self._pairs(query_chunk, keys)
+            causal = keys.view(1, -1) <= query_chunk.view(-1, 1)
+            is_causal = (pairs == causal).all() & (queries[0] == keys[0])
+            flags.append(torch.stack([pairs.any(), pairs.all(), is_causal]))
+        stacked = torch.stack(flags)
+        return torch.stack([stacked[:, 0].any(), stacked[:, 1].all(), stacked[:, 2].all()])
 
 
 Masks = dict[str, Any]
-"""The attention masks of a forward pass whose blocks share sequences in unlike rings, or some in none: a `RingMask` for each
-ring, by the name of its group, and for `""` the mask of blocks without one. A dictionary, so that tensors in it are cut,
-moved and counted like other arguments of a block."""
+"""The attention masks of a forward pass whose blocks have different rings, or some none: a `RingMask` for each ring, by the
+name of its process group, and under `""` the mask of blocks without a ring. It is a dictionary so that tensors in it are cut,
+moved and counted like other arguments of a block.
+"""
 
 
 def mask_of(masks: Any, ring: Axis | None) -> Any:
-    """Returns the mask of blocks with a ring, or without one, from one mask for all or from several."""
+    """Returns the mask of blocks with this ring, or without one, from one mask for all blocks or from several."""
     if not isinstance(masks, dict):
         return masks
     return masks["" if ring is None else ring.group_name]
 
 
 def make_masks(*, rings: Sequence[Axis | None], plain: Callable[..., Any] | None, **kwargs: Any) -> Any:
-    """Returns the masks of whole sequences for some rings, one or several (`Masks`); replaces a mask function of transformers.
+    """Returns the masks of full sequences for some rings, one or several (`Masks`); replaces a mask function of transformers.
 
     Args:
-        rings: the rings; None for blocks without one.
-        plain: the mask function of such blocks.
+        rings: the rings; None for blocks without a ring.
+        plain: the mask function of blocks without a ring.
     """
 
-    def made(ring: Axis | None) -> Any:
+    def mask_for(ring: Axis | None) -> Any:
         return make_mask(axis=ring, **kwargs) if ring is not None else plain(**kwargs) if plain is not None else None
 
     if len(rings) == 1:
-        return made(rings[0])
-    return {"" if ring is None else ring.group_name: made(ring) for ring in rings}
+        return mask_for(rings[0])
+    return {"" if ring is None else ring.group_name: mask_for(ring) for ring in rings}
 
 
 def stretches_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -192,7 +195,7 @@ def stretches_of(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def _by_place(kind: Kind, row: int, column: int) -> Kind:
+def _by_position(kind: Kind, row: int, column: int) -> Kind:
     if kind is Kind.FULL or column < row:
         return Kind.FULL
     return Kind.CAUSAL if column == row else Kind.NONE
@@ -213,7 +216,7 @@ def make_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> RingMask:
-    """Returns the mask of whole sequences; replaces a mask function of transformers.
+    """Returns the mask of full sequences; replaces a mask function of transformers.
 
     Raises:
         ScheduleError: the model makes a mask with different lengths of queries and keys, or by functions that do not
@@ -221,12 +224,12 @@ def make_mask(
     """
     if use_vmap or q_length != kv_length:
         raise ScheduleError(
-            "cp: the model makes masks of its own, which are not known by the places of tokens; use sp, or samples that "
-            "no ranks share"
+            "cp: the model's masks are not functions of positions that a ring can evaluate; use sp, or samples that no ranks "
+            "share"
         )
     shape = {"batch": batch_size, "length": q_length, "ranks": axis.size, "rank": axis.rank, "device": device}
-    plain = attention_mask is None and (local_size is None or local_size >= kv_length)
-    if plain and (allow_is_causal_skip or allow_is_bidirectional_skip):
+    is_regular = attention_mask is None and (local_size is None or local_size >= kv_length)
+    if is_regular and (allow_is_causal_skip or allow_is_bidirectional_skip):
         return RingMask(None, Kind.CAUSAL if allow_is_causal_skip else Kind.FULL, **shape)
     if attention_mask is None:
         return RingMask(mask_function, Kind.MASKED, **shape)

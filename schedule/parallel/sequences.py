@@ -1,6 +1,6 @@
-"""Sequence and context parallelism: each rank's piece of a sample, and its part of the loss.
+"""Sequence and context parallelism: each rank's sequence shard of a sample, and its contribution to the loss.
 
-A transformer computes on each token separately, except for positions, masks and the loss, which are those of the whole
+A transformer computes on each token separately, except for positions, masks and the loss, which depend on the full
 sequence, and for attention. In attention ranks exchange tokens for heads (`ulysses.py`), or keys and values circulate
 among them (`ring.py`), or both, with a ring for the ranks of the same heads.
 
@@ -44,18 +44,18 @@ LOSSES_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Whole:
-    """Inputs of the current forward pass that concern whole samples."""
+class _FullSamples:
+    """Properties of the full samples of the current forward pass, which attention masks depend on."""
 
     documents: torch.Tensor | None
     """The index of each token's document, (B, T); None for one document per sample."""
     padding: torch.Tensor | None
     """The attention mask, 0 for padding tokens, (B, T); None without padding."""
-    known: bool
-    """True if the model got a mask, so that it does not make one itself."""
+    has_mask: bool
+    """True if the model got a mask, so that it does not derive one."""
 
 
-_whole: ContextVar[_Whole] = ContextVar("whole")
+_full_samples: ContextVar[_FullSamples] = ContextVar("full_samples")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +63,22 @@ class SequenceAxes:
     """The ranks that share sequences in an attention module; None for none."""
 
     sp: Axis | None
-    """Those with which this one exchanges heads."""
+    """The ranks that exchange heads."""
     cp: Axis | None
-    """Those of its ring."""
+    """The ranks of a ring."""
     documents: bool = False
-    """True if samples may have several documents that attention knows by positions alone: in a run of blocks, outside of
-    which ranks have whole samples."""
+    """True if samples may have several documents that attention derives from positions: in a run of blocks, if ranks have
+    full samples outside it."""
 
 
 def cut_sequence(model: Any, sharing: SequenceShards, sp: Axis | None, cp: Axis | None, tp: int) -> None:
-    """Makes a transformers model, sharded over `tp` ranks, compute on this rank's piece of every sequence.
+    """Makes a transformers model, sharded over `tp` ranks, compute on this rank's shard of every sequence.
 
     Args:
-        sharing: the assignment of pieces to ranks.
-        sp, cp: the ranks with which this one exchanges heads, and those of its ring; None for none.
+        sharing: the assignment of sequence shards to ranks.
+        sp, cp: the ranks that exchange heads, and the ranks of a ring; None for none.
     """
-    axes = tuple(each for each in (sp, cp) if each is not None)
+    axes = tuple(axis for axis in (sp, cp) if axis is not None)
     add_layer(model, CutSequence(sharing, _shifts(model), _first_position(model), axes))
     attend_together(model, model, SequenceAxes(sp=sp, cp=cp), tp)
 
@@ -87,12 +87,12 @@ def attend_together(model: Any, within: nn.Module, axes: SequenceAxes, tp: int) 
     """Makes attention in a module of a transformers model exchange heads, or keys and values, among ranks.
 
     Args:
-        within: the module, sharded over `tp` ranks; the axes replace those that it had.
+        within: the module, sharded over `tp` ranks; `axes` replaces its previous axes.
     """
     for module in within.modules():
         module.__dict__["_sequence_axes"] = axes
         if hasattr(module, "num_key_value_groups"):
-            # This is the number of query heads per key head; it is smaller where keys are repeated.
+            # The number of query heads per key head, which is smaller if keys are repeated.
             groups = module.__dict__.setdefault("_key_value_groups", module.num_key_value_groups)
             heads = module.config.num_attention_heads // tp
             ranks = 1 if axes.sp is None else axes.sp.size
@@ -102,7 +102,7 @@ def attend_together(model: Any, within: nn.Module, axes: SequenceAxes, tp: int) 
 
 def shards_of_model(model: nn.Module) -> SequenceShards | None:
     """Returns how ranks share all sequences of a model; None if they do not."""
-    return next((each.sharing for each in layers_of(model, CutSequence)), None)
+    return next((layer.sharing for layer in layers_of(model, CutSequence)), None)
 
 
 def heads_of(model: nn.Module) -> int | None:
@@ -110,43 +110,43 @@ def heads_of(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
-    found = getattr(config.get_text_config(), "num_attention_heads", None)
-    return found if isinstance(found, int) else None
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
 
 
-def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1, blocks: bool = False) -> str:
-    """Returns why sequences of a model cannot be cut over `sp * cp` ranks; empty if they can.
+def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1, blocks: bool = False) -> str | None:
+    """Returns why sequences of a model cannot be cut over `sp * cp` ranks; None if they can.
 
     Args:
-        tp: ranks that each layer of the model is sharded over.
-        blocks: they are cut in blocks alone, so that positions and the loss are those of whole samples.
+        tp: number of ranks that shard each layer of the model.
+        blocks: sequences are cut in blocks only; positions and the loss are computed from full samples.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
-        return "ranks meet in the attention functions of transformers, and this is no model of it"
+        return "ranks communicate in the attention functions of transformers, which this model does not use"
     if "input_ids" not in inspect.signature(model.forward).parameters:
-        return "samples are not made of tokens, so that there is no sequence to cut"
+        return "samples do not consist of tokens, so that there is no sequence to cut"
     if not attends_by_name(model):
-        return f"{config.model_type} attends by code of its own, not by the attention functions of transformers"
-    if reason := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else ""):
+        return f"{config.model_type} has attention code of its own instead of the attention functions of transformers"
+    if reason := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else None):
         return f"{config.model_type} {reason}"
     if not blocks and (reason := _needs_whole_samples(model, config)):
         return reason
     heads = heads_of(model)
     if sp > 1 and (heads is None or heads % (sp * tp)):
-        given = f"tp * sp, {tp} * {sp}," if tp > 1 else f"{sp} ranks"
-        return f"{given} must divide the {heads} attention heads"
-    return ""
+        degrees = f"tp * sp, {tp} * {sp}," if tp > 1 else f"{sp} ranks"
+        return f"{degrees} must divide the {heads} attention heads"
+    return None
 
 
-def _mixes_tokens(model: nn.Module, config: Any) -> str:
-    """Returns what in a model, besides attention, mixes tokens or depends on a head's index; empty if nothing does."""
+def _mixes_tokens(model: nn.Module, config: Any) -> str | None:
+    """Returns what in a model, besides attention, mixes tokens or depends on a head's index; None if nothing does."""
     if config.is_encoder_decoder:
         return "has an encoder beside its decoder"
     if getattr(config, "output_router_logits", False):
         return "balances its experts by a loss over all tokens (output_router_logits)"
     if type(model).__name__.startswith("Llama4") and config.get_text_config().attn_temperature_tuning:
-        return "scales its queries by the place of a token among those of its rank (attn_temperature_tuning)"
+        return "scales its queries by the index of a token among those of its rank (attn_temperature_tuning)"
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - ATTENTIONS
     if kinds:
         return f"has layers of {', '.join(sorted(kinds))}, which look at other tokens as well"
@@ -155,22 +155,24 @@ def _mixes_tokens(model: nn.Module, config: Any) -> str:
             return f"has a convolution ('{path}'), which looks at other tokens as well"
         if hasattr(module, "num_key_value_groups") and any(True for _ in module.parameters(recurse=False)):
             return f"has weights of each head in its attention ('{path}')"
-    return ""
+    return None
 
 
-def _needs_whole_samples(model: Any, config: Any) -> str:
-    """Returns what outside the blocks of a model depends on more tokens than those of a piece; empty if nothing does."""
+def _needs_whole_samples(model: Any, config: Any) -> str | None:
+    """Returns what outside the blocks of a model depends on tokens of other shards; None if nothing does."""
     ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    types = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, dict)}
-    if varying := sorted(each for each in types if "dynamic" in each or each == "longrope"):
+    types = {
+        str(parameters.get("rope_type")) for parameters in (ropes, *ropes.values()) if isinstance(parameters, dict)
+    }
+    if varying := sorted(rope_type for rope_type in types if "dynamic" in rope_type or rope_type == "longrope"):
         return f"{config.model_type} has rotary frequencies that depend on a sample's last position (rope_type {varying[0]})"
     parameters = inspect.signature(model.forward).parameters
-    others = [name for name in parameters if name.endswith(("_label", "_labels", "start_positions"))]
+    other_targets = [name for name in parameters if name.endswith(("_label", "_labels", "start_positions"))]
     kind = getattr(model, "loss_type", None)
     of_tokens = kind in LOSSES_OF_TOKENS if kind is not None else model.get_output_embeddings() is not None
-    if others or ("labels" in parameters and not of_tokens):
+    if other_targets or ("labels" in parameters and not of_tokens):
         return f"the loss of {type(model).__name__} is not a mean over tokens"
-    return ""
+    return None
 
 
 def _shifts(model: Any) -> bool:
@@ -195,30 +197,31 @@ def _first_position(model: nn.Module) -> int | None:
 
 
 _OVER = " over ranks of "
-"""Follows the original name in the name of a registered attention function."""
+"""Separates the original name and the ranks in the name of a registered attention function."""
 
 
 def _registered(name: str, model: nn.Module) -> str:
     """Registers an attention function and its mask function with communication in transformers; returns their new name.
 
-    They are registered again when further modules of a model share sequences."""
+    They are registered again when further modules of a model share sequences.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name, place, shards = name.partition(_OVER)[0], type(model).__module__, shards_of_model(model)
-    rings = sorted({axes_of(each).cp for each in model.modules()}, key=lambda axis: axis.group_name if axis else "")
+    name, model_module, shards = name.partition(_OVER)[0], type(model).__module__, shards_of_model(model)
+    rings = sorted({axes_of(module).cp for module in model.modules()}, key=lambda axis: axis.group_name if axis else "")
     ranks = 1 if shards is None else shards.ranks
-    made = f"{name}{_OVER}{place}, {ranks}, {', '.join(axis.group_name if axis else '' for axis in rings)}"
-    # A family's own is in its module.
-    attention = sys.modules[place].eager_attention_forward if name == "eager" else AttentionInterface()[name]
-    around = torch.compiler.disable(ring.attend)  # the ring's communication is kept out of compiled graphs
-    AttentionInterface.register(made, partial(attend, attention=attention, around=around, name=name))
-    make = AttentionMaskInterface().get(name)
+    new_name = f"{name}{_OVER}{model_module}, {ranks}, {', '.join(axis.group_name if axis else '' for axis in rings)}"
+    # Each family has its eager attention in its own module; the interface has the others.
+    attention = sys.modules[model_module].eager_attention_forward if name == "eager" else AttentionInterface()[name]
+    ring_attend = torch.compiler.disable(ring.attend)  # the ring's communication is kept out of compiled graphs
+    AttentionInterface.register(new_name, partial(attend, attention=attention, ring_attend=ring_attend, name=name))
+    make_plain = AttentionMaskInterface().get(name)
     if rings != [None]:
-        make = partial(ring_mask.make_masks, rings=rings, plain=make)
-    if make is not None:
-        whole = make if shards is None else partial(whole_mask, make=make, ranks=ranks)
-        AttentionMaskInterface.register(made, whole)
-    return made
+        make_plain = partial(ring_mask.make_masks, rings=rings, plain=make_plain)
+    if make_plain is not None:
+        make_full = make_plain if shards is None else partial(whole_mask, make=make_plain, ranks=ranks)
+        AttentionMaskInterface.register(new_name, make_full)
+    return new_name
 
 
 def axes_of(module: nn.Module) -> SequenceAxes:
@@ -234,17 +237,17 @@ def attend(
     attention_mask: Any,
     *,
     attention: Callable[..., Any],
-    around: Callable[..., Any],
+    ring_attend: Callable[..., Any],
     name: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Computes attention of this rank's tokens to whole sequences, with the ranks that share them in this module.
+    """Computes attention of this rank's tokens to full sequences, with the ranks that share them in this module.
 
     Args:
         query, key, value: (B, heads, tokens of this rank, D).
-        attention_mask: a mask of whole sequences, or several (`ring_mask.Masks`).
+        attention_mask: a mask of full sequences, or several (`ring_mask.Masks`).
         attention: an attention function of transformers.
-        around: `ring.attend`.
+        ring_attend: `ring.attend`.
         name: transformers' name of `attention`.
 
     Returns:
@@ -253,7 +256,7 @@ def attend(
     axes = axes_of(module)
     attention_mask = ring_mask.mask_of(attention_mask, axes.cp)
     if axes.cp is not None:
-        attention = partial(around, axis=axes.cp, kernels=name != "eager")
+        attention = partial(ring_attend, axis=axes.cp, kernels=name != "eager")
     if axes.sp is None:
         return attention(module, query, key, value, attention_mask, **kwargs)
     if axes.documents and name.startswith("flash") and kwargs.get("position_ids") is not None:
@@ -272,39 +275,39 @@ def whole_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Returns the mask of whole sequences, when transformers requests that of this rank's piece.
+    """Returns the mask of full sequences, when transformers requests that of this rank's shard.
 
     Args:
-        make: one of transformers' mask functions, or `ring.make_mask`.
+        make: one of transformers' mask functions, or `ring_mask.make_masks`.
         ranks: the number of ranks that share a sequence.
-        q_length, kv_length: tokens of the piece.
+        q_length, kv_length: tokens of the shard.
         mask_function: returns True if a token may attend to another, from their positions in the sequence.
-        attention_mask: 0 for the piece's padding tokens.
+        attention_mask: 0 for the shard's padding tokens.
 
     Raises:
         ScheduleError: samples have several documents, and this attention does not support a mask that separates them; or
             the model derived padding itself.
     """
-    whole = _whole.get()
-    if attention_mask is not None and not whole.known and not attention_mask.all():
+    samples = _full_samples.get()
+    if attention_mask is not None and not samples.has_mask and not attention_mask.all():
         raise ScheduleError(
-            "sequences cut over ranks: the model has found padding by itself, which is known of this rank's piece alone; "
-            "give it an attention_mask"
+            "sequences cut over ranks: the model derives padding from tokens, but has only those of this rank; pass it an "
+            "attention_mask"
         )
-    if whole.documents is not None:
+    if samples.documents is not None:
         from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
-        mask_function = and_masks(packed_sequence_mask_function(whole.documents), mask_function)
+        mask_function = and_masks(packed_sequence_mask_function(samples.documents), mask_function)
     mask = make(
         q_length=q_length * ranks,
         kv_length=kv_length * ranks,
         mask_function=mask_function,
-        attention_mask=None if whole.padding is None else whole.padding.bool(),
-        allow_is_causal_skip=allow_is_causal_skip and whole.documents is None,
+        attention_mask=None if samples.padding is None else samples.padding.bool(),
+        allow_is_causal_skip=allow_is_causal_skip and samples.documents is None,
         **kwargs,
     )
-    if whole.documents is not None and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() < 4)):
-        # transformers' flash attention derives documents from positions, and would derive them from this piece alone.
+    if samples.documents is not None and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() < 4)):
+        # transformers' flash attention derives documents from positions, here those of this rank's shard only.
         raise ScheduleError(
             "sequences cut over ranks: this attention takes no mask of pairs, so that the documents of a sample cannot be "
             "kept apart; use sdpa or eager, or samples of one document"
@@ -313,9 +316,10 @@ def whole_mask(
 
 
 class CutSequence(Layer):
-    """Wraps a whole model, which gets whole samples, computes on a piece of each, and returns the piece's logits and loss.
+    """Wraps a model, which gets full samples, computes on a shard of each, and returns the shard's logits and loss.
 
-    The mean of the pieces' losses over the ranks is the loss of the samples."""
+    The mean of the ranks' losses is the loss of the samples.
+    """
 
     order = 60
     divisible = True
@@ -336,33 +340,35 @@ class CutSequence(Layer):
         labels, documents = kwargs.pop("labels", None), self._positions(kwargs, tokens)
         padding = kwargs.get("attention_mask")
         if padding is None and (documents is not None or self.sharing.cp > 1):
-            # Without a mask transformers derives documents from positions, and would derive them from this piece alone.
+            # Without a mask transformers derives documents from positions, here those of this rank's shard only.
             kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-        pieces = {name: self._piece(each, length) for name, each in kwargs.items()}
-        own = padding is None and kwargs.get("attention_mask") is not None
-        before = _whole.set(_Whole(documents=documents, padding=padding, known=padding is not None or own))
+        pieces = {name: self._piece(argument, length) for name, argument in kwargs.items()}
+        makes_mask = padding is None and kwargs.get("attention_mask") is not None
+        token = _full_samples.set(
+            _FullSamples(documents=documents, padding=padding, has_mask=padding is not None or makes_mask)
+        )
         try:
             output = inner(**pieces)
         finally:
-            _whole.reset(before)
+            _full_samples.reset(token)
         if labels is not None:
             output.loss = self._loss(output.logits, labels)
         return output
 
     def _piece(self, value: Any, length: int) -> Any:
-        """Returns this rank's piece of a tensor with an entry for every token; any other value unchanged."""
+        """Returns this rank's shard of a tensor with an entry for every token, and any other value unchanged."""
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
             return value
         return self.sharing.piece(value, 1)
 
     def _positions(self, kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
-        """Adds default positions to `kwargs` if there are none; returns the document indices that given positions imply."""
+        """Adds default positions to `kwargs` if it has none; otherwise returns the document indices that they imply."""
         if self.first_position is None:
             return None
         positions = kwargs.get("position_ids")
         if positions is None:
-            ahead = torch.arange(tokens.shape[1], device=tokens.device) + self.first_position
-            kwargs["position_ids"] = ahead.unsqueeze(0)
+            default_positions = torch.arange(tokens.shape[1], device=tokens.device) + self.first_position
+            kwargs["position_ids"] = default_positions.unsqueeze(0)
             return None
         from transformers.masking_utils import find_packed_sequence_indices
 
@@ -371,8 +377,8 @@ class CutSequence(Layer):
         return find_packed_sequence_indices(positions.expand(tokens.shape[:2]))
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the mean loss over all labels that are not ignored, times the number of ranks."""
-        if self.shifts:  # before the cut: the last token of a piece predicts the first of the next
+        """Returns this rank's share of the mean loss over all labels that are not ignored, times the number of ranks."""
+        if self.shifts:  # before the cut: the last token of a shard predicts the first of the next
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         count = (labels != IGNORED).sum()
         piece = self._piece(labels, labels.shape[1])

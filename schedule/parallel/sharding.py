@@ -1,8 +1,8 @@
 """Parameters and buffers sharded over the tensor-parallel axis of the mesh.
 
-A sharded tensor is this rank's plain local tensor; `module._shards` describes how the whole tensor is cut. Plain tensors
-are used rather than DTensor for two reasons: a fused projection (q, k and v in one weight) is cut in strides that no
-DTensor placement keeps through an optimizer, and model code written without parallelism in mind computes with them.
+A sharded tensor is this rank's plain local tensor; `module._shards` describes how the full tensor is cut. Plain tensors
+are used instead of DTensor for two reasons: a fused projection (q, k and v in one weight) is cut in strides that no
+DTensor placement preserves through an optimizer, and model code without support for parallelism computes with them.
 """
 
 from collections.abc import Iterator
@@ -23,48 +23,50 @@ class Shard:
 
     dim: int
     parts: tuple[int, ...]
-    """Sizes along `dim` of the parts that are fused in the whole tensor; each part is cut separately."""
+    """Sizes along `dim` of the parts that are fused in the full tensor; each part is cut separately."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     axis: Axis
-    """The ranks that share the tensor. If their number does not divide a part, its last pieces are padded with zeros."""
+    """The ranks that share the tensor. If their number does not divide a part, its last shards are padded with zeros."""
     checksum: Checksum = field(default=NOTHING, compare=False)
-    """The checksum of the whole tensor, if it had values when it was cut."""
+    """The checksum of the full tensor, if it had values when it was cut."""
     then: "Shard | None" = None
-    """How the piece is cut further, over the ranks of another axis."""
+    """How the shard is cut further, over the ranks of another axis."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of all axes along which pieces differ."""
+        """The names of all axes along which shards differ."""
         return (self.axis.name, *(self.then.axes if self.then is not None else ()))
 
     @property
     def padded(self) -> bool:
-        """True if some pieces are padded."""
+        """True if some shards are padded."""
         return any(size % self.axis.size for size in self.parts)
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of the whole tensor."""
-        parts = [self._filled(each) for each in whole.split(list(self.parts), self.dim)]
-        piece = torch.cat([each.chunk(self.axis.size, self.dim)[self.axis.rank] for each in parts], self.dim)
-        return piece if self.then is None else self.then.cut(piece)
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's shard of the full tensor."""
+        padded_parts = [self._pad(part) for part in full.split(list(self.parts), self.dim)]
+        shard = torch.cat([part.chunk(self.axis.size, self.dim)[self.axis.rank] for part in padded_parts], self.dim)
+        return shard if self.then is None else self.then.cut(shard)
 
-    def _filled(self, part: torch.Tensor) -> torch.Tensor:
-        missing = -part.shape[self.dim] % self.axis.size
-        if not missing:
+    def _pad(self, part: torch.Tensor) -> torch.Tensor:
+        padding = -part.shape[self.dim] % self.axis.size
+        if not padding:
             return part
-        shape = [*part.shape[: self.dim], missing, *part.shape[self.dim + 1 :]]
+        shape = [*part.shape[: self.dim], padding, *part.shape[self.dim + 1 :]]
         return torch.cat([part, part.new_zeros(shape)], self.dim)
 
     def join(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the whole tensor, gathered from all ranks."""
+        """Returns the full tensor, gathered from all ranks."""
         if self.then is not None:
             local = self.then.join(local)
+        # Gathered along a new dimension: with several parts the shards interleave along `dim`.
         stacked = all_gather(local.unsqueeze(0), 0, self.axis)
         sizes = [-(-size // self.axis.size) for size in self.parts]
-        pieces = [piece.split(sizes, self.dim) for piece in stacked.unbind(0)]
-        parts = [torch.cat([piece[i] for piece in pieces], self.dim) for i in range(len(sizes))]
-        return torch.cat([each.narrow(self.dim, 0, n) for each, n in zip(parts, self.parts)], self.dim)
+        shard_parts = [shard.split(sizes, self.dim) for shard in stacked.unbind(0)]
+        joined_parts = [torch.cat([shard[index] for shard in shard_parts], self.dim) for index in range(len(sizes))]
+        # Without the padding of the last shards.
+        return torch.cat([part.narrow(self.dim, 0, size) for part, size in zip(joined_parts, self.parts)], self.dim)
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
@@ -77,33 +79,33 @@ def holders(root: nn.Module, tensor: torch.Tensor) -> list[tuple[str, nn.Module,
     return [
         (path, module, name)
         for path, module in walk(root)
-        for held in (parameters_of(module), buffers_of(module))
-        for name, each in held.items()
-        if each is tensor
+        for tensors in (parameters_of(module), buffers_of(module))
+        for name, registered in tensors.items()
+        if registered is tensor
     ]
 
 
 def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the items of `root.named_modules()`, faster: schedules need them at every step."""
-    out, seen, stack = [], {root}, [("", root)]
+    """Returns the items of `root.named_modules()`, but faster, because primitives call it often."""
+    visited, seen, stack = [], {root}, [("", root)]
     while stack:
         path, module = stack.pop()
-        out.append((path, module))
+        visited.append((path, module))
         children = []
         for name, child in children_of(module).items():
             if child is not None and child not in seen:
                 seen.add(child)
                 children.append((f"{path}.{name}" if path else name, child))
         stack.extend(reversed(children))
-    return out
+    return visited
 
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """Returns this rank's piece as a parameter or buffer of its own, with the attributes of the whole tensor."""
+    """Returns this rank's shard as a new parameter or buffer, with the attributes of the full tensor."""
     data = shard.cut(tensor.detach()).contiguous()
-    new = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-    new.__dict__.update(tensor.__dict__)
-    return new
+    local_tensor = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    local_tensor.__dict__.update(tensor.__dict__)
+    return local_tensor
 
 
 def is_dtensor(value: Any) -> bool:
@@ -112,35 +114,37 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's piece of a tensor that FSDP shards, sharing its memory; any other tensor unchanged."""
+    """Returns this rank's shard of a tensor that FSDP shards, sharing its memory, and any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def piece_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Returns, for a tensor that FSDP shards, the dimension, the number of ranks, and the index of this rank's piece."""
+    """Returns, for a tensor that FSDP shards, the dimension, the number of ranks, and the index of this rank's shard."""
     mesh = tensor.device_mesh
-    ((axis, cut),) = [(axis, each) for axis, each in enumerate(tensor.placements) if each.is_shard()]
-    return cut.dim, mesh.size(axis), mesh.get_local_rank(axis)
+    ((axis, placement),) = [
+        (axis, placement) for axis, placement in enumerate(tensor.placements) if placement.is_shard()
+    ]
+    return placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
 
 
 def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a parameter of a module, or its gradient, gathered from every rank that has a piece."""
+    """Returns a parameter of a module, or its gradient, gathered from every rank that has a shard."""
     if is_dtensor(tensor):
         tensor = tensor.full_tensor()
     shard = shards_of(module).get(name)
     return shard.join(tensor) if shard is not None else tensor
 
 
-def scale_gradients(part: Any, factor: float) -> None:
-    """Has FSDP multiply the averaged gradients of a part by a factor, in place."""
+def scale_gradients(module: Any, factor: float) -> None:
+    """Makes FSDP multiply the averaged gradients of a module's unit by a factor, in place."""
 
     def scale(gradients: torch.Tensor) -> None:
         if gradients.is_cuda:
-            # FSDP runs this and what follows on another stream than the one that the buffer belongs to, and does not keep it.
+            # FSDP runs this and later work on another stream than that of the buffer, and does not keep the buffer alive.
             gradients.record_stream(torch.cuda.current_stream(gradients.device))
         gradients.mul_(factor)
 
-    part.set_all_reduce_hook(scale)
+    module.set_all_reduce_hook(scale)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -152,26 +156,26 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of `full_state_dict`, each gathered when it is asked for; all ranks iterate to the end."""
+    """Yields the tensors of `full_state_dict`, each gathered when the iterator reaches it; all ranks iterate to the end."""
     for key, value in module.state_dict().items():
         yield key, whole(*owner(module, key), value)
 
 
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Loads the state of an unscheduled model into a scheduled one; each rank loads its pieces."""
-    pieces: dict[str, Any] = {}
+    """Loads the state of an unscheduled model into a scheduled one; each rank loads its shards."""
+    local_state: dict[str, Any] = {}
     for key, value in state.items():
         holder, name = owner(module, key)
         shard = shards_of(holder).get(name)
-        pieces[key] = shard.cut(value) if shard is not None else value
+        local_state[key] = shard.cut(value) if shard is not None else value
     own_state = module.state_dict()
-    for key, value in pieces.items():
+    for key, value in local_state.items():
         if is_dtensor(own_state.get(key)):
             from torch.distributed.tensor import distribute_tensor
 
-            pieces[key] = distribute_tensor(value, own_state[key].device_mesh, own_state[key].placements)
-    module.load_state_dict(pieces)
+            local_state[key] = distribute_tensor(value, own_state[key].device_mesh, own_state[key].placements)
+    module.load_state_dict(local_state)
 
 
 def owner(root: nn.Module, key: str) -> tuple[nn.Module, str]:

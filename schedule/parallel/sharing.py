@@ -1,19 +1,18 @@
-"""Blocks that are sharded over fewer ranks than the mesh's `tp` axis has: the other ranks share their tokens instead.
+"""Blocks that are sharded over fewer ranks than the mesh's `tp` axis has; groups of these ranks share the tokens.
 
 | symbol | meaning |
 |---|---|
-| T, t | ranks of the `tp` axis; ranks among them that share a block's layers |
-| P | T / t: parts of the tokens of a micro-batch, each computed by t neighbours |
-| s | ranks that share a sequence there: each part has a piece of every sequence of P / s parts of the samples |
+| T, t | ranks of the `tp` axis; ranks among them that shard a block's layers |
+| P | T / t: groups of t neighbours, each of which computes its share of the tokens of a micro-batch |
+| s | groups that share a sequence: the samples are divided over P / s groups, and each sequence over s |
 
-Between blocks sharded over all T ranks every rank has all tokens of a micro-batch (or, where the whole model shares
-sequences, of its piece of them). Before a run of blocks of a smaller degree each rank keeps its part of the samples and its
-piece of their sequences (the gradient is gathered); after the run the parts are gathered (the gradient is cut). The
-gradients of the run's weights are those of a part of the tokens, so they are summed over the P parts too, together with the
-averaging over replicas.
+Between blocks sharded over all T ranks every rank has all tokens of a micro-batch (or of its sequence shard, if the model
+shares sequences). Before a run of blocks of a smaller degree each rank selects its samples and its shards of their sequences
+(the gradient is gathered); after the run the outputs are gathered (the gradient is cut). The gradients of the run's weights
+are those of the group's tokens, so they are also summed over the P groups, together with the averaging over replicas.
 
-A piece of a sequence is that of `SequenceShards`, also where it is cut from a piece that the rank has anyway: cutting the
-piece of a ring of C ranks for a ring of c gives the piece of a ring of C c, and so do chunks.
+Sequence shards are those of `SequenceShards`, also if they are cut from a shard: cutting the shard of a ring of C ranks for
+a ring of c gives the shard of a ring of C c, and the same holds for contiguous chunks.
 
 Source: Miao et al., Galvatron, arXiv:2211.13878, section 3.2, on the layouts between layers of different strategies.
 """
@@ -44,32 +43,32 @@ from .streams import forked_streams
 class Sharing:
     """The axes of a block that is sharded over t of T ranks; None for one rank."""
 
-    parts: Axis
-    """The P ranks that have the same piece of the block's weights and one part of the tokens each."""
+    sharers: Axis
+    """The P ranks that have the same shards of the block's weights, and different tokens."""
     samples: Axis | None
-    """Those of them with the same piece of unlike samples."""
+    """The sharers with the same sequence shard of different samples."""
     sequence: Axis | None
-    """Those with the pieces of the same samples."""
+    """The sharers with the other sequence shards of the same samples."""
     shards: SequenceShards
-    """This rank's piece among them."""
+    """This rank's sequence shard among those of `sequence`."""
     sp: Axis | None
-    """The ranks that exchange heads in its attention: some of `sequence`, with those of the whole model. None where only the
-    latter do."""
+    """The ranks that exchange heads in the block's attention: some of `sequence`, with those of the model's `cut_sequence`.
+    None if the axis of the model does not change."""
     cp: Axis | None
-    """Those of its ring, likewise."""
+    """The ranks of the block's ring, in the same way."""
     tp: Axis | None
-    """The t ranks that share the weights."""
+    """The t ranks that shard the weights."""
     replicas: Axis
-    """All ranks that have the same piece of the weights: the P parts in every replica."""
+    """All ranks that have the same shards of the weights: the sharers in every replica."""
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """Ranks of the `tp` axis that share its layers, that exchange heads, and of a ring."""
+        """Degrees of the block: tp, sp and cp, all along the mesh's `tp` axis."""
         return 1 if self.tp is None else self.tp.size, self.shards.sp, self.shards.cp
 
 
 class SharedSamples(Layer):
-    """Wraps a block: cuts its input to this rank's part of the tokens, and gathers the outputs of all parts."""
+    """Wraps a block: cuts its input to this rank's tokens, and gathers the outputs of all sharers."""
 
     order = 70
 
@@ -77,45 +76,45 @@ class SharedSamples(Layer):
         self.sharing = sharing
         self.enters, self.leaves = enters, leaves
         """True if the block's input (`enters`) or output (`leaves`) has all tokens; False if a neighbouring block shares
-        the same parts."""
+        them in the same way."""
         self.draws = draws
-        """True if the block draws random numbers, which differ between parts."""
+        """True if the block draws random numbers, which must differ between sharers."""
         self.names = argument_names(module)
         """Names of the block's arguments."""
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = without_cache(args, kwargs)
         names = [*self.names[: len(args)], *[""] * (len(args) - len(self.names)), *kwargs]
-        given = [tree_flatten(each) for each in (*args, *kwargs.values())]
+        flattened = [tree_flatten(argument) for argument in (*args, *kwargs.values())]
         hidden = next(
             leaf
-            for leaves, _ in given
+            for leaves, _ in flattened
             for leaf in leaves
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         )
         samples, tokens = self._sizes(hidden)
-        own = [
+        shares = [
             tree_unflatten(
                 [
-                    leaf if leaf is hidden and not self.enters else self._own(name, leaf, samples, tokens)
+                    leaf if leaf is hidden and not self.enters else self._share_of(name, leaf, samples, tokens)
                     for leaf in leaves
                 ],
                 spec,
             )
-            for name, (leaves, spec) in zip(names, given, strict=True)
+            for name, (leaves, spec) in zip(names, flattened, strict=True)
         ]
-        kwargs = dict(zip(kwargs, own[len(args) :], strict=True))
-        with forked_streams(self.sharing.parts) if self.draws and module.training else nullcontext():
-            output = inner(*own[: len(args)], **kwargs)
+        kwargs = dict(zip(kwargs, shares[len(args) :], strict=True))
+        with forked_streams(self.sharing.sharers) if self.draws and module.training else nullcontext():
+            output = inner(*shares[: len(args)], **kwargs)
         return self._joined(output, samples // _size(self.sharing.samples), tokens // self.sharing.shards.ranks)
 
     def _sizes(self, hidden: torch.Tensor) -> tuple[int, int]:
-        """The samples of all parts, and the tokens of a sample; 1 where ranks do not share sequences."""
-        among, shards = _size(self.sharing.samples), self.sharing.shards
-        samples = hidden.shape[0] * (1 if self.enters else among)
-        if samples % among:
+        """Returns the number of samples of all sharers, and of tokens of a sample; 1 token if they do not share sequences."""
+        sample_ranks, shards = _size(self.sharing.samples), self.sharing.shards
+        samples = hidden.shape[0] * (1 if self.enters else sample_ranks)
+        if samples % sample_ranks:
             raise ScheduleError(
-                f"{among} ranks share the samples of a block, so they must divide a micro-batch, which has {samples}"
+                f"{sample_ranks} ranks share the samples of a block, so they must divide a micro-batch, which has {samples}"
             )
         if shards.ranks == 1:
             return samples, 1
@@ -128,8 +127,8 @@ class SharedSamples(Layer):
             raise ScheduleError(f"ranks share the sequences of a block: {reason}")
         return samples, tokens
 
-    def _own(self, name: str, leaf: Any, samples: int, tokens: int) -> Any:
-        """This rank's part of an argument. A mask is one of whole sequences, as attention needs it."""
+    def _share_of(self, name: str, leaf: Any, samples: int, tokens: int) -> Any:
+        """Returns this rank's share of an argument. A mask is only cut by samples: attention needs that of full sequences."""
         sharing = self.sharing
         if isinstance(leaf, RingMask):
             return leaf if sharing.samples is None else leaf.part(sharing.samples.rank, sharing.samples.size)
@@ -150,30 +149,30 @@ class SharedSamples(Layer):
         return leaf
 
     def _exchange(self, dim: int, axis: Axis) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-        """Functions that cut a tensor to this rank's piece of the sequences, and that gather the pieces."""
+        """Returns the functions that cut a tensor to this rank's sequence shard, and that gather the shards."""
         cut = partial(self.sharing.shards.piece, dim=dim)
         return cut, partial(_join, dim=dim, shards=self.sharing.shards, axis=axis)
 
     def _joined(self, output: Any, samples: int, tokens: int) -> Any:
         leaves, spec = tree_flatten(output)
-        waiting, sharing = True, self.sharing
-        for at, leaf in enumerate(leaves):
+        before_first, sharing = True, self.sharing
+        for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue
-            first, waiting = waiting, False
-            if first and not self.leaves:
+            is_first, before_first = before_first, False
+            if is_first and not self.leaves:
                 continue
             if sharing.sequence is not None and leaf.shape[:2] == (samples, tokens):
                 cut, join = self._exchange(1, sharing.sequence)
                 leaf = through(leaf, forward=join, backward=cut)
             if sharing.samples is not None and leaf.dim() and leaf.shape[0] == samples:
                 leaf = differentiable.all_gather(leaf, 0, sharing.samples)
-            leaves[at] = leaf
+            leaves[index] = leaf
         return tree_unflatten(leaves, spec)
 
 
 def _join(tensor: torch.Tensor, dim: int, shards: SequenceShards, axis: Axis) -> torch.Tensor:
-    """Sequences of which each rank has a piece, without gradient."""
+    """Returns full sequences, gathered from the shards of all ranks, without gradient."""
     return shards.whole(collectives.all_gather(tensor, dim, axis), dim)
 
 
@@ -187,10 +186,10 @@ def _of_samples(leaf: torch.Tensor, samples: int) -> bool:
 
 
 def _tokens_of(name: str, leaf: torch.Tensor, tokens: int) -> int | None:
-    """Returns the dimension of an argument that has an entry for each token, such as positions; None if none has.
+    """Returns the dimension of an argument that has an entry for each token, such as positions; None without one.
 
     Raises:
-        ScheduleError: it has one, but not where positions and features have it.
+        ScheduleError: the dimension is not the one that positions and features have for tokens.
     """
     if leaf.dim() > 1 and leaf.shape[1] == tokens:
         return 1
@@ -206,7 +205,7 @@ def _tokens_of(name: str, leaf: torch.Tensor, tokens: int) -> int | None:
 
 def sharing_of(module: nn.Module) -> Sharing | None:
     """Returns how ranks share the tokens of a block; None if all ranks share its layers."""
-    return next((each.sharing for each in layers_of(module, SharedSamples)), None)
+    return next((layer.sharing for layer in layers_of(module, SharedSamples)), None)
 
 
 def shared_parameters(root: nn.Module) -> dict[nn.Parameter, Sharing]:
@@ -222,46 +221,51 @@ def shared_parameters(root: nn.Module) -> dict[nn.Parameter, Sharing]:
 def copies_with_parts(mesh: Any, ep: int, sharing: Sharing) -> Axis:
     """Returns the axis of the ranks that have the same experts of a block whose tokens are shared.
 
-    They are the ranks of the `dp` axis that do not share the experts, times the parts."""
-    parts, copies = sharing.parts.size, _size_along(mesh, "dp") // ep
-    splits = {"dp": {"copies": copies, "ep": ep}, "tp": {"parts": parts, "tp": _size_along(mesh, "tp") // parts}}
+    They are the ranks of the `dp` axis that do not share the experts, times the sharers.
+    """
+    num_sharers, copies = sharing.sharers.size, _size_along(mesh, "dp") // ep
+    splits = {
+        "dp": {"copies": copies, "ep": ep},
+        "tp": {"parts": num_sharers, "tp": _size_along(mesh, "tp") // num_sharers},
+    }
     return collectives.joined(mesh, splits, ("copies", "parts"))
 
 
-def sharing_axes(mesh: Any, tp: int, sp: int = 1, cp: int = 1, everywhere: SequenceShards | None = None) -> Sharing:
+def sharing_axes(mesh: Any, tp: int, sp: int = 1, cp: int = 1, model_shards: SequenceShards | None = None) -> Sharing:
     """Returns the axes of blocks that are sharded over `tp` neighbours of the mesh's `tp` axis; all ranks call it.
 
     Args:
-        sp, cp: groups of these that share sequences, by exchanging heads and in a ring.
-        everywhere: how neighbours of the `dp` axis share all sequences of the model; None if they do not.
+        sp, cp: numbers of groups of `tp` ranks that share sequences, by exchanging heads and in a ring.
+        model_shards: how neighbours of the `dp` axis share all sequences of the model; None if they do not.
     """
     samples = _size_along(mesh, "tp") // (tp * sp * cp)
-    outside = everywhere or SequenceShards()
+    model_shards = model_shards or SequenceShards()
     splits = {
-        "dp": {"replicas": _size_along(mesh, "dp") // outside.ranks, "cp": outside.cp, "sp": outside.sp},
+        "dp": {"replicas": _size_along(mesh, "dp") // model_shards.ranks, "cp": model_shards.cp, "sp": model_shards.sp},
         "tp": {"samples": samples, "ring": cp, "heads": sp, "tp": tp},
     }
-    sizes = {name: size for each in splits.values() for name, size in each.items()}
+    sizes = {name: size for axis_sizes in splits.values() for name, size in axis_sizes.items()}
 
-    made: dict[tuple[str, ...], Axis] = {}
+    # Several fields may need the same axis: its process groups are created once, on all ranks in the order of the calls.
+    axes_by_names: dict[tuple[str, ...], Axis] = {}
 
     def along(*names: str) -> Axis | None:
-        several = tuple(name for name in names if sizes[name] > 1)
-        if several and several not in made:
-            made[several] = collectives.joined(mesh, splits, several)
-        return made[several] if several else None
+        names_with_ranks = tuple(name for name in names if sizes[name] > 1)
+        if names_with_ranks and names_with_ranks not in axes_by_names:
+            axes_by_names[names_with_ranks] = collectives.joined(mesh, splits, names_with_ranks)
+        return axes_by_names[names_with_ranks] if names_with_ranks else None
 
-    parts = along("samples", "ring", "heads")
-    assert parts is not None, "blocks are sharded over fewer ranks"
+    sharers = along("samples", "ring", "heads")
+    assert sharers is not None, "blocks are sharded over fewer ranks"
     return Sharing(
-        parts=parts,
+        sharers=sharers,
         samples=along("samples"),
         sequence=along("ring", "heads"),
-        shards=SequenceShards(sp=sp, cp=cp, rank=parts.rank % (sp * cp)),
+        shards=SequenceShards(sp=sp, cp=cp, rank=sharers.rank % (sp * cp)),
         sp=along("sp", "heads") if sp > 1 else None,
         cp=along("cp", "ring") if cp > 1 else None,
         tp=along("tp"),
-        replicas=along("replicas", "cp", "sp", "samples", "ring", "heads") or parts,
+        replicas=along("replicas", "cp", "sp", "samples", "ring", "heads") or sharers,
     )
 
 

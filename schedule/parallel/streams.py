@@ -1,4 +1,4 @@
-"""Random number streams of ranks that share layers or samples: one for all of them, or one for each."""
+"""Random number streams of ranks that share layers or samples: one for all ranks, or one for each."""
 
 import threading
 from collections.abc import Iterator
@@ -22,12 +22,15 @@ class ForkedRandom(Layer):
         self.differ = differ
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _own(self.axis) if self.differ else _shared():
+        with _rank_stream(self.axis) if self.differ else _shared_stream():
             return inner(*args, **kwargs)
 
 
 class _Outer(threading.local):
-    """The saved states of the shared stream while a rank's own is in use, one per nesting level."""
+    """Saved states of the shared stream while a rank's own stream is in use, one per nesting level.
+
+    It is thread-local, because recomputation in the backward pass runs on autograd's threads.
+    """
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -37,54 +40,55 @@ _outer = _Outer()
 
 
 @contextmanager
-def _own(axis: Axis) -> Iterator[None]:
+def _rank_stream(axis: Axis) -> Iterator[None]:
     if _outer.states:
         # Already on this rank's own stream.
         yield
         return
+    # One draw of the shared stream, on every rank: the ranks stay synchronised, and each call gets other numbers.
     seed = int(torch.randint(2**62, (), device="cpu"))
-    _outer.states.append(_get())
+    _outer.states.append(_get_state())
     torch.manual_seed(seed + 1 + axis.rank)
     try:
         yield
     finally:
-        _set(_outer.states.pop())
+        _set_state(_outer.states.pop())
 
 
 @contextmanager
 def forked_streams(axis: Axis) -> Iterator[None]:
-    """Gives each rank of an axis its own random stream, as replicas have; code inside may fork it again."""
+    """Gives each rank of an axis a random stream of its own, as replicas have; code inside may fork it again."""
     seed = int(torch.randint(2**62, (), device="cpu"))
-    outside, state = _outer.states, _get()
-    _outer.states = []
+    outer_states, state = _outer.states, _get_state()
+    _outer.states = []  # inside, this stream is the shared one
     torch.manual_seed(seed + 1 + axis.rank)
     try:
         yield
     finally:
-        _set(state)
-        _outer.states = outside
+        _set_state(state)
+        _outer.states = outer_states
 
 
 @contextmanager
-def _shared() -> Iterator[None]:
+def _shared_stream() -> Iterator[None]:
     if not _outer.states:
         yield
         return
-    own, shared = _get(), _outer.states.pop()
-    _set(shared)
+    own_state, shared_state = _get_state(), _outer.states.pop()
+    _set_state(shared_state)
     try:
         yield
     finally:
-        _outer.states.append(_get())
-        _set(own)
+        _outer.states.append(_get_state())  # the shared stream has advanced
+        _set_state(own_state)
 
 
-def _get() -> tuple[torch.Tensor, torch.Tensor | None]:
+def _get_state() -> tuple[torch.Tensor, torch.Tensor | None]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
 
 
-def _set(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+def _set_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

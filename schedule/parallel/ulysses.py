@@ -38,19 +38,20 @@ def attend(
     axis: Axis,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention over whole sequences for this rank's heads.
+    """Computes attention over full sequences for this rank's heads.
 
     Args:
         query: (B, H, T / S, D).
         key, value: (B, K, T / S, D).
-        attention_mask: the mask of whole sequences.
+        attention_mask: the mask of full sequences.
         attention: an attention function of transformers, or `ring.attend`.
 
     Returns:
         The output, (B, T / S, H, D), and None for the attention weights.
     """
     if (copies := repeats(key.shape[1], axis.size)) > 1:
-        key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
-    query, key, value = (all_to_all(each, 1, 2, axis) for each in (query, key, value))
+        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+    # Tokens for heads, and back: dimension 1 is heads before attention, and tokens in its output.
+    query, key, value = (all_to_all(tensor, 1, 2, axis) for tensor in (query, key, value))
     output, _ = attention(module, query, key, value, attention_mask, **kwargs)
     return all_to_all(output, 1, 2, axis), None

@@ -26,20 +26,20 @@ ACROSS = frozenset(
 
 
 class SplitLogits(torch.Tensor):
-    """This rank's piece of logits along their last dimension, the vocabulary.
+    """This rank's shard of logits along their last dimension, the vocabulary.
 
-    It behaves as a plain tensor, with three exceptions: `cross_entropy` is that of the whole vocabulary, functions that compare
-    or sum over classes (`ACROSS`) get the gathered logits on all ranks, and a `view` or `reshape` whose last size is the whole
-    vocabulary uses the size of this rank's part instead.
+    It behaves as a plain tensor, with three exceptions: `cross_entropy` is that of the full vocabulary, functions that compare
+    or sum over classes (`ACROSS`) get the gathered logits on all ranks, and a `view` or `reshape` whose last size is the full
+    vocabulary uses the size of this rank's shard instead.
     """
 
     axis: Axis
     vocabulary: int
-    """The size of the whole vocabulary; the last pieces may end in unused padding columns."""
+    """The size of the full vocabulary; the last shards may end in unused padding columns."""
 
     @staticmethod
     def of(tensor: torch.Tensor, axis: Axis, vocabulary: int | None = None) -> "SplitLogits":
-        """Returns a piece of logits, of shape (..., ceil(vocabulary / ranks)), as SplitLogits."""
+        """Returns a shard of logits, of shape (..., ceil(vocabulary / ranks)), as SplitLogits."""
         split = tensor.as_subclass(SplitLogits)
         split.axis = axis
         split.vocabulary = tensor.shape[-1] * axis.size if vocabulary is None else vocabulary
@@ -51,31 +51,34 @@ class SplitLogits(torch.Tensor):
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        source = next((each for each in leaves if isinstance(each, SplitLogits) and hasattr(each, "axis")), None)
+        source = next((leaf for leaf in leaves if isinstance(leaf, SplitLogits) and hasattr(leaf, "axis")), None)
         if source is None:
             return super().__torch_function__(func, types, args, kwargs)
         if getattr(func, "__name__", "") in ACROSS:
-            args, kwargs = tree_unflatten([whole_logits(each) for each in leaves], spec)
+            args, kwargs = tree_unflatten([whole_logits(leaf) for leaf in leaves], spec)
             return func(*args, **kwargs)
+        # Loss code of models often flattens logits by the configuration's vocabulary size.
         if func in (torch.Tensor.view, torch.Tensor.reshape):
             args = (source, *_local_shape(source, args[1:]))
-        out = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(out, SplitLogits):
-            out.axis, out.vocabulary = source.axis, source.vocabulary
-        return out
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, SplitLogits):
+            result.axis, result.vocabulary = source.axis, source.vocabulary
+        return result
 
 
 def whole_logits(logits: Any) -> Any:
-    """Returns logits with the whole vocabulary, gathered if they are split; each piece gets its part of the gradient. Anything
-    else is returned as it is."""
+    """Returns logits with the full vocabulary, gathered if they are sharded, and any other value unchanged.
+
+    In the backward pass each shard gets its slice of the gradient.
+    """
     if not isinstance(logits, SplitLogits) or not hasattr(logits, "axis"):
         return logits
     axis, vocabulary = logits.axis, logits.vocabulary
-    rest = logits.shape[-1] * axis.size - vocabulary
+    num_padding = logits.shape[-1] * axis.size - vocabulary
     return through(
         logits.as_subclass(torch.Tensor),
-        forward=lambda t: all_gather(t, -1, axis).narrow(-1, 0, vocabulary),
-        backward=lambda g: scatter(F.pad(g, (0, rest)), -1, axis),
+        forward=lambda shard: all_gather(shard, -1, axis).narrow(-1, 0, vocabulary),
+        backward=lambda gradient: scatter(F.pad(gradient, (0, num_padding)), -1, axis),
     )
 
 
@@ -104,14 +107,14 @@ def _cross_entropy(
         )
     axis, logits = input.axis, input.as_subclass(torch.Tensor)
     if torch.is_autocast_enabled(logits.device.type):
-        # Autocast does the same for the cross-entropy of whole logits.
+        # Autocast does the same for the cross-entropy of unsharded logits.
         logits = logits.float()
-    kept = target != ignore_index
-    losses = _TokenLoss.apply(logits, target.where(kept, 0), axis, input.vocabulary, label_smoothing)
-    losses = losses.where(kept, 0)
+    counted = target != ignore_index
+    losses = _TokenLoss.apply(logits, target.where(counted, 0), axis, input.vocabulary, label_smoothing)
+    losses = losses.where(counted, 0)
     if reduction == "none":
         return losses
-    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -124,34 +127,35 @@ class _TokenLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, axis: Axis, vocabulary: int, smoothing: float
     ) -> Any:
-        local = logits.shape[-1]
-        real = min(max(vocabulary - axis.rank * local, 0), local)
-        logits = logits[:, :real]
-        top = logits.amax(-1) if real else logits.new_full(logits.shape[:1], -torch.inf)
-        top = top.contiguous()
+        shard_size = logits.shape[-1]
+        num_tokens = min(max(vocabulary - axis.rank * shard_size, 0), shard_size)
+        logits = logits[:, :num_tokens]
+        top = logits.amax(-1) if num_tokens else logits.new_full(logits.shape[:1], -torch.inf)
+        top = top.contiguous()  # collectives need it
         dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
         shifted = logits - top.unsqueeze(-1)
-        index = target - axis.rank * local
-        in_shard = (index >= 0) & (index < real)
-        at = logits.new_zeros(target.shape)
-        if real:
-            at = shifted.gather(-1, index.where(in_shard, 0).unsqueeze(-1)).squeeze(-1) * in_shard
+        local_target = target - axis.rank * shard_size
+        in_shard = (local_target >= 0) & (local_target < num_tokens)
+        # Zero for targets of other ranks, so that the sum over ranks is the logit of each target.
+        target_logits = logits.new_zeros(target.shape)
+        if num_tokens:
+            target_logits = shifted.gather(-1, local_target.where(in_shard, 0).unsqueeze(-1)).squeeze(-1) * in_shard
         exponential = shifted.exp()
-        sums = [exponential.sum(-1), at] + ([shifted.sum(-1)] if smoothing else [])
-        total, at, *rest = all_reduce(torch.stack(sums), axis).unbind(0)
-        loss = total.log() - at
+        sums = [exponential.sum(-1), target_logits] + ([shifted.sum(-1)] if smoothing else [])
+        total, target_logits, *sum_of_logits = all_reduce(torch.stack(sums), axis).unbind(0)
+        loss = total.log() - target_logits
         if smoothing:
-            mean = total.log() - rest[0] / vocabulary
+            mean = total.log() - sum_of_logits[0] / vocabulary
             loss = (1 - smoothing) * loss + smoothing * mean
-        ctx.save_for_backward(exponential / total.unsqueeze(-1), index, in_shard)
-        ctx.smoothing, ctx.vocabulary, ctx.filling = smoothing, vocabulary, local - real
+        ctx.save_for_backward(exponential / total.unsqueeze(-1), local_target, in_shard)
+        ctx.smoothing, ctx.vocabulary, ctx.num_padding = smoothing, vocabulary, shard_size - num_tokens
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        probability, index, in_shard = ctx.saved_tensors
+        probability, local_target, in_shard = ctx.saved_tensors
         grad = probability - ctx.smoothing / ctx.vocabulary
         weight = (1 - ctx.smoothing) * in_shard.to(grad.dtype).unsqueeze(-1)
         if grad.shape[-1]:
-            grad = grad.scatter_add(-1, index.where(in_shard, 0).unsqueeze(-1), -weight)
-        return F.pad(grad * grads[0].unsqueeze(-1), (0, ctx.filling)), None, None, None, None
+            grad = grad.scatter_add(-1, local_target.where(in_shard, 0).unsqueeze(-1), -weight)
+        return F.pad(grad * grads[0].unsqueeze(-1), (0, ctx.num_padding)), None, None, None, None

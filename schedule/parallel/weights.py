@@ -1,7 +1,7 @@
-"""The part of each of a model's tensors on this rank, as boxes of the whole tensor.
+"""This rank's shard of each of a model's tensors, as boxes of the full tensor.
 
 Tensor parallelism, then expert parallelism, then FSDP each cut a tensor along one dimension; a fused projection is cut in
-strides. This rank therefore has a few runs of indices along every dimension, and its part is their product.
+strides. A rank therefore has a few runs of indices along every dimension, and its shard is their product.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,16 @@ from .sharding import is_dtensor, local, owner, piece_of, shards_of
 class Run:
     """Consecutive indices along one dimension."""
 
-    here: int
-    """The first of them in this rank's tensor."""
-    whole: int
-    """The first of them in the whole tensor."""
+    local_start: int
+    """The first index in this rank's tensor."""
+    full_start: int
+    """The first index in the full tensor."""
     length: int
 
     def within(self, start: int, stop: int) -> "Run | None":
         """Returns the part of the run at local indices `start` to `stop` - 1, renumbered from 0; None if it is empty."""
-        first, last = max(self.here, start), min(self.here + self.length, stop)
-        return Run(first - start, self.whole + first - self.here, last - first) if first < last else None
+        begin, end = max(self.local_start, start), min(self.local_start + self.length, stop)
+        return Run(begin - start, self.full_start + begin - self.local_start, end - begin) if begin < end else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +35,43 @@ class Box:
     """A box of a tensor, on this rank."""
 
     offset: tuple[int, ...]
-    """The first index along each dimension in the whole tensor."""
-    at: tuple[slice, ...]
-    """Its indices in this rank's tensor."""
+    """The first index along each dimension in the full tensor."""
+    indices: tuple[slice, ...]
+    """The box's indices in this rank's tensor."""
 
     @property
     def of_whole(self) -> tuple[slice, ...]:
-        """Its indices in the whole tensor."""
-        return tuple(slice(at, at + each.stop - each.start) for at, each in zip(self.offset, self.at))
+        """The box's indices in the full tensor."""
+        return tuple(slice(start, start + index.stop - index.start) for start, index in zip(self.offset, self.indices))
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of a tensor on this rank."""
+    """This rank's shard of a tensor."""
 
     shape: torch.Size
-    """The shape of the whole tensor."""
+    """The shape of the full tensor."""
     boxes: tuple[Box, ...]
-    """The boxes on this rank; empty if it has no part."""
+    """The boxes on this rank; empty if it has no element."""
 
     @property
     def complete(self) -> bool:
-        """True if this rank has the whole tensor."""
-        return any(all(at.stop - at.start == n for at, n in zip(box.at, self.shape)) for box in self.boxes)
+        """True if this rank has the full tensor."""
+        sizes = [tuple(index.stop - index.start for index in box.indices) for box in self.boxes]
+        return tuple(self.shape) in sizes
 
     def parts(self, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yields each box with a view of this rank's tensor in it; the tensor must be sharded as the region is."""
-        here = local(tensor.detach())
+        local_tensor = local(tensor.detach())
         for box in self.boxes:
-            yield box, here[box.at] if box.at else here
+            yield box, local_tensor[box.indices] if box.indices else local_tensor
 
 
 def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
-    """Returns the part of a module's own tensor on this rank, over all kinds of sharding.
+    """Returns the region of a module's own tensor on this rank, for all kinds of sharding together.
 
     Args:
-        tensor: the tensor, or one that is sharded alike, such as its gradient.
+        tensor: the tensor, or one that is sharded in the same way, such as its gradient.
     """
     shard = shards_of(module).get(name)
     shape = torch.Size(shard.shape) if shard is not None else tensor.shape
@@ -78,44 +79,47 @@ def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
     while shard is not None:
         runs[shard.dim] = _cut_runs(shard.parts, shard.axis.rank, shard.axis.size)
         shard = shard.then
-    if is_dtensor(tensor) and any(each.is_shard() for each in tensor.placements):
+    if is_dtensor(tensor) and any(placement.is_shard() for placement in tensor.placements):
         dim, ranks, rank = piece_of(tensor)
-        each = -(-tensor.shape[dim] // ranks)
-        left = [run.within(rank * each, min((rank + 1) * each, tensor.shape[dim])) for run in runs[dim]]
-        runs[dim] = [run for run in left if run is not None]
+        shard_size = -(-tensor.shape[dim] // ranks)
+        clipped = [run.within(rank * shard_size, min((rank + 1) * shard_size, tensor.shape[dim])) for run in runs[dim]]
+        runs[dim] = [run for run in clipped if run is not None]
     boxes = tuple(
-        Box(tuple(run.whole for run in each), tuple(slice(run.here, run.here + run.length) for run in each))
-        for each in product(*runs)
+        Box(
+            tuple(run.full_start for run in box_runs),
+            tuple(slice(run.local_start, run.local_start + run.length) for run in box_runs),
+        )
+        for box_runs in product(*runs)
     )
     return Region(shape, boxes)
 
 
 def whole_region(shape: torch.Size) -> Region:
-    """Returns the region of a tensor that this rank has as a whole."""
+    """Returns the region of a tensor that is not sharded."""
     return Region(shape, (Box((0,) * len(shape), tuple(slice(0, size) for size in shape)),))
 
 
 def _cut_runs(parts: tuple[int, ...], rank: int, ranks: int) -> list[Run]:
-    """Returns a rank's runs of parts that are cut separately, without the padding of their last pieces."""
-    out, here, whole = [], 0, 0
+    """Returns a rank's runs of fused parts, each of which is cut separately, without the padding of their last shards."""
+    runs, local_start, full_start = [], 0, 0
     for size in parts:
-        each = -(-size // ranks)
-        length = min(each, size - rank * each)
+        shard_size = -(-size // ranks)
+        length = min(shard_size, size - rank * shard_size)
         if length > 0:
-            out.append(Run(here, whole + rank * each, length))
-        here, whole = here + each, whole + size
-    return out
+            runs.append(Run(local_start, full_start + rank * shard_size, length))
+        local_start, full_start = local_start + shard_size, full_start + size
+    return runs
 
 
 def regions_of(model: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[torch.Tensor, Region]]:
-    """Returns this rank's tensors of a model's state and their regions, by the names of the whole model.
+    """Returns this rank's tensors of a model's state and their regions, by the names in the unsharded model.
 
     Args:
         names: maps each name of a parameter to the one to use, as tied parameters have several.
     """
-    out = {}
+    regions = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         name = names.get(key, key)
-        if name not in out and isinstance(tensor, torch.Tensor):
-            out[name] = tensor, region_of(*owner(model, key), tensor)
-    return out
+        if name not in regions and isinstance(tensor, torch.Tensor):
+            regions[name] = tensor, region_of(*owner(model, key), tensor)
+    return regions

@@ -22,7 +22,7 @@ from transformers import Gemma2Config, GPTNeoConfig
 OWN_LOSS = ("own loss of sequences", "own loss of a sharded head")
 DENSE = ("experts of a dense model", "capacity of a dense model", "tensor parallelism of a dense model")
 WHOLE_SEQUENCES, RINGLESS = "sequences of a run's model", "ring of a run's model"
-NO_SEQUENCES = "gpt_neo attends by code of its own, not by the attention functions of transformers"
+NO_SEQUENCES = "gpt_neo has attention code of its own instead of the attention functions of transformers"
 NO_RING = (
     "gemma2 bounds the scores of its attention (attn_logit_softcapping is 50.0), which is more than a ring computes"
 )

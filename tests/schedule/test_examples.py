@@ -58,7 +58,7 @@ def test_parameter_sharding_has_the_gradients_of_one_rank(two, seed):
 def test_a_norm_between_cut_layers_is_given_all_features_or_whole_rows_or_says_what_to_do(two):
     for found in two.run(lambda: example("sharding_with_norm").compare(mesh(tp=2))):
         assert max(found["gathered"], found["in_rows"]) < 1e-5
-        assert "'norm' (LayerNorm) takes 256 features, but is given the 128 of one of 2 ranks" in found["forgotten"]
+        assert "'norm' (LayerNorm) takes 256 features, but gets the 128 of one of 2 ranks" in found["forgotten"]
 
 
 def near(found, expected):

@@ -459,8 +459,8 @@ def check_lacking(kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (LateNorm, "that of 'norm', which the model registers before .*; cut_pipeline_stage.late=.'norm'"),
-        (SkipsInto, "other than what 'a' returns: 'b' is given it, or what is computed from it; cut elsewhere"),
+        (LateNorm, "the output of 'norm', which the model registers before .*; cut_pipeline_stage.late=.'norm'"),
+        (SkipsInto, "that 'a' does not return: 'b' gets it, or a value computed from it; cut elsewhere"),
     ],
 )
 def test_the_module_that_lacks_a_value_is_named_in_place_of_torch_s_error(two, kind, message):
@@ -502,8 +502,8 @@ def check_refusals(make):
     sch = gpt2()
     sch["transformer.h.1"].cut_pipeline_stage()
     refused(sch, "is cut here already", lambda s: s["transformer.h.1"].cut_pipeline_stage())
-    refused(sch, "inside a module after which", lambda s: s["transformer"].cut_pipeline_stage())
-    refused(sch, "inside a module after which", lambda s: s["transformer.h.1.mlp"].cut_pipeline_stage())
+    refused(sch, "inside a module that is cut too", lambda s: s["transformer"].cut_pipeline_stage())
+    refused(sch, "inside a module that is cut too", lambda s: s["transformer.h.1.mlp"].cut_pipeline_stage())
     sch["transformer.h.0"].cut_pipeline_stage()
     assert sch.tree.cuts == ["transformer.h.0", "transformer.h.1"]
     refused(sch, r"must divide the number of stages, but there are 3 \(2 cuts\)", build)
@@ -523,9 +523,9 @@ def check_refusals(make):
     refused(sch, "'transformer' has compile; apply it to the modules below", build)
     sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), axis)
     sch["1"].trace()
-    refused(sch, "traced or fused, but '1' is", lambda s: s["1.0"].cut_pipeline_stage())
+    refused(sch, "traced or fused module, but '1' is one", lambda s: s["1.0"].cut_pipeline_stage())
     refused(
-        create_schedule(Holding(), axis), "must hold no parameter itself, but holds shift",
+        create_schedule(Holding(), axis), "must have no parameter of its own, but has shift",
         lambda s: s["inner.0"].cut_pipeline_stage(),
     )  # fmt: skip
     refused(gpt2(), "did you mean 'gpipe'", lambda s: s.pipeline("gpip"))

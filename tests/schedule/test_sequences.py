@@ -218,7 +218,7 @@ def test_gradients_of_a_block_with_dropout_are_those_of_what_it_computed():
     how = block_attention.AttentionOptions(scale=0.4, pairs=pairs, dropout=0.3, seed=7)
     output, log_sum = block_attention.attention(query, key, value, how)
     assert output[:, :, 0].abs().max() == 0 and (log_sum[:, :, 0] == -torch.inf).all()  # it attends to nothing
-    kept = next(block_attention._rows(query.detach(), key.detach(), how)).kept.flatten(1, 2)
+    kept = next(block_attention._rows(query.detach(), key.detach(), how)).dropout_mask.flatten(1, 2)
     grad = torch.randn(output.shape, dtype=torch.float64, generator=generator)
     keys, values = (each.repeat_interleave(2, 1) for each in (key, value))
     scores = (query @ keys.mT * 0.4).masked_fill(~pairs, -torch.inf)
@@ -371,12 +371,12 @@ def heads_in_another_order(patch):
 
 
 def a_mask_of_the_first_half_in_the_place_of_all(patch):
-    right = sequences._Whole
+    right = sequences._FullSamples
 
     def whole(padding, **given):
         return right(padding=padding[:, : LENGTH // 2].repeat(1, 2), **given)
 
-    patch.setattr(sequences, "_Whole", whole)
+    patch.setattr(sequences, "_FullSamples", whole)
 
 
 def positions_of_each_piece_from_zero(patch):
@@ -405,15 +405,15 @@ def blocks_weighed_alike(patch):
 
 
 def a_piece_ahead_looked_at(patch):
-    right = ring_mask._by_place
-    patch.setattr(ring_mask, "_by_place", lambda kind, row, column: right(kind, row + (row == 0 < column), column))
+    right = ring_mask._by_position
+    patch.setattr(ring_mask, "_by_position", lambda kind, row, column: right(kind, row + (row == 0 < column), column))
 
 
 def gradients_of_keys_that_stay_away_from_home(patch):
     class Kept(ring.RingTransfer):
         def received(self):
             arrived = super().received()
-            return self._sent if self._sent.dtype == torch.float64 and self.tag == 1 else arrived
+            return self._outgoing if self._outgoing.dtype == torch.float64 and self.tag == 1 else arrived
 
         def __init__(self, tensor, axis, tag=0):
             self.tag = tag
@@ -675,16 +675,16 @@ MIXED = {
         (lambda: cut(llama(), 2).cut_sequence(cp=2), "sequences are cut already"),
         (lambda: cut(llama(), 1, 0), "cp must be a whole number of at least 1, but is 0"),
         (lambda: cut(llama()), r"two or more, but has 1 ranks and cp \* sp is 1 \* 1"),
-        (lambda: cut(nn.Linear(2, 2), 2), "this is no model of it"),
+        (lambda: cut(nn.Linear(2, 2), 2), "which this model does not use"),
         (lambda: cut(named("gemma2"), cp=2), r"cp: gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
         (
             lambda: cut(AutoModelForCausalLM.from_config(NEO), 2),
-            "sp: gpt_neo attends by code of its own, not by the attention functions of transformers",
+            "sp: gpt_neo has attention code of its own instead of the attention functions of transformers",
         ),
         (lambda: cut(rotary("dynamic"), 2), r"rotary frequencies that depend on a sample's last position .*dynamic"),
         (lambda: cut(rotary("longrope", **LONG), cp=2), r"cp: llama has rotary .* \(rope_type longrope\)"),
         (lambda: cut(named("gemma3_text", rope_parameters=MIXED), 2), r"sp: gemma3_text has rotary .* \(rope_type dynamic"),
-        (lambda: cut(named("llama4_text"), cp=2), r"scales its queries by the place .* \(attn_temperature_tuning\)"),
+        (lambda: cut(named("llama4_text"), cp=2), r"scales its queries by the index .* \(attn_temperature_tuning\)"),
         (lambda: cut(BertForQuestionAnswering(BERT), 2), "sp: the loss of BertForQuestionAnswering is not a mean over tokens"),
         (lambda: cut(BertForPreTraining(BERT), cp=2), "cp: the loss of BertForPreTraining is not a mean over tokens"),
     ],
@@ -696,9 +696,9 @@ def test_indivisible_sequences_are_refused_with_the_numbers(refused, message):
 
 def test_what_depends_on_whole_samples_outside_blocks_does_not_prevent_cuts_of_blocks():
     for model in (rotary("dynamic"), BertForQuestionAnswering(BERT)):
-        assert sequences.obstacle(model, 2, 1, blocks=True) == "" != sequences.obstacle(model, 2, 1)
+        assert sequences.obstacle(model, 2, 1, blocks=True) is None and sequences.obstacle(model, 2, 1)
     assert sequences.obstacle(named("llama4_text"), 2, 1, blocks=True)
-    assert sequences.obstacle(named("llama4_text", attn_temperature_tuning=False), 2, 1) == ""
+    assert sequences.obstacle(named("llama4_text", attn_temperature_tuning=False), 2, 1) is None
 
 
 def test_a_refused_call_changes_nothing():
