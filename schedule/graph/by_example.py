@@ -1,8 +1,8 @@
 """Traces by example: symbolically, with the value of every node for one call on the meta device.
 
-The example determines what symbols cannot: the number of dimensions of a shape, whether a mask was given, the branch
-of a condition. Sizes stay symbols. If the code's path depends on a value that is not a tensor, the graph checks that
-value when it runs (`check`). If it depends on the training mode, both paths are traced, and their differences are
+The example determines values that symbols do not have: the number of dimensions of a shape, the presence of a mask, the
+branch of a condition. Sizes stay symbols. If the control flow depends on a value that is not a tensor, the graph checks
+that value when it runs (`check`). If it depends on the training mode, both paths are traced, and their differences are
 selected when the graph runs.
 """
 
@@ -47,65 +47,66 @@ def trace_by_example(
     """Returns a module's forward as a graph of the example call; the module is not changed.
 
     Raises:
-        TraceError: a graph cannot express the forward; names the operation and the line.
+        TraceError: a graph cannot express the forward; the message has the operation and the line.
     """
     form, values = form_of(module, label, example, inputs)
     skeleton = meta_copy(module)
-    wrote: list[str] = []
+    written_paths: list[str] = []
 
     def traced(training: bool | None) -> fx.Graph:
         tracer = _ByExample(module, flatten, leaves, form, values, skeleton, training)
         with state_kept(module) as written, tracer.makers():
             graph = tracer.trace(module)
-        wrote.extend(written)
+        written_paths.extend(written)
         return graph
 
     try:
         try:
             graph = traced(None)
-        except _AsksForMode:
+        except _ReadsMode:
             graph = merged(traced(True), traced(False))
     except Exception as error:
         raise TraceError(f"trace of '{label}': {cause(error)}") from error
-    refuse_written(label, wrote)
+    refuse_written(label, written_paths)
     tidy(graph)
     return Traced(graph, {}, flatten, form)
 
 
 def form_of(module: nn.Module, label: str, example: Example, inputs: Sequence[str]) -> tuple[CallForm, list[Any]]:
-    """Determines which leaves of a call's arguments are inputs of the graph, and returns their values without memory."""
-    given = arguments(module, *example)
-    unknown = [each for each in inputs if each.split("[")[0] not in given]
-    if unknown:
-        raise TraceError(f"trace of '{label}': inputs must be parameters of its forward, but has {set(unknown)}")
+    """Returns which leaves of a call's arguments are inputs of the graph, and the values of these on the meta device."""
+    named_arguments = arguments(module, *example)
+    unknown_inputs = [input_name for input_name in inputs if input_name.split("[")[0] not in named_arguments]
+    if unknown_inputs:
+        raise TraceError(f"trace of '{label}': inputs must be parameters of its forward, but has {set(unknown_inputs)}")
     names: list[str] = []
-    for key, value in given.items():
-        found = tree_flatten(value)[0]
-        names += [key] if len(found) == 1 and found[0] is value else [f"{key}[{i}]" for i in range(len(found))]
-    flat, spec = tree_flatten(given)
-    entering = [
-        isinstance(each, torch.Tensor) or name in inputs or name.split("[")[0] in inputs
-        for name, each in zip(names, flat)
+    for key, value in named_arguments.items():
+        value_leaves = tree_flatten(value)[0]
+        is_leaf = len(value_leaves) == 1 and value_leaves[0] is value
+        names += [key] if is_leaf else [f"{key}[{index}]" for index in range(len(value_leaves))]
+    flat_leaves, spec = tree_flatten(named_arguments)
+    are_inputs = [
+        isinstance(leaf, torch.Tensor) or name in inputs or name.split("[")[0] in inputs
+        for name, leaf in zip(names, flat_leaves)
     ]
-    leaves = tuple(_entering(each) if enters else each for each, enters in zip(flat, entering))
-    values = [_bare(each) for each, enters in zip(flat, entering) if enters]
+    leaves = tuple(_input_of(leaf) if is_input else leaf for leaf, is_input in zip(flat_leaves, are_inputs))
+    values = [_without_memory(leaf) for leaf, is_input in zip(flat_leaves, are_inputs) if is_input]
     return CallForm(spec=spec, names=tuple(names), leaves=leaves, positional=len(example[0])), values
 
 
-def _entering(value: Any) -> Input:
+def _input_of(value: Any) -> Input:
     return Input(value.dim() if isinstance(value, torch.Tensor) else None)
 
 
-def _bare(value: Any) -> Any:
+def _without_memory(value: Any) -> Any:
     return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
-class _AsksForMode(Exception):
-    """The path of the code depends on the training mode."""
+class _ReadsMode(Exception):
+    """The control flow of the code depends on the training mode."""
 
 
-class _Known(fx.Proxy):
-    """A symbol whose value in the example is known, as far as it is."""
+class _ExampleProxy(fx.Proxy):
+    """A symbol with its value in the example, or UNKNOWN."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
@@ -165,21 +166,21 @@ class _ByExample(Tracer):
         """True while an operation of the example runs."""
 
     def value(self, proxy: fx.Proxy) -> Any:
-        """Value of a symbol in the example."""
+        """Returns the value of a symbol in the example."""
         return proxy.node.meta.get("example", UNKNOWN)
 
     def settled(self, proxy: fx.Proxy) -> Any:
-        """Value of a symbol, which the graph will check when it runs."""
+        """Returns the value of a symbol, and adds a check of it to the graph."""
         value, node = self.value(proxy), proxy.node
         if node.op == "get_attr" and node.target.rpartition(".")[2] == "training":
-            raise _AsksForMode
+            raise _ReadsMode
         self.create_proxy("call_function", check, (proxy, value, node.name), {})
         return value
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             self.path_of_module(m)
-        except NameError:  # made by the code itself, like losses
+        except NameError:  # the code creates the module in its forward, for example a loss
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -193,28 +194,30 @@ class _ByExample(Tracer):
         value = self.value(obj)
         if not isinstance(value, (tuple, list)):
             return super().iter(obj)
-        return iter([obj[i] for i in range(len(value))])
+        return iter([obj[index] for index in range(len(value))])
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Known(node, self)
+        return _ExampleProxy(node, self)
 
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
-        made = super().create_proxy(kind, target, args, kwargs, *rest, **named)
-        if "example" not in made.node.meta:
-            made.node.meta["example"] = self.evaluated(kind, target, made.node)
-        return made
+    def create_proxy(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *positional: Any, **options: Any
+    ) -> fx.Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *positional, **options)
+        if "example" not in proxy.node.meta:
+            proxy.node.meta["example"] = self.evaluated(kind, target, proxy.node)
+        return proxy
 
     def evaluated(self, kind: str, target: Any, node: fx.Node) -> Any:
-        """Result of an operation in the example."""
+        """Returns the result of an operation in the example; UNKNOWN if it fails or depends on an unknown value."""
         if kind == "placeholder":
             return self.values.pop(0)
         if kind == "get_attr":
             holder, _, name = target.rpartition(".")
-            found = getattr(self.skeleton.get_submodule(holder), name)
-            return found.detach() if isinstance(found, torch.Tensor) else found
-        if any(each.meta.get("example", UNKNOWN) is UNKNOWN for each in node.all_input_nodes):
+            attribute = getattr(self.skeleton.get_submodule(holder), name)
+            return attribute.detach() if isinstance(attribute, torch.Tensor) else attribute
+        if any(input_node.meta.get("example", UNKNOWN) is UNKNOWN for input_node in node.all_input_nodes):
             return UNKNOWN
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["example"])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda input_node: input_node.meta["example"])
         self.evaluating = True
         try:
             with torch.no_grad():
@@ -223,17 +226,17 @@ class _ByExample(Tracer):
                 if kind == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 return target(*args, **kwargs)
-        except Exception:  # user code: the graph may contain it anyway, because few of the values are needed
+        except Exception:  # user code: the graph is valid without the value, and few values are needed
             return UNKNOWN
         finally:
             self.evaluating = False
 
     @contextlib.contextmanager
     def makers(self) -> Iterator[None]:
-        """Lets functions that make tensors of sizes accept symbols, in the context."""
+        """Makes functions that create tensors from sizes accept symbols, in the context."""
         from ...base._torch import dynamo
 
-        # Its tables of torch's functions are made on import, which must not happen inside.
+        # Dynamo's import builds tables of torch's functions, which must not contain the patched ones.
         assert dynamo is not None
         with contextlib.ExitStack() as stack:
             for name in MAKERS:
@@ -242,7 +245,7 @@ class _ByExample(Tracer):
 
     def _maker(self, function: Callable[..., Any], makes_tensors: bool) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
-            symbolic = any(isinstance(each, fx.Proxy) for each in tree_flatten((args, kwargs))[0])
+            symbolic = any(isinstance(leaf, fx.Proxy) for leaf in tree_flatten((args, kwargs))[0])
             # A tensor without symbols would be a constant of the graph, on the device of the trace.
             if self.evaluating or not (symbolic or makes_tensors):
                 return function(*args, **kwargs)
@@ -265,34 +268,37 @@ class _ByExample(Tracer):
                 module.__dict__["training"] = mode
             for name in rates_of(module):
                 module.__dict__[name] = self.create_proxy("get_attr", join(path, name), (), {})
-        taken: dict[str, int] = {}
+        counts_of_names: dict[str, int] = {}
 
         def placeholder(name: str) -> fx.Proxy:
-            plain = name.replace("[", "_").replace("]", "")
-            taken[plain] = taken.get(plain, 0) + 1
-            return self.create_proxy("placeholder", plain, (), {})
+            identifier = name.replace("[", "_").replace("]", "")
+            counts_of_names[identifier] = counts_of_names.get(identifier, 0) + 1
+            return self.create_proxy("placeholder", identifier, (), {})
 
         leaves = [
-            placeholder(n) if isinstance(each, Input) else each for n, each in zip(self.form.names, self.form.leaves)
+            placeholder(name) if isinstance(leaf, Input) else leaf
+            for name, leaf in zip(self.form.names, self.form.leaves)
         ]
-        given = tree_unflatten(leaves, self.form.spec)
-        args, kwargs = call_of_form(type(self.top), given, self.form.positional)
+        named_arguments = tree_unflatten(leaves, self.form.spec)
+        args, kwargs = call_of_form(type(self.top), named_arguments, self.form.positional)
         return (lambda top: root_fn(top, *args, **kwargs)), [self.top]
 
 
-def call_of_form(kind: type[nn.Module], given: dict[str, Any], positional: int) -> tuple[list[Any], dict[str, Any]]:
+def call_of_form(
+    kind: type[nn.Module], named_arguments: dict[str, Any], positional: int
+) -> tuple[list[Any], dict[str, Any]]:
     """Converts arguments by name to a call of a module's forward, with the given number of positional arguments."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for each in list(inspect.signature(kind.forward).parameters.values())[1:]:
-        if each.kind is each.VAR_POSITIONAL:
-            args += given[each.name]
-        elif each.kind is each.VAR_KEYWORD:
-            kwargs |= given[each.name]
-        elif each.kind is each.KEYWORD_ONLY or len(args) >= positional:
-            kwargs[each.name] = given[each.name]
+    for parameter in list(inspect.signature(kind.forward).parameters.values())[1:]:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            args += named_arguments[parameter.name]
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            kwargs |= named_arguments[parameter.name]
+        elif parameter.kind is parameter.KEYWORD_ONLY or len(args) >= positional:
+            kwargs[parameter.name] = named_arguments[parameter.name]
         else:
-            args.append(given[each.name])
+            args.append(named_arguments[parameter.name])
     return args, kwargs
 
 
@@ -304,47 +310,51 @@ def as_call(inputs: Any) -> Example:
 
 
 def example_of(sch: ScheduledModule) -> Example | None:
-    """Returns the arguments that a module gets when the nearest module above it with example inputs runs on them;
-    None if there is none, or if the module is not called.
+    """Returns the arguments of a module in the call of the nearest module above it with example inputs.
 
-    That module is run up to the call: without weights if its code does not read values, otherwise as it is.
+    None without example inputs, or if the module is not called. The module above is run up to the call: a copy without
+    weights if its code does not read values, otherwise the module itself.
     """
-    known = sch.tree.examples
+    examples = sch.tree.examples
     for path in with_ancestors(sch.path):
-        if path in known:
+        if path in examples:
             if path == sch.path:
-                return known[path]
-            below = sch.path.removeprefix(path).removeprefix(".")
-            found = _called(sch.tree.module.get_submodule(path), below, known[path])
-            if found is not None:
-                known[sch.path] = found
-            return found
+                return examples[path]
+            relative_path = sch.path.removeprefix(path).removeprefix(".")
+            example = _call_of(sch.tree.module.get_submodule(path), relative_path, examples[path])
+            if example is not None:
+                examples[sch.path] = example
+            return example
     return None
 
 
 class _Reached(BaseException):
-    """Unwinds a forward at the wanted call. It is not an error, hence not an Exception."""
+    """Unwinds a forward at the recorded call. It is not an error, hence not an Exception."""
 
 
-def _called(module: nn.Module, target: str, example: Example) -> Example | None:
-    """Arguments of a module below when the given module is called with `example`."""
-    bare = tree_map(lambda each: each.to("meta") if isinstance(each, torch.Tensor) else each, example)
-    # Without given positions they count from 0, so no row contains several sequences.
+def _call_of(module: nn.Module, target: str, example: Example) -> Example | None:
+    """Returns the arguments of a submodule when the module is called with `example`; None if it is not called."""
+    meta_example = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, example)
+    # Default positions count from 0, so that no sample has several sequences; transformers would read values to detect them.
     packs = nullcontext() if "position_ids" in example[1] else values_unread()
     try:
         with packs:
-            return _run(meta_copy(module), target, bare)
-    except (RuntimeError, NotImplementedError, ValueError):  # it reads values
-        if any(each.is_meta for each in module.parameters()):
+            return _run(meta_copy(module), target, meta_example)
+    except (
+        RuntimeError,
+        NotImplementedError,
+        ValueError,
+    ):  # the code reads values, which the meta device does not have
+        if any(param.is_meta for param in module.parameters()):
             return None
         return _run(module, target, example)
 
 
 def _run(module: nn.Module, target: str, example: Example) -> Example | None:
-    found: list[Example] = []
+    calls: list[Example] = []
 
     def note(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args, kwargs))
+        calls.append((args, kwargs))
         raise _Reached
 
     handle = module.get_submodule(target).register_forward_pre_hook(note, with_kwargs=True, prepend=True)
@@ -355,4 +365,4 @@ def _run(module: nn.Module, target: str, example: Example) -> Example | None:
         pass
     finally:
         handle.remove()
-    return found[0] if found else None
+    return calls[0] if calls else None

@@ -1,4 +1,4 @@
-"""Finds what a model still calls if some of its modules run as graphs."""
+"""Finds the modules that a model still calls if some of them run as graphs."""
 
 from collections.abc import Collection, Sequence
 
@@ -14,10 +14,10 @@ from .trace import ITSELF, Traced
 def used_modules(
     root: nn.Module, without: Collection[fx.Node] = ()
 ) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
-    """Modules that the model still calls, and the attributes (module, name) that its graphs read.
+    """Returns the modules that the model calls, and the attributes (module, name) that its graphs read.
 
     Args:
-        without: nodes that do not count.
+        without: nodes to ignore.
     """
     alive: set[nn.Module] = set()
     read: set[tuple[nn.Module, str]] = set()
@@ -45,26 +45,26 @@ def used_modules(
 
 
 def check_called(sch: ScheduledModule, primitive: str) -> None:
-    """Refuses work around the calls of a module that a graph above it no longer calls.
+    """Checks that the model calls a module: a primitive on it would otherwise have no effect.
 
     Raises:
-        ScheduleError: its operations are inlined in that graph, were replaced there, or it was never called.
+        ScheduleError: a graph above inlines its operations, has replaced them, or does not use the module.
     """
     traced = graph_above(sch)
-    # A list of modules is not called.
+    # A ModuleList is never called.
     if traced is None or type(sch.module).forward is nn.Module.forward:
         return
     if sch.module not in used_modules(sch.tree.module)[0]:
-        above = f"sch['{traced}']" if traced else "sch"
+        enclosing = f"sch['{traced}']" if traced else "sch"
         raise ScheduleError(
             f"{primitive} on '{sch.name}': the graph of '{traced or 'the root'}' does not call it, but has its operations "
-            f"itself, has others in their place, or skips it, so this would do nothing; use {primitive} before "
-            f"{above}.trace, keep it a call there (leaves=), or use what {above}.find returns"
+            f"itself, has replaced them, or skips it, so this would have no effect; use {primitive} before "
+            f"{enclosing}.trace, keep it a call there (leaves=), or use the result of {enclosing}.find"
         )
 
 
 def graph_above(sch: ScheduledModule) -> str | None:
-    """Path of the nearest module above that runs as a graph; None if there is none."""
+    """Returns the path of the nearest module above that runs as a graph; None if there is none."""
     for path in with_ancestors(sch.path)[1:]:
         if layers_of(sch.tree.module.get_submodule(path), Traced):
             return path
@@ -72,21 +72,21 @@ def graph_above(sch: ScheduledModule) -> str | None:
 
 
 def scheduled_below(sch: ScheduledModule) -> list[nn.Module]:
-    """Modules below one whose calls `build` will wrap."""
-    paths = [each.path for each in sch.tree.deferred if each.path != sch.path and is_within(each.path, sch.path)]
+    """Returns the modules below one whose calls `build` will wrap."""
+    paths = [work.path for work in sch.tree.deferred if work.path != sch.path and is_within(work.path, sch.path)]
     return [sch.tree.module.get_submodule(path) for path in paths]
 
 
 def check_read(sch: ScheduledModule, primitive: str, layers: Sequence[nn.Module]) -> None:
-    """Refuses work on layers whose weights graphs read without calling the layer.
+    """Checks that graphs call the layers whose weights they read: a primitive on a layer would otherwise be lost there.
 
     Raises:
-        ScheduleError: there is such a layer; the message names it.
+        ScheduleError: a graph reads the weight of a layer without calling it; the message names the layer.
     """
     alive, read = used_modules(sch.tree.module)
-    of = {module for module, name in read if name == "weight"}
+    modules_read = {module for module, name in read if name == "weight"}
     for path, module in sch.module.named_modules():
-        if module in layers and module in of - alive:
+        if module in layers and module in modules_read - alive:
             raise ScheduleError(
                 f"{primitive} on '{sch.name}': a graph reads the weights of '{path}' without calling it, so this "
                 f"would be lost there; use {primitive} before trace and replace, or keep it a call"

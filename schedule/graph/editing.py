@@ -19,53 +19,54 @@ from .subgraph import Subgraph, chosen, extract, merged
 from .trace import ITSELF
 
 
-def fuse_subgraph(sch: ScheduledModule, given: Any, compiler: Any, name: str | None) -> None:
+def fuse_subgraph(sch: ScheduledModule, subgraphs: Any, compiler: Any, name: str | None) -> None:
     """Converts subgraphs to one operation each, run through a compiler."""
     _check_name(sch, "fuse", name)
-    for each in chosen(sch, "fuse", given):
-        graph, outside = extract(each)
-        made = name or "fused_" + "_".join(dict.fromkeys(re.sub(r"\W|_?\d+$", "", n) for n in each.names))
-        _insert(each, SubgraphCall(graph, made, compiler), outside, with_module=True)
+    for subgraph in chosen(sch, "fuse", subgraphs):
+        graph, inputs = extract(subgraph)
+        kinds = dict.fromkeys(re.sub(r"\W|_?\d+$", "", node_name) for node_name in subgraph.names)
+        operation_name = name or "fused_" + "_".join(kinds)
+        _insert(subgraph, SubgraphCall(graph, operation_name, compiler), inputs, with_module=True)
 
 
-def checkpoint_subgraph(sch: ScheduledModule, given: Any, extra: Callable[[nn.Module], dict[str, Any]]) -> None:
+def checkpoint_subgraph(sch: ScheduledModule, subgraphs: Any, extra: Callable[[nn.Module], dict[str, Any]]) -> None:
     """Converts subgraphs to one operation each, recomputed in the backward pass."""
-    for each in chosen(sch, "checkpoint", given):
-        graph, outside = extract(each)
-        _insert(each, SubgraphCall(graph, "checkpointed", checkpoint=extra), outside, with_module=True)
+    for subgraph in chosen(sch, "checkpoint", subgraphs):
+        graph, inputs = extract(subgraph)
+        _insert(subgraph, SubgraphCall(graph, "checkpointed", checkpoint=extra), inputs, with_module=True)
 
 
-def replace_subgraph(sch: ScheduledModule, new: Any, given: Any, name: str | None, together: bool) -> None:
+def replace_subgraph(sch: ScheduledModule, new: Any, subgraphs: Any, name: str | None, together: bool) -> None:
     """Replaces subgraphs by a call of `new` with the pattern's inputs."""
     label = f"replace on '{sch.name}'"
     _check_name(sch, "replace", name)
-    handles = chosen(sch, "replace", given)
+    handles = chosen(sch, "replace", subgraphs)
     if together:
         handles = chosen(sch, "replace", merged(label, handles))
     if not callable(new) or isinstance(new, type):
-        made = f"; make one: {new.__name__}(...)" if isinstance(new, type) else ""
-        raise ScheduleError(f"{label}: new must be a module or a function, but got {new!r}{made}")
-    owned = isinstance(new, nn.Module) and any(True for _ in new.parameters())
-    if owned and len(handles) > 1:
+        hint = f"; make one: {new.__name__}(...)" if isinstance(new, type) else ""
+        raise ScheduleError(f"{label}: new must be a module or a function, but got {new!r}{hint}")
+    has_parameters = isinstance(new, nn.Module) and any(True for _ in new.parameters())
+    if has_parameters and len(handles) > 1:
         raise ScheduleError(
             f"{label}: one module with parameters cannot replace {len(handles)} subgraphs, or they would share "
-            "them; replace them one by one, or by one call that gives an output for each with together=True"
+            "them; replace them one by one, or by one call that returns an output for each with together=True"
         )
-    for each in handles:
-        _arity(sch, new, each)
+    for subgraph in handles:
+        _check_arity(sch, new, subgraph)
     plans = hand_over(sch.tree, handles, new, label)
     lost: list[str] = []
-    for each, plan in zip(handles, plans):
-        module = sch.tree.module.get_submodule(each.path)
-        before = list(each.layer.graph.nodes)
-        attributes = {node.target for node in before if node.op == "get_attr"}
+    for subgraph, plan in zip(handles, plans):
+        module = sch.tree.module.get_submodule(subgraph.path)
+        nodes = list(subgraph.layer.graph.nodes)
+        attributes = {node.target for node in nodes if node.op == "get_attr"}
         target: Any = Call(new, name)
         if isinstance(new, nn.Module):
             target = _free(children_of(module), name)
             module.add_module(target, new.train(module.training))
-        _insert(each, target, list(each.inputs), with_module=False, plan=plan)
-        plan.settle(sch.tree, each.path, target)
-        lost += prune(sch.tree, each, attributes)
+        _insert(subgraph, target, list(subgraph.inputs), with_module=False, plan=plan)
+        plan.settle(sch.tree, subgraph.path, target)
+        lost += prune(sch.tree, subgraph, attributes)
     if lost:
         warnings.warn(f"{label}: not kept, since nothing uses it any more: {', '.join(lost)}", stacklevel=4)
 
@@ -75,32 +76,32 @@ def _check_name(sch: ScheduledModule, primitive: str, name: str | None) -> None:
         raise ScheduleError(f"{primitive} on '{sch.name}': name must be an identifier, but got {name!r}")
 
 
-def _free(used: Any, name: str | None) -> str:
-    """An unused name for a child."""
-    numbered = (f"{name or 'replaced'}_{i}" for i in range(len(used) + 1))
-    return next(each for each in ([name] if name else []) + list(numbered) if each not in used)
+def _free(children: Any, name: str | None) -> str:
+    """Returns an unused name for a child."""
+    numbered = (f"{name or 'replaced'}_{number}" for number in range(len(children) + 1))
+    return next(candidate for candidate in ([name] if name else []) + list(numbered) if candidate not in children)
 
 
-def _arity(sch: ScheduledModule, new: Any, each: Subgraph) -> None:
+def _check_arity(sch: ScheduledModule, new: Any, subgraph: Subgraph) -> None:
+    """Raises ScheduleError if `new` cannot be called with the inputs of a subgraph."""
     try:
         signature = inspect.signature(new.forward if isinstance(new, nn.Module) else new)
     except ValueError:
-        # A builtin without a signature.
-        return
+        return  # a builtin without a signature
     try:
-        signature.bind(*each.inputs)
+        signature.bind(*subgraph.inputs)
     except TypeError as error:
         raise ScheduleError(
-            f"replace on '{sch.name}': new is called with the {len(each.inputs)} inputs of the pattern, but {error}"
+            f"replace on '{sch.name}': new is called with the {len(subgraph.inputs)} inputs of the pattern, but {error}"
         ) from error
 
 
 def _insert(
-    each: Subgraph, target: Any, inputs: Sequence[Any], with_module: bool, plan: Handover | None = None
+    subgraph: Subgraph, target: Any, inputs: Sequence[Any], with_module: bool, plan: Handover | None = None
 ) -> None:
     """Replaces a subgraph's nodes by one node."""
-    graph, plan = each.layer.graph, plan or Handover()
-    anchor = _place(each, inputs)
+    graph, plan = subgraph.layer.graph, plan or Handover()
+    anchor = _place(subgraph, inputs)
 
     def add(make: Callable[..., fx.Node], *args: Any) -> fx.Node:
         nonlocal anchor
@@ -116,34 +117,34 @@ def _insert(
             for function in plan.parameters.get(name, ()):
                 value = add(graph.call_function, TensorCall(*function), (value,))
         elif isinstance(value, fx.Node):
-            for hook in plan.before.get(value, ()):
+            for hook in plan.before_inputs.get(value, ()):
                 value = add(graph.call_function, SyncCall(hook), (value,))
         args.append(value)
     if with_module:
-        # The traced module itself: `self` in the graph's code.
+        # The traced module itself, which is `self` in the graph's code, for attributes that the subgraph reads.
         args.insert(0, add(graph.get_attr, ITSELF))
-    new = add(graph.call_module if isinstance(target, str) else graph.call_function, target, tuple(args))
-    for hook in plan.after:
-        new = add(graph.call_function, SyncCall(hook), (new,))
-    if len(each.outputs) == 1:
-        each.outputs[0].replace_all_uses_with(new)
+    replacement = add(graph.call_module if isinstance(target, str) else graph.call_function, target, tuple(args))
+    for hook in plan.after_outputs:
+        replacement = add(graph.call_function, SyncCall(hook), (replacement,))
+    if len(subgraph.outputs) == 1:
+        subgraph.outputs[0].replace_all_uses_with(replacement)
     else:
-        for i, output in enumerate(each.outputs):
-            item = add(graph.call_function, operator.getitem, (new, i))
+        for index, output in enumerate(subgraph.outputs):
+            item = add(graph.call_function, operator.getitem, (replacement, index))
             output.replace_all_uses_with(item)
-    for node in reversed(each.nodes):
+    for node in reversed(subgraph.nodes):
         graph.erase_node(node)
-    each.layer.changed()
+    subgraph.layer.changed()
 
 
-def _place(each: Subgraph, inputs: Sequence[Any]) -> fx.Node:
-    """Node after which a subgraph's operation is inserted: its last node, or its last input if that is later."""
-    nodes = list(each.layer.graph.nodes)
-    order = {node: i for i, node in enumerate(nodes)}
-    last = max(each.nodes, key=order.__getitem__)
-    users = [user for node in each.outputs for user in node.users if user not in each.nodes]
-    if all(order[user] > order[last] for user in users):
-        return last
-    given = [node for node in inputs if isinstance(node, fx.Node)]
-    heads = [node for node in nodes if node.op == "placeholder"]
-    return max([*given, *heads], key=order.__getitem__)
+def _place(subgraph: Subgraph, inputs: Sequence[Any]) -> fx.Node:
+    """Returns the node after which to insert a subgraph's operation: its last node, or its last input if a user precedes it."""
+    nodes = list(subgraph.layer.graph.nodes)
+    order = {node: position for position, node in enumerate(nodes)}
+    last_node = max(subgraph.nodes, key=order.__getitem__)
+    users = [user for node in subgraph.outputs for user in node.users if user not in subgraph.nodes]
+    if all(order[user] > order[last_node] for user in users):
+        return last_node
+    input_nodes = [node for node in inputs if isinstance(node, fx.Node)]
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    return max([*input_nodes, *placeholders], key=order.__getitem__)

@@ -1,4 +1,4 @@
-"""Traces by torch.export: everything below the module in one graph of operators."""
+"""Traces by torch.export: the module and its children as one graph of operators."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,30 +28,32 @@ def trace_exported(
     """Returns a module's forward as a graph of operators, including children, by `torch.export.export`.
 
     Args:
-        inputs: arguments other than tensors that stay inputs; must be empty.
+        inputs: arguments other than tensors that stay inputs; not supported, so it must be empty.
         scheduled: modules whose calls `build` will wrap.
-        strict: True if TorchDynamo reads the code, False if it is run.
+        strict: True to export by TorchDynamo, which reads the code; False to run the code.
 
     Raises:
-        TraceError: it cannot be exported, or something below it is scheduled, which would be lost in the graph.
+        TraceError: the module cannot be exported, or has scheduled modules, whose schedule would be lost in the graph.
 
     Source: https://pytorch.org/docs/stable/export.html
     """
     if inputs:
-        raise TraceError(f"trace of '{label}': an exported graph has tensors as inputs alone, but got inputs={inputs}")
-    for path, each in module.named_modules():
-        around = "forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)
-        if path and (around or any(each is other for other in scheduled)):
+        raise TraceError(f"trace of '{label}': inputs of an exported graph must be tensors, but got inputs={inputs}")
+    for path, submodule in module.named_modules():
+        is_wrapped = "forward" in submodule.__dict__ or has_forward_hooks(submodule) or has_backward_hooks(submodule)
+        if path and (is_wrapped or any(submodule is scheduled_module for scheduled_module in scheduled)):
             raise TraceError(
                 f"trace of '{label}': an exported graph has no calls of modules, so the schedule of "
                 f"'{path}' would be lost in it; trace first, or by tracer='fx'"
             )
     form, _ = form_of(module, label, example, ())
-    values = iter([each for each in tree_flatten(arguments(module, *example))[0] if isinstance(each, torch.Tensor)])
-    given = tree_unflatten([next(values) if isinstance(each, Input) else each for each in form.leaves], form.spec)
+    values = iter([leaf for leaf in tree_flatten(arguments(module, *example))[0] if isinstance(leaf, torch.Tensor)])
+    named_arguments = tree_unflatten(
+        [next(values) if isinstance(leaf, Input) else leaf for leaf in form.leaves], form.spec
+    )
     try:
         with modes_kept(module):
-            graphs = [_graph(module, form, given, mode, strict) for mode in (True, False)]
+            graphs = [_graph(module, form, named_arguments, mode, strict) for mode in (True, False)]
         graph = merged(*graphs)
     except Exception as error:
         raise TraceError(f"trace of '{label}': {cause(error)}") from error
@@ -59,71 +61,75 @@ def trace_exported(
     return Traced(graph, {}, True, form)
 
 
-class _OfTensors(nn.Module):
-    """A call of a module with only tensors as arguments."""
+class _TensorsOnly(nn.Module):
+    """Calls a module, with only the tensors among its arguments as inputs."""
 
     def __init__(self, module: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
         super().__init__()
         self.traced, self.spec = module, spec
-        self.entering = [isinstance(each, torch.Tensor) for each in leaves]
-        self.leaves = [None if enters else each for each, enters in zip(leaves, self.entering)]
+        self.are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self.leaves = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, self.are_tensors)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        left = list(tensors)
-        places = [left.pop(0) if here else each for each, here in zip(self.leaves, self.entering)]
-        args, kwargs = tree_unflatten(places, self.spec)
+        remaining = list(tensors)
+        leaves = [remaining.pop(0) if is_tensor else leaf for leaf, is_tensor in zip(self.leaves, self.are_tensors)]
+        args, kwargs = tree_unflatten(leaves, self.spec)
         return self.traced.forward(*args, **kwargs)
 
 
 def _below(path: str) -> str:
-    """Path from the module, given one from the call of it."""
+    """Converts a path from `_TensorsOnly` to a path from the traced module."""
     return path.removeprefix("traced").removeprefix(".")
 
 
-def _graph(module: nn.Module, form: CallForm, given: dict[str, Any], training: bool, strict: bool) -> fx.Graph:
-    """Graph of a module in training or in evaluation, with its parameters as attributes."""
+def _graph(
+    module: nn.Module, form: CallForm, named_arguments: dict[str, Any], training: bool, strict: bool
+) -> fx.Graph:
+    """Returns the graph of a module in training or in evaluation, with its parameters as attributes."""
     from torch.export import Dim
 
-    for each in module.modules():
-        each.training = training
-    device = next((each.device for each in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+    for submodule in module.modules():
+        submodule.training = training
+    device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
 
-    def place(value: Any) -> Any:
+    def on_device(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return torch.zeros_like(value, device=device) if value.is_meta else value.detach().to(device)
 
-    flat, spec = tree_flatten(call_of_form(type(module), tree_map(place, given), form.positional))
-    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
-    alone = _OfTensors(module, flat, spec)
-    sizes = [dict.fromkeys(range(each.dim()), Dim.AUTO) for each in tensors]
-    program = torch.export.export(alone, tuple(tensors), dynamic_shapes=(tuple(sizes),), strict=strict)
+    flat_leaves, spec = tree_flatten(call_of_form(type(module), tree_map(on_device, named_arguments), form.positional))
+    tensors = [leaf for leaf in flat_leaves if isinstance(leaf, torch.Tensor)]
+    tensors_only = _TensorsOnly(module, flat_leaves, spec)
+    sizes = [dict.fromkeys(range(tensor.dim()), Dim.AUTO) for tensor in tensors]
+    program = torch.export.export(tensors_only, tuple(tensors), dynamic_shapes=(tuple(sizes),), strict=strict)
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-        raise TraceError("it changes what it is given, or its own buffers")
-    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    entering = dict(zip(signature.user_inputs, (i for i, each in enumerate(form.leaves) if isinstance(each, Input))))
-    graph, mapped = fx.Graph(), dict[fx.Node, Any]()
+        raise TraceError("it changes its inputs or its own buffers")
+    attributes = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    inputs = [position for position, leaf in enumerate(form.leaves) if isinstance(leaf, Input)]
+    input_positions = dict(zip(signature.user_inputs, inputs))
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
     nodes = list(program.graph.nodes)
+    # Inputs first: other nodes, including those that read parameters, must come after all placeholders.
     for node in nodes:
-        if node.op == "placeholder" and node.name in entering:
-            mapped[node] = graph.placeholder(node.name)
+        if node.op == "placeholder" and node.name in input_positions:
+            copies[node] = graph.placeholder(node.name)
     for node in nodes:
         if node.op == "placeholder":
-            if node.name in held:
-                mapped[node] = graph.get_attr(_below(held[node.name]))
-            elif node in mapped:
-                _settled(graph, mapped[node], node.meta["val"], form.names[entering[node.name]])
+            if node.name in attributes:
+                copies[node] = graph.get_attr(_below(attributes[node.name]))
+            elif node in copies:
+                _check_sizes(graph, copies[node], node.meta["val"], form.names[input_positions[node.name]])
             elif node.users:
-                raise TraceError(f"it has the constant {node.name}, a tensor that is made again in each call")
+                raise TraceError(f"it has the constant {node.name}, a tensor that each call creates again")
         elif node.op == "output":
-            results = [mapped.get(each, each) for each in node.args[0]]
+            results = [copies.get(leaf, leaf) for leaf in node.args[0]]
             graph.output(graph.call_function(Unflatten(program.call_spec.out_spec), tuple(results)))
         elif node.op == "get_attr":
             raise TraceError(f"it has the submodule or constant {node.target}")
         else:
-            mapped[node] = graph.node_copy(node, mapped.__getitem__)
-            _read_rate(module, graph, mapped[node], node)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            _read_rate(module, graph, copies[node], node)
     return graph
 
 
@@ -131,24 +137,28 @@ _RATES = {"aten.dropout.default": 1, "aten.scaled_dot_product_attention.default"
 """Dropout operators, and the position of their rate."""
 
 
-def _read_rate(module: nn.Module, graph: fx.Graph, made: fx.Node, node: fx.Node) -> None:
+def _read_rate(module: nn.Module, graph: fx.Graph, copied: fx.Node, node: fx.Node) -> None:
     """Makes the graph read a rate of dropout from its module when it runs."""
-    place = _RATES.get(str(node.target), 0)
-    if not place or len(made.args) <= place or not isinstance(rate := made.args[place], float):
+    rate_position = _RATES.get(str(node.target), 0)
+    if (
+        not rate_position
+        or len(copied.args) <= rate_position
+        or not isinstance(rate := copied.args[rate_position], float)
+    ):
         return
     for path, _ in reversed(list(node.meta.get("nn_module_stack", {}).values())):
         path = _below(path)
         holder = module.get_submodule(path) if path else module
         for name in rates_of(holder):
             if getattr(holder, name) == rate:
-                with graph.inserting_before(made):
-                    made.update_arg(place, graph.get_attr(join(path, name)))
+                with graph.inserting_before(copied):
+                    copied.update_arg(rate_position, graph.get_attr(join(path, name)))
                 return
 
 
-def _settled(graph: fx.Graph, entered: fx.Node, value: torch.Tensor, name: str) -> None:
+def _check_sizes(graph: fx.Graph, input_node: fx.Node, value: torch.Tensor, name: str) -> None:
     """Makes the graph check the sizes of an input that torch.export treated as constants."""
-    for i, size in enumerate(value.shape):
+    for dim, size in enumerate(value.shape):
         if isinstance(size, int):
-            found = graph.call_method("size", (entered, i))
-            graph.call_function(check, (found, size, f"dimension {i} of {name}"))
+            size_node = graph.call_method("size", (input_node, dim))
+            graph.call_function(check, (size_node, size, f"dimension {dim} of {name}"))

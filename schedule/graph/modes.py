@@ -10,19 +10,19 @@ from ...base._torch import OpOverload, schema_of, tree_flatten, tree_unflatten
 from ...base.errors import ScheduleError, TraceError
 
 
-def check(value: Any, expected: Any, where: str) -> None:
-    """Refuses a call for which the traced code would have taken another path than in its example."""
+def check(value: Any, expected: Any, subject: str) -> None:
+    """Raises ScheduleError for a call in which the control flow of the traced code would differ from the example's."""
     if value != expected:
         raise ScheduleError(
-            f"a traced module was traced where {where} is {expected!r}, but here it is {value!r}; trace it with examples= "
+            f"a traced module was traced where {subject} is {expected!r}, but here it is {value!r}; trace it with examples= "
             "of this call"
         )
 
 
-def check_in(training: bool, mode: bool, value: Any, expected: Any, where: str) -> None:
+def check_in(training: bool, mode: bool, value: Any, expected: Any, subject: str) -> None:
     """Like `check`, but in one mode only: `mode` is True for training, False for evaluation."""
     if training == mode:
-        check(value, expected, where)
+        check(value, expected, subject)
 
 
 def choose(training: bool, trains: Any, evaluates: Any) -> Any:
@@ -31,103 +31,111 @@ def choose(training: bool, trains: Any, evaluates: Any) -> Any:
 
 
 def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
-    """Merges two graphs that differ only in the arguments of operations and in their checks; the module's mode
-    selects.
+    """Merges the graphs of both modes, which may differ in arguments of operations and in checks; returns the first one.
+
+    The merged graph selects by the module's training mode.
 
     Raises:
-        TraceError: they have different operations.
+        TraceError: the graphs have different operations.
     """
     pairs = list(_aligned(trains, evaluates))
     head = next(node for node in trains.nodes if node.op != "placeholder")
     with trains.inserting_before(head):
         training = trains.get_attr("training")
-    other: dict[fx.Node, fx.Node] = {}
-    for i, (one, two) in enumerate(pairs):
-        if two is None:
-            assert one is not None
-            _in_one_mode(one, training, True)
-            if _is_contiguous(one):
-                other.update({two: one for two, each in other.items() if each is one.args[0]})
-        elif one is None:
-            following = next(node for node, _ in pairs[i:] if node is not None)
+    counterparts: dict[fx.Node, fx.Node] = {}
+    for index, (train_node, eval_node) in enumerate(pairs):
+        if eval_node is None:
+            assert train_node is not None
+            _restrict(train_node, training, True)
+            if _is_contiguous(train_node):
+                replaced = [node for node, counterpart in counterparts.items() if counterpart is train_node.args[0]]
+                counterparts.update(dict.fromkeys(replaced, train_node))
+        elif train_node is None:
+            following = next(node for node, _ in pairs[index:] if node is not None)
             with trains.inserting_before(following):
-                other[two] = trains.node_copy(two, other.__getitem__)
-            _in_one_mode(other[two], training, False)
-            if _is_contiguous(two):
+                copied = counterparts[eval_node] = trains.node_copy(eval_node, counterparts.__getitem__)
+            _restrict(copied, training, False)
+            if _is_contiguous(eval_node):
                 # Also in training, where it has no effect: later operations then have equal inputs.
-                given = other[two].args[0]
-                given.replace_all_uses_with(other[two], delete_user_cb=lambda user, own=other[two]: user is not own)
+                copied.args[0].replace_all_uses_with(
+                    copied, delete_user_cb=lambda user, copied=copied: user is not copied
+                )
         else:
-            other[two] = one
-            if one.op != "placeholder":
-                args, kwargs = fx.node.map_arg((two.args, two.kwargs), other.__getitem__)
-                _chosen(trains, training, one, (args, dict(kwargs)))
+            counterparts[eval_node] = train_node
+            if train_node.op != "placeholder":
+                args, kwargs = fx.node.map_arg((eval_node.args, eval_node.kwargs), counterparts.__getitem__)
+                _select(trains, training, train_node, (args, dict(kwargs)))
     return trains
 
 
 def _aligned(trains: fx.Graph, evaluates: fx.Graph) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
-    """Pairs of nodes that do the same; None for nodes that may exist in one mode only: checks, their inputs, or
-    operations that make a tensor contiguous, which torch.export omits if it is.
+    """Yields pairs of nodes with the same operation, one of each mode.
+
+    A node is paired with None if it may exist in one mode only: a check, an input of one, or an operation that makes a
+    tensor contiguous, which torch.export omits for contiguous tensors.
     """
-    ones, twos = list(trains.nodes), list(evaluates.nodes)
+    train_nodes, eval_nodes = list(trains.nodes), list(evaluates.nodes)
     checks = _checks(trains) | _checks(evaluates)
-    free = checks | {node for node in (*ones, *twos) if _is_contiguous(node)}
-    while ones or twos:
-        one, two = next(iter(ones), None), next(iter(twos), None)
-        kinds = [None if each is None else (each.op, each.target, each in checks) for each in (one, two)]
+    optional = checks | {node for node in (*train_nodes, *eval_nodes) if _is_contiguous(node)}
+    while train_nodes or eval_nodes:
+        train_node, eval_node = next(iter(train_nodes), None), next(iter(eval_nodes), None)
+        kinds = [None if node is None else (node.op, node.target, node in checks) for node in (train_node, eval_node)]
         if kinds[0] == kinds[1]:
-            yield ones.pop(0), twos.pop(0)
-        elif one in free:
-            yield ones.pop(0), None
-        elif two in free:
-            yield None, twos.pop(0)
+            yield train_nodes.pop(0), eval_nodes.pop(0)
+        elif train_node in optional:
+            yield train_nodes.pop(0), None
+        elif eval_node in optional:
+            yield None, eval_nodes.pop(0)
         else:
             raise TraceError("it does other operations in training than in evaluation; trace the modules below it")
 
 
 def _checks(graph: fx.Graph) -> set[fx.Node]:
-    """Checks of a graph, and nodes used only by them."""
-    found: set[fx.Node] = set()
+    """Returns the checks of a graph, and the nodes used only by checks."""
+    only_for_checks: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.target is check or (node.op != "placeholder" and node.users and found.issuperset(node.users)):
-            found.add(node)
-    return found
+        if node.target is check or (node.op != "placeholder" and node.users and only_for_checks.issuperset(node.users)):
+            only_for_checks.add(node)
+    return only_for_checks
 
 
 def _is_contiguous(node: fx.Node) -> bool:
     return str(node.target) == "aten.contiguous.default" and not node.kwargs
 
 
-def _in_one_mode(node: fx.Node, training: fx.Node, mode: bool) -> None:
+def _restrict(node: fx.Node, training: fx.Node, mode: bool) -> None:
     """Restricts a check to one mode."""
     if node.target is check:
         node.target = check_in
         node.args = (training, mode, *node.args)
 
 
-def _filled(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Positional arguments of an operator, with defaults for missing ones."""
+def _with_defaults(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the positional arguments of an operator, with defaults for missing ones."""
     if not isinstance(node.target, OpOverload):
         return args
-    rest = itertools.takewhile(lambda each: not each.kwarg_only, schema_of(node.target).arguments[len(args) :])
-    return (*args, *(each.default_value for each in rest))
+    parameters = schema_of(node.target).arguments[len(args) :]
+    missing = itertools.takewhile(lambda parameter: not parameter.kwarg_only, parameters)
+    return (*args, *(parameter.default_value for parameter in missing))
 
 
-def _chosen(graph: fx.Graph, training: fx.Node, node: fx.Node, evaluates: tuple[Any, dict[str, Any]]) -> None:
-    """Selects the arguments of an operator by the training mode."""
-    given, others = _filled(node, node.args), _filled(node, evaluates[0])
-    own_values, spec = tree_flatten((given, dict(node.kwargs)))
-    other_values, shape = tree_flatten((others, evaluates[1]))
-    if spec != shape:
+def _select(graph: fx.Graph, training: fx.Node, node: fx.Node, evaluates: tuple[Any, dict[str, Any]]) -> None:
+    """Makes an operator take its own arguments in training and those in `evaluates` in evaluation."""
+    train_args, eval_args = _with_defaults(node, node.args), _with_defaults(node, evaluates[0])
+    train_values, spec = tree_flatten((train_args, dict(node.kwargs)))
+    eval_values, eval_spec = tree_flatten((eval_args, evaluates[1]))
+    if spec != eval_spec:
         raise TraceError(f"{node.name} is given other arguments in training than in evaluation")
     changed = False
-    for i, (left, right) in enumerate(zip(own_values, other_values)):
-        if left is not right and (isinstance(left, fx.Node) or isinstance(right, fx.Node) or left != right):
+    for index, (train_value, eval_value) in enumerate(zip(train_values, eval_values)):
+        has_node = isinstance(train_value, fx.Node) or isinstance(eval_value, fx.Node)
+        # Nodes are compared by identity only.
+        if train_value is not eval_value and (has_node or train_value != eval_value):
             changed = True
-            if (left, right) == (True, False):
-                own_values[i] = training
+            if (train_value, eval_value) == (True, False):
+                train_values[index] = training
             else:
                 with graph.inserting_before(node):
-                    own_values[i] = graph.call_function(choose, (training, left, right))
+                    train_values[index] = graph.call_function(choose, (training, train_value, eval_value))
     if changed:
-        node.args, node.kwargs = tree_unflatten(own_values, spec)
+        node.args, node.kwargs = tree_unflatten(train_values, spec)

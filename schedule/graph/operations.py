@@ -64,8 +64,8 @@ class SyncCall:
     def __call__(self, value: Any) -> Any:
         if isinstance(self.hook, OutputSync):
             return self.hook(None, (), value)
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return self.hook.function(value) if floating else value
+        is_floating_point = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return self.hook.function(value) if is_floating_point else value
 
 
 class TensorCall:
@@ -107,7 +107,7 @@ def compiled(function: Callable[..., Any], compiler: str | Callable[..., Any]) -
         return function
     if isinstance(compiler, str):
         return torch.compile(function)
-    made = compiler(function)
-    if not callable(made):
-        raise ScheduleError(f"fuse: the compiler must return a callable, but returned {type(made).__name__}")
-    return made
+    result = compiler(function)
+    if not callable(result):
+        raise ScheduleError(f"fuse: the compiler must return a callable, but returned {type(result).__name__}")
+    return result

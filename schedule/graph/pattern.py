@@ -63,7 +63,7 @@ class Attribute:
 
 @dataclass(slots=True)
 class Operation:
-    """Operation of a node, in one form for modules, functions and methods."""
+    """Operation of a node, in the same form for modules, functions and methods."""
 
     name: str
     args: list[Any] = field(default_factory=list)
@@ -73,16 +73,16 @@ class Operation:
 
 
 def call_module(kind: str | type[nn.Module], *args: Any) -> Any:
-    """In a pattern: the call of a child module, by a regular expression for its path or by its class.
+    """Represents, in a pattern, the call of a child module, by a regular expression for its path or by its class.
 
     Raises:
         TraceError: outside a pattern.
     """
-    traced = next((each for each in args if isinstance(each, fx.Proxy)), None)
+    traced = next((argument for argument in args if isinstance(argument, fx.Proxy)), None)
     if traced is None:
         raise TraceError(
-            "call_module represents the call of a module in a pattern for find: give it what the pattern's "
-            f"function is given, or what comes of that, but it got {args or 'nothing'}"
+            "call_module represents the call of a module in a pattern for find: pass it a parameter of the pattern's "
+            f"function, or a value computed from one, but it got {args or 'nothing'}"
         )
     return traced.tracer.create_proxy("call_function", call_module, (kind, *args), {})
 
@@ -105,7 +105,7 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
     """Returns the graph of a pattern function; its parameters without defaults match anything.
 
     Raises:
-        TraceError: a graph cannot express it.
+        TraceError: a graph cannot express the function.
     """
     try:
         return _PatternTracer().trace(pattern)
@@ -120,7 +120,7 @@ class ClosestMiss:
     """The closest miss of a search."""
 
     matched: tuple[int, bool] = (-1, False)
-    """Number of matched operations, and whether the next one differs only in its arguments."""
+    """Number of matched operations, and True if the next one differs only in its arguments."""
     difference: str = ""
 
 
@@ -138,8 +138,8 @@ def match(
             yield binding
             return
         for node in nodes:
-            for found in matcher.match(heads[index], node, binding):
-                yield from extend(index + 1, found)
+            for extended in matcher.match(heads[index], node, binding):
+                yield from extend(index + 1, extended)
 
     for binding in extend(0, {}):
         yield binding, [binding[head] for head in heads]
@@ -150,90 +150,91 @@ class _Matcher:
         self.module = module
         self.miss = miss
 
-    def match(self, wanted: Any, value: Any, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-        """Bindings under which `value` matches `wanted`."""
-        if not isinstance(wanted, fx.Node):
-            if _same(wanted, value):
+    def match(self, expected: Any, value: Any, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+        """Yields the bindings under which `value` matches `expected`."""
+        if not isinstance(expected, fx.Node):
+            if _same(expected, value):
                 yield binding
             else:
-                self.missed(binding, wanted, value)
+                self.missed(binding, expected, value)
             return
-        if wanted in binding:
-            if _same(binding[wanted], value):
+        if expected in binding:
+            if _same(binding[expected], value):
                 yield binding
             else:
-                self.missed(binding, binding[wanted], value)
+                self.missed(binding, binding[expected], value)
             return
-        if wanted.op == "placeholder":
-            yield {**binding, wanted: value}
+        if expected.op == "placeholder":
+            yield {**binding, expected: value}
             return
-        if not isinstance(value, fx.Node) or any(each is value for each in binding.values()):
-            self.missed(binding, wanted, value)
+        if not isinstance(value, fx.Node) or any(bound is value for bound in binding.values()):
+            self.missed(binding, expected, value)
             return
-        if wanted.op == "call_function" and wanted.target is call_module:
-            yield from self._module(wanted, value, binding)
+        if expected.op == "call_function" and expected.target is call_module:
+            yield from self._module(expected, value, binding)
             return
-        expected, found = operation(wanted, None), operation(value, self.module)
-        if found is None or expected is None or expected.name != found.name:
-            self.missed(binding, wanted, value)
+        expected_op, op = operation(expected, None), operation(value, self.module)
+        if op is None or expected_op is None or expected_op.name != op.name:
+            self.missed(binding, expected, value)
             return
-        rest = found.args[len(expected.args) :]
-        if expected.options.keys() != found.options.keys() or len(expected.args) > len(found.args):
-            self.missed(binding, wanted, value, "with other arguments: " + _given(found))
+        extra_args = op.args[len(expected_op.args) :]
+        has_options = expected_op.options.keys() == op.options.keys()
+        if not has_options or len(expected_op.args) > len(op.args):
+            self.missed(binding, expected, value, "with other arguments: " + _arguments(op))
             return
-        if any(not isinstance(each, Attribute | None) for each in rest):
-            self.missed(binding, wanted, value, "with more arguments: " + _given(found))
+        if any(not isinstance(argument, Attribute | None) for argument in extra_args):
+            self.missed(binding, expected, value, "with more arguments: " + _arguments(op))
             return
-        options = [(expected.options[name], found.options[name]) for name in expected.options]
-        orders = [found.args[: len(expected.args)]]
-        if expected.name in COMMUTATIVE and len(expected.args) == 2:
+        options = [(expected_op.options[name], op.options[name]) for name in expected_op.options]
+        orders = [op.args[: len(expected_op.args)]]
+        if expected_op.name in COMMUTATIVE and len(expected_op.args) == 2:
             orders.append(orders[0][::-1])
-        for args in orders:
-            yield from self._all([*zip(expected.args, args), *options], {**binding, wanted: value})
+        for operands in orders:
+            yield from self._all([*zip(expected_op.args, operands), *options], {**binding, expected: value})
 
-    def missed(self, binding: dict[fx.Node, Any], wanted: Any, value: Any, instead: str = "") -> None:
-        """Records a difference, if more was matched than at any other place."""
-        count = sum(isinstance(each, fx.Node) and wanted.op != "placeholder" for wanted, each in binding.items())
-        matched = count, bool(instead)
+    def missed(self, binding: dict[fx.Node, Any], expected: Any, value: Any, difference: str = "") -> None:
+        """Records a difference if more operations were matched than in the closest miss so far."""
+        matches = [bound for pattern_node, bound in binding.items() if pattern_node.op != "placeholder"]
+        matched = sum(isinstance(bound, fx.Node) for bound in matches), bool(difference)
         if matched > self.miss.matched:
-            after = [each.name for key, each in binding.items() if key.op != "placeholder"]
-            matched_before = f" with {', '.join(after)} matched" if after else ""
+            names = ", ".join(bound.name for bound in matches)
+            matched_before = f" with {names} matched" if names else ""
             self.miss.matched = matched
-            there = f"{_describe(value, self.module)} {instead}".strip()
-            self.miss.difference = f"{_describe(wanted, None)} is expected{matched_before}, but there is {there}"
+            actual = f"{_describe(value, self.module)} {difference}".strip()
+            self.miss.difference = f"{_describe(expected, None)} is expected{matched_before}, but there is {actual}"
 
     def _all(self, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if not pairs:
             yield binding
             return
-        (wanted, value), rest = pairs[0], pairs[1:]
-        if isinstance(wanted, (tuple, list)) and isinstance(value, (tuple, list)):
-            if len(wanted) == len(value):
-                yield from self._all([*zip(wanted, value), *rest], binding)
+        (expected, value), remaining = pairs[0], pairs[1:]
+        if isinstance(expected, (tuple, list)) and isinstance(value, (tuple, list)):
+            if len(expected) == len(value):
+                yield from self._all([*zip(expected, value), *remaining], binding)
             return
-        for found in self.match(wanted, value, binding):
-            yield from self._all(rest, found)
+        for extended in self.match(expected, value, binding):
+            yield from self._all(remaining, extended)
 
-    def _module(self, wanted: fx.Node, value: fx.Node, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
-        kind, *args = wanted.args
+    def _module(self, expected: fx.Node, value: fx.Node, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+        kind, *args = expected.args
         if value.op != "call_module" or len(args) > len(value.args):
-            self.missed(binding, wanted, value)
+            self.missed(binding, expected, value)
             return
         if isinstance(kind, str):
-            fits = re.fullmatch(kind, value.target) is not None
+            is_match = re.fullmatch(kind, value.target) is not None
         else:
-            fits = isinstance(self.module.get_submodule(value.target), kind)
-        if fits:
-            yield from self._all(list(zip(args, value.args)), {**binding, wanted: value})
+            is_match = isinstance(self.module.get_submodule(value.target), kind)
+        if is_match:
+            yield from self._all(list(zip(args, value.args)), {**binding, expected: value})
         else:
-            self.missed(binding, wanted, value)
+            self.missed(binding, expected, value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """True if two values of a graph are the same: nodes by identity, constants by value."""
-    if isinstance(one, fx.Node) or isinstance(other, fx.Node):
-        return one is other
-    return type(one) is type(other) and one == other
+def _same(left: Any, right: Any) -> bool:
+    """Returns True if two values of a graph are equal: nodes by identity, constants by type and value."""
+    if isinstance(left, fx.Node) or isinstance(right, fx.Node):
+        return left is right
+    return type(left) is type(right) and left == right
 
 
 def _describe(value: Any, module: nn.Module | None) -> str:
@@ -244,19 +245,22 @@ def _describe(value: Any, module: nn.Module | None) -> str:
     if value.op == "call_function" and value.target is call_module:
         kind = value.args[0]
         return f"a call of {kind.__name__ if isinstance(kind, type) else repr(kind)}"
-    found = operation(value, module)
-    kind = found.name if found is not None else f"the input {value.name}" if value.op == "placeholder" else value.name
-    where = f" ({value.target})" if value.op == "call_module" else ""
-    return f"{kind}{where}"
+    op = operation(value, module)
+    kind = op.name if op is not None else f"the input {value.name}" if value.op == "placeholder" else value.name
+    location = f" ({value.target})" if value.op == "call_module" else ""
+    return f"{kind}{location}"
 
 
-def _given(found: Operation) -> str:
-    parts = [each.name if isinstance(each, fx.Node) else getattr(each, "target", repr(each)) for each in found.args]
-    return ", ".join([*parts, *(f"{name}={value!r}" for name, value in found.options.items())])
+def _arguments(op: Operation) -> str:
+    operands = [
+        operand.name if isinstance(operand, fx.Node) else getattr(operand, "target", repr(operand))
+        for operand in op.args
+    ]
+    return ", ".join([*operands, *(f"{name}={value!r}" for name, value in op.options.items())])
 
 
 def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
-    """Operation of a node; None for nodes without one (inputs, attributes)."""
+    """Returns the operation of a node; None for nodes without one (inputs, attributes)."""
     if node.op == "call_module":
         return _of_module(node, module.get_submodule(node.target)) if module is not None else None
     if node.op == "call_method":
@@ -273,7 +277,7 @@ def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
 def _of_module(node: fx.Node, child: nn.Module) -> Operation:
     path, args = node.target, list(node.args)
     attribute = {name: Attribute(f"{path}.{name}") for name in parameters_of(child)}
-    own = [
+    weight_and_bias = [
         attribute[name] if parameters_of(child)[name] is not None else None
         for name in ("weight", "bias")
         if name in attribute
@@ -281,11 +285,13 @@ def _of_module(node: fx.Node, child: nn.Module) -> Operation:
     if node.kwargs or "parametrizations" in children_of(child):  # its weight is computed
         return Operation(type(child).__name__, args, dict(node.kwargs))
     if isinstance(child, nn.Linear):
-        return Operation("linear", [*args, own[0], None if layers_of(child, WithoutBias) else own[1]])
+        return Operation(
+            "linear", [*args, weight_and_bias[0], None if layers_of(child, WithoutBias) else weight_and_bias[1]]
+        )
     if isinstance(child, nn.LayerNorm):
-        return Operation("layer_norm", [*args, *own], {"eps": child.eps})
+        return Operation("layer_norm", [*args, *weight_and_bias], {"eps": child.eps})
     if isinstance(child, nn.Embedding):
-        return Operation("embedding", [*args, *own])
+        return Operation("embedding", [*args, *weight_and_bias])
     if isinstance(child, nn.Dropout):
         return Operation("dropout", args, {"p": child.p})
     if isinstance(child, nn.GELU):
@@ -321,8 +327,8 @@ def _of_call(name: str, node: fx.Node) -> Operation:
         # Calls with omitted and with explicit default arguments are equal.
         bound = inspect.signature(target).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = {key: value for key, value in bound.arguments.items() if (key, value) != ("inplace", False)}
-        return Operation(name, _in_order(name, [], given) or list(bound.arguments.values()))
+        arguments = {key: value for key, value in bound.arguments.items() if (key, value) != ("inplace", False)}
+        return Operation(name, _in_order(name, [], arguments) or list(bound.arguments.values()))
     in_order = _in_order(name, args, kwargs)
     return Operation(name, args, kwargs) if in_order is None else Operation(name, in_order)
 
@@ -331,8 +337,9 @@ _schemas = cache(schemas_of)
 
 
 def _in_order(name: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Arguments in the order of PyTorch's operator of this name, sizes and dimensions as tuples, without defaults at the
-    end; None if no overload takes them.
+    """Returns arguments in the order of PyTorch's operator of this name; None if no overload takes them.
+
+    Sizes and dimensions are tuples, and defaults at the end are left out.
     """
     bound = (_bind(schema.arguments, args, kwargs) for schema in _schemas(name))
     return next((values for values in bound if values is not None), None)
@@ -346,20 +353,20 @@ def _bind(parameters: list[Any], args: list[Any], kwargs: dict[str, Any]) -> lis
         args = [*args[: len(positional) - 1], tuple(args[len(positional) - 1 :])]
     if len(args) > len(positional):
         return None
-    given = dict(zip(names, args))
+    values_by_name = dict(zip(names, args))
     for key, value in kwargs.items():
         key = key if key in names else _NUMPY.get(key, key)
-        if key not in names or key in given:
+        if key not in names or key in values_by_name:
             return None
-        given[key] = value
+        values_by_name[key] = value
     values, length = [], 0
     for parameter in parameters:
-        if parameter.name not in given:
+        if parameter.name not in values_by_name:
             if not parameter.has_default_value():
                 return None
             values.append(_plain(parameter, parameter.default_value))
             continue
-        value = _plain(parameter, given[parameter.name])
+        value = _plain(parameter, values_by_name[parameter.name])
         if not _fits(parameter, value):
             return None
         values.append(value)
@@ -379,7 +386,7 @@ def _plain(parameter: Any, value: Any) -> Any:
 
 
 def _fits(parameter: Any, value: Any) -> bool:
-    """True if the type of a constant is possible; nodes may have any."""
+    """Returns True if a parameter accepts a constant of this type; a node may have any type."""
     kind = str(parameter.type).removeprefix("Optional[").rstrip("]")
     if isinstance(value, fx.Node | None):
         return True

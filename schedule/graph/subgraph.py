@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -28,7 +28,7 @@ class Subgraph:
     module: nn.Module
     """The traced module."""
     layer: Traced
-    """Their graph."""
+    """The layer that runs the graph."""
     nodes: tuple[fx.Node, ...]
     """Matched nodes in the order of the graph."""
     inputs: tuple[Any, ...]
@@ -45,19 +45,19 @@ class Subgraph:
     def __str__(self) -> str:
         graph, _ = extract(self)
         lines = graph.python_code("self").src.strip().splitlines()
-        start = next(i for i, line in enumerate(lines) if line.startswith("def "))
+        start = next(index for index, line in enumerate(lines) if line.startswith("def "))
         return "\n".join(line.split("  #")[0] for line in lines[start:] if line.strip())
 
     __repr__ = __str__
 
     def to_recipe(self) -> dict[str, Any]:
-        """The handle as plain data: pattern, location, and index of the match."""
+        """Returns the handle as plain data: pattern, path of the traced module, and names of the nodes."""
         plain = {"find": as_plain(self.pattern, "find"), "at": self.path, "nodes": self.names}
         return plain if self.where is None else {**plain, "where": as_plain(self.where, "find")}
 
 
 def traced_below(sch: ScheduledModule) -> list[tuple[str, nn.Module, Traced]]:
-    """Traced modules at and below a schedule, with their paths."""
+    """Returns the traced modules at and below a schedule, with their paths."""
     return [
         (join(sch.path, path), module, layer)
         for path, module in sch.module.named_modules()
@@ -66,35 +66,42 @@ def traced_below(sch: ScheduledModule) -> list[tuple[str, nn.Module, Traced]]:
 
 
 def find_subgraphs(
-    sch: ScheduledModule, pattern: Pattern | None, where: Where | None = None, explain: bool = False
+    sch: ScheduledModule, pattern: Pattern | None, predicate: Where | None = None, explain: bool = False
 ) -> list[Subgraph]:
-    """Non-overlapping matches at and below a schedule, in the order of modules and nodes.
+    """Returns the non-overlapping matches at and below a schedule, in the order of modules and nodes.
 
     Raises:
-        ScheduleError: nothing is traced; the pattern is neither a regular expression nor a function; or there is no
-            match, with `explain`.
+        ScheduleError: no module is traced; the pattern is neither a regular expression nor a function; or, with
+            `explain`, there is no match.
     """
-    places = traced_below(sch)
-    if not places:
+    traced_modules = traced_below(sch)
+    if not traced_modules:
         raise ScheduleError(f"find on '{sch.name}': trace it first, or a module below it")
-    if pattern is None and where is None:
-        raise ScheduleError(f"find on '{sch.name}': pass a pattern, or where= to say which nodes")
+    if pattern is None and predicate is None:
+        raise ScheduleError(f"find on '{sch.name}': pass a pattern, or a predicate on nodes as where=")
     miss = ClosestMiss()
     if pattern is None or isinstance(pattern, str):
-        found = [each for place in places for each in _single(*place, pattern, where)]
+        subgraphs = [
+            subgraph for traced_module in traced_modules for subgraph in _single(*traced_module, pattern, predicate)
+        ]
     elif callable(pattern):
         graph = trace_pattern(pattern)
-        matches = [each for place in places for each in _by_pattern(*place, pattern, graph, miss)]
-        found = [each for each in matches if where is None or any(map(where, each.nodes))]
+        subgraphs = [
+            subgraph
+            for traced_module in traced_modules
+            for subgraph in _by_pattern(*traced_module, pattern, graph, miss)
+            if predicate is None or any(map(predicate, subgraph.nodes))
+        ]
     else:
         raise ScheduleError(
             f"find on '{sch.name}': pattern must be a regular expression or a function, but got {pattern!r}"
         )
-    if explain and not found:
-        names = dict.fromkeys(_name(node) for _, _, layer in places for node in layer.graph.nodes if _named(node))
+    if explain and not subgraphs:
+        nodes = (node for _, _, layer in traced_modules for node in layer.graph.nodes)
+        names = dict.fromkeys(_name(node) for node in nodes if _named(node))
         reason = miss.difference or f"there are the operations {', '.join(names)}"
         raise ScheduleError(f"find on '{sch.name}': there is no match; {reason}")
-    return found
+    return subgraphs
 
 
 def _named(node: fx.Node) -> bool:
@@ -106,19 +113,19 @@ def _name(node: fx.Node) -> str:
 
 
 def _single(
-    path: str, module: nn.Module, layer: Traced, pattern: str | None, where: Where | None
+    path: str, module: nn.Module, layer: Traced, pattern: str | None, predicate: Where | None
 ) -> Iterable[Subgraph]:
     for node in layer.graph.nodes:
-        fits = _named(node) and (pattern is None or re.fullmatch(pattern, _name(node)))
-        if fits and (where is None or where(node)):
-            yield Subgraph(path, module, layer, (node,), tuple(node.all_input_nodes), (node,), pattern, where)
+        is_match = _named(node) and (pattern is None or re.fullmatch(pattern, _name(node)))
+        if is_match and (predicate is None or predicate(node)):
+            yield Subgraph(path, module, layer, (node,), tuple(node.all_input_nodes), (node,), pattern, predicate)
 
 
 def _by_pattern(
     path: str, module: nn.Module, layer: Traced, pattern: Pattern, graph: fx.Graph, miss: ClosestMiss
 ) -> Iterable[Subgraph]:
     used: set[fx.Node] = set()
-    order = {node: i for i, node in enumerate(layer.graph.nodes)}
+    order = {node: position for position, node in enumerate(layer.graph.nodes)}
     parameters = [node for node in graph.nodes if node.op == "placeholder"]
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for binding, outputs in match(layer.graph, module, graph, miss):
@@ -130,60 +137,60 @@ def _by_pattern(
 
 
 def extract(subgraph: Subgraph) -> tuple[fx.Graph, list[fx.Node]]:
-    """The subgraph as a separate graph, and the surrounding nodes that are its inputs."""
-    graph, mapped, outside = fx.Graph(), {}, []
+    """Returns the subgraph as a separate graph, and the surrounding nodes that are its inputs."""
+    graph, copies, inputs = fx.Graph(), {}, []
     for node in subgraph.nodes:
-        for each in node.all_input_nodes:
-            if each not in subgraph.nodes and each not in outside:
-                outside.append(each)
-    for node in outside:
-        mapped[node] = graph.placeholder(node.name)
+        for input_node in node.all_input_nodes:
+            if input_node not in subgraph.nodes and input_node not in inputs:
+                inputs.append(input_node)
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
     for node in subgraph.nodes:
-        mapped[node] = graph.node_copy(node, mapped.__getitem__)
-    results = tuple(mapped[node] for node in subgraph.outputs)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = tuple(copies[node] for node in subgraph.outputs)
     graph.output(results[0] if len(results) == 1 else results)
-    return graph, outside
+    return graph, inputs
 
 
-def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
-    """Checks the handles given to a primitive.
+def chosen(sch: ScheduledModule, primitive: str, subgraphs: Any) -> list[Subgraph]:
+    """Returns the subgraphs that a primitive was called with as a list, after checking them.
 
     Raises:
-        ScheduleError: they are not handles of this model, or stale; or an inner value of one is used outside it.
+        ScheduleError: they are not subgraphs of this model, overlap, or are stale; or an inner value is used outside.
     """
-    handles = list(given) if isinstance(given, (list, tuple)) else [given]
-    if not handles or not all(isinstance(each, Subgraph) for each in handles):
-        raise ScheduleError(f"{primitive} on '{sch.name}': subgraph must be what find returned, but got {given!r}")
+    handles = list(subgraphs) if isinstance(subgraphs, (list, tuple)) else [subgraphs]
+    if not handles or not all(isinstance(handle, Subgraph) for handle in handles):
+        raise ScheduleError(f"{primitive} on '{sch.name}': subgraph must be what find returned, but got {subgraphs!r}")
     owners: dict[fx.Node, Subgraph] = {}
-    for each in handles:
-        for node in each.nodes:
-            if (other := owners.setdefault(node, each)) is not each:
+    for handle in handles:
+        for node in handle.nodes:
+            if (earlier := owners.setdefault(node, handle)) is not handle:
                 raise ScheduleError(
-                    f"{primitive} on '{sch.name}': subgraphs must not overlap, but '{node.name}' is in {other.names} and "
-                    f"in {each.names}"
+                    f"{primitive} on '{sch.name}': subgraphs must not overlap, but '{node.name}' is in {earlier.names} and "
+                    f"in {handle.names}"
                 )
-    here = {layer for _, _, layer in traced_below(sch)}
-    for each in handles:
-        label = f"{primitive} of {each.names} in '{each.path or sch.name}'"
-        if each.layer not in here:
+    layers_below = {layer for _, _, layer in traced_below(sch)}
+    for handle in handles:
+        label = f"{primitive} of {handle.names} in '{handle.path or sch.name}'"
+        if handle.layer not in layers_below:
             raise ScheduleError(f"{label}: it must be a subgraph of '{sch.name}' or of a module below it")
-        if any(is_erased(node) for node in each.nodes):
+        if any(is_erased(node) for node in handle.nodes):
             raise ScheduleError(f"{label}: the graph has changed since find; find it again")
-        for node in each.nodes:
-            users = [user.name for user in node.users if user not in each.nodes]
-            if users and node not in each.outputs:
+        for node in handle.nodes:
+            names = [user.name for user in node.users if user not in handle.nodes]
+            if names and node not in handle.outputs:
                 raise ScheduleError(
-                    f"{label}: what is inside must be used inside only, but '{node.name}' is used by {', '.join(users)}"
+                    f"{label}: inner values must be used inside only, but '{node.name}' is used by {', '.join(names)}"
                 )
-        order = {node: i for i, node in enumerate(each.layer.graph.nodes)}
-        entered = [order[other] for node in each.nodes for other in node.all_input_nodes if other not in each.nodes]
-        for node in each.outputs:
-            early = [
-                user.name for user in node.users if user not in each.nodes and order[user] < max(entered, default=0)
-            ]
-            if early:
+        order = {node: position for position, node in enumerate(handle.layer.graph.nodes)}
+        inputs = {value for node in handle.nodes for value in node.all_input_nodes if value not in handle.nodes}
+        last_input = max((order[node] for node in inputs), default=0)
+        for node in handle.outputs:
+            users = [user for user in node.users if user not in handle.nodes]
+            early_users = [user.name for user in users if order[user] < last_input]
+            if early_users:
                 raise ScheduleError(
-                    f"{label}: {', '.join(early)} must come after it, but the rest of it depends on that"
+                    f"{label}: {', '.join(early_users)} must come after it, but the rest of it depends on that"
                 )
     return handles
 
@@ -192,33 +199,35 @@ def merged(label: str, handles: list[Subgraph]) -> Subgraph:
     """Merges several subgraphs of one graph to one with as many outputs; common inputs occur once.
 
     Raises:
-        ScheduleError: they are in several graphs.
+        ScheduleError: the subgraphs are in several graphs.
     """
-    first = handles[0]
-    if any(each.layer is not first.layer for each in handles):
+    first_subgraph = handles[0]
+    if any(handle.layer is not first_subgraph.layer for handle in handles):
         raise ScheduleError(
             f"{label}: subgraphs that are replaced together must be in one graph, but are in "
-            f"{', '.join(dict.fromkeys(each.path or 'the root' for each in handles))}"
+            f"{', '.join(dict.fromkeys(handle.path or 'the root' for handle in handles))}"
         )
-    order = {node: i for i, node in enumerate(first.layer.graph.nodes)}
-    nodes = sorted({node for each in handles for node in each.nodes}, key=order.__getitem__)
+    order = {node: position for position, node in enumerate(first_subgraph.layer.graph.nodes)}
+    nodes = sorted({node for handle in handles for node in handle.nodes}, key=order.__getitem__)
     inputs: list[Any] = []
-    for value in (value for each in handles for value in each.inputs):
-        if not any(value is other or (isinstance(value, Attribute) and value == other) for other in inputs):
+    for value in (value for handle in handles for value in handle.inputs):
+        if not any(value is earlier or (isinstance(value, Attribute) and value == earlier) for earlier in inputs):
             inputs.append(value)
-    outputs = tuple(node for each in handles for node in each.outputs)
-    return Subgraph(first.path, first.module, first.layer, tuple(nodes), tuple(inputs), outputs, first.pattern)
+    outputs = tuple(node for handle in handles for node in handle.outputs)
+    return replace(first_subgraph, nodes=tuple(nodes), inputs=tuple(inputs), outputs=outputs, where=None)
 
 
-def from_recipe(at: ScheduledModule, plain: Any, value: Callable[..., Any]) -> Subgraph:
+def from_recipe(sch_at: ScheduledModule, plain: Any, value: Callable[..., Any]) -> Subgraph:
     """Returns the subgraph of a handle written by `to_recipe`."""
-    root = ScheduledModule(at.tree)
+    root = ScheduledModule(sch_at.tree)
     sch = root[plain["at"]] if plain["at"] else root
-    found = find_subgraphs(sch, value(plain["find"], at), value(plain.get("where"), at))
-    for each in found:
-        if each.path == sch.path and each.names == plain["nodes"]:
-            return each
-    parts = {name: each for each in found if each.path == sch.path for name in each.names}
-    if all(name in parts for name in plain["nodes"]):  # several subgraphs that were replaced together
-        return merged("recipe", list(dict.fromkeys(parts[name] for name in plain["nodes"])))
+    subgraphs = find_subgraphs(sch, value(plain["find"], sch_at), value(plain.get("where"), sch_at))
+    for subgraph in subgraphs:
+        if subgraph.path == sch.path and subgraph.names == plain["nodes"]:
+            return subgraph
+    subgraph_by_node = {
+        name: subgraph for subgraph in subgraphs if subgraph.path == sch.path for name in subgraph.names
+    }
+    if all(name in subgraph_by_node for name in plain["nodes"]):  # several subgraphs that were replaced together
+        return merged("recipe", list(dict.fromkeys(subgraph_by_node[name] for name in plain["nodes"])))
     raise ScheduleError(f"recipe: no match in '{sch.name}' consists of {plain['nodes']}")

@@ -20,13 +20,13 @@ ITSELF = "_the_traced_module_itself"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallForm:
-    """Call by which a module was traced: which of its arguments are inputs of the graph."""
+    """The call by which a module was traced, and which of its arguments are inputs of the graph."""
 
     spec: TreeSpec
     """Tree of the arguments by name, with defaults filled in."""
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
-    """Leaves; an Input for inputs of the graph, constants of the graph otherwise."""
+    """Leaves of the tree: an Input for an input of the graph, otherwise a constant of the graph."""
     positional: int
     """Number of positional arguments."""
 
@@ -36,10 +36,10 @@ class Input:
     """Placeholder for a value that is an input of the graph."""
 
     dims: int | None = None
-    """Number of dimensions of a tensor; None for anything else."""
+    """Number of dimensions of a tensor; None for another value."""
 
     def fits(self, value: Any) -> bool:
-        """True if the graph accepts a value here."""
+        """Returns True if the graph accepts a value for this input."""
         return self.dims is None or (isinstance(value, torch.Tensor) and value.dim() == self.dims)
 
     def __str__(self) -> str:
@@ -47,17 +47,19 @@ class Input:
 
 
 def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call of a module's forward by name, with defaults filled in.
+    """Returns the arguments of a call of a module's forward by name, with defaults filled in.
 
-    None in `**kwargs` is left out: callers pass on arguments that they did not get themselves.
+    None in `**kwargs` is left out: modules pass optional arguments on even if they did not get them.
     """
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
-    given = dict(list(bound.arguments.items())[1:])
-    for each in bound.signature.parameters.values():
-        if each.kind is each.VAR_KEYWORD:
-            given[each.name] = {name: value for name, value in given[each.name].items() if value is not None}
-    return given
+    named_arguments = dict(list(bound.arguments.items())[1:])
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named_arguments[parameter.name] = {
+                name: value for name, value in named_arguments[parameter.name].items() if value is not None
+            }
+    return named_arguments
 
 
 class Traced(Layer):
@@ -77,17 +79,17 @@ class Traced(Layer):
         self.function: Callable[..., Any] | None = None
 
     def changed(self) -> None:
-        """Records that the graph was edited."""
+        """Must be called after the graph was edited: the next call compiles it again."""
         tidy(self.graph)
         self.function = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Traced":
-        new = Traced(copy.deepcopy(self.graph, memo), self.fixed, self.flatten, self.form)
-        for node in new.graph.nodes:
+        copied = Traced(copy.deepcopy(self.graph, memo), self.fixed, self.flatten, self.form)
+        for node in copied.graph.nodes:
             if node.op == "call_function" and hasattr(node.target, "fresh"):
                 # Compiled code of this model is not valid for the copy.
                 node.target = node.target.fresh()
-        return new
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "function": None}
@@ -105,17 +107,17 @@ class Traced(Layer):
                 f"others; trace it with examples= of this call"
             )
         inputs = []
-        for name, known, value in zip(form.names, form.leaves, leaves):
-            if isinstance(known, Input):
-                if not known.fits(value):
+        for name, leaf, value in zip(form.names, form.leaves, leaves):
+            if isinstance(leaf, Input):
+                if not leaf.fits(value):
                     raise ScheduleError(
-                        f"{type(module).__name__} was traced with {known} for {name}, but is called with {_form(value)}; "
+                        f"{type(module).__name__} was traced with {leaf} for {name}, but is called with {_form(value)}; "
                         "trace it with examples= of this call"
                     )
                 inputs.append(value)
-            elif known is not value and known != value:
+            elif leaf is not value and leaf != value:
                 raise ScheduleError(
-                    f"{type(module).__name__} was traced with {name}={known!r}, but is called with another value; "
+                    f"{type(module).__name__} was traced with {name}={leaf!r}, but is called with another value; "
                     f"trace(inputs=['{name}']), or trace it with examples= of this call"
                 )
         return inputs
@@ -123,19 +125,19 @@ class Traced(Layer):
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         if self.form is not None:
             return self._by_form(module, self.form, args, kwargs)
-        if not kwargs and not self.fixed and len(args) == sum(n.op == "placeholder" for n in self.graph.nodes):
+        if not kwargs and not self.fixed and len(args) == sum(node.op == "placeholder" for node in self.graph.nodes):
             return list(args)
         signature = inspect.signature(type(module).forward)
         bound = signature.bind(module, *args, **kwargs)
         bound.apply_defaults()
-        given = dict(bound.arguments)
+        named_arguments = dict(bound.arguments)
         for name, value in self.fixed.items():
-            if given[name] is not value and given[name] != value:
+            if named_arguments[name] is not value and named_arguments[name] != value:
                 raise ScheduleError(
                     f"{type(module).__name__} was traced with {name}={value!r}, but is called with another "
                     f"value; trace(inputs=['{name}'])"
                 )
-        return [given[node.target] for node in self.graph.nodes if node.op == "placeholder"]
+        return [named_arguments[node.target] for node in self.graph.nodes if node.op == "placeholder"]
 
 
 def _form(value: Any) -> str:
@@ -143,19 +145,19 @@ def _form(value: Any) -> str:
 
 
 def function_of(graph: fx.Graph) -> Callable[..., Any]:
-    """The graph as a function of the module and the graph's inputs."""
+    """Returns the graph as a function of the module and the graph's inputs."""
     code = graph.python_code("self")
     source = code.src.replace(f"self.{ITSELF}", "self")
-    space: dict[str, Any] = dict(code.globals)
+    namespace: dict[str, Any] = dict(code.globals)
     name = f"<graph {id(graph)}>"
-    # For source lines in tracebacks.
+    # Tracebacks then show lines of the generated code.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec"), space)
-    return space["forward"]
+    exec(compile(source, name, "exec"), namespace)
+    return namespace["forward"]
 
 
 def tidy(graph: fx.Graph) -> None:
-    """Removes attributes that nothing reads; operations stay, since they may have side effects."""
+    """Removes unused attribute nodes; unused operations stay, since they may have side effects."""
     for node in reversed(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)

@@ -26,24 +26,28 @@ def trace_symbolically(
     """Returns a module's forward as a graph; the module is not changed.
 
     Raises:
-        TraceError: a graph cannot express the forward; names the operation and the line.
+        TraceError: a graph cannot express the forward; the message has the operation and the line.
     """
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    unknown_inputs = set(inputs) - {p.name for p in parameters}
+    unknown_inputs = set(inputs) - {parameter.name for parameter in parameters}
     if unknown_inputs:
         raise TraceError(f"trace of '{label}': inputs must be parameters of its forward, but has {unknown_inputs}")
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     fixed: dict[str, Any] = {
-        p.name: {} if p.kind is p.VAR_KEYWORD else () if p.kind is p.VAR_POSITIONAL else p.default
-        for p in parameters
-        if p.kind in variadic or (p.default is not p.empty and p.name not in inputs)
+        parameter.name: {}
+        if parameter.kind is parameter.VAR_KEYWORD
+        else ()
+        if parameter.kind is parameter.VAR_POSITIONAL
+        else parameter.default
+        for parameter in parameters
+        if parameter.kind in variadic or (parameter.default is not parameter.empty and parameter.name not in inputs)
     }
     tracer = Tracer(module, flatten, leaves, fixed)
     try:
         with state_kept(module) as written:
             graph = tracer.trace(module)
     except Exception as error:
-        advice = "; examples= of a call tell what symbols cannot" if "examples" not in str(error) else ""
+        advice = "; examples= of a call give values that symbols do not have" if "examples" not in str(error) else ""
         raise TraceError(f"trace of '{label}': {cause(error)}{advice}") from error
     refuse_written(label, written)
     tidy(graph)
@@ -81,76 +85,74 @@ class Tracer(fx.Tracer):
         parameters = list(inspect.signature(root_fn).parameters.values())[1:]
         args: list[Any] = [self.top]
         keywords: dict[str, Any] = {}
-        for p in parameters:
-            if p.name not in self.fixed:
-                value = self.create_proxy("placeholder", p.name, (), {})
-                if p.kind is p.KEYWORD_ONLY:
-                    keywords[p.name] = value
+        for parameter in parameters:
+            if parameter.name not in self.fixed:
+                value = self.create_proxy("placeholder", parameter.name, (), {})
+                if parameter.kind is parameter.KEYWORD_ONLY:
+                    keywords[parameter.name] = value
                 else:
                     args.append(value)
-            elif p.kind is p.KEYWORD_ONLY:
-                keywords[p.name] = self.fixed[p.name]
-            elif p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                args.append(self.fixed[p.name])
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                keywords[parameter.name] = self.fixed[parameter.name]
+            elif parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                args.append(self.fixed[parameter.name])
         return (lambda *a: root_fn(*a, **keywords)), args
 
 
 @contextmanager
 def state_kept(module: nn.Module) -> Iterator[list[str]]:
-    """Restores what a traced forward writes into its module.
+    """Restores the attributes and tensors of a module that a traced forward writes.
 
     Yields:
         A list that contains the paths of written tensors after the context.
     """
     written: list[str] = []
     modules = dict(module.named_modules())
-    before = {
-        path: (dict(each.__dict__), dict(buffers_of(each)), dict(parameters_of(each))) for path, each in modules.items()
+    saved = {
+        path: (dict(submodule.__dict__), dict(buffers_of(submodule)), dict(parameters_of(submodule)))
+        for path, submodule in modules.items()
     }
-    values = {
-        each: (each._version, each.detach().clone()) for _, buffers, _ in before.values() for each in buffers.values()
-        if each is not None
-    }  # fmt: skip
+    all_buffers = [buffer for _, buffers, _ in saved.values() for buffer in buffers.values() if buffer is not None]
+    saved_values = {buffer: (buffer._version, buffer.detach().clone()) for buffer in all_buffers}
     try:
         yield written
     finally:
-        for path, (attributes, buffers, parameters) in before.items():
-            each = modules[path]
-            for held, original in ((buffers_of(each), buffers), (parameters_of(each), parameters)):
-                changed = {n for n in {*held, *original} if held.get(n) is not original.get(n)}
-                changed |= {
-                    n for n, t in original.items() if t is not None and t in values and t._version != values[t][0]
-                }
+        for path, (attributes, buffers, parameters) in saved.items():
+            submodule = modules[path]
+            for tensors, original in ((buffers_of(submodule), buffers), (parameters_of(submodule), parameters)):
+                changed = {name for name in {*tensors, *original} if tensors.get(name) is not original.get(name)}
+                with_values = {name: tensor for name, tensor in original.items() if tensor in saved_values}
+                changed |= {name for name, tensor in with_values.items() if tensor._version != saved_values[tensor][0]}
                 written += [join(path, name) for name in sorted(changed)]
-                held.clear()
-                held.update(original)
-            new = {n: v for n, v in each.__dict__.items() if attributes.get(n) is not v}
-            written += [join(path, name) for name, value in new.items() if _symbolic(name, value)]
-            each.__dict__.clear()
-            each.__dict__.update(attributes)
+                tensors.clear()
+                tensors.update(original)
+            new_attributes = {
+                name: value for name, value in submodule.__dict__.items() if attributes.get(name) is not value
+            }
+            written += [join(path, name) for name, value in new_attributes.items() if _symbolic(name, value)]
+            submodule.__dict__.clear()
+            submodule.__dict__.update(attributes)
         with torch.no_grad():
-            for tensor, (version, value) in values.items():
+            for tensor, (version, value) in saved_values.items():
                 if tensor._version != version:
                     tensor.copy_(value)
 
 
 def _symbolic(name: str, value: Any) -> bool:
-    """True for a value that the code left in an attribute other than a tensor of the module; the tracer sets the mode
-    and rates.
-    """
+    """Returns True for a symbol in an attribute, except for the training mode and rates of dropout, which the tracer sets."""
     return isinstance(value, fx.Proxy) and name != "training" and name != "p" and "drop" not in name
 
 
 def refuse_written(label: str, written: Sequence[str]) -> None:
-    """Refuses a graph of a forward that writes tensors of its module.
+    """Checks that a traced forward has not written tensors of its module.
 
     Raises:
-        TraceError: it does.
+        TraceError: it has.
     """
     if written:
         raise TraceError(
             f"trace of '{label}': its forward writes {', '.join(dict.fromkeys(written))}, which a graph would do when it is "
-            "traced and not when it runs; keep that in a child module, which leaves= leaves a call"
+            "traced and not when it runs; move that to a child module, and keep it a call by leaves="
         )
 
 
@@ -159,7 +161,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def cause(error: Exception) -> str:
-    """Operation and line of model code that caused an error in tracing."""
+    """Returns the operation and the line of model code that caused an error in tracing."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -168,6 +170,6 @@ def cause(error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if not frames:
         return reason
-    last = frames[-1]
-    path = last.filename.rpartition("site-packages/")[2]
-    return f"'{last.line}' at {path}:{last.lineno} in {last.name}: {reason}"
+    frame_of_model = frames[-1]
+    path = frame_of_model.filename.rpartition("site-packages/")[2]
+    return f"'{frame_of_model.line}' at {path}:{frame_of_model.lineno} in {frame_of_model.name}: {reason}"

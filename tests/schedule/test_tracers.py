@@ -174,7 +174,7 @@ BLOCKS = {
     "vit": "vit.layers.0",
 }
 REFUSED = {
-    "gpt_neo": "it has the constant .*, a tensor that is made again in each call",
+    "gpt_neo": "it has the constant .*, a tensor that each call creates again",
     "t5": "it does other operations in training than in evaluation",
     "llama": "it does other operations in training than in evaluation",
 }
