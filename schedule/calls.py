@@ -75,7 +75,7 @@ def as_plain(value: Any, label: str) -> Any:
         return {"mapping": [[as_plain(key, label), as_plain(entry, label)] for key, entry in value.items()]}
     if callable(value) and not isinstance(value, nn.Module):
         name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
-        if imported(name, missing=None) is value:
+        if imported(name, missing=None) is value:  # not a local function, nor a name that was rebound
             return {"import": name}
     raise ScheduleError(
         f"recipe: {label} has an argument that cannot be written as text: {value!r}; use a function or class "

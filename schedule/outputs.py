@@ -42,7 +42,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with None for every cache, which a module that runs twice would write twice."""
-    module = sys.modules.get("transformers.cache_utils")
+    module = sys.modules.get("transformers.cache_utils")  # without importing it: no cache exists otherwise
     if module is None:
         return args, kwargs
     args = tuple(None if isinstance(argument, module.Cache) else argument for argument in args)

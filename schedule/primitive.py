@@ -8,7 +8,7 @@ from ..base.errors import ScheduleError
 from .calls import PrimitiveCall
 from .tree import ScheduledModule
 
-Extra = ParamSpec("Given")
+Extra = ParamSpec("Extra")
 """Arguments of a primitive in addition to the schedule."""
 Self = TypeVar("Self", bound=ScheduledModule)
 
@@ -35,6 +35,7 @@ def primitive(
                 "create a schedule of a fresh model"
             )
         result = function(sch, *args, **kwargs)
+        # After the call: a refused call is not a step of the recipe.
         sch.tree.steps.append(PrimitiveCall(sch.path, label, args, kwargs))
         return sch if result is None else result
 

@@ -18,7 +18,7 @@ def quiet(model: nn.Module, *, training: bool) -> Iterator[None]:
     """
     rates = [(module, name, getattr(module, name)) for module in model.modules() for name in rates_of(module)]
     try:
-        with modes_kept(model):
+        with modes_kept(model):  # train() and the loop below change the mode of every module
             if training:
                 model.train()
             else:

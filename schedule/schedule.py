@@ -89,6 +89,7 @@ class Schedule(ScheduledModule):
     if not TYPE_CHECKING:  # a type checker detects unknown primitives itself
 
         def __getattr__(self, name: str) -> NoReturn:
+            # copy and pickle look these up before an instance has attributes.
             if name.startswith("__") or name in {"tree", "path"}:
                 raise AttributeError(name)
             if name in EQUIVALENTS:

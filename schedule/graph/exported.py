@@ -99,6 +99,7 @@ def _graph(
 
     flat_leaves, spec = tree_flatten(call_of_form(type(module), tree_map(on_device, named_arguments), form.positional))
     tensors = [leaf for leaf in flat_leaves if isinstance(leaf, torch.Tensor)]
+    # Sizes are symbols, except for those that the code compares with constants, which `_check_sizes` then checks.
     tensors_only = _TensorsOnly(module, flat_leaves, spec)
     sizes = [dict.fromkeys(range(tensor.dim()), Dim.AUTO) for tensor in tensors]
     program = torch.export.export(tensors_only, tuple(tensors), dynamic_shapes=(tuple(sizes),), strict=strict)

@@ -109,7 +109,7 @@ def _of_subgraph(tree: Tree, subgraph: Subgraph, new: Any, label: str, called: s
     for node, target in _calls(subgraph.nodes):
         module = traced.get_submodule(target)
         if module in reused:
-            continue
+            continue  # `new` calls the module itself, with its hooks
         path = join(subgraph.path, target)
         if node is None:
             _nothing_on(tree, path, module, label, "is in a separate operation")
@@ -146,8 +146,8 @@ def _module(
         plan.before_new += [(module, hook) for hook in user_hooks]
     elif user_hooks or has_backward_hooks(module):
         raise ScheduleError(
-            f"{label}: '{path}' has a hook, which a part of what '{subgraph.path or 'the root'}' computes cannot keep, or "
-            "which would also act on what other operations inside take; replace first, and hook what takes its place"
+            f"{label}: '{path}' has a hook, which would be lost in the graph of '{subgraph.path or 'the root'}', or would also "
+            "act on inputs of other replaced operations; replace first, and hook the replacement"
         )
     for hook in forward_hooks_of(module):
         if isinstance(hook, OutputSync):
@@ -179,8 +179,8 @@ def _input(plan: Handover, subgraph: Subgraph, node: fx.Node, path: str, hook: I
         if any(hook.sync not in _syncs(subgraph, user) for user in users):
             names = ", ".join(user.name for user in users if user is not node)
             raise ScheduleError(
-                f"{label}: {_describe(path, hook)} concerns what {names} inside of it takes too, as it is; replace less, "
-                f"or give {names} the same sync"
+                f"{label}: {_describe(path, hook)} is on an input that {names} takes too, without a sync; replace less, or give "
+                f"{names} the same sync"
             )
         hooks = plan.before_inputs.setdefault(value, [])
         if not any(earlier.sync == hook.sync for earlier in hooks):
@@ -198,7 +198,7 @@ def _describe(path: str, hook: Exchange) -> str:
 def _nothing_below(tree: Tree, path: str, module: nn.Module, label: str) -> None:
     for name, child in module.named_modules():
         if name:
-            _nothing_on(tree, join(path, name), child, label, f"lies in '{path}'")
+            _nothing_on(tree, join(path, name), child, label, f"is in '{path}'")
 
 
 def _nothing_on(tree: Tree, path: str, module: nn.Module, label: str, location: str) -> None:

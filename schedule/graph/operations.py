@@ -22,6 +22,7 @@ class SubgraphCall:
         self.compiler = compiler
         self.checkpoint = checkpoint
         self.function: Callable[..., Any] | None = None
+        # fx refers to an operation by these in the graph's code.
         self.__name__ = self.__qualname__ = name
         self.__module__ = __name__
 
@@ -30,7 +31,7 @@ class SubgraphCall:
         return SubgraphCall(self.graph, self.__name__, self.compiler, self.checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "function": None}
+        return {**self.__dict__, "function": None}  # compiled code cannot be pickled or copied
 
     def __call__(self, module: nn.Module, *inputs: Any) -> Any:
         if self.function is None:

@@ -187,6 +187,7 @@ class _Matcher:
             return
         options = [(expected_op.options[name], op.options[name]) for name in expected_op.options]
         orders = [op.args[: len(expected_op.args)]]
+        # Both orders are tried with backtracking, so that a pattern matches whichever operand is first.
         if expected_op.name in COMMUTATIVE and len(expected_op.args) == 2:
             orders.append(orders[0][::-1])
         for operands in orders:

@@ -131,6 +131,7 @@ def _by_pattern(
     for binding, outputs in match(layer.graph, module, graph, miss):
         nodes = sorted((binding[node] for node in inner if node in binding), key=order.__getitem__)
         inputs = tuple(binding[node] for node in parameters if node in binding)
+        # The first of overlapping matches wins. A node cannot be an input of its own subgraph.
         if used.isdisjoint(nodes) and not any(value is node for value in inputs for node in nodes):
             used.update(nodes)
             yield Subgraph(path, module, layer, tuple(nodes), inputs, tuple(outputs), pattern)

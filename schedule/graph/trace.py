@@ -92,7 +92,7 @@ class Traced(Layer):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "function": None}
+        return {**self.__dict__, "function": None}  # generated code cannot be pickled
 
     def __call__(self, module: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.function is None:

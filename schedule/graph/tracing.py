@@ -121,8 +121,11 @@ def state_kept(module: nn.Module) -> Iterator[list[str]]:
             submodule = modules[path]
             for tensors, original in ((buffers_of(submodule), buffers), (parameters_of(submodule), parameters)):
                 changed = {name for name in {*tensors, *original} if tensors.get(name) is not original.get(name)}
-                with_values = {name: tensor for name, tensor in original.items() if tensor in saved_values}
-                changed |= {name for name, tensor in with_values.items() if tensor._version != saved_values[tensor][0]}
+                changed |= {
+                    name
+                    for name, tensor in original.items()
+                    if tensor is not None and tensor in saved_values and tensor._version != saved_values[tensor][0]
+                }
                 written += [join(path, name) for name in sorted(changed)]
                 tensors.clear()
                 tensors.update(original)

@@ -34,6 +34,7 @@ def check_weights(
         if axis is None:
             continue
         tensors, checksums = _shared_tensors(root, set(initialised), cut_too=name == "dp")
+        # Tensors from the seed are equal if the seed and the rules are: reading them all would take time.
         checksums["the seed"] = (seed if initialised else 0, len(initialised))
         checksums.update({label: checksum(tensor) for label, tensor in tensors.items()})
         differing = departing(checksums, axis)
@@ -80,6 +81,7 @@ def _shared_tensors(
             label, shard = f"{path}.{name}" if path else name, shards_of(module).get(name)
             if shard is not None and shard.checksum != NOTHING:
                 checksums_before_cut[f"{label} before it was cut"] = shard.checksum
+            # Shards over tp are equal on all dp ranks, but experts are spread over these.
             if shard is None or (cut_too and "ep" not in shard.axes):
                 tensors[label] = tensor
     return tensors, checksums_before_cut
@@ -87,6 +89,7 @@ def _shared_tensors(
 
 def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
     """Returns the names whose checksums differ between the ranks of an axis, in order; all of these ranks call it."""
+    # NCCL exchanges tensors on GPUs only.
     cuda = "gloo" not in dist.get_backend(axis.group) and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -96,6 +99,7 @@ def departing(values: Mapping[str, Checksum], axis: Axis) -> list[str]:
         dist.all_gather(gathered, own_rows, group=axis.group)
         return torch.stack(gathered).eq(gathered[0]).all(dim=-1).all(dim=0).tolist()
 
+    # First the number: ranks that gather different numbers of rows would hang.
     if not all(same_on_all([(len(values), 0)])):
         return ["the number of tensors"]
     return [name for name, is_equal in zip(values, same_on_all(list(values.values()))) if not is_equal]
@@ -134,7 +138,7 @@ class FirstCall:
         self.original_call = module.__dict__.get("_compiled_call_impl")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        set_call(self.module, self.original_call)
+        set_call(self.module, self.original_call)  # also if a check fails
         for axis in self.axes:
             check_inputs(axis, args, kwargs)
         try:
@@ -157,6 +161,7 @@ def check_first_call(module: nn.Module, mesh: Any) -> None:
 
 def _norm_of_a_piece(root: nn.Module, axis: Axis, error: RuntimeError) -> str | None:
     """Returns an error message if a norm over features got only this rank's features; None otherwise."""
+    # The norm's own frame: LayerNorm's error names shapes, but not the module.
     frame = error.__traceback__
     while frame is not None:
         frame_locals = frame.tb_frame.f_locals

@@ -46,6 +46,7 @@ Table = Sequence[Sequence[Kind]]
 
 def blocks_of(table: Table, stretch: int) -> list[Block]:
     """Returns the blocks of two stretches of queries and two of keys, of `stretch` tokens each; as few as kernels allow."""
+    # Fewer, larger blocks: each is a kernel launch and a merge of outputs.
     rows = [tuple(row) for row in table]
     if rows == [(Kind.CAUSAL, Kind.NONE), (Kind.FULL, Kind.CAUSAL)]:
         # This rank's own keys: both stretches are in sequence order, so the whole block is causal.

@@ -137,7 +137,7 @@ class SharedSamples(Layer):
         if sharing.samples is not None:
             if _of_samples(leaf, samples):
                 leaf = differentiable.scatter(leaf, 0, sharing.samples)
-            elif leaf.requires_grad:
+            elif leaf.requires_grad:  # used by all ranks: its gradient is the sum over them
                 leaf = differentiable.copy(leaf, sharing.samples)
         if sharing.sequence is not None:
             dim = None if "mask" in name else _tokens_of(name, leaf, tokens)
@@ -160,6 +160,7 @@ class SharedSamples(Layer):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue
             is_first, before_first = before_first, False
+            # Only the first output goes to the next block, which has the same shares; others leave the run of blocks.
             if is_first and not self.leaves:
                 continue
             if sharing.sequence is not None and leaf.shape[:2] == (samples, tokens):

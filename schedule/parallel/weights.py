@@ -76,12 +76,13 @@ def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
     shard = shards_of(module).get(name)
     shape = torch.Size(shard.shape) if shard is not None else tensor.shape
     runs = [[Run(0, 0, size)] for size in shape]
+    # In the order of the cuts: tensor parallelism, then experts, then FSDP, each within the shard of the one before.
     while shard is not None:
         runs[shard.dim] = _cut_runs(shard.parts, shard.axis.rank, shard.axis.size)
         shard = shard.then
     if is_dtensor(tensor) and any(placement.is_shard() for placement in tensor.placements):
         dim, ranks, rank = piece_of(tensor)
-        shard_size = -(-tensor.shape[dim] // ranks)
+        shard_size = -(-tensor.shape[dim] // ranks)  # like torch.chunk: the last shards may be smaller or empty
         clipped = [run.within(rank * shard_size, min((rank + 1) * shard_size, tensor.shape[dim])) for run in runs[dim]]
         runs[dim] = [run for run in clipped if run is not None]
     boxes = tuple(

@@ -56,7 +56,7 @@ def checkpoint(sch: ScheduledModule, subgraph: Any = None, policy: Policy | list
 class Checkpointed(Layer):
     """Runs its inner layers under activation checkpointing."""
 
-    order = 60
+    order = 60  # around casts and random streams, which the recomputation repeats
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy

@@ -104,7 +104,7 @@ def shard_experts(
         add_layer(module, layer)
         if whole and tp is not None and not divided:
             add_layer(module, DividedTokens(tp))
-        module.num_experts = layer.experts // ep
+        module.num_experts = layer.experts // ep  # the module's own code loops over this rank's experts
 
 
 def _check_whole(label: str, ep: int, dp: Axis | None, tp: Axis | None) -> None:

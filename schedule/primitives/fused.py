@@ -64,7 +64,7 @@ def fused_attention(sch: ScheduledModule) -> None:
         raise ScheduleError(f"{label}: {reason}")
     for attention in attentions:
         for node in attention.scores:
-            # The format of the scores can be read from the queries.
+            # Code that reads the dtype or device of the scores reads those of the queries instead.
             for user in _format_readers(node):
                 user.replace_input_with(node, attention.subgraph.inputs[0])
         replace_subgraph(sch, attention.replacement, [attention.subgraph], "attention", together=False)
@@ -100,7 +100,7 @@ class Attention:
             mask_arguments: one or two values for each of `masks`.
         """
         factor = 1.0 if self.scaling == "none" else scale if self.scaling == "mul" else 1 / scale
-        if isinstance(factor, torch.Tensor):
+        if isinstance(factor, torch.Tensor):  # `scale` of torch's attention must be a number
             query, factor = query * factor, 1.0
         output = F.scaled_dot_product_attention(
             query,
@@ -176,6 +176,7 @@ def _written_out_attentions(
 def _score_steps(value: Any, module: nn.Module) -> list[Step] | None:
     """Returns the operations from the product of queries and keys to a value; None if `value` is not such scores."""
     op = operation(value, module) if isinstance(value, fx.Node) else None
+    # Scores with another use must exist, so that the fused operation cannot replace them.
     if op is None or len(value.users) - len(_format_readers(value)) != 1:
         return None
     if op.name == "matmul":

@@ -73,6 +73,7 @@ def trace(
     example = example_of(sch)
     module, name = sch.module, sch.name
     scheduled = scheduled_below(sch)
+    # Modules with deferred work stay calls, so that `build` can wrap them.
     leaf_modules = [*leaves, *scheduled]
     if example is None:
         if tracer not in (None, "fx"):
@@ -185,7 +186,7 @@ def _plans(sch: ScheduledModule, label: str, node: fx.Node, kinds_to_split: list
     child = sch.module.get_submodule(node.target) if node.op == "call_module" else None
     if "linear" in kinds_to_split and child is not None and type(child) is nn.Linear and child.bias is not None:
         if layers_of(child, WithoutBias):
-            return []
+            return []  # split already
         gathered = any(sync.mode == "fwd_post" and sync.op == "all_gather" for sync in syncs_of(child))
         if gathered and "bias" in shards_of(child):
             raise ScheduleError(f"{label}: the output of '{node.target}' is gathered, so its bias must be whole")
@@ -209,6 +210,7 @@ def _linear(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
         bias = graph.get_attr(f"{node.target}.bias")
     with graph.inserting_after(bias):
         total = graph.call_function(torch.add, (node, bias))
+    # Except for the sum itself, which must still use the product.
     node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
 
 
@@ -269,6 +271,7 @@ def plain_attention(
     """`torch.nn.functional.scaled_dot_product_attention` as separate operations; (batch, heads, length, width)."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
+        # As torch's attention pairs heads: consecutive query heads share a key head.
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     factor = query.size(-1) ** -0.5 if scale is None else scale
     scores = torch.matmul(query, key.transpose(-2, -1)) * factor
@@ -281,6 +284,7 @@ def plain_attention(
     return torch.matmul(torch.dropout(weights, dropout_p, True), value)
 
 
+# Stays one call in a graph: the branch depends on the mask's dtype, which a symbol does not have.
 @fx.wrap
 def as_bias(mask: torch.Tensor) -> torch.Tensor:
     """Converts an attention mask to a term added to the scores: a boolean one hides positions where it is false."""

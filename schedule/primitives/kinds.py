@@ -36,6 +36,7 @@ class Kind:
 
 def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
     """Returns the effects of cutting `module.<name>` along `dim`."""
+    # transformers' Conv1D of GPT-2, a linear layer whose weight is (inputs, outputs); compared by name without an import.
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and name == "weight":
         return Kind("output", "nf") if dim == 1 else Kind("input", "nx", _bias_once)
     if isinstance(module, nn.Linear) and name == "weight":
@@ -46,6 +47,7 @@ def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
         return Kind("vocabulary", "num_embeddings", lambda axis, shard: PartialEmbedding(axis, shard.shape[0]))
     if isinstance(module, nn.GroupNorm) and name == "weight":
         return Kind(None, ("num_channels", "num_groups"))
+    # Channels of grouped and transposed convolutions are arranged differently.
     plain = isinstance(module, ConvNd) and module.groups == 1 and not module.transposed
     if plain and name == "weight" and dim < 2:
         return Kind("output", "out_channels") if dim == 0 else Kind("input", "in_channels", _bias_once)

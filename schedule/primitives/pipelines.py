@@ -48,6 +48,7 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
         order[path] = position
         paths.setdefault(module, []).append(path)
     outer_first = with_ancestors(sch.path)[::-1]
+    # Such a module is called several times, in more than one stage.
     for path in outer_first[1:]:
         if other_paths := ", ".join(alias for alias in paths[find_module(root, path)] if alias != path):
             raise ScheduleError(
@@ -58,6 +59,7 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
     for path in late:
         find_module(root, path)
     sch.tree.late += [path for path in late if path not in sch.tree.late]
+    # In the model's order, whatever the order of the calls.
     sch.tree.cuts = sorted([*sch.tree.cuts, sch.path], key=order.__getitem__)
 
 
