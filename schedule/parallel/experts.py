@@ -37,7 +37,7 @@ from .sharding import scale_gradients
 
 
 class ExpertParallel(Layer):
-    """Wraps an experts module of which this rank has E / P: each row is computed on the rank of its expert."""
+    """Wraps an experts module with this rank's E / P experts: each row is computed on the rank of its expert."""
 
     order = 10
 

@@ -280,7 +280,7 @@ def meta_copy(module: nn.Module, without: Iterable[str] = ()) -> nn.Module:
 def by_shapes_alone(module: nn.Module) -> nn.Module:
     """Configures a module such that the shapes of its results do not depend on values, and returns it.
 
-    Of transformers' implementations of a mixture of experts only one has that property; the others sort tokens by expert.
+    Only one of transformers' implementations of a mixture of experts has that property; the others sort tokens by expert.
     """
     for submodule in module.modules():
         experts_by_shapes_alone(submodule.__dict__.get("config"))

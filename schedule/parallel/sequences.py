@@ -9,7 +9,7 @@ Notation, here and in those two modules:
 | symbol | meaning |
 |---|---|
 | S, P | ranks that exchange heads (`sp`); ranks of a ring (`cp`) |
-| B, T | samples of a micro-batch; tokens of a sample, of which a rank has T / (P S) |
+| B, T | samples of a micro-batch; tokens of a sample; a rank has T / (P S) of them |
 | H, K | heads of queries, and of keys and values, on a tensor-parallel rank |
 | D | features of a head |
 """

@@ -526,13 +526,13 @@ def test_they_do_so_beside_each_other_and_where_all_ranks_share_sequences(four, 
 
 
 def positions_that_stay_whole(patch):
-    right = sharing.SharedSamples._own
+    right = sharing.SharedSamples._share_of
 
     def own(self, name, leaf, samples, tokens):
         whole = right(self, name, leaf, samples, tokens)
         return whole.flip(1) if name == "position_embeddings" else whole
 
-    patch.setattr(sharing.SharedSamples, "_own", own)
+    patch.setattr(sharing.SharedSamples, "_share_of", own)
 
 
 def pieces_in_a_row_where_a_ring_has_two_stretches(patch):
