@@ -230,6 +230,7 @@ def test_an_address_of_ray_client_is_refused_with_the_address_to_give():
     assert "ray start --address=HOST:6379" in output
 
 
+@pytest.mark.slow
 def test_the_output_of_trials_on_other_nodes_arrives_while_they_run(one_core, tmp_path):
     code = f"""
         def fn(config):
