@@ -238,14 +238,14 @@ def cluster_address(address: str | None) -> str | None:
     Raises:
         UsageError: the address is one of Ray Client.
     """
-    found = address or _joined() or os.environ.get("RAY_ADDRESS") or None
-    if found is not None and found.startswith("ray://"):
+    cluster = address or _joined() or os.environ.get("RAY_ADDRESS") or None
+    if cluster is not None and cluster.startswith("ray://"):
         raise UsageError(
-            f"{found} is an address of Ray Client, whose connection ends a search when it is interrupted for half a minute. Give "
+            f"{cluster} is an address of Ray Client, whose connection ends a search when it is interrupted for half a minute. Give "
             "the head's address, such as HOST:6379, on a host that `ray start --address=HOST:6379 --num-cpus 0 --num-gpus 0` "
             "has made a node of the cluster"
         )
-    return None if found == "local" else found
+    return None if cluster == "local" else cluster
 
 
 def _joined() -> str | None:
