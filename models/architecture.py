@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Entries of a checkpoint rather than of an architecture.
+# Entries of a configuration that describe its checkpoint or how it runs: equal architectures may differ in them.
 _NOT_ARCHITECTURE = (
     "_name_or_path",
     "architectures",
@@ -30,25 +30,26 @@ _NOT_ARCHITECTURE = (
     "torch_dtype",
     "transformers_version",
 )
-# These entries, also of nested configurations, select an implementation, which the knobs do here. For a name with a
-# slash, transformers downloads and runs a kernel of the hub.
+# Entries, also of nested configurations, that select an implementation. The knobs do so here, and for a name with a slash
+# transformers would download a kernel from the hub and run it.
 _IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal|_autoset)?|use_kernels|kernel_config")
 _ATTENTION = re.compile(r"\w+", re.ASCII)
 
 
 class _Names(NamedTuple):
-    """transformers' names for a task."""
+    """Names in transformers for a task."""
 
     auto: str
-    """Class that makes a model of a configuration."""
+    """Auto class that builds a model from a configuration."""
     mapping: str
-    """Table of the models' classes by those of their configurations."""
-    loss: str = ""
+    """Mapping from configuration classes to model classes."""
+    loss: str | None = None
+    """`loss_type` of models whose class name does not imply one."""
 
 
-# A class in several tables has the first of their tasks.
+# Ordered: a class in several mappings has the first of their tasks.
 _TASKS: Mapping[Task, _Names] = {
-    # Its labels are shifted already, so its loss is that of masked tokens.
+    # The labels are shifted already, so the loss is that of masked tokens.
     "seq2seq": _Names("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "ForMaskedLM"),
     "causal": _Names("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "ForCausalLM"),
     "masked": _Names("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "ForMaskedLM"),
@@ -70,10 +71,10 @@ _TASKS: Mapping[Task, _Names] = {
     "multiple_choice": _Names("AutoModelForMultipleChoice", "MODEL_FOR_MULTIPLE_CHOICE_MAPPING"),
     "pretraining": _Names("AutoModelForPreTraining", "MODEL_FOR_PRETRAINING_MAPPING"),
 }
-_UNNAMED: tuple[Task, ...] = (
+_PREFERRED: tuple[Task, ...] = (
     "speech_seq2seq", "contrastive", "image", "ctc", "segmentation", "sequence_classification", "audio_classification",
 )  # fmt: skip
-"""Preference among the tasks of a family without language models, if its configuration names no class."""
+"""Order of preference among the tasks of a family without language models, if its configuration names no class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +84,9 @@ class Architecture:
     model_type: str
     """The family, as transformers names it."""
     arguments: Mapping[str, Any] = field(repr=False)
-    """Keyword arguments of its configuration class."""
+    """Keyword arguments of the configuration class."""
     task: Task
-    """It selects the class of the family."""
+    """Task, which selects the class of the family."""
 
     def configuration(self) -> Any:
         """Returns a new `transformers.PretrainedConfig`.
@@ -94,19 +95,21 @@ class Architecture:
             WorkloadError: transformers does not accept these values.
         """
         with quiet() as transformers:
-            kind = _config_class(transformers, self.model_type)
+            config_class = _config_class(transformers, self.model_type)
             try:
+                arguments = {**_without_implementations(self.arguments), "model_type": self.model_type}
+                config = config_class.from_dict(arguments)
                 # Training needs no key-value cache; transformers.Trainer switches it off too.
-                config = kind.from_dict({**_without_implementations(self.arguments), "model_type": self.model_type})
                 config.use_cache = False
                 if (
                     getattr(config, "is_encoder_decoder", False)
                     and getattr(config, "decoder_start_token_id", None) is None
                 ):
-                    # Published configurations contain it; T5's convention.
+                    # Published configurations set it. Without it a forward pass with labels fails; T5 uses the padding token.
                     config.decoder_start_token_id = config.pad_token_id
                 if self.task == "sequence_classification" and config.get_text_config().pad_token_id is None:
-                    # A decoder classifies by the last token that is not padding, and refuses several samples without one.
+                    # A decoder classifies by the last token that is not padding, and refuses several samples if there is
+                    # no padding token. Batches contain none, so any id will do.
                     config.pad_token_id = config.get_text_config().pad_token_id = 0
             except refusals() as error:
                 raise WorkloadError(f"the configuration is not a valid {self.model_type}: {one_line(error)}") from error
@@ -139,9 +142,9 @@ class Architecture:
                 raise WorkloadError(
                     f"transformers cannot build this {self.model_type} with attention '{attention}': {one_line(error)}"
                 ) from error
-        if getattr(model, "loss_type", "") is None and _TASKS[self.task].loss:
+        if getattr(model, "loss_type", "") is None and (loss := _TASKS[self.task].loss) is not None:
             # transformers guesses the loss from the name of the class, and warns if it cannot.
-            model.loss_type = _TASKS[self.task].loss
+            model.loss_type = loss
         return model
 
     @cached_property
@@ -153,41 +156,41 @@ class Architecture:
 
     @property
     def class_name(self) -> str:
-        """Name of that class, which need not be imported."""
+        """Name of `model_class`, read without importing it."""
         return class_names(_TASKS[self.task].mapping, self.model_type)[0]
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Modules that building the model imports, which takes most of a second in each process."""
+        """Modules that building the model imports. Importing them takes most of a second in each process."""
         return ("transformers.models.auto.modeling_auto", self.model_class.__module__, __name__)
 
     @property
     def default_attention(self) -> str:
-        """Implementation that `transformers.Trainer` would use."""
+        """Implementation of attention that `transformers.Trainer` uses."""
         return "sdpa" if supports_sdpa(self.model_class) else "eager"
 
     def attentions(self, device: Device) -> tuple[str, ...]:
         """Implementations of attention available for the architecture and the device, the default first."""
-        found = ["sdpa", "eager"] if supports_sdpa(self.model_class) else ["eager"]
+        implementations = ["sdpa", "eager"] if supports_sdpa(self.model_class) else ["eager"]
         if (
             supports_flash(self.model_class)
             and device.type == "cuda"
-            and (device.capability or (0, 0)) >= (8, 0)
+            and (device.capability or (0, 0)) >= (8, 0)  # FlashAttention 2 requires Ampere or newer
             and importlib.util.find_spec("flash_attn") is not None
         ):
-            found.append("flash_attention_2")
-        return tuple(found)
+            implementations.append("flash_attention_2")
+        return tuple(implementations)
 
 
-def _without_implementations(found: Any) -> Any:
-    """Removes values that select an implementation, at any depth."""
-    if isinstance(found, Mapping):
+def _without_implementations(value: Any) -> Any:
+    """Removes entries that select an implementation, at any depth."""
+    if isinstance(value, Mapping):
         return {
-            name: _without_implementations(value)
-            for name, value in found.items()
+            name: _without_implementations(entry)
+            for name, entry in value.items()
             if not _IMPLEMENTATIONS.fullmatch(str(name))
         }
-    return [_without_implementations(each) for each in found] if isinstance(found, list) else found
+    return [_without_implementations(item) for item in value] if isinstance(value, list) else value
 
 
 def from_configuration(configuration: Any, name: str, named: str | None = None) -> Architecture:
@@ -195,88 +198,100 @@ def from_configuration(configuration: Any, name: str, named: str | None = None) 
 
     Args:
         configuration: the configuration.
-        name: name for errors.
-        named: the class, in place of the one in the configuration's `architectures`.
+        name: name of the workload for errors.
+        named: name of the class, instead of the one in the configuration's `architectures`.
 
     Raises:
         WorkloadError: the class is not one of the family, or its task is not supported.
     """
     return Architecture(
         model_type=configuration.model_type,
-        arguments={k: v for k, v in configuration.to_dict().items() if k not in _NOT_ARCHITECTURE},
+        arguments={key: value for key, value in configuration.to_dict().items() if key not in _NOT_ARCHITECTURE},
         task=_task(configuration, name, named),
     )
 
 
 def class_names(mapping: str, model_type: str) -> tuple[str, ...]:
-    """Names of a family's classes in a table of transformers; empty for none."""
+    """Names of a family's model classes in a mapping of transformers; empty if it has none."""
     from transformers.models.auto import modeling_auto
 
-    entry = getattr(modeling_auto, f"{mapping}_NAMES").get(model_type, ())
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    names = getattr(modeling_auto, f"{mapping}_NAMES").get(model_type, ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _task(configuration: Any, name: str, named: str | None) -> Task:
+def _task(configuration: Any, name: str, class_name: str | None) -> Task:
+    """Task of the class `class_name`, of the class in the configuration's `architectures`, or the family's usual task.
+
+    Raises:
+        WorkloadError: the class is not one of the family, or its task is not supported.
+    """
     from .refusal import refused
 
     model_type = configuration.model_type
-    kinds: dict[Task, str] = {
-        task: names[0] for task, each in _TASKS.items() if (names := class_names(each.mapping, model_type))
+    class_by_task: dict[Task, str] = {
+        task: classes[0]
+        for task, task_names in _TASKS.items()
+        if (classes := class_names(task_names.mapping, model_type))
     }
-    stated = named or next(iter(configuration.architectures or ()), None)
-    generation = class_names("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", model_type)
-    if generation and (stated or generation[0]) in generation:
+    class_name = class_name or next(iter(configuration.architectures or ()), None)
+    image_text_classes = class_names("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", model_type)
+    if image_text_classes and (class_name or image_text_classes[0]) in image_text_classes:
         raise refused(
-            generation[0],
+            image_text_classes[0],
             name,
             "it takes images with its text, and no batch of both is made here (its text_config alone, as a config.json of its "
             "own, is a language model)",
         )
-    if stated is None:
-        return _usual_task(configuration, name, kinds)
-    if stated in kinds.values():
-        return next(task for task, class_name in kinds.items() if class_name == stated)
-    known = ", ".join(dict.fromkeys(kinds.values()))
+    if class_name is None:
+        return _usual_task(configuration, name, class_by_task)
+    for task, task_class in class_by_task.items():
+        if task_class == class_name:
+            return task
+    supported = ", ".join(dict.fromkeys(class_by_task.values()))
     raise refused(
-        stated,
+        class_name,
         name,
         "architectures names a class without one of the supported tasks"
-        + (f" (those of {model_type}: {known}; name one of them in architectures)" if known else ""),
+        + (f" (those of {model_type}: {supported}; name one of them in architectures)" if supported else ""),
     )
 
 
-def _usual_task(configuration: Any, name: str, kinds: Mapping[Task, str]) -> Task:
-    """Task of a configuration that names no class."""
-    if not kinds:
+def _usual_task(configuration: Any, name: str, tasks: Collection[Task]) -> Task:
+    """Task of a configuration that names no class, among those of its family.
+
+    Raises:
+        WorkloadError: the family has no supported task.
+    """
+    if not tasks:
         raise WorkloadError(
             f"{name}: transformers has no class of type '{configuration.model_type}' with a supported task; describe it by a "
             "redline.Workload of your own (--workload FILE:NAME)"
         )
     is_encoder_decoder = getattr(configuration, "is_encoder_decoder", False)
-    if is_encoder_decoder and "seq2seq" in kinds:
+    if is_encoder_decoder and "seq2seq" in tasks:
         return "seq2seq"
-    if is_encoder_decoder and "speech_seq2seq" in kinds:
+    if is_encoder_decoder and "speech_seq2seq" in tasks:
         return "speech_seq2seq"
     preferred: Task = "causal" if getattr(configuration, "is_decoder", False) else "masked"
-    return next(task for task in (preferred, "masked", "causal", "seq2seq", *_UNNAMED, *kinds) if task in kinds)
+    return next(task for task in (preferred, "masked", "causal", "seq2seq", *_PREFERRED, *tasks) if task in tasks)
 
 
 def _config_class(transformers: ModuleType, model_type: str) -> Any:
-    """Class of a family's configurations, a subclass of `transformers.PretrainedConfig`."""
+    """Configuration class of a family, a subclass of `transformers.PretrainedConfig`."""
     return transformers.CONFIG_MAPPING[model_type]
 
 
 def described(configuration: Any) -> dict[str, Any]:
-    """The architecture as JSON-ready data, without entries of a checkpoint or a version of transformers."""
-    values = configuration.to_diff_dict()
+    """Returns the architecture as JSON-ready data, independent of the checkpoint and of the version of transformers."""
+    entries = configuration.to_diff_dict()
     return {
-        **{key: value for key, value in values.items() if key not in (*_NOT_ARCHITECTURE, "use_cache")},
+        **{key: value for key, value in entries.items() if key not in (*_NOT_ARCHITECTURE, "use_cache")},
         "model_type": configuration.model_type,
     }
 
 
 def class_of(model: Any) -> str | None:
-    """Name of the class of transformers that a workload's model is; None for a user's model."""
+    """Returns the name of the transformers class of a workload's model; None for a user's model."""
     return model.class_name if isinstance(model, Architecture) else None
 
 
@@ -296,6 +311,7 @@ def without_memory(architecture: Architecture) -> "nn.Module":
 
 
 def one_line(error: BaseException) -> str:
+    """Returns the message of an error on one line, at most 300 characters; the name of its class if it has none."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -328,7 +344,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "v_head_dim": ("v_head_dim",),
     "parallel_residual": ("use_parallel_residual",),
 }
-"""Names of sizes in run.yaml, and in the families' configurations; the first one present counts."""
+"""Sizes by their name in run.yaml, with their names in the families' configurations; the first name present counts."""
 _LLAMA = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary")
 _MIXTURE = (*_LLAMA, "experts", "experts_per_token")
 STATED: Mapping[str, tuple[str, ...]] = {
@@ -342,45 +358,50 @@ STATED: Mapping[str, tuple[str, ...]] = {
         *("q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim"),
     ),
 }
-"""Families of plain decoders, and the sizes that describe each, beside `_DEFAULTS`."""
+"""Families of plain decoders, each with the sizes that describe a model of it, beside `_DEFAULTS`."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {"positions": 1024, "tied": True, "dropout": 0.1}}
-"""Sizes of transformers' configuration classes where a configuration leaves them out; every other family unties the head."""
+"""Defaults of transformers' configuration classes. Families that are not listed have an untied head."""
 
 
 def stated_shape(model_type: object, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Shape of a model by `shape_of`, as far as `Shape` of the estimator needs it, read from the arguments of its configuration
-    without transformers. None if the family is not in `STATED`, or the arguments leave out a size."""
-    if not isinstance(model_type, str) or (needed := STATED.get(model_type)) is None:
+    """Returns the shape of a model as `shape_of` does, from the arguments of its configuration, without importing
+    transformers.
+
+    The shape contains the sizes that the estimator's `Shape` requires. None if the family is not in `STATED`, or the arguments
+    lack one of its sizes.
+    """
+    if not isinstance(model_type, str) or (required := STATED.get(model_type)) is None:
         return None
-    found = {"family": model_type, **_DEFAULTS.get(model_type, {"tied": False}), **_sizes(arguments.get)}
-    if not all(isinstance(found.get(name), int) for name in needed):
+    shape = {"family": model_type, **_DEFAULTS.get(model_type, {"tied": False}), **_sizes(arguments.get)}
+    if not all(isinstance(shape.get(name), int) for name in required):
         return None
-    return found if isinstance(_with_inner_size(found)["intermediate"], int) else None
+    return shape if isinstance(_with_intermediate(shape)["intermediate"], int) else None
 
 
-def _sizes(value_of: Callable[[str], Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for word, names in NAMES.items():
-        value = next((each for each in map(value_of, names) if each is not None), None)
+def _sizes(read: Callable[[str], Any]) -> dict[str, Any]:
+    """Sizes by their name in run.yaml; `read` returns a configuration's value by name, None if it is not set."""
+    sizes: dict[str, Any] = {}
+    for size, names in NAMES.items():
+        value = next((value for value in map(read, names) if value is not None), None)
         if value is not None:
-            found[word] = dict(value) if isinstance(value, Mapping) else value
-    return found
+            sizes[size] = dict(value) if isinstance(value, Mapping) else value
+    return sizes
 
 
-def _with_inner_size(sizes: dict[str, Any]) -> dict[str, Any]:
-    # GPT-2, GPT-Neo and others do not set it.
+def _with_intermediate(sizes: dict[str, Any]) -> dict[str, Any]:
+    # Configurations of GPT-2, GPT-Neo and others leave it None; their models then use four times the hidden size.
     sizes.setdefault("intermediate", 4 * sizes["hidden"])
     return sizes
 
 
 def shape_of(model: Any) -> dict[str, Any] | None:
-    """Shape of a model for run.yaml: its `family` and, if its configuration has them, `layers`, `hidden`, `heads`,
-    `kv_heads`, `head_dim`, `intermediate`, `vocabulary`, `positions`, `tied` and others.
+    """Returns the shape of a model for run.yaml: its `family` and those of the sizes in `NAMES` that its configuration has, such
+    as `layers`, `hidden`, `heads` and `vocabulary`.
 
-    None if the model is not a single stack of blocks over tokens: an encoder with a decoder, images, a user's model.
+    None if the model is not a single stack of blocks over tokens: an encoder-decoder, a model of images, a user's model.
     """
     if not isinstance(model, Architecture) or model.task not in ("causal", "masked"):
         return None
     configuration = model.configuration().get_text_config()
     sizes = _sizes(lambda name: getattr(configuration, name, None))
-    return _with_inner_size({"family": model.model_type, **sizes})
+    return _with_intermediate({"family": model.model_type, **sizes})

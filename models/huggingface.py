@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..schedule import Schedule
 
 MAX_DEFAULT_SEQ_LEN = 4096
-"""Longest default sequence length: many models allow 128 Ki positions."""
+"""Longest default sequence length. Many models allow 128 Ki positions."""
+# Their functions in `tasks` check `seq_len`: it is that of a transcript, or must not be given.
+_OWN_LENGTH = ("speech_seq2seq", "ctc", "audio_classification", "segmentation")
 
 
 def hugging_face_workload(
@@ -41,19 +43,19 @@ def hugging_face_workload(
         folder: folder that may contain a tokenizer.
 
     Raises:
-        WorkloadError: the architecture cannot be built, or has fewer positions or classes; the data does not fit it; or
-            a sequence length or a text is given for images.
+        WorkloadError: the architecture cannot be built; it has fewer than `seq_len` positions or fewer than two classes; the
+            data does not fit it; or a sequence length or a text is given for images.
     """
-    made = _made(architecture, name, seq_len, data, folder)
-    text = made.batch.text if isinstance(made.batch, TokenBatches) else None
+    inputs = _task_data(architecture, name, seq_len, data, folder)
+    text = inputs.batch.text if isinstance(inputs.batch, TokenBatches) else None
     workload = Workload(
         name=name,
         spec=spec,
         model=architecture,
-        batch=made.batch,
-        loss=made.loss,
+        batch=inputs.batch,
+        loss=inputs.loss,
         schedule=schedule_of(architecture.model_type),
-        seq_len=made.seq_len,
+        seq_len=inputs.seq_len,
         global_batch=global_batch if global_batch is not None else DEFAULT_GLOBAL_BATCH,
         identity={
             "architecture": described(architecture.configuration()),
@@ -62,15 +64,19 @@ def hugging_face_workload(
         },
     )
     if architecture.task not in GENERAL and (reason := flops_of(workload).reason) and not follows_values(reason):
-        # Inputs are derived from the configuration by general rules, so a class that takes others shows here.
+        # Inputs are derived from the configuration by general rules: a class that takes other inputs fails here.
         raise refused(architecture.class_name, name, f"a step of it {reason}")
     return workload
 
 
-def _made(
+def _task_data(
     architecture: Architecture, name: str, seq_len: int | None, data: str | Path | None, folder: Path | None
 ) -> TaskData:
-    """Inputs, targets and loss of the architecture's task."""
+    """Returns inputs, targets and loss of the architecture's task.
+
+    Raises:
+        WorkloadError: as `hugging_face_workload`.
+    """
     if architecture.task == "image":
         refuse_text(name, seq_len, data)
         return TaskData(batch=_image_batches(architecture, name))
@@ -82,17 +88,12 @@ def _made(
             f"{name}: a text has no targets for {architecture.class_name}, so data must not be given, but is {str(data)!r}"
         )
 
-    def usual() -> int:
+    def default_length() -> int:
         return _length(architecture, name, None, architecture.configuration().get_text_config())
 
-    if seq_len is not None and architecture.task not in (
-        "speech_seq2seq",
-        "ctc",
-        "audio_classification",
-        "segmentation",
-    ):
+    if seq_len is not None and architecture.task not in _OWN_LENGTH:
         _length(architecture, name, seq_len, architecture.configuration().get_text_config())
-    return task_data(architecture, name, seq_len, usual)
+    return task_data(architecture, name, seq_len, default_length)
 
 
 def hugging_face(
@@ -109,11 +110,11 @@ def hugging_face(
     Args:
         configuration: the configuration; weights are never read.
         name: name of the workload; None for its model type.
-        schedule: `schedule(sch, config)`; None for that of its family.
+        schedule: `schedule(sch, config)`; None for the schedule of its family.
         seq_len, global_batch, data: as for `redline.workload`.
 
     Raises:
-        WorkloadError: the class that it names has no supported task, or transformers cannot build it.
+        WorkloadError: the class that the configuration names has no supported task, or transformers cannot build it.
     """
     name = name if name is not None else configuration.model_type
     workload = hugging_face_workload(
@@ -128,18 +129,18 @@ def hugging_face(
 
 
 def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None:
-    """Refuses text options for images.
+    """Refuses options of texts for a model of images.
 
     Raises:
         WorkloadError: a sequence length or a text is given.
     """
-    for what, value in (("seq_len", seq_len), ("data", data)):
+    for option, value in (("seq_len", seq_len), ("data", data)):
         if value is not None:
-            raise WorkloadError(f"{name} takes images, so {what} must not be given, but is {value!r}")
+            raise WorkloadError(f"{name} takes images, so {option} must not be given, but is {value!r}")
 
 
 def _image_batches(architecture: Architecture, name: str) -> ImageBatches:
-    """Images of the configuration's size, 224 if it has none.
+    """Returns batches of images of the configuration's size, 224 pixels if it has none.
 
     Raises:
         WorkloadError: the architecture cannot be built, or has fewer than two classes.
@@ -162,7 +163,7 @@ def _image_batches(architecture: Architecture, name: str) -> ImageBatches:
 def _token_batches(
     architecture: Architecture, name: str, seq_len: int | None, data: str | Path | None, folder: Path | None
 ) -> TokenBatches:
-    """Samples of `seq_len` tokens, of the text `data` if there is one.
+    """Returns batches of samples of `seq_len` tokens, from the text `data` if it is given.
 
     Raises:
         WorkloadError: the architecture cannot be built, has fewer positions, or the data does not fit it.
@@ -172,9 +173,11 @@ def _token_batches(
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise WorkloadError(f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}")
     length = _length(architecture, name, seq_len, text_config)
-    text = None
-    if data is not None:
-        text = read_text(data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder)
+    text = (
+        read_text(data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder)
+        if data is not None
+        else None
+    )
     return TokenBatches(
         task=architecture.task,
         seq_len=length,
@@ -185,36 +188,39 @@ def _token_batches(
 
 
 def _length(architecture: Architecture, name: str, seq_len: int | None, text_config: Any) -> int:
-    """Tokens of a sample: `seq_len`, or the default.
+    """Returns the tokens of a sample: `seq_len`, or the model's positions up to `MAX_DEFAULT_SEQ_LEN`.
 
     Raises:
-        WorkloadError: it is not an integer, too small, or above the model's positions.
+        WorkloadError: `seq_len` is not an integer, too small, or above the model's positions.
     """
     positions = _positions(architecture, text_config)
-    stated = getattr(text_config, "max_position_embeddings", None)
-    usual = positions or (stated if isinstance(stated, int) and stated > 0 else MAX_DEFAULT_SEQ_LEN)
-    length = seq_len if seq_len is not None else min(usual, MAX_DEFAULT_SEQ_LEN)
-    least = 2 if architecture.task == "causal" else 1
-    if isinstance(length, bool) or not isinstance(length, int) or length < least:
-        raise WorkloadError(f"{name}: seq_len must be an integer of at least {least}, but got {length!r}")
+    max_positions = getattr(text_config, "max_position_embeddings", None)
+    limit = positions or (
+        max_positions if isinstance(max_positions, int) and max_positions > 0 else MAX_DEFAULT_SEQ_LEN
+    )
+    length = seq_len if seq_len is not None else min(limit, MAX_DEFAULT_SEQ_LEN)
+    minimum = 2 if architecture.task == "causal" else 1  # a causal model predicts the second token from the first
+    if isinstance(length, bool) or not isinstance(length, int) or length < minimum:
+        raise WorkloadError(f"{name}: seq_len must be an integer of at least {minimum}, but got {length!r}")
     if positions is not None and length > positions:
         raise WorkloadError(f"{name}: seq_len must be at most {positions}, the model's positions, but got {length}")
     return length
 
 
 def _positions(architecture: Architecture, text_config: Any) -> int | None:
-    """Longest sequence with a learned position for each token; None if positions are computed, like rotary ones."""
+    """Longest sequence with a learned position for each token; None if positions are computed, as rotary embeddings are."""
     from torch import nn
 
     model = without_memory(architecture)
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
-        if any(name in path.split(".") for name in ("vision_model", "visual", "vision_tower")):  # positions of patches
+        # Their tables are of patches of an image.
+        if any(name in path.split(".") for name in ("vision_model", "visual", "vision_tower")):
             continue
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
             # RoBERTa counts from padding_idx + 1; OPT's table has `offset` more rows than positions.
             skipped = module.padding_idx + 1 if module.padding_idx is not None else getattr(module, "offset", 0)
             return module.num_embeddings - skipped
-    limit = getattr(text_config, "max_position_embeddings", None)
+    max_positions = getattr(text_config, "max_position_embeddings", None)
     rotary = getattr(text_config, "rope_parameters", None) is not None
-    return limit if isinstance(limit, int) and not rotary else None
+    return max_positions if isinstance(max_positions, int) and not rotary else None

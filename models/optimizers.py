@@ -7,13 +7,16 @@ from .reduction import UNABLE
 from .workload import Workload
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Settings that select an implementation, which a knob does here."""
+"""Settings that select an implementation: knobs do so here."""
 
 
 def optimizer_settings(workload: Workload) -> dict[str, Any] | None:
-    """Returns the `class` of a workload's own optimizer, and its settings by name: the learning rate, and others that are not the
-    class's defaults. `groups` is the number of its groups of parameters if their settings differ. None for the AdamW of workloads
-    without one; the class is empty if its function cannot make one of a single parameter."""
+    """Returns the optimizer that a workload defines as JSON-ready data; None if it defines none and trains with AdamW.
+
+    `class` is the name of its class. The other entries are settings by name: the learning rate, those that differ from the
+    defaults of the class, and `groups`, the number of parameter groups, if their settings differ. `class` is empty, and the only
+    entry, if the workload's function cannot create an optimizer for a single parameter.
+    """
     import torch
 
     if workload.optimizer is None:
@@ -21,7 +24,8 @@ def optimizer_settings(workload: Workload) -> dict[str, Any] | None:
     try:
         optimizer = workload.make_optimizer([torch.nn.Parameter(torch.zeros(2, 2))], fused=False)
     except UNABLE:
-        return {"class": ""}  # it reads the model; trials report actual errors
+        # The function reads parameters of the model by name or number. An error of the user's is reported by the trials.
+        return {"class": ""}
     parameters = inspect.signature(type(optimizer).__init__).parameters
     settings = {
         name: list(value) if isinstance(value, tuple) else value
