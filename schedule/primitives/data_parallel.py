@@ -244,7 +244,7 @@ def _replicas(mesh: Any, hsdp: int) -> Any:
     """
     if hsdp > 1:
         return divided(mesh, "dp", {"replicate": hsdp, "shard": mesh["dp"].size() // hsdp})
-    # Without a dp axis only its device type is used: units of `share_samples` have a mesh of their own.
+    # Without a dp axis there is nothing to shard but the units of `share_samples`, which have a mesh of their own.
     return mesh["dp"] if "dp" in mesh.mesh_dim_names else mesh
 
 
