@@ -25,7 +25,7 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("given", metavar="FILE|COMMAND")
+@click.argument("trainer_input", metavar="FILE|COMMAND")
 @click.option("--hardware", required=True, metavar="NAME|FILE", help="A name in the table or a YAML file.")
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Devices.  [default: from the file]")
 @click.option("--model", metavar="MODEL", help="The model, if the file does not name a known one.")
@@ -42,7 +42,7 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
-    given: str,
+    trainer_input: str,
     hardware: str,
     devices: int | None,
     model: str | None,
@@ -62,8 +62,8 @@ def check(
     from ..frameworks import read
     from ..tuner.budget import parse_memory
 
-    found = checked(
-        read(given),
+    result = checked(
+        read(trainer_input),
         hardware,
         devices=devices,
         model=model,
@@ -73,17 +73,19 @@ def check(
         memory_limit_mib=parse_memory(memory_limit),
         framework=framework,
     )
-    click.echo(json.dumps(found.to_dict(), allow_nan=False) if as_json else render(found))
-    return exit_codes.FOUND if found.fits else exit_codes.NOTHING_FEASIBLE
+    click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else render(result))
+    return exit_codes.FOUND if result.fits else exit_codes.NOTHING_FEASIBLE
 
 
 def render(result: "Check") -> str:
     """Returns a check as text."""
     estimate, trainer = result.estimate, result.trainer
-    shown = {
-        knob: each for knob, each in trainer.config.items() if knob == "micro_batch" or each != STANDARD[knob].neutral
+    knobs = {
+        knob: value
+        for knob, value in trainer.config.items()
+        if knob == "micro_batch" or value != STANDARD[knob].neutral
     }
-    config = fold(config_text(shown))
+    config = fold(config_text(knobs))
     margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
     verdict = "fits" if result.fits else "does not fit"
     lines = [
@@ -104,26 +106,28 @@ def render(result: "Check") -> str:
     ]
     if not result.fits and result.assumed:
         lines += ["", f"assumed  of {result.framework}: {'; '.join(result.assumed)}"]
-    for number, each in enumerate(result.faster, 1):
-        lines += ["", *_faster(number, each)]
+    for number, faster in enumerate(result.faster, 1):
+        lines += ["", *_faster(number, faster)]
     if not result.faster:
         lines += ["", "no faster configuration that fits was found within three changes"]
     if result.findings:
-        lines += ["", *(f"note: {each}" for each in result.findings)]
+        lines += ["", *(f"note: {finding}" for finding in result.findings)]
     return "\n".join(lines)
 
 
-def _faster(number: int, each: "Faster") -> list[str]:
+def _faster(number: int, faster: "Faster") -> list[str]:
     gain = (
-        f"{each.gain:.2f} times as fast"
-        if each.gain == each.gain
-        else f"{each.estimate.throughput:,.0f} {each.estimate.unit}"
+        f"{faster.gain:.2f} times as fast"
+        if faster.gain == faster.gain
+        else f"{faster.estimate.throughput:,.0f} {faster.estimate.unit}"
     )
-    lines = [f"{number}  {gain}, {_memory(each.estimate)}, {100 * each.estimate.probability_fits:.0f} % chance to fit"]
-    many = len({change.where for change in each.changes}) > 1
-    for change in each.changes:
-        before = f"   (was {value_text(change.old)})" if change.old is not None else ""
-        lines.append(f"     {f'{change.where}: ' if many else ''}{change.text}{before}")
+    lines = [
+        f"{number}  {gain}, {_memory(faster.estimate)}, {100 * faster.estimate.probability_fits:.0f} % chance to fit"
+    ]
+    many = len({change.where for change in faster.changes}) > 1
+    for change in faster.changes:
+        previous = f"   (was {value_text(change.old)})" if change.old is not None else ""
+        lines.append(f"     {f'{change.where}: ' if many else ''}{change.text}{previous}")
     return lines
 
 

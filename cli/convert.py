@@ -27,10 +27,10 @@ def convert(folder: str, out: str, **options: Any) -> None:
     """
     from ..tuner.train.convert import convert as write
 
-    found = write(folder, out, ConvertRequest(**options))
+    conversion = write(folder, out, ConvertRequest(**options))
     rounded = (
-        f", stored in {found.rounded_to}, the precision of --from (--dtype float32 keeps all digits)"
-        if found.rounded_to
+        f", stored in {conversion.rounded_to}, the precision of --from (--dtype float32 keeps all digits)"
+        if conversion.rounded_to
         else ""
     )
-    click.echo(f"wrote {out}: step {found.checkpoint.step} of {folder}, for {options['to']}{rounded}")
+    click.echo(f"wrote {out}: step {conversion.checkpoint.step} of {folder}, for {options['to']}{rounded}")

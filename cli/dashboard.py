@@ -34,4 +34,4 @@ def dashboard(folder: str, host: str, port: int, token: str | None) -> None:
     """Serve a web page of all runs found under DIR, running or finished, with live updates until Ctrl-C."""
     from ..views.dashboard import serve
 
-    serve(folder, host=host, port=port, token=token, say=lambda text: click.echo(text))
+    serve(folder, host=host, port=port, token=token, say=lambda message: click.echo(message))

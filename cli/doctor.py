@@ -93,8 +93,8 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
         click.echo(f"  {line}")
     if facts["missing"]:
         click.echo("missing")
-        for each in facts["missing"]:
-            click.echo(f"  {each['what']}: {each['disables']}. {each['do']}")
+        for entry in facts["missing"]:
+            click.echo(f"  {entry['what']}: {entry['disables']}. {entry['do']}")
     else:
         click.echo("nothing is missing")
     if path is not None:
@@ -200,7 +200,7 @@ def examine() -> dict[str, Any]:
     else:
         versions["HEBO"] = metadata.version("HEBO")
     for extra, (modules, needed_for) in (_EXTRAS | (_EXTRAS_OF_GPUS if device.type == "cuda" else {})).items():
-        if absent := [each for each in modules if importlib.util.find_spec(each) is None]:
+        if absent := [module for module in modules if importlib.util.find_spec(module) is None]:
             do = f"Install it: pip install 'redline[{extra}]'"
             missing.append({"what": ", ".join(absent), "disables": f"disables {needed_for}", "do": do})
     if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
@@ -219,7 +219,7 @@ def examine() -> dict[str, Any]:
                 "do": "Install a CUDA build of torch",
             }
         )
-    if any(each.kills_all for each in memory_groups()):
+    if any(group.kills_all for group in memory_groups()):
         missing.append(
             {
                 "what": "single kills (memory.oom.group is 1)",

@@ -77,38 +77,38 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     from . import estimate_text
 
     again = command_line(ctx)
-    asked = EstimateOptions(**{each.name: options.pop(each.name) for each in fields(EstimateOptions)})
-    check_options(asked)
-    output = asked.out
-    given = request_of(options)
-    single = config_of(asked.config) if asked.config else None
+    estimate_options = EstimateOptions(**{field.name: options.pop(field.name) for field in fields(EstimateOptions)})
+    check_options(estimate_options)
+    output = estimate_options.out
+    request_values = request_of(options)
+    single = config_of(estimate_options.config) if estimate_options.config else None
     if output is not None and single is not None:
         raise UsageError(
             "--out writes the plans of a space, but --config selects one configuration: use only one of them"
         )
-    limit_mib = parse_memory(asked.memory_limit)
+    limit_mib = parse_memory(estimate_options.memory_limit)
     width = max(60, shutil.get_terminal_size((100, 30)).columns)
     with Status() as status, without_collection():
         status.update("reading the model")
         terms: dict[str, Any] = {
-            "hardware": asked.hardware,
+            "hardware": estimate_options.hardware,
             "memory_limit_mib": limit_mib,
-            "framework": asked.framework,
+            "framework": estimate_options.framework,
         }
-        beside: list[Any] = []
+        first_answers: list[Any] = []
 
         def before_tracing() -> None:
-            if asked.hardware is not None and single is None and not as_json:
-                beside.append(started(partial(_first_answer, {**terms, **given}, width)))
+            if estimate_options.hardware is not None and single is None and not as_json:
+                first_answers.append(started(partial(_first_answer, {**terms, **request_values}, width)))
 
-        request = estimate_request(**terms, **given, before_tracing=before_tracing)
-        more = {**given, "global_batch": request.global_batch or given["global_batch"]}
+        request = estimate_request(**terms, **request_values, before_tracing=before_tracing)
+        planned_values = {**request_values, "global_batch": request.global_batch or request_values["global_batch"]}
 
         def fewer(devices: int) -> "EstimateRequest":
-            return estimate_request(**terms, like=request, **{**more, "devices": devices})
+            return estimate_request(**terms, like=request, **{**planned_values, "devices": devices})
 
         def show(document: "EstimateDocument") -> None:
-            beside.clear()  # ends it: this answer replaces the first one
+            first_answers.clear()  # ends it: this answer replaces the first one
             if not as_json:
                 status.clear()  # otherwise the text starts after it
                 click.echo("\n".join(estimate_text.head(document, width)))
@@ -116,8 +116,8 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         document = estimate_document(
             request,
             config=single,
-            top=asked.top,
-            layerwise=asked.layerwise,
+            top=estimate_options.top,
+            layerwise=estimate_options.layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
             fewer=fewer,
             say=status.update,
@@ -127,8 +127,8 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         if not document.ranked and single is None:
             status.update("looking for changes that help")
             advice = helpful(
-                lambda changes: estimate_request(**terms, **{**more, **changes}),
-                given,
+                lambda changes: estimate_request(**terms, **{**planned_values, **changes}),
+                request_values,
                 devices=request.devices,
                 seq_len=request.estimator.training.seq_len,
             )
@@ -144,25 +144,25 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             from ..frameworks.export import suited_target
 
             class_name = str((request.trains.get("workload") or {}).get("class") or "")
-            target = suited_target(document.ranked[0].config, asked.framework, class_name)
+            target = suited_target(document.ranked[0].config, estimate_options.framework, class_name)
             then = _next_commands(again, output, target)
-        text = estimate_text.body(document, explain=asked.explain, width=width, then=then, advice=advice)
-        click.echo("\n".join(text))
+        lines = estimate_text.body(document, explain=estimate_options.explain, width=width, then=then, advice=advice)
+        click.echo("\n".join(lines))
     return 0 if document.ranked else NOTHING_FITS
 
 
-def _first_answer(asked: dict[str, Any], width: int) -> None:
+def _first_answer(request_values: dict[str, Any], width: int) -> None:
     """Prints the fastest plan by the sizes that the model's configuration states, while the model is built and traced."""
     from ..estimator.plans import fastest
     from ..estimator.request import first_request
     from . import estimate_text
 
-    request = first_request(**asked)
+    request = first_request(**request_values)
     best = None if request is None else fastest(request.estimator, request.space)
     if best is not None:
-        text = "\n".join(estimate_text.first(best, width))
+        answer = "\n".join(estimate_text.first(best, width))
         # A terminal shows the status on the line, and the answer below.
-        click.echo(f"\r\x1b[2K{text}\n" if sys.stderr.isatty() else text, err=True)
+        click.echo(f"\r\x1b[2K{answer}\n" if sys.stderr.isatty() else answer, err=True)
 
 
 def _next_commands(again: str, output: str | None, target: str) -> list[str]:
@@ -186,12 +186,12 @@ def _write(output: str, document: dict[str, Any]) -> None:
     """
     import yaml
 
-    text = "# Predicted by redline estimate; nothing was run.\n" + yaml.safe_dump(as_data(document), sort_keys=False)
+    content = "# Predicted by redline estimate; nothing was run.\n" + yaml.safe_dump(as_data(document), sort_keys=False)
     path = path_of(output)
     if not path.parent.is_dir():
         raise UsageError(f"cannot write '{output}': there is no folder '{path.parent}'")
     try:
-        write_atomic(path, text.encode(), durable=False)
+        write_atomic(path, content.encode(), durable=False)
     except OSError as error:
         raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
 
@@ -208,9 +208,9 @@ def config_of(text: str) -> dict[str, Any]:
     from ..knobs.strategy import BLOCK_KNOBS
 
     pairs: list[str] = []
-    for part in (each.strip() for each in text.split(",")):
-        if "=" not in part and pairs and pairs[-1].partition("=")[0] in BLOCK_KNOBS:
-            pairs[-1] += f",{part}"
+    for piece in (piece.strip() for piece in text.split(",")):
+        if "=" not in piece and pairs and pairs[-1].partition("=")[0] in BLOCK_KNOBS:
+            pairs[-1] += f",{piece}"
         else:
-            pairs.append(part)
+            pairs.append(piece)
     return {name: many[0] for name, many in values_of(tuple(pairs), "--config").items()}

@@ -27,8 +27,8 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
     by = "" if request.framework.name == "redline" else f" by {request.framework.name}"
     class_name = workload.get("class")
     by = f" ({class_name})" + by if class_name else by
-    what = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
-    lines = _wrapped(what, "", width)
+    title = f"{request.name}{by} on {request.devices} x {request.hardware.name}: {', '.join(sizes)}"
+    lines = _wrapped(title, "", width)
     if document.survey is not None and document.ranked:
         best, base = document.ranked[0].estimate, document.baseline
         verdict = f"predicted: {best.throughput:,.0f} {best.unit}"
@@ -43,11 +43,11 @@ def head(document: "EstimateDocument", width: int = 100) -> list[str]:
 def first(best: "Ranked", width: int = 100) -> list[str]:
     """Returns the plan that is shown while the model is traced."""
     estimate = best.estimate
-    text = (
+    answer = (
         f"first answer, by the model's sizes alone: {estimate.throughput:,.0f} {estimate.unit} ({_speeds(estimate)}), "
         f"{estimate.peak_memory_mib / 1024:.1f} GiB with {_config(best.config, best.lossy)}"
     )
-    return _wrapped(text, "", width)
+    return _wrapped(answer, "", width)
 
 
 def body(
@@ -83,9 +83,9 @@ def body(
         if ranked[0].lossy and document.survey is not None:
             lines += ["", *_wrapped(_exact(document.survey.best_exact, ranked[0]), "", width)]
     if explain:
-        for each in ranked:
-            lines += ["", *_explained(each)]
-            if each is ranked[0]:
+        for ranked_plan in ranked:
+            lines += ["", *_explained(ranked_plan)]
+            if ranked_plan is ranked[0]:
                 lines += _wrapped(f"fullest rank: {document.fullest}", "  ", width)
     if document.survey is not None:
         lines += ["", *_survey_lines(document.survey, explain, width)]
@@ -96,19 +96,19 @@ def body(
     for note in (*document.request.notes, *document.facts.notes):
         lines += ["", *_wrapped(f"note: {note}", "", width)]
     if then and document.ranked:
-        lines += ["", *(f"{'next' if not at else '':<9}{each}" for at, each in enumerate(then))]
+        lines += ["", *(f"{'next' if not index else '':<9}{command}" for index, command in enumerate(then))]
     return lines
 
 
 def _advice(changes: "Sequence[Change]") -> str:
-    """The changes that help, of those that were tried."""
+    """Returns a sentence with the changes that make something fit."""
     if not changes:
         return "Predicted as well, and too large: shorter sequences, adapters, lossy values and more devices."
     return f"This fits, each by itself: {', '.join(map(str, changes))}."
 
 
 def _assumed(document: "EstimateDocument") -> str:
-    """Facts of the trainer that the predicted memory depends on."""
+    """Returns a sentence with the facts of the trainer that the predicted memory depends on."""
     return f"assumed of {document.request.framework.name}: {'; '.join(document.request.framework.facts)}"
 
 
@@ -129,16 +129,16 @@ def _survey_lines(survey: "Survey", explain: bool, width: int) -> list[str]:
 def _table(document: "EstimateDocument", width: int) -> list[str]:
     """Returns a row of figures for each plan with its configuration below it."""
     best, base = document.ranked[0], document.baseline
-    shown = [(each.role, each.ranked, each.devices) for each in document.plans]
-    shown = shown or [("", best, document.request.devices)]
-    common = _common([each.config for _, each, _ in shown]) if len(shown) > 1 else {}
+    rows = [(plan.role, plan.ranked, plan.devices) for plan in document.plans]
+    rows = rows or [("", best, document.request.devices)]
+    common = _common([ranked.config for _, ranked, _ in rows]) if len(rows) > 1 else {}
     if base is not None:
-        shown.append(("untuned", base, document.request.devices))
+        rows.append(("untuned", base, document.request.devices))
     device = "GPU" if document.request.hardware.kind != "cpu" else "device"
     columns: dict[str, list[str]] = {"": [], best.estimate.unit: [], f"per {device}": [], "80 % range": [], "step": []}
     columns |= {"MFU": [], "memory": [], "fits": [], "bound by": []}
-    for role, each, devices in shown:
-        estimate = each.estimate
+    for role, ranked, devices in rows:
+        estimate = ranked.estimate
         cells = (
             role.replace("device", device),
             f"{estimate.throughput:,.0f}",
@@ -152,20 +152,20 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
         )
         for cell, column in zip(cells, columns.values(), strict=True):
             column.append(cell)
-    if all(devices == 1 for _, _, devices in shown):
+    if all(devices == 1 for _, _, devices in rows):
         del columns[f"per {device}"]
     for least in ("bound by", "MFU", "step"):  # left out in a narrow terminal
         if _width(columns) > width:
             del columns[least]
     indent = " " * (2 + max(map(len, columns[""])))
     lines = [_row(list(columns), columns)]
-    for at, (_, each, _) in enumerate(shown):
-        lines.append(_row([column[at] for column in columns.values()], columns))
-        if each is base or not common:
-            own: Mapping[str, Any] = each.config
+    for index, (_, ranked, _) in enumerate(rows):
+        lines.append(_row([column[index] for column in columns.values()], columns))
+        if ranked is base or not common:
+            knobs: Mapping[str, Any] = ranked.config
         else:
-            own = {name: value for name, value in each.config.items() if common.get(name, common) != value}
-        lines += _wrapped(_config(own, each.lossy), indent, width)
+            knobs = {name: value for name, value in ranked.config.items() if common.get(name, common) != value}
+        lines += _wrapped(_config(knobs, ranked.lossy), indent, width)
     if common:
         lines += ["", *_wrapped(f"in all plans but untuned: {_config(common, best.lossy)}", "", width)]
     return [*lines, "", *_legend(document, width)] if document.survey is not None else lines
@@ -173,13 +173,13 @@ def _table(document: "EstimateDocument", width: int) -> list[str]:
 
 def _legend(document: "EstimateDocument", width: int) -> list[str]:
     """Returns explanations of the rows and columns."""
-    roles = {each.role for each in document.plans}
+    roles = {plan.role for plan in document.plans}
     sentences = []
     if "safest" in roles:
         sentences.append("safest: the most certain to fit within 3 % of the fastest.")
-    if halves := [each for each in document.plans if each.role == "least memory" or "device" in each.role]:
+    if halves := [plan for plan in document.plans if plan.role == "least memory" or "device" in plan.role]:
         names = " and ".join(
-            each.role.replace("device", "GPU") if "device" in each.role else each.role for each in halves
+            plan.role.replace("device", "GPU") if "device" in plan.role else plan.role for plan in halves
         )
         sentences.append(f"{names}: at least half as fast.")
     sentences.append("untuned: the default configuration, or the usual manual changes that make it fit.")
@@ -189,8 +189,12 @@ def _legend(document: "EstimateDocument", width: int) -> list[str]:
 
 def _common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the knobs that have the same value in all of them."""
-    first, *others = configs
-    return {name: value for name, value in first.items() if all(each.get(name, others) == value for each in others)}
+    absent = object()
+    return {
+        name: value
+        for name, value in configs[0].items()
+        if all(config.get(name, absent) == value for config in configs[1:])
+    }
 
 
 def _width(columns: Mapping[str, Sequence[str]]) -> int:
@@ -199,16 +203,16 @@ def _width(columns: Mapping[str, Sequence[str]]) -> int:
 
 def _row(cells: Sequence[str], columns: Mapping[str, Sequence[str]]) -> str:
     """Returns cells padded to their columns; texts are left-aligned, figures right-aligned."""
-    out = []
+    padded = []
     for cell, (name, column) in zip(cells, columns.items(), strict=True):
         size = max(map(len, (name, *column)))
-        out.append(cell.ljust(size) if name in ("", "bound by") else cell.rjust(size))
-    return "  ".join(out).rstrip()
+        padded.append(cell.ljust(size) if name in ("", "bound by") else cell.rjust(size))
+    return "  ".join(padded).rstrip()
 
 
-def _wrapped(text: str, indent: str, width: int) -> list[str]:
+def _wrapped(paragraph: str, indent: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text,
+        paragraph,
         width,
         initial_indent=indent,
         subsequent_indent=indent,
@@ -250,22 +254,22 @@ def range_text(low: float, high: float) -> str:
 
 def _exact(exact: "Ranked | None", best: "Ranked") -> str:
     """Returns the best configuration without lossy values, compared with a lossy best one."""
-    words = exactness(best.lossy)
+    label = exactness(best.lossy)
     if exact is None:
-        return f"{words}: none is predicted to fit"
+        return f"{label}: none is predicted to fit"
     estimate = exact.estimate
     ratio = estimate.throughput / best.estimate.throughput
     return (
-        f"{words}: {estimate.throughput:,.0f} {estimate.unit}, {ratio:.2f} times the best, "
+        f"{label}: {estimate.throughput:,.0f} {estimate.unit}, {ratio:.2f} times the best, "
         f"{estimate.peak_memory_mib / 1024:.1f} GiB, {_config(exact.config, exact.lossy)}"
     )
 
 
 def _config(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
     """Returns knobs and values, without those at the value that a configuration without the knob has."""
-    quiet = {name: each.neutral for name, each in STANDARD.items() if name not in ("micro_batch", "grad_accum", "dp")}
-    shown = {name: value for name, value in config.items() if not (name in quiet and value == quiet[name])}
-    return config_text(shown, lossy)
+    quiet = {name: knob.neutral for name, knob in STANDARD.items() if name not in ("micro_batch", "grad_accum", "dp")}
+    knobs = {name: value for name, value in config.items() if not (name in quiet and value == quiet[name])}
+    return config_text(knobs, lossy)
 
 
 def step_time(milliseconds: float) -> str:
@@ -280,7 +284,7 @@ def step_time(milliseconds: float) -> str:
 def _explained(ranked: "Ranked") -> list[str]:
     estimate = ranked.estimate
     lines = [_config(ranked.config, ranked.lossy)]
-    for what, prefix, total, unit, scale in (
+    for quantity, prefix, total, unit, scale in (
         ("memory of the fullest rank", "memory.", estimate.peak_memory_mib, "GiB", 1024.0),
         ("time of a step", "time.", estimate.step_ms, "ms", 1.0),
     ):
@@ -288,7 +292,7 @@ def _explained(ranked: "Ranked") -> list[str]:
             (estimate.memory_low, estimate.memory_high) if scale > 1 else (estimate.step_ms_low, estimate.step_ms_high)
         )
         lines.append(
-            f"  {what}: {total / scale:,.2f} {unit}, 80 % within {low / scale:,.2f} to {high / scale:,.2f} {unit}"
+            f"  {quantity}: {total / scale:,.2f} {unit}, 80 % within {low / scale:,.2f} to {high / scale:,.2f} {unit}"
         )
         lines += _terms(estimate.breakdown, prefix, unit, scale, total)
     return lines
@@ -296,5 +300,5 @@ def _explained(ranked: "Ranked") -> list[str]:
 
 def _terms(breakdown: Mapping[str, float], prefix: str, unit: str, scale: float, total: float) -> list[str]:
     terms = {name.removeprefix(prefix): value for name, value in breakdown.items() if name.startswith(prefix)}
-    shown = sorted((item for item in terms.items() if item[1] > 0.0005 * total), key=lambda item: -item[1])
-    return [f"    {value / scale:>10,.2f} {unit}  {100 * value / total:>4.0f} %  {name}" for name, value in shown]
+    largest = sorted((item for item in terms.items() if item[1] > 0.0005 * total), key=lambda item: -item[1])
+    return [f"    {value / scale:>10,.2f} {unit}  {100 * value / total:>4.0f} %  {name}" for name, value in largest]

@@ -79,10 +79,11 @@ def export(
         view = View(run, storage=storage)
         chosen, document, problems = chosen_trial(view.trials(), trial, force=force), view.document, view.problems
     if workload is not None:
-        asked = dict((document or {}).get("asked") or {})
-        what = asked.get("workload") or {}
-        asked["workload"] = {**what, "spec": located(str(what.get("spec") or ""), absolute(workload), run)}
-        document = {**(document or {}), "asked": asked}
+        request_document = dict((document or {}).get("asked") or {})
+        workload_entry = request_document.get("workload") or {}
+        spec = located(str(workload_entry.get("spec") or ""), absolute(workload), run)
+        request_document["workload"] = {**workload_entry, "spec": spec}
+        document = {**(document or {}), "asked": request_document}
     form = form_of(target, output) if output else None
     rendered = render(target, chosen, document, form=form, launch=launch, file=output)
     if output is None:

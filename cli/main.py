@@ -82,11 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: Sequence[str] | None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    given = [each for each in given if each != "--debug"]
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in argv
+    argv = [argument for argument in argv if argument != "--debug"]
     try:
-        code = redline.main(given, prog_name="redline", standalone_mode=False)
+        code = redline.main(argv, prog_name="redline", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())

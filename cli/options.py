@@ -27,11 +27,11 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def options_of(*sections: type, without: Collection[str] = (), help: Mapping[str, str] | None = None) -> Decorator:
     """Returns a decorator that adds MODEL and the options of request sections, except some; see `request_of`."""
-    named: list[Decorator] = [
+    target_options: list[Decorator] = [
         click.argument("target", metavar="[MODEL]", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
     ]
-    return options_for(*sections, before=named, without=without, help=help)
+    return options_for(*sections, first_decorators=target_options, without=without, help=help)
 
 
 METAVARS: dict[type | None, str] = {int: "N", float: "X"}
@@ -51,9 +51,9 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (*self.groups, "Advanced")}
-        for each in (each for each in self.get_params(ctx) if isinstance(each, click.Option)):
-            title = next((title for title, names in self.groups.items() if each.name in names), "Advanced")
-            if (row := each.get_help_record(ctx)) is not None:
+        for option in (option for option in self.get_params(ctx) if isinstance(option, click.Option)):
+            title = next((title for title, names in self.groups.items() if option.name in names), "Advanced")
+            if (row := option.get_help_record(ctx)) is not None:
                 rows[title].append(row)
         for title, listed in rows.items():
             with formatter.section(title):
@@ -62,16 +62,17 @@ class GroupedCommand(click.Command):
 
 def options_for(
     *sections: type,
-    before: Sequence[Decorator] = (),
+    first_decorators: Sequence[Decorator] = (),
     without: Collection[str] = (),
     help: Mapping[str, str] | None = None,
 ) -> Decorator:
-    """Returns a decorator that adds an option for each declared field of the sections, except some, after `before`.
+    """Returns a decorator that adds an option for each declared field of the sections, except some, after
+    `first_decorators`.
 
     Args:
         help: help texts that differ from the declared ones, by field.
     """
-    decorators = list(before)
+    decorators = list(first_decorators)
     for section in sections:
         for field, option in declared(section):
             if field.name not in without and not option.in_file:
@@ -92,7 +93,7 @@ def file_fields(*sections: type) -> str:
         default = "" if field.default in (None, (), False) else f"  [default: {json.dumps(field.default)}]"
         rows[field.name] = option.help + default
     width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+    return "\n".join(f"  {name:<{width}}  {help_text}" for name, help_text in rows.items())
 
 
 def _option(field: Field[Any], option: Option) -> Decorator:
@@ -100,8 +101,8 @@ def _option(field: Field[Any], option: Option) -> Decorator:
     if field.default is False:
         return click.option(flag, field.name, is_flag=True, help=option.help)
     if field.default is True:
-        both = flag if "/" in flag else f"{flag}/--no-{flag[2:]}"
-        return click.option(both, field.name, default=True, help=option.help)
+        flags_of_both = flag if "/" in flag else f"{flag}/--no-{flag[2:]}"
+        return click.option(flags_of_both, field.name, default=True, help=option.help)
     shared: dict[str, Any] = {"help": option.help, "metavar": option.metavar or METAVARS.get(option.type, "NAME")}
     flags = ("-o", flag) if flag == "--out" else (flag,)
     if option.many:
@@ -111,45 +112,46 @@ def _option(field: Field[Any], option: Option) -> Decorator:
     return click.option(*flags, field.name, type=option.type, **shared)
 
 
-def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
-    """Returns the values of `options_of` as the fields of a request; other values stay in `given`.
+def request_of(option_values: dict[str, Any], target: Any = None) -> dict[str, Any]:
+    """Returns the values of `options_of` as the fields of a request; other values stay in
+    `option_values`.
 
     Args:
-        given: values by field name; `target` is MODEL; and `workload`.
+        option_values: values by field name; `target` is MODEL; and `workload`.
         target: replaces these two.
 
     Raises:
         UsageError: neither or both of MODEL and `--workload` are given, or the values of a knob are malformed.
     """
-    named = given.pop("target"), given.pop("workload")
-    if target is not None and any(named):
-        raise UsageError(f"give one target to tune, but got '{named[0] or named[1]}' as well")
-    out = {"target": target if target is not None else target_of(*named)}
-    out["override"] = values_of(given.pop("override"), "--set")
-    out["fix"] = fixes_of(given.pop("fix"))
-    known = {each.name for each in fields(Request)}
-    out |= {name: given.pop(name) for name in list(given) if name in known}
-    if (advice := replacement("runner", out.get("runner"))) is not None:
+    target_names = option_values.pop("target"), option_values.pop("workload")
+    if target is not None and any(target_names):
+        raise UsageError(f"give one target to tune, but got '{target_names[0] or target_names[1]}' as well")
+    values = {"target": target if target is not None else target_of(*target_names)}
+    values["override"] = values_of(option_values.pop("override"), "--set")
+    values["fix"] = fixes_of(option_values.pop("fix"))
+    request_fields = {field.name for field in fields(Request)}
+    values |= {name: option_values.pop(name) for name in list(option_values) if name in request_fields}
+    if (advice := replacement("runner", values.get("runner"))) is not None:
         raise UsageError(advice)
-    return out
+    return values
 
 
-def command_line(ctx: click.Context, *more: str) -> str:
+def command_line(ctx: click.Context, *extra: str) -> str:
     """Returns the current command line, quoted for a shell, with more arguments appended."""
-    words = ["redline", str(ctx.info_name)]
-    for each in ctx.command.params:
-        name = each.name or ""
+    arguments = ["redline", str(ctx.info_name)]
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
         if ctx.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE:
             continue
-        value, flag = ctx.params[name], max(each.opts, key=len)
-        if isinstance(each, click.Argument):
-            words.append(str(value))
-        elif isinstance(each, click.Option) and each.is_flag:
-            words.append(flag if value else max(each.secondary_opts, key=len))
+        value, flag = ctx.params[name], max(parameter.opts, key=len)
+        if isinstance(parameter, click.Argument):
+            arguments.append(str(value))
+        elif isinstance(parameter, click.Option) and parameter.is_flag:
+            arguments.append(flag if value else max(parameter.secondary_opts, key=len))
         else:
-            for one in value if each.multiple else [value]:
-                words += [flag, str(one)]
-    return shlex.join([*words, *more])
+            for item in value if parameter.multiple else [value]:
+                arguments += [flag, str(item)]
+    return shlex.join([*arguments, *extra])
 
 
 def target_of(model: str | None, workload: str | None) -> str:
@@ -179,28 +181,28 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
 
     values: dict[str, list[Any]] = {}
     for pair in pairs:
-        name, equals, text = pair.partition("=")
+        name, equals, values_text = pair.partition("=")
         name = name.strip()
-        # The commas of a knob that names blocks are its own: semicolons part its values.
-        parts = [part.strip() for part in text.split(";" if name in BLOCK_KNOBS else ",")]
-        if not equals or not name or not all(parts):
+        # A value of a knob that names blocks contains commas, so that semicolons separate its values.
+        items = [item.strip() for item in values_text.split(";" if name in BLOCK_KNOBS else ",")]
+        if not equals or not name or not all(items):
             example = "micro_batch=4,8" if option == "--set" else "micro_batch=8"
             raise UsageError(f"{option} must look like {example}, but got '{pair}'")
         if name in values:
             raise UsageError(f"{option} names the knob '{name}' twice")
         try:
-            values[name] = parts if name in BLOCK_KNOBS else [_scalar(part) for part in parts]
+            values[name] = items if name in BLOCK_KNOBS else [_scalar(item) for item in items]
         except yaml.YAMLError:
             raise UsageError(f"{option} {pair}: the values must be numbers, true, false or texts") from None
     return values
 
 
-def _scalar(text: str) -> Any:
+def _scalar(scalar: str) -> Any:
     """Returns a YAML scalar, except that `no`, `off` and the like are text and `1e-4` is a number."""
     import yaml
 
-    value = with_power(yaml.safe_load(text))
-    return text if isinstance(value, bool) and text.lower() not in ("true", "false") else value
+    value = with_power(yaml.safe_load(scalar))
+    return scalar if isinstance(value, bool) and scalar.lower() not in ("true", "false") else value
 
 
 def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -216,17 +218,17 @@ def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:
     return {name: many[0] for name, many in values.items()}
 
 
-def names_of(text: str | None, option: str) -> tuple[str, ...]:
+def names_of(names_text: str | None, option: str) -> tuple[str, ...]:
     """Returns `a,b,c` as names; empty if the option was not given.
 
     Raises:
         UsageError: a name is missing.
     """
-    if text is None:
+    if names_text is None:
         return ()
-    names = tuple(part.strip() for part in text.split(","))
+    names = tuple(name.strip() for name in names_text.split(","))
     if not all(names):
-        raise UsageError(f"{option} must look like a,b,c, but got '{text}'")
+        raise UsageError(f"{option} must look like a,b,c, but got '{names_text}'")
     return names
 
 
@@ -236,16 +238,16 @@ def command_of(options: dict[str, Any], file: str | None) -> Command | None:
     Raises:
         UsageError: options of a command are given without one, or beside a file that contains them.
     """
-    given = {each.name: options.pop(each.name) for each in fields(Command) if each.name in options}
-    extra = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
+    command_values = {field.name: options.pop(field.name) for field in fields(Command) if field.name in options}
+    extra = next((f"--{name.replace('_', '-')}" for name, value in command_values.items() if value), None)
     if file is not None:
         if extra is not None:
             raise UsageError(f"--command-file defines the command; write the value of {extra} into it")
         return Command.from_yaml(file)
-    if given["command"] is not None:
-        return Command(**given)
+    if command_values["command"] is not None:
+        return Command(**command_values)
     if extra is not None:
         raise UsageError(f"{extra} is an option of a command; give it with --command or --command-file")
-    if not any(options[each] for each in ("target", "workload")):
+    if not any(options[name] for name in ("target", "workload")):
         raise UsageError(f"give MODEL, --workload FILE:NAME or --command; {LISTED}")
     return None

@@ -41,8 +41,8 @@ def print_result(result: Result, *, launcher: str | None = "", storage: str | No
         console.print(Text(f"Done: {result.ended}.", style="dim"))
     if result.best is None:
         reason = summary.fails_everywhere(result.all_trials)
-        what = "command" if launcher != "" else "model"
-        why = f"Your {what} fails in every configuration: {reason}" if reason else f"Nothing feasible: {result.why}"
+        target = "command" if launcher != "" else "model"
+        why = f"Your {target} fails in every configuration: {reason}" if reason else f"Nothing feasible: {result.why}"
         console.print(Text(fold(why), style="bold red"))
     else:
         _winner(result, result.best, console)
@@ -80,8 +80,8 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
             reason = summary.only_default(result.all_trials) or "the default configuration is the winner"
             console.print(Text(f"gain     none: {reason}", style="bold"))
         elif gain is not None:
-            shown, style = (f"gain     {gain}", "bold") if gain.shown else (str(gain), "yellow")
-            console.print(Text(shown, style=style))
+            gain_line, style = (f"gain     {gain}", "bold") if gain.shown else (str(gain), "yellow")
+            console.print(Text(gain_line, style=style))
     exact = result.best_exact if best.trial.lossy else None
     if best.trial.lossy:
         best_exact = f"trial {exact.trial.number}: {speed_of(exact.trial)}" if exact is not None else "none succeeded"
@@ -90,9 +90,9 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
         console.print(Text(f"trials   {fold(failed)}", style="yellow"))
     if tied := summary.tied(result.all_trials):
         plural = "s" if len(tied) > 1 else ""
-        others = ", ".join(f"{each.number} ({speed(each.throughput, '')})" for each in tied)
+        tied_text = ", ".join(f"{trial.number} ({speed(trial.throughput, '')})" for trial in tied)
         console.print(
-            Text(f"tie      with trial{plural} {others}: the one with more free memory wins, then the simpler one")
+            Text(f"tie      with trial{plural} {tied_text}: the one with more free memory wins, then the simpler one")
         )
     if result.seconds_again >= 1:
         share = f"{100 * result.seconds_again / result.seconds:.0f} %"
@@ -102,9 +102,9 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
         )
     console.print()
     sides = {"winner": best}
-    for name, each in ((summary.exactness(result.all_trials), exact), ("default", default)):
-        if each is not None and all(each.trial.number != other.trial.number for other in sides.values()):
-            sides[name] = each
+    for name, candidate in ((summary.exactness(result.all_trials), exact), ("default", default)):
+        if candidate is not None and all(candidate.trial.number != side.trial.number for side in sides.values()):
+            sides[name] = candidate
     console.print(_side_by_side(sides))
     console.print()
 
@@ -121,61 +121,76 @@ def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
     winner, *_ = sides.values()
     for name in winner.config:
         cells = [
-            marked_text(each.config[name], lossy=name in each.trial.lossy) if name in each.config else "-"
-            for each in sides.values()
+            marked_text(candidate.config[name], lossy=name in candidate.trial.lossy)
+            if name in candidate.config
+            else "-"
+            for candidate in sides.values()
         ]
         style = "bold" if len(set(cells)) > 1 else ""
-        table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
+        table.add_row(Text(fold(name), style=style), *(Text(fold(cell), style=style) for cell in cells))
     return table
 
 
 def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
-    measured = [each.measurement for each in sides]
-    again = any(each.trial.remeasured for each in sides)
-    precisions = [str(each.config.get("precision", "")) for each in sides]
+    measured = [candidate.measurement for candidate in sides]
+    remeasured = any(candidate.trial.remeasured for candidate in sides)
+    precisions = [str(candidate.config.get("precision", "")) for candidate in sides]
     return [
-        ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
+        ("step", [f"{measurement.step_ms:,.1f} ms" if measurement.step_ms else "" for measurement in measured]),
         (
             "tokens",
             [
-                f"{each.tokens_per_second:,.4g} a second" if each.tokens_per_second and each.unit != "tokens/s" else ""
-                for each in measured
+                f"{measurement.tokens_per_second:,.4g} a second"
+                if measurement.tokens_per_second and measurement.unit != "tokens/s"
+                else ""
+                for measurement in measured
             ],
         ),
-        ("peak memory", [words.memory(each.peak_memory_mib) if each.peak_memory_mib else "" for each in measured]),
+        (
+            "peak memory",
+            [
+                words.memory(measurement.peak_memory_mib) if measurement.peak_memory_mib else ""
+                for measurement in measured
+            ],
+        ),
         # Shares of the peaks of two formats are not comparable: that of the winner may be the smaller one.
         (
             "TFLOP/s per device",
             [
-                f"{each.tflops_per_device:.3g}" if len(set(precisions)) > 1 and each.tflops_per_device else ""
-                for each in measured
+                f"{measurement.tflops_per_device:.3g}"
+                if len(set(precisions)) > 1 and measurement.tflops_per_device
+                else ""
+                for measurement in measured
             ],
         ),
         (
             "MFU",
             [
-                f"{100 * each.mfu:.2g} % of {precision + ' ' if precision else ''}peak"
-                if each.mfu and len(set(precisions)) == 1
+                f"{100 * measurement.mfu:.2g} % of {precision + ' ' if precision else ''}peak"
+                if measurement.mfu and len(set(precisions)) == 1
                 else ""
-                for each, precision in zip(measured, precisions)
+                for measurement, precision in zip(measured, precisions)
             ],
         ),
         *_observed([measurement.observed for measurement in measured]),
-        ("reported first" if again else "reported", [fold(each.told) for each in measured]),
-        ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
+        ("reported first" if remeasured else "reported", [fold(measurement.told) for measurement in measured]),
+        (
+            "measured again",
+            [f"{len(candidate.trial.remeasured)} times" if candidate.trial.remeasured else "" for candidate in sides],
+        ),
     ]
 
 
 def _observed(sides: list[Mapping[str, Any] | None]) -> list[tuple[str, list[str]]]:
-    """Returns rows of what was observed of commands' trainings."""
+    """Returns rows with the observations of the trainings that commands run; none if a side has no observation."""
     if not all(sides):
         return []
-    texts = {"samples a step": batch_text, "wall time": parts_text, "formats": formats_text, "limited by": binding}
-    return [(name, [text(observed) for observed in sides if observed is not None]) for name, text in texts.items()]
+    rows = {"samples a step": batch_text, "wall time": parts_text, "formats": formats_text, "limited by": binding}
+    return [(name, [row(observed) for observed in sides if observed is not None]) for name, row in rows.items()]
 
 
 def _default_failed(result: Result) -> str:
-    trial = next((each for each in result.all_trials if each.sampler == DEFAULT), None)
+    trial = next((trial for trial in result.all_trials if trial.sampler == DEFAULT), None)
     if trial is None or trial.pending:
         return "not measured"
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"
@@ -184,11 +199,12 @@ def _default_failed(result: Result) -> str:
 def _next(result: Result, launcher: str | None, storage: str | None) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
-        where = f" --storage {shlex.quote(without_password(storage))}" if storage else ""
-        return [f"next     redline tune --out {folder}{where} --resume"]
+        storage_option = f" --storage {shlex.quote(without_password(storage))}" if storage else ""
+        return [f"next     redline tune --out {folder}{storage_option} --resume"]
     if result.best is None:
-        failed = (each.measured for each in result.all_trials if not each.pending)
-        crash = next((each for each in failed if each.log and each.status in (Status.CRASH, Status.TIMEOUT)), None)
+        outcomes = (trial.measured for trial in result.all_trials if not trial.pending)
+        failures = (Status.CRASH, Status.TIMEOUT)
+        crash = next((outcome for outcome in outcomes if outcome.log and outcome.status in failures), None)
         if crash is None or result.folder is None:
             return [f"next     redline show {folder}"]
         rank = re.match(r"rank \d+(?=: )", crash.reason)
@@ -206,9 +222,11 @@ def _next(result: Result, launcher: str | None, storage: str | None) -> list[str
 def _end_of(folder: Path, log: str, beginning: str) -> list[str]:
     """Returns the last lines of a trial's log that begin like this; none if it cannot be read.
 
-    Other ranks, which lose the connection to the one that failed, print their errors after its own."""
+    Other ranks, which lose the connection to the one that failed, print their errors after its own.
+    """
     try:
-        text, _ = tail_inside(folder, log, at_most=65536)
+        log_tail, _ = tail_inside(folder, log, at_most=65536)
     except OSError:
         return []
-    return [f"  {fold(line)}" for line in text.splitlines() if line.strip() and line.startswith(beginning)][-LOG_LINES:]
+    lines = [line for line in log_tail.splitlines() if line.strip() and line.startswith(beginning)]
+    return [f"  {fold(line)}" for line in lines[-LOG_LINES:]]

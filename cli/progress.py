@@ -43,10 +43,10 @@ class Terminal:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
+    def write(self, output: str) -> int:
         with _terminal_may_be_gone():
-            self._stream.write(text)
-        return len(text)
+            self._stream.write(output)
+        return len(output)
 
     def flush(self) -> None:
         with _terminal_may_be_gone():
@@ -92,15 +92,15 @@ class LineListener(ProgressListener):
         for line in headline(plan):
             self._print(line)
 
-    def on_wait(self, what: str) -> None:
-        self._print(f"{what} ...")
+    def on_wait(self, stage: str) -> None:
+        self._print(f"{stage} ...")
 
     def on_trial_end(self, trial: Trial) -> None:
         self._print(trial_line(trial, self._plan).plain)
 
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         if done < total:
-            about = f", about {words.duration(left)} left" if (left := self._left(seconds)) else ""
+            about = f", about {words.duration(seconds_left)} left" if (seconds_left := self._left(seconds)) else ""
             self._print(f"measuring the leaders again: {_turn(done, total)}{about}: {_numbers(leaders)}")
 
     def on_alternate(self, leaders: list[Trial], seconds: float) -> None:
@@ -144,14 +144,14 @@ class TerminalListener(ProgressListener):
     def on_start(self, plan: SearchPlan) -> None:
         self._plan, self._doing = plan, ""
         self._finished = list(plan.earlier)
-        title, *rest = headline(plan)
+        title, *details = headline(plan)
         self._console.print(Text(fold(title), style="bold"))
-        for line in rest:
+        for line in details:
             self._console.print(Text(fold(line), style="dim"))
         self._console.print()
 
-    def on_wait(self, what: str) -> None:
-        self._doing, self._trials, self._since, self._expected = what, "", time.monotonic(), 0.0
+    def on_wait(self, stage: str) -> None:
+        self._doing, self._trials, self._since, self._expected = stage, "", time.monotonic(), 0.0
 
     def on_trial_start(self, trial: Trial) -> None:
         self._running[trial.number] = trial, time.monotonic()
@@ -182,8 +182,8 @@ class TerminalListener(ProgressListener):
             lines.append(self._status(self._plan))
             for trial, since in self._running.values():
                 spent = words.duration(time.monotonic() - since)
-                what = words.difference(trial.config, self._plan.default, self._plan.derived, trial.lossy)
-                lines.append(Text(fold(f"trial {trial.number}, {spent}: {what}"), style="dim"))
+                changes = words.difference(trial.config, self._plan.default, self._plan.derived, trial.lossy)
+                lines.append(Text(fold(f"trial {trial.number}, {spent}: {changes}"), style="dim"))
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(*lines)
@@ -191,9 +191,13 @@ class TerminalListener(ProgressListener):
     def _waited(self) -> str:
         """Returns the current wait with its elapsed and remaining time."""
         spent = time.monotonic() - self._since
-        left = self._expected - spent
+        remaining = self._expected - spent
         about = (
-            f", about {words.duration(left)} left" if left > 0 else ", longer than expected" if self._expected else ""
+            f", about {words.duration(remaining)} left"
+            if remaining > 0
+            else ", longer than expected"
+            if self._expected
+            else ""
         )
         return f"{words.duration(spent)} {self._doing}{about}{self._trials}"
 
@@ -205,9 +209,9 @@ class TerminalListener(ProgressListener):
         if leader is not None:
             best = speed(leader.throughput, leader.measured.unit)
             status.append(f"  best {best}", style="bold green").append(f" (trial {leader.number})")
-        left = self._seconds_left(plan, done)
-        if left is not None and not self._doing and done != plan.trials:
-            status.append(f"  about {words.duration(left)} left", style="dim")
+        seconds_left = self._seconds_left(plan, done)
+        if seconds_left is not None and not self._doing and done != plan.trials:
+            status.append(f"  about {words.duration(seconds_left)} left", style="dim")
         for name, style in STATUS_STYLES.items():
             count = sum(trial.measured.status is name for trial in self._finished)
             if count:
@@ -220,9 +224,9 @@ class TerminalListener(ProgressListener):
         limits = []
         if plan.seconds is not None:
             limits.append(plan.seconds - (time.monotonic() - self._begin))
-        known = [trial.measured.seconds_total or 0.0 for trial in self._finished if counts(trial)]
-        if plan.trials is not None and known:
-            usual = statistics.mean(known)
+        trial_seconds = [trial.measured.seconds_total or 0.0 for trial in self._finished if counts(trial)]
+        if plan.trials is not None and trial_seconds:
+            usual = statistics.mean(trial_seconds)
             under_way = sum(min(time.monotonic() - since, usual) for _, since in self._running.values())
             limits.append((plan.trials - done) * usual - under_way)
         return max(0.0, min(limits)) if limits else None
@@ -258,8 +262,8 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
     is_default = trial.sampler == DEFAULT
     base = plan.default if plan is not None and not is_default else None
     derived = plan.derived if plan is not None else frozenset()
-    what = words.difference(trial.config, base, derived, trial.lossy)
-    line.append(fold(f"default: {what}" if is_default else what))
+    changes = words.difference(trial.config, base, derived, trial.lossy)
+    line.append(fold(f"default: {changes}" if is_default else changes))
     if measured.reason:
         line.append(f"  ({fold(measured.reason)})", style="dim")
     return line

@@ -65,35 +65,35 @@ def queue(
         return
     with client_of(server, token, trust) as client:
         pool = client.workers() if workers else []
-        found = client.queue()
-        searches = _newest(client, limit) if everything else found.searches
+        answer = client.queue()
+        searches = _newest(client, limit) if everything else answer.searches
     if as_json:
-        listed = [each.model_dump() for each in (pool if workers else searches)]
-        click.echo(json.dumps(listed if workers or everything else found.model_dump()))
+        listed = [row.model_dump() for row in (pool if workers else searches)]
+        click.echo(json.dumps(listed if workers or everything else answer.model_dump()))
         return
     console = Console(highlight=False)
     if workers:
         names = ["worker", "user", "host", "device", "busy", "last report"]
-        console.print(_table(names, [_worker(each) for each in pool]))
+        console.print(_table(names, [_worker(worker) for worker in pool]))
         return
-    totals = f"{found.running} dry runs on {found.busy} of {found.devices} devices, {found.waiting} waiting"
+    totals = f"{answer.running} dry runs on {answer.busy} of {answer.devices} devices, {answer.waiting} waiting"
     console.print(Text(totals, style="dim"))
     names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]
-    console.print(_table(names, [_search(each) for each in searches]))
+    console.print(_table(names, [_search(search) for search in searches]))
     if everything and len(searches) == limit:
         console.print(Text(f"the newest {limit} searches; --limit shows more", style="dim"))
 
 
 def _newest(client: "Client", most: int) -> "list[SearchAnswer]":
     """Returns the newest searches, read page by page."""
-    found: list[SearchAnswer] = []
-    while len(found) < most:
-        size = min(100, most - len(found))
-        page = client.searches(after=found[-1].id if found else None, limit=size)
-        found += page
+    searches: list[SearchAnswer] = []
+    while len(searches) < most:
+        size = min(100, most - len(searches))
+        page = client.searches(after=searches[-1].id if searches else None, limit=size)
+        searches += page
         if len(page) < size:
             break
-    return found
+    return searches
 
 
 def _change(client: "Client", changes: dict[str, Any]) -> None:
@@ -114,14 +114,14 @@ def _change(client: "Client", changes: dict[str, Any]) -> None:
         click.echo(f"{search} deleted")
 
 
-def _worker(each: "WorkerAnswer") -> list[str]:
-    device = str(each.device.get("name", ""))
-    return [each.id, each.user, each.host, device, f"{each.busy} of {each.devices}", _ago(each.seen)]
+def _worker(worker: "WorkerAnswer") -> list[str]:
+    device = str(worker.device.get("name", ""))
+    return [worker.id, worker.user, worker.host, device, f"{worker.busy} of {worker.devices}", _ago(worker.seen)]
 
 
-def _search(each: "SearchAnswer") -> list[str]:
-    counts = [str(each.priority), str(each.devices), str(each.trials)]
-    return [each.id, each.name, each.user, each.state, *counts, each.reason]
+def _search(search: "SearchAnswer") -> list[str]:
+    counts = [str(search.priority), str(search.devices), str(search.trials)]
+    return [search.id, search.name, search.user, search.state, *counts, search.reason]
 
 
 def _table(names: list[str], rows: list[list[str]]) -> "Table":
@@ -134,7 +134,7 @@ def _table(names: list[str], rows: list[list[str]]) -> "Table":
     for name in names:
         table.add_column(name, overflow="fold", min_width={"id": 12, "worker": 12, "state": 9}.get(name, len(name)))
     for row in rows:
-        table.add_row(*(Text(fold(each)) for each in row))
+        table.add_row(*(Text(fold(cell)) for cell in row))
     return table
 
 

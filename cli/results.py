@@ -83,9 +83,9 @@ def results(
 
 def print_json(run: "SearchRun") -> int:
     """Prints a search and its results so far as a JSON object, and returns the exit code."""
-    found = {**run.look().model_dump(), **run.summary()}
-    click.echo(json.dumps(found))
-    return _exit_code(found["state"], found["best"])
+    document = {**run.look().model_dump(), **run.summary()}
+    click.echo(json.dumps(document))
+    return _exit_code(document["state"], document["best"])
 
 
 def _exit_code(state: str, best: object) -> int:
@@ -97,20 +97,20 @@ def print_summary(run: "SearchRun") -> int:
     from ..results.columns import fold, speed
     from ..results.summary import Gain
 
-    found, best = run.look(), run.best
-    click.echo(f"{found.id}  {fold(found.name)}  {found.state}{f': {fold(found.reason)}' if found.reason else ''}")
+    search, best = run.look(), run.best
+    click.echo(f"{search.id}  {fold(search.name)}  {search.state}{f': {fold(search.reason)}' if search.reason else ''}")
     if best is None:
-        click.echo(fold(f"nothing feasible so far: {run.why}" if found.state != "failed" else "it failed"))
-        return _exit_code(found.state, best)
+        click.echo(fold(f"nothing feasible so far: {run.why}" if search.state != "failed" else "it failed"))
+        return _exit_code(search.state, best)
     click.echo(f"winner   trial {best.trial.number}: {speed(best.throughput, best.measurement.unit)}")
-    known = run.summary()
-    if (ratio := known["gain"]) is not None:
-        interval = known.get("gain_interval")
+    summary = run.summary()
+    if (ratio := summary["gain"]) is not None:
+        interval = summary.get("gain_interval")
         click.echo(f"gain     {Gain(ratio=ratio, half_width=interval[1] - ratio if interval else None)}")
-    if known.get("failures"):
-        click.echo(fold(f"trials   {known['failures']}"))
+    if summary.get("failures"):
+        click.echo(fold(f"trials   {summary['failures']}"))
     click.echo(fold(f"         {config_text(best.config)}"))
-    return _exit_code(found.state, best)
+    return _exit_code(search.state, best)
 
 
 def print_log(run: "SearchRun", trial: int, follow: bool) -> None:
@@ -122,8 +122,8 @@ def print_log(run: "SearchRun", trial: int, follow: bool) -> None:
         data = run.log(trial, seen)
         seen += len(data)
         # Control characters of an untrusted program must not reach the terminal.
-        text = decoder.decode(data, final=over).replace("\r\n", "\n").replace("\r", "\n")
-        click.echo("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text), nl=False)
+        output = decoder.decode(data, final=over).replace("\r\n", "\n").replace("\r", "\n")
+        click.echo("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in output), nl=False)
         sys.stdout.flush()
         if over:
             return
@@ -142,8 +142,8 @@ def event_text(kind: str, data: dict[str, Any]) -> str:
         return f"on {fold(str(device.get('name', '')))}"
     if kind == "plan":
         valid = data.get("valid")  # unknown for a space that is too large to be listed
-        some = "very many" if valid is None else f"{valid:,}"
-        return f"{some} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
+        count = "very many" if valid is None else f"{valid:,}"
+        return f"{count} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
     if kind == "started":
         return f"trial {data['trial']} starts: {fold(config_text(data.get('config') or {}))}"
     if kind == "finished":

@@ -47,15 +47,16 @@ def scale(
     The table has the winner and the default configuration of each count, and predictions for up to 1,024 devices,
     corrected by the measurements. Exit codes: see `redline tune`.
     """
-    given = request_of(options)
-    if given["resume"] and given["out"] is None:
+    request_values = request_of(options)
+    if request_values["resume"] and request_values["out"] is None:
         raise UsageError("--resume needs --out, the folder to continue")
-    Request(**{**given, "out": None, "resume": False, "log_to": ()}).check_values()  # in a second, before slow imports
+    # In a second, before slow imports.
+    Request(**{**request_values, "out": None, "resume": False, "log_to": ()}).check_values()
     from ..tuner.scaling import scale as scaled
     from .progress import ProgressListener, listener_for
     from .streams import outlive_reader
 
-    given["out"] = given["out"] or run_folder(f"scale-{Path(given['target']).name}")
+    request_values["out"] = request_values["out"] or run_folder(f"scale-{Path(request_values['target']).name}")
     outlive_reader()
     stream = sys.stderr if as_json else sys.stdout
 
@@ -65,11 +66,11 @@ def scale(
         return listener_for(stream, silent=as_json)
 
     end_in_order()
-    scaling = scaled(**given, devices=devices, weak=weak, predict_to=predict_to, listening=listening)
+    scaling = scaled(**request_values, devices=devices, weak=weak, predict_to=predict_to, listening=listening)
     if as_json:
         click.echo(json.dumps(scaling.to_dict(), allow_nan=False))
     else:
-        show(scaling, Path(given["out"]))
+        show(scaling, Path(request_values["out"]))
     if scaling.interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.FOUND if scaling.measured else exit_codes.NOTHING_FEASIBLE

@@ -18,15 +18,15 @@ Examples:
 """,
 )
 @options_for(ServeOptions)
-def serve(**given: Any) -> None:
+def serve(**option_values: Any) -> None:
     """Serve searches for a team: a queue in a database, workers that join and leave, an API, web pages.
 
     All processes may be killed at any time: started again with the same --data, they continue. The first start prints
     the token of the user 'admin'; `redline token` creates others.
     """
-    options = ServeOptions(**given)
+    options = ServeOptions(**option_values)
     from ..service.server import exposed, serve as run
 
-    if words := exposed(options):
-        click.echo(f"note: {words}", err=True)
+    if warning := exposed(options):
+        click.echo(f"note: {warning}", err=True)
     run(options, say=click.echo)

@@ -68,9 +68,9 @@ def show(
         render(view, Console(highlight=False), selection=selection)
         return
     trials = view.trials()
-    shown, _ = listing.select(trials, selection)
+    selected, _ = listing.select(trials, selection)
     names = listing.chosen_columns(trials, selection.columns or header(listing.knob_names(trials)))
-    click.echo(listing.write(shown, names, form), nl=False)
+    click.echo(listing.write(selected, names, form), nl=False)
     for problem in view.problems:
         click.echo(f"note: {fold(problem)}", err=True)
 
@@ -99,14 +99,16 @@ def compare(runs: Sequence[str], form: str) -> None:
     table.add_column("")
     for side in comparison.sides:
         table.add_column(Text(fold(side.name)), justify="right", overflow="fold")
-    for part in (comparison.knobs, comparison.numbers):
-        for name, cells in part:
-            style = "bold" if part is comparison.knobs and len(set(cells)) > 1 else ""
-            table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
+    for section in (comparison.knobs, comparison.numbers):
+        for name, cells in section:
+            style = "bold" if section is comparison.knobs and len(set(cells)) > 1 else ""
+            table.add_row(Text(fold(name), style=style), *(Text(fold(cell), style=style) for cell in cells))
         table.add_section()
     console.print(table)
-    for side, each in zip(comparison.sides[1:], comparison.differences):
-        if each is not None:
-            console.print(Text(fold(f"{side.name} against {comparison.sides[0].name}: {each.words}")), soft_wrap=True)
+    for side, difference in zip(comparison.sides[1:], comparison.differences):
+        if difference is not None:
+            console.print(
+                Text(fold(f"{side.name} against {comparison.sides[0].name}: {difference.words}")), soft_wrap=True
+            )
     for note in comparison.notes:
         console.print(Text(fold(f"note: {note}")), soft_wrap=True)

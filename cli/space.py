@@ -39,12 +39,14 @@ def space(output: str | None, as_json: bool, **options: Any) -> None:
     if output:
         task.space.to_yaml(output)
     class_name = class_of(task.workload.model) if task.workload is not None else None
-    named = {"class": class_name} if class_name else {}
+    class_entry = {"class": class_name} if class_name else {}
     if as_json:
         described = task.space.to_dict(describe_callables=True)
         valid = len(task.space) if task.space.enumerable else None
         default = task.space.default().to_dict()
-        click.echo(json.dumps({**described, **named, "valid": valid, "default": default, "notes": list(task.notes)}))
+        click.echo(
+            json.dumps({**described, **class_entry, "valid": valid, "default": default, "notes": list(task.notes)})
+        )
         return
     if class_name:
         click.echo(f"{task.name}: {class_name}\n")
@@ -67,8 +69,8 @@ def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
     from ..models.spaces import lossy_beyond, without_float8
 
     knobs = task.space.by_name
-    if left := lossy_beyond(task.space):
-        yield f"left out because they are lossy: {', '.join(left)} (see --allow lossy)"
+    if lossy_values := lossy_beyond(task.space):
+        yield f"left out because they are lossy: {', '.join(lossy_values)} (see --allow lossy)"
     if "kernels" in knobs and task.device.type == "cuda" and DESCRIBED not in task.device.features:
         if reason := liger_obstacle("cuda"):
             yield f"kernels replace only the loss, not modules: {reason}"

@@ -1,4 +1,4 @@
-"""Standard output and error that cannot be written as usual: closed, without a reader, or in an encoding without a sign."""
+"""Standard output and error that cannot be written as usual: closed, without a reader, or in an encoding without a character."""
 
 import codecs
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 _SPELLED = {"±": "+-", "×": "x", "…": "...", "–": "-", "—": "-", "µ": "u", "→": "->", "≥": ">=", "≤": "<="}
-"""Signs of redline's own output in encodings without them, such as ASCII."""
+"""Replacements of characters in redline's own output for encodings without them, such as ASCII."""
 
 
 class ReaderGone(Exception):
@@ -18,8 +18,8 @@ class ReaderGone(Exception):
 class Output:
     """Standard output whose reader may end first.
 
-    Not a BrokenPipeError, for which rich ends the process with code 1, but `ReaderGone` is raised then; or, after
-    `outlive_reader`, the output continues on standard error.
+    It then raises `ReaderGone` instead of BrokenPipeError, for which rich ends the process with code 1. After
+    `outlive_reader` the output continues on standard error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -27,10 +27,10 @@ class Output:
         self.continues = False
         """True if the output continues on standard error."""
 
-    def write(self, text: str) -> int:
+    def write(self, output: str) -> int:
         with self._reader_may_be_gone():
-            self._stream.write(text)
-        return len(text)
+            self._stream.write(output)
+        return len(output)
 
     def flush(self) -> None:
         with self._reader_may_be_gone():
@@ -46,7 +46,7 @@ class Output:
                 raise ReaderGone from error
             os.dup2(2, self._stream.fileno())
             try:
-                self._stream.flush()  # what was not written yet is still in its buffer
+                self._stream.flush()  # the rest of the output is still in its buffer
             except BrokenPipeError:  # both went to the same reader
                 _discard(self._stream.fileno(), 2)
                 self._stream.flush()

@@ -69,18 +69,21 @@ def submit(
 
     The contents of a config.json, a space or a workload file are sent along.
     """
-    own = {name: options.pop(name) for name in OF_THE_QUEUE}
-    run = submitted(request_of(options, command_of(options, command_file)), server, token, trust, **own)
+    queue_options = {name: options.pop(name) for name in OF_THE_QUEUE}
+    run = submitted(request_of(options, command_of(options, command_file)), server, token, trust, **queue_options)
     click.echo(run.id)
     return followed(run) if wait else 0
 
 
 def submitted(
-    given: Mapping[str, Any], server: str, token: str | None, trust: str | None = None, **own: Any
+    request_values: Mapping[str, Any], server: str, token: str | None, trust: str | None = None, **queue_options: Any
 ) -> "SearchRun":
     """Submits the search that the arguments of `redline.tune` describe, with the options of the queue."""
-    asked = {name: value for name, value in given.items() if value is not False and value not in (None, "", (), {})}
-    return client_of(server, token, trust).submit(asked.pop("target"), asked.pop("space", None), **own, **asked)
+    set_values = {
+        name: value for name, value in request_values.items() if value is not False and value not in (None, "", (), {})
+    }
+    target, space = set_values.pop("target"), set_values.pop("space", None)
+    return client_of(server, token, trust).submit(target, space, **queue_options, **set_values)
 
 
 def followed(run: "SearchRun") -> int:

@@ -66,21 +66,21 @@ def token() -> None:
 )
 @click.option("--allow-code", is_flag=True, help="A new user may submit workloads and commands, which are code.")
 @click.pass_obj
-def new(url: str, user: str, role: str | None, name: str, expires: str | None, **more: Any) -> None:
+def new(url: str, user: str, role: str | None, name: str, expires: str | None, **rights: Any) -> None:
     """Create a token for USER, who is added if unknown. The token is shown only once."""
     with store_of(url, new=True) as store:
         try:
-            found = store.user(user)
+            account = store.user(user)
         except NotFound:
-            found = store.add_user(user, role or "submitter", **more)
+            account = store.add_user(user, role or "submitter", **rights)
         else:
-            if (role is not None and role != found.role) or any(more.values()):
+            if (role is not None and role != account.role) or any(rights.values()):
                 raise UsageError(
-                    f"{user} exists already, as {found.role}; `redline user change {user}` changes their rights"
+                    f"{user} exists already, as {account.role}; `redline user change {user}` changes their rights"
                 )
-        text = store.new_token(found, name, _later(expires))
+        token_text = store.new_token(account, name, _later(expires))
         store.audit("", "token", user, {"for": name, "expires": expires})
-    click.echo(text)
+    click.echo(token_text)
 
 
 @token.command()
@@ -89,9 +89,9 @@ def new(url: str, user: str, role: str | None, name: str, expires: str | None, *
 def revoke(url: str, begins: str) -> None:
     """Revoke a token, given by its text, its id, or the start of either."""
     with store_of(url) as store:
-        found = store.revoke(begins)
-        store.audit("", "revoke", found.id)
-    click.echo(f"revoked {found.id}")
+        revoked = store.revoke(begins)
+        store.audit("", "revoke", revoked.id)
+    click.echo(f"revoked {revoked.id}")
 
 
 @token.command("list")
@@ -101,14 +101,14 @@ def listed(url: str) -> None:
     from ..results.listing import write_rows
 
     with store_of(url) as store:
-        users = {each.id: each for each in store.users()}
+        users = {user.id: user for user in store.users()}
         rows = [
             [
-                *(users[each.user].name, str(users[each.user].role), each.id, each.name, day(each.created)),
-                "never" if each.used is None else day(each.used),
-                _state(each),
+                *(users[token.user].name, str(users[token.user].role), token.id, token.name, day(token.created)),
+                "never" if token.used is None else day(token.used),
+                _state(token),
             ]
-            for each in store.tokens()
+            for token in store.tokens()
         ]
     click.echo(write_rows(["user", "role", "token", "for", "created", "last used", "state"], rows, "markdown"))
 
@@ -122,8 +122,8 @@ def store_of(url: str, new: bool = False) -> "Store":
     file = Path(url.removeprefix("sqlite:///"))
     if url.startswith("sqlite:///") and not file.exists():
         if not (new and file.parent.is_dir()):
-            what = f"server's database {file}" if file.parent.is_dir() else f"server's folder {file.parent}"
-            raise UsageError(f"there is no {what}: give --data, the folder of `redline serve`, or --storage")
+            missing = f"server's database {file}" if file.parent.is_dir() else f"server's folder {file.parent}"
+            raise UsageError(f"there is no {missing}: give --data, the folder of `redline serve`, or --storage")
         click.echo(
             f"note: {file} is new, for the first start of `redline serve`; a server with --storage needs --storage here",
             err=True,
@@ -145,9 +145,9 @@ def day(when: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(when))
 
 
-def _state(found: Any) -> str:
-    if found.revoked is not None:
-        return f"revoked {day(found.revoked)}"
-    if found.expires is None:
+def _state(token: Any) -> str:
+    if token.revoked is not None:
+        return f"revoked {day(token.revoked)}"
+    if token.expires is None:
         return "valid"
-    return f"{'valid until' if found.expires > time.time() else 'expired'} {day(found.expires)}"
+    return f"{'valid until' if token.expires > time.time() else 'expired'} {day(token.expires)}"

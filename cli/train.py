@@ -48,11 +48,11 @@ def train(as_json: bool, settings: str | None, **options: Any) -> int:
     from .tune import end_in_order
 
     context = click.get_current_context()
-    stated = tuple(each for each in options if context.get_parameter_source(each) is ParameterSource.COMMANDLINE)
+    set_here = tuple(name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE)
     options["fix"] = fixes_of(options["fix"]) or None
     from_file = {} if settings is None else read_settings(settings)
-    options |= {name: value for name, value in from_file.items() if name not in stated}
-    request = TrainRequest(**options, stated=(*stated, *from_file))
+    options |= {name: value for name, value in from_file.items() if name not in set_here}
+    request = TrainRequest(**options, stated=(*set_here, *from_file))
     from ..tuner.ranks import RankPlace
     from ..tuner.train.driver import train as start
     from ..tuner.train.launched import train_rank
@@ -68,15 +68,15 @@ def train(as_json: bool, settings: str | None, **options: Any) -> int:
         trained = start(request, listener)
     measured = trained.measurement
     if as_json:
-        found = {
+        document = {
             "folder": str(trained.folder),
             "step": trained.step,
             "stopped": trained.stopped,
-            "strategies": [each.to_dict() for each in trained.strategies],
+            "strategies": [strategy.to_dict() for strategy in trained.strategies],
             "measurement": None if measured is None else measured.to_dict(),
             "predicted": trained.predicted,
         }
-        click.echo(json.dumps(found, allow_nan=False))
+        click.echo(json.dumps(document, allow_nan=False))
     else:
         _print(trained)
     return exit_codes.INTERRUPTED if trained.stopped else exit_codes.FOUND
@@ -87,11 +87,11 @@ def _print(trained: Any) -> None:
     from ..results.columns import speed
 
     measured = trained.measurement
-    how = "ended early" if trained.stopped else "trained"
-    where = (
+    outcome = "ended early" if trained.stopped else "trained"
+    checkpoint = (
         f"the latest checkpoint in {trained.folder / 'checkpoints'}" if trained.step else "before the first checkpoint"
     )
-    click.echo(f"{how}: {trained.step} step{'s'[: trained.step != 1]}, {where}")
+    click.echo(f"{outcome}: {trained.step} step{'s'[: trained.step != 1]}, {checkpoint}")
     if measured is not None and measured.throughput is not None:
         than = ""
         if trained.predicted:

@@ -87,16 +87,16 @@ def line_text(line: Mapping[str, Any], unit: str) -> str:
 
 def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
     """Returns the numbers of a step as shown."""
-    out = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.2e}"]
+    cells = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.2e}"]
     if line.get("grad_norm") is not None:
-        out.append(f"norm {line['grad_norm']:.3g}")
+        cells.append(f"norm {line['grad_norm']:.3g}")
     rate = line["tokens_per_second"] if unit == "tokens/s" else line["samples_per_second"]
-    out.append(speed(rate, unit))
+    cells.append(speed(rate, unit))
     if line.get("mfu") is not None:
-        out.append(f"MFU {100 * line['mfu']:.0f} %")
+        cells.append(f"MFU {100 * line['mfu']:.0f} %")
     if line.get("memory_mib") is not None:
-        out.append(f"{line['memory_mib']:,.0f} MiB")
-    return out
+        cells.append(f"{line['memory_mib']:,.0f} MiB")
+    return cells
 
 
 class _Lines(TrainListener):
@@ -111,8 +111,8 @@ class _Lines(TrainListener):
         for line in headline(training):
             self._print(line)
 
-    def on_wait(self, what: str) -> None:
-        self._print(f"{what} ...")
+    def on_wait(self, stage: str) -> None:
+        self._print(f"{stage} ...")
 
     def on_read(self, share: float) -> None:
         if time.monotonic() - self._printed_at >= READING_S:
@@ -121,8 +121,8 @@ class _Lines(TrainListener):
     def on_line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "progress" and time.monotonic() - self._printed_at < READING_S:
             return
-        if text := line_text(line, self._unit):
-            self._print(text)
+        if message := line_text(line, self._unit):
+            self._print(message)
 
     def on_message(self, message: str) -> None:
         self._print(f"note: {message}")
@@ -143,16 +143,16 @@ class _Numbers(ProgressColumn):
         self._console = console
 
     def render(self, task: Task) -> Text:
-        beside = f"{task.description} {BAR * '━'} {task.total:.0f}/{task.total:.0f} "
-        room = self._console.width - len(beside)
-        first, *others = task.fields["numbers"]
-        shown = Text(first, no_wrap=True)
-        shown.truncate(max(room, 1), overflow="ellipsis")
-        for each in others:
-            if len(shown) + 2 + len(each) > room:
+        other_columns = f"{task.description} {BAR * '━'} {task.total:.0f}/{task.total:.0f} "
+        room = self._console.width - len(other_columns)
+        first_number, *further_numbers = task.fields["numbers"]
+        rendered = Text(first_number, no_wrap=True)
+        rendered.truncate(max(room, 1), overflow="ellipsis")
+        for number in further_numbers:
+            if len(rendered) + 2 + len(number) > room:
                 break
-            shown.append(f"  {each}")
-        return shown
+            rendered.append(f"  {number}")
+        return rendered
 
 
 class _Live(TrainListener):
@@ -182,13 +182,13 @@ class _Live(TrainListener):
             self._progress.start()
         self._progress.update(self._task, completed=training.step)
 
-    def on_wait(self, what: str) -> None:
+    def on_wait(self, stage: str) -> None:
         self._rest()
         if self._task is None:
-            self._status = self._console.status(f"{what} ...")
+            self._status = self._console.status(f"{stage} ...")
             self._status.start()
         else:
-            self._progress.update(self._task, numbers=[what])
+            self._progress.update(self._task, numbers=[stage])
 
     def on_read(self, share: float) -> None:
         if self._status is not None:
@@ -198,11 +198,11 @@ class _Live(TrainListener):
         if line.get("kind") == "progress" and self._task is not None:
             self._progress.update(self._task, numbers=[read_in_words(line)])
         elif line.get("kind") == "step" and self._task is not None:
-            loss, *others = numbers(line, self._unit)
-            left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
-            self._progress.update(self._task, completed=line["step"], numbers=[loss, *left, *others])
-        elif text := line_text(line, self._unit):
-            self._print(text, "bold red" if line.get("failure") else "")
+            loss, *other_numbers = numbers(line, self._unit)
+            time_left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
+            self._progress.update(self._task, completed=line["step"], numbers=[loss, *time_left, *other_numbers])
+        elif message := line_text(line, self._unit):
+            self._print(message, "bold red" if line.get("failure") else "")
 
     def on_message(self, message: str) -> None:
         self._print(f"note: {message}", "yellow")

@@ -51,7 +51,7 @@ DRY_COMMANDS = 3
 
 GROUPS = {
     "Target": ("workload", "devices", "seq_len", "global_batch", "data", "lora"),
-    "Search space": tuple(each.name for each in fields(SpaceRequest)),
+    "Search space": tuple(field.name for field in fields(SpaceRequest)),
     "Budget": ("trials", "time", "device_hours", "patience"),
     "Devices": ("runner", "emulate_first", "hardware", "memory_limit", "ray_address", "device_kind"),
     "Results": ("out", "resume", "as_json", "log_to"),
@@ -79,20 +79,20 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
     4 others use the cluster's devices, 130 interrupted. Results are kept.
     """
     if options["resume"] and options["out"] and not any([command_file, *map(options.get, TARGETS)]):
-        command, given = _resumed(options)
+        command, request_values = _resumed(options)
     else:
         command = command_of(options, command_file)
         plan = options["target"] if _is_plan(options["target"]) else None
         moved = options.pop("workload") if plan else None
-        given = request_of({"workload": None, **options}, command)
+        request_values = request_of({"workload": None, **options}, command)
         if plan:
-            _begin_with_plan(given, path_of(plan), moved)
+            _begin_with_plan(request_values, path_of(plan), moved)
     if dry:
-        _print_commands(command, given)
+        _print_commands(command, request_values)
         return 0
-    if given["out"] is None and not given["resume"]:
-        given["out"] = run_folder(command.name if command else given["target"])
-    Request(**given).check_values()  # in a second, before slow imports
+    if request_values["out"] is None and not request_values["resume"]:
+        request_values["out"] = run_folder(command.name if command else request_values["target"])
+    Request(**request_values).check_values()  # in a second, before slow imports
     from ..tuner.tuning import run_search
     from .outcome import print_result
     from .progress import listener_for
@@ -102,11 +102,11 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
     with listener:
-        result = run_search(Request(**given, listener=listener))
+        result = run_search(Request(**request_values, listener=listener))
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        print_result(result, launcher="" if command is None else command.launcher, storage=given["storage"])
+        print_result(result, launcher="" if command is None else command.launcher, storage=request_values["storage"])
     if result.interrupted:
         return exit_codes.INTERRUPTED
     return exit_codes.FOUND if result.best is not None else exit_codes.NOTHING_FEASIBLE
@@ -122,9 +122,9 @@ def _resumed(options: dict[str, Any]) -> tuple[Command | None, dict[str, Any]]:
         if options.pop(field.name, None):
             raise UsageError(f"--{field.name.replace('_', '-')} belongs to --command: repeat the run's whole command")
     source = click.get_current_context().get_parameter_source
-    given = request_of(options, target)
-    kept = {name: value for name, value in again.items() if source(name) is not ParameterSource.COMMANDLINE}
-    return target if isinstance(target, Command) else None, {**given, **kept}
+    request_values = request_of(options, target)
+    recorded = {name: value for name, value in again.items() if source(name) is not ParameterSource.COMMANDLINE}
+    return target if isinstance(target, Command) else None, {**request_values, **recorded}
 
 
 def _is_plan(target: str | None) -> bool:
@@ -132,7 +132,7 @@ def _is_plan(target: str | None) -> bool:
     return target is not None and target.endswith((".yaml", ".yml")) and path_of(target).is_file()
 
 
-def _begin_with_plan(given: dict[str, Any], path: Path, moved: str | None) -> None:
+def _begin_with_plan(request_values: dict[str, Any], path: Path, moved: str | None) -> None:
     """Starts a search with the configurations of a plan or a best.yaml; its model and sizes are defaults.
 
     Args:
@@ -145,29 +145,30 @@ def _begin_with_plan(given: dict[str, Any], path: Path, moved: str | None) -> No
     trained = plan.trains.get("workload") or {}
     if not (spec := trained.get("spec")):
         raise UsageError(f"'{path}' does not name a model to tune: give MODEL")
-    own: dict[str, Any] = {name: plan.trains.get(name) for name in ("seq_len", "global_batch")}
-    own |= {"devices": (plan.trains.get("devices") or {}).get("used"), "lora": trained.get("lora")}
+    plan_values: dict[str, Any] = {name: plan.trains.get(name) for name in ("seq_len", "global_batch")}
+    plan_values |= {"devices": (plan.trains.get("devices") or {}).get("used"), "lora": trained.get("lora")}
     if limit := plan.trains.get("memory_limit_mib"):
-        own["memory_limit"] = f"{limit:g}MiB"
-    for name, value in own.items():
-        given[name] = value if given.get(name) is None else given[name]
-    given["target"], given["begin_with"] = located(spec, moved, str(path)), (plan.trial.config, *plan.others)
+        plan_values["memory_limit"] = f"{limit:g}MiB"
+    for name, value in plan_values.items():
+        request_values[name] = value if request_values.get(name) is None else request_values[name]
+    request_values["target"] = located(spec, moved, str(path))
+    request_values["begin_with"] = (plan.trial.config, *plan.others)
 
 
-def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
+def _print_commands(command: Command | None, request_values: dict[str, Any]) -> None:
     """Prints the commands of the default configuration and of some others."""
     from ..tuner.task import resolve_task
 
     if command is None:
         raise UsageError("--dry prints commands; give one with --command or --command-file")
-    request = Request(**given)
+    request = Request(**request_values)
     task = resolve_task(request)
     assert task.command is not None, "a command was given"
     for note in task.notes:
         click.echo(f"note: {note}", err=True)
     configs = dict.fromkeys([task.space.default(), *task.space.sample(DRY_COMMANDS - 1, seed=request.seed)])
     for number, config in enumerate(configs):
-        folder = Path(given["out"] or run_folder(command.name), "trials", str(number))
+        folder = Path(request_values["out"] or run_folder(command.name), "trials", str(number))
         click.echo(task.command.rendered(config, number, folder))
 
 

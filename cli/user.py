@@ -35,19 +35,19 @@ def listed(url: str) -> None:
     with store_of(url) as store:
         hours = {name: seconds / 3600 for name, seconds in store.usage().items()}
         used: dict[int, float] = {}
-        for each in store.tokens():
-            used[each.user] = max(used.get(each.user, 0.0), each.used or 0.0)
+        for token in store.tokens():
+            used[token.user] = max(used.get(token.user, 0.0), token.used or 0.0)
         rows = [
             [
-                *(each.name, str(each.role), each.team, f"{each.weight:g}"),
-                f"{hours.get(each.id, 0.0):.1f} of {'any' if each.device_hours is None else f'{each.device_hours:g}'}",
-                "any" if each.running is None else str(each.running),
-                "any" if each.role == "admin" else str(each.priority),
-                "yes" if each.allow_code else "no",
-                day(used[each.id]) if used.get(each.id) else "never",
-                f"disabled {day(each.disabled)}" if each.disabled is not None else "active",
+                *(account.name, str(account.role), account.team, f"{account.weight:g}"),
+                f"{hours.get(account.id, 0.0):.1f} of {'any' if account.device_hours is None else f'{account.device_hours:g}'}",
+                "any" if account.running is None else str(account.running),
+                "any" if account.role == "admin" else str(account.priority),
+                "yes" if account.allow_code else "no",
+                day(used[account.id]) if used.get(account.id) else "never",
+                f"disabled {day(account.disabled)}" if account.disabled is not None else "active",
             ]
-            for each in store.users()
+            for account in store.users()
         ]
     names = [
         "user",
@@ -74,9 +74,9 @@ def listed(url: str) -> None:
 @click.option("--allow-code/--no-code", default=None, help="Allow workloads and commands.")
 @click.option("--team", metavar="TEXT", help="Team that sees searches shown to it.")
 @click.pass_obj
-def change(url: str, name: str, device_hours: str | None, running: str | None, **given: Any) -> None:
+def change(url: str, name: str, device_hours: str | None, running: str | None, **new_rights: Any) -> None:
     """Change the rights of USER; options that are not given stay unchanged."""
-    changes = {field: value for field, value in given.items() if value is not None}
+    changes = {field: value for field, value in new_rights.items() if value is not None}
     if device_hours is not None:
         changes["device_hours"] = None if device_hours == NONE else _number("--device-hours", device_hours, float)
     if running is not None:
@@ -101,9 +101,10 @@ def enable(url: str, name: str) -> None:
 
 
 @user.command()
-@click.option("--user", "who", metavar="NAME", help="Only actions of this user.")
+@click.option("--user", "user_name", metavar="NAME", help="Only actions of this user.")
 @click.option(
     "--last",
+    "limit",
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
@@ -111,7 +112,7 @@ def enable(url: str, name: str) -> None:
     help="Number of entries, the latest ones.",
 )
 @click.pass_obj
-def audit(url: str, who: str | None, last: int) -> None:
+def audit(url: str, user_name: str | None, limit: int) -> None:
     """List actions and their users: submissions, cancellations, joins, logins, changes."""
     import json
 
@@ -119,10 +120,10 @@ def audit(url: str, who: str | None, last: int) -> None:
     from ..results.listing import write_rows
 
     with store_of(url) as store:
-        found = store.audited(last, user=who)
+        entries = store.audited(limit, user=user_name)
     rows = [
-        [day(each.time), each.user or "(on the host)", each.action, each.subject, json.dumps(each.detail)]
-        for each in found
+        [day(entry.time), entry.user or "(on the host)", entry.action, entry.subject, json.dumps(entry.detail)]
+        for entry in entries
     ]
     rows = [[fold(cell) for cell in row] for row in rows]
     click.echo(write_rows(["when", "who", "what", "to", "how"], rows, "markdown"))
@@ -130,9 +131,9 @@ def audit(url: str, who: str | None, last: int) -> None:
 
 def _changed(url: str, name: str, action: str, changes: dict[str, Any]) -> None:
     with store_of(url) as store:
-        found = store.change_user(name, **changes)
+        account = store.change_user(name, **changes)
         store.audit("", action, name, changes)
-    click.echo(f"{found.name} is {found.role}{', disabled' if found.disabled is not None else ''}")
+    click.echo(f"{account.name} is {account.role}{', disabled' if account.disabled is not None else ''}")
 
 
 def _number(option: str, value: str, kind: type) -> Any:

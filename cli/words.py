@@ -20,18 +20,18 @@ def difference(
         derived: knobs that depend on others and are left out.
         lossy: knobs whose value in `config` trades accuracy for speed.
     """
-    chosen = {name: each for name, each in config.items() if name not in derived}
+    chosen = {name: value for name, value in config.items() if name not in derived}
     if base is None:
         return config_text(chosen, lossy)
-    other = {name: each for name, each in chosen.items() if name not in base or base[name] != each}
-    return config_text(other, lossy) if other else "the default configuration"
+    changes = {name: value for name, value in chosen.items() if name not in base or base[name] != value}
+    return config_text(changes, lossy) if changes else "the default configuration"
 
 
 def duration(seconds: float) -> str:
     """Returns `1:05` or `1:00:05`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remaining_seconds:02}" if hours else f"{minutes}:{remaining_seconds:02}"
 
 
 def memory(mib: float) -> str:

@@ -44,7 +44,7 @@ def worker(
     name: str | None,
     code_user: str | None,
     pinned: str | None,
-    **given: Any,
+    **runner_options: Any,
 ) -> None:
     """Lease dry runs from a server and run them on this host's devices until the worker is ended.
 
@@ -74,7 +74,7 @@ def worker(
     host = socket.gethostname()
     pool = ServerPool(server, token, trust, pinned=pinned)
     count = devices or detect().count
-    leasing = Worker(pool, name=name or host, host=host, devices=count, code_user=user, **given)
+    leasing = Worker(pool, name=name or host, host=host, devices=count, code_user=user, **runner_options)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: leasing.stop())
     if watched:

@@ -18,7 +18,7 @@ class SearchListener:
     def on_start(self, plan: "SearchPlan") -> None:
         """Called when the search starts or resumes."""
 
-    def on_wait(self, what: str) -> None:
+    def on_wait(self, stage: str) -> None:
         """Called before a slow preparation step, which `what` describes."""
 
     def on_trial_start(self, trial: Trial) -> None:

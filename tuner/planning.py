@@ -1,4 +1,4 @@
-"""Plans of a training: its configuration on the devices at hand, and the fallback after an out-of-memory failure."""
+"""Plans the configuration of a training on the devices at hand, and the fallback after an out-of-memory failure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -71,7 +71,7 @@ def training_space(
         try:
             space.fix(name, value)
         except SpaceError as error:
-            exact = [each for each in space[name].values if each not in LOSSY[name]]
+            exact = [value for value in space[name].values if value not in LOSSY[name]]
             space.override(name, exact or list(space[name].values))
             notes.append(f"{name}={value_text(value)} could not be kept: {error}")
     mixing = space.beyond.mixing if isinstance(space.beyond, RuleContext) else ""
@@ -183,12 +183,12 @@ def plan(
         KeyboardInterrupt: the search was interrupted.
     """
     site = _site(with_samples_of(workload, like), devices, memory_limit_mib, hardware, like, fixed or {})
-    space, kept = site.space(site.devices)
+    space, space_notes = site.space(site.devices)
     outlook = _outlook(site, space)
     if not trials:
-        return _with_notes(_by_estimate(site, space, outlook), kept)
+        return _with_notes(_by_estimate(site, space, outlook), space_notes)
     search = {"runner": "local", "trials": trials, "seed": seed, "hardware": hardware, "out": out}
-    return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
+    return _with_notes(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), space_notes)
 
 
 def adapted(
@@ -211,7 +211,7 @@ def adapted(
     same_batch = with_samples_of(workload, config).global_batch == workload.global_batch
     if same_batch and all(config.get(name) == value for name, value in fixed.items()):
         return Planned(config=config, estimate=None, why=of)
-    space, kept = training_space(workload, device, devices, config, fixed)
+    space, space_notes = training_space(workload, device, devices, config, fixed)
     for knob in space.knobs:
         if knob.derived or knob.name in fixed or knob.name not in config:
             continue
@@ -219,7 +219,9 @@ def adapted(
             with suppress(SpaceError):  # impossible here
                 space.override(knob.name, [*knob.values, config[knob.name]])
     nearest = beginning_with(space, config).default()
-    return _with_notes(Planned(config=nearest, estimate=None, why=f"the valid configuration nearest to {of}"), kept)
+    return _with_notes(
+        Planned(config=nearest, estimate=None, why=f"the valid configuration nearest to {of}"), space_notes
+    )
 
 
 def safer(
@@ -266,25 +268,29 @@ def safer(
         like=config,
         fixed=fixed or {},
     )
-    space, kept = site.space(devices)
+    space, space_notes = site.space(devices)
     if machine is None:
         site = replace(site, machine=assumed_hardware(site.device, space, devices))
     estimator = site.estimator(space, devices)
     fallen = list(dict.fromkeys((config, *failed)))
-    known = estimator.table(fallen)
-    least_mib = float(known.fullest_memory_mib.min())
+    failed_table = estimator.table(fallen)
+    least_mib = float(failed_table.fullest_memory_mib.min())
     knowledge = OutOfMemoryKnowledge(space)
-    found = survey(estimator, space, top=LEADERS, order=_needing(CLEARLY_LESS * least_mib)).best
-    sound = (each for each in found if not any(knowledge.needs_as_much(each.config, other) for other in fallen))
+    fastest = survey(estimator, space, top=LEADERS, order=_needing(CLEARLY_LESS * least_mib)).best
+    sound = (
+        ranked
+        for ranked in fastest
+        if not any(knowledge.needs_as_much(ranked.config, failed_config) for failed_config in fallen)
+    )
     chosen = next(sound, None)
     if chosen is None:
         return None
-    ratio = chosen.estimate.throughput / float(known.throughput[0])
+    ratio = chosen.estimate.throughput / float(failed_table.throughput[0])
     reason = (
         f"the fastest configuration that is predicted to need clearly less memory than the one that failed: "
         f"{_mib(chosen.estimate.peak_memory_mib)} instead of {_mib(least_mib)}, at {100 * ratio:.0f} % of its speed"
     )
-    return _with_notes(Planned(config=chosen.config, estimate=chosen.estimate, why=reason), kept)
+    return _with_notes(Planned(config=chosen.config, estimate=chosen.estimate, why=reason), space_notes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +305,7 @@ class _Site:
     limit_mib: float | None
     like: Config | None
     fixed: Mapping[str, Any]
-    note: str = ""
+    note: str | None = None
 
     def space(self, devices: int) -> tuple[Space, tuple[str, ...]]:
         return training_space(self.workload, self.device, devices, self.like, self.fixed)
@@ -331,8 +337,8 @@ class _Outlook:
 
     estimator: "Estimator | None"
     survey: "Survey | None"
-    note: str
-    """Why there is no prediction, or a remark on the best configuration."""
+    note: str | None
+    """Reason why there is no prediction, or a remark on the best configuration."""
 
     @property
     def best(self) -> "Ranked | None":
@@ -349,7 +355,7 @@ def _site(
 ) -> _Site:
     from ..estimator.request import machine_of
 
-    note, machine = "", None
+    note, machine = None, None
     try:
         machine, count = machine_of(hardware, devices)
     except RunnerError as error:
@@ -388,14 +394,14 @@ def _outlook(site: _Site, space: Space) -> _Outlook:
     trace_space(estimator.source, space, estimator.training)
     limit_mib = estimator.memory_limit_mib
     try:
-        found = survey(estimator, space, top=1, order=_hopeful((1.0 - HEADROOM) * limit_mib))
-        if found.best:
-            return _Outlook(estimator=estimator, survey=found, note="")
-        found = survey(estimator, space, top=1, order=_hopeful(limit_mib))
+        surveyed = survey(estimator, space, top=1, order=_hopeful((1.0 - HEADROOM) * limit_mib))
+        if surveyed.best:
+            return _Outlook(estimator=estimator, survey=surveyed, note=None)
+        surveyed = survey(estimator, space, top=1, order=_hopeful(limit_mib))
     except UsageError as error:
         return _Outlook(estimator=None, survey=None, note=str(error))
-    note = f"less than {100 * HEADROOM:g} % of the memory stays free" if found.best else ""
-    return _Outlook(estimator=estimator, survey=found, note=note)
+    note = f"less than {100 * HEADROOM:g} % of the memory stays free" if surveyed.best else None
+    return _Outlook(estimator=estimator, survey=surveyed, note=note)
 
 
 def _by_estimate(site: _Site, space: Space, outlook: _Outlook) -> Planned:
@@ -442,17 +448,17 @@ def _by_dry_runs(
 def _nothing_fits(site: _Site, outlook: _Outlook) -> str:
     assert outlook.survey is not None and outlook.estimator is not None, "something was predicted"
     least, limit_mib = outlook.survey.smallest, outlook.estimator.memory_limit_mib
-    text = (
+    message = (
         f"none of the {outlook.survey.predicted:,} configurations of {site.workload.name} is predicted to fit "
         f"{site.words}, with {_mib(limit_mib)} each."
     )
     if least is not None:
-        text += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({config_text(least.config)})."
-    return text + _remedy(site, outlook)
+        message += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({config_text(least.config)})."
+    return message + _remedy(site, outlook)
 
 
 def _remedy(site: _Site, outlook: _Outlook) -> str:
-    """Sentence that says what would fit."""
+    """Returns a sentence with the numbers of devices and the memory on which a configuration would fit."""
     from ..estimator.survey import survey
 
     assert outlook.survey is not None, "something was predicted"
@@ -471,8 +477,8 @@ def _remedy(site: _Site, outlook: _Outlook) -> str:
     return f"{not_enough}; what would fit: {ways[0]}." if ways else f"{not_enough}."
 
 
-def _with_notes(planned: Planned, kept: Sequence[str]) -> Planned:
-    return replace(planned, why="; ".join((planned.why, *kept)))
+def _with_notes(planned: Planned, notes: Sequence[str]) -> Planned:
+    return replace(planned, why="; ".join((planned.why, *notes)))
 
 
 def _hopeful(room_mib: float) -> "Callable[[EstimateTable], np.ndarray]":

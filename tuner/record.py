@@ -35,27 +35,27 @@ _OF_A_START = ("out", "resume", "storage")
 def asked_of(request: Request, task: "Task") -> dict[str, Any]:
     """Returns the description of the request for run.yaml."""
     workload = task.workload
-    what: dict[str, Any] = {}
+    workload_entry: dict[str, Any] = {}
     if task.command is not None:
-        what["command"] = shlex.join(_described(task.command.requested))
+        workload_entry["command"] = shlex.join(_described(task.command.requested))
     elif workload is not None:
-        what["id"] = workload.id
+        workload_entry["id"] = workload.id
     else:
-        what["callable"] = task.name
+        workload_entry["callable"] = task.name
         if request.direction == "min":
-            what["direction"] = "min"
+            workload_entry["direction"] = "min"
     if workload is not None:
-        what["spec"] = str(workload.spec)
+        workload_entry["spec"] = str(workload.spec)
     if workload is not None and (class_name := class_of(workload.model)):
-        what["class"] = class_name
+        workload_entry["class"] = class_name
     if workload is not None and (optimizer := optimizer_settings(workload)):
-        what["optimizer"] = optimizer
+        workload_entry["optimizer"] = optimizer
     if (lora := getattr(workload and workload.model, "lora", None)) is not None:
-        what["lora"] = str(lora)
+        workload_entry["lora"] = str(lora)
     shape = shape_of(workload.model) if workload else None
     return {
         "model": task.name,
-        "workload": what,
+        "workload": workload_entry,
         **({"shape": shape} if shape else {}),
         "space": task.space.to_dict(describe_callables=True),
         "devices": {**task.shown.to_dict(), "used": task.devices, "per_host": _per_host(task)},
@@ -81,19 +81,19 @@ def _request_to_repeat(request: Request, task: "Task") -> dict[str, Any]:
     of them is an object that a file cannot contain.
     """
     names = [field.name for section in SECTIONS for field, _ in options_of(section) if field.name not in _OF_A_START]
-    out = request.given(*names, "begin_with")
+    values = request.given(*names, "begin_with")
     for name in ("space", "data", "hardware"):
-        if isinstance(value := out.get(name), Path) or (isinstance(value, str) and Path(value).is_file()):
-            out[name] = absolute(value)
-    if warm := out.get("warm_start"):
-        out["warm_start"] = [absolute(each) for each in ([warm] if isinstance(warm, (str, Path)) else warm)]
+        if isinstance(value := values.get(name), Path) or (isinstance(value, str) and Path(value).is_file()):
+            values[name] = absolute(value)
+    if warm := values.get("warm_start"):
+        values["warm_start"] = [absolute(run) for run in ([warm] if isinstance(warm, (str, Path)) else warm)]
     if task.command is not None:
         command = task.command.requested
         target: Any = None if command.hides_env else command.to_dict()
     else:
         target = task.workload.spec if task.workload and isinstance(request.target, (str, Path)) else None
     try:
-        return as_data({"target": target, **out}) if target else {}
+        return as_data({"target": target, **values}) if target else {}
     except TypeError:
         return {}
 
@@ -105,24 +105,24 @@ def request_again(folder: str | Path) -> dict[str, Any]:
         StudyError: the folder has no run, or run.yaml does not contain its request.
     """
     RunFolder.check(folder, resume=True)
-    found = dict(RunFolder.asked(folder).get("request") or {})
-    target = found.get("target")
-    if not isinstance(target, (str, dict)) or not found.keys() <= {each.name for each in fields(Request)}:
+    values = dict(RunFolder.asked(folder).get("request") or {})
+    target = values.get("target")
+    if not isinstance(target, (str, dict)) or not values.keys() <= {field.name for field in fields(Request)}:
         raise StudyError(
             f"'{folder}' cannot be resumed by its folder alone, since run.yaml does not contain all of its request: repeat the "
             "same command or call with --resume"
         )
     if isinstance(target, dict):
-        if "command" not in target or not target.keys() <= {each.name for each in fields(Command)}:
+        if "command" not in target or not target.keys() <= {field.name for field in fields(Command)}:
             raise StudyError(
                 f"'{folder}' cannot be resumed by its folder alone: the command in its run.yaml is damaged"
             )
-        found["target"] = Command(**target)
-    return found
+        values["target"] = Command(**target)
+    return values
 
 
 def _per_host(task: "Task") -> int:
-    """Devices of one host as far as this machine knows. On a cluster, the runner knows better."""
+    """Returns the number of devices of a host, as seen from this machine. On a cluster the runner corrects it."""
     return task.shown.count if task.simulated or task.emulated or task.device.type == "cuda" else task.devices
 
 
@@ -131,7 +131,7 @@ def plan_of(
 ) -> SearchPlan:
     """Returns the plan of the search for its listener. `default` is the first configuration of a new search."""
     count = f"{task.devices} x " if task.devices > 1 else ""
-    before = summary.default(folder.trials())
+    recorded_default = summary.default(folder.trials())
     return SearchPlan(
         name=task.name,
         model_class=class_of(task.workload.model) if task.workload is not None else None,
@@ -142,20 +142,20 @@ def plan_of(
         earlier=tuple(trial for trial in folder.trials() if not trial.pending),
         sampler=request.sampler,
         runner=runner.name,
-        default=default if before is None else before.config,
+        default=default if recorded_default is None else recorded_default.config,
         derived=frozenset(knob.name for knob in task.space.knobs if knob.derived),
         folder=folder.path if request.out is not None else None,
     )
 
 
-def command_of(request: Request, task: "Task", limit_mib: float | None, made_of: Sequence[Any]) -> list[str]:
+def command_of(request: Request, task: "Task", limit_mib: float | None, trials: Sequence[Any]) -> list[str]:
     """Returns the command line that measures the winner again.
 
     Args:
         request: the request. Values of the winner may exist only in its space or its overrides.
-        task: what was tuned.
+        task: target of the search.
         limit_mib: memory of a device, MiB.
-        made_of: the trials.
+        trials: trials of the search.
     """
     target = request.target
     if task.command is not None:
@@ -163,11 +163,11 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         source = ["--command-file", str(command_file)] if _needs_file(requested) else _described(requested)
         command = ["redline", "tune", *source, "--devices", str(task.devices)]
         for name in ("seq_len", "global_batch", "lora"):
-            if (given := getattr(request, name)) is not None:
-                command += [f"--{name.replace('_', '-')}", str(given)]
+            if (value := getattr(request, name)) is not None:
+                command += [f"--{name.replace('_', '-')}", str(value)]
     elif task.workload is not None and isinstance(target, (str, Path, ServerModel)):
-        what = ["--workload", task.workload.spec] if ".py:" in task.workload.spec else [task.workload.spec]
-        command = ["redline", "tune", *what, "--devices", str(task.devices)]
+        target_arguments = ["--workload", task.workload.spec] if ".py:" in task.workload.spec else [task.workload.spec]
+        command = ["redline", "tune", *target_arguments, "--devices", str(task.devices)]
         if task.workload.seq_len:
             command += ["--seq-len", str(task.workload.seq_len)]
         if not task.free_batch:
@@ -177,17 +177,17 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             command += ["--lora", str(lora)]
     else:
         return [Path(sys.executable).name, *sys.argv]
-    for name, given in (("space", request.space), ("data", request.data)):
-        if isinstance(given, (str, Path)):
+    for name, value in (("space", request.space), ("data", request.data)):
+        if isinstance(value, (str, Path)):
             # A command runs in the same working directory; other paths are made absolute.
-            command += [f"--{name}", str(given) if task.command is not None else absolute(given)]
+            command += [f"--{name}", str(value) if task.command is not None else absolute(value)]
     for name, values in (request.override or {}).items():
         between = ";" if name in BLOCK_KNOBS else ","
-        command += ["--set", f"{name}={between.join(exact_text(each) for each in values)}"]
+        command += ["--set", f"{name}={between.join(exact_text(value) for value in values)}"]
     # A simulated run is repeated by measuring.
-    where = () if task.simulated else ("runner", "hardware")
-    how = request.given(*where, "trial_timeout", "measure_time")
-    for name, value in how.items():
+    machine_options = () if task.simulated else ("runner", "hardware")
+    measuring_options = request.given(*machine_options, "trial_timeout", "measure_time")
+    for name, value in measuring_options.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             command.append(flag)
@@ -196,7 +196,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             command += [flag, absolute(str(value)) if file else str(value)]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:.12g}MiB"]
-    winner = summary.best(made_of)
+    winner = summary.best(trials)
     if winner is not None:
         chosen = [knob.name for knob in task.space.knobs if not knob.derived]
         for name in dict.fromkeys((*chosen, *BLOCK_KNOBS)):
@@ -216,9 +216,9 @@ def keep_command(command: Command, folder: Path) -> None:
 
     if not _needs_file(command):
         return
-    text = yaml.safe_dump(as_data(command.to_dict()), sort_keys=False, allow_unicode=True)
+    content = yaml.safe_dump(as_data(command.to_dict()), sort_keys=False, allow_unicode=True)
     try:
-        write_atomic(folder / COMMAND_FILE, text.encode(), durable=False)
+        write_atomic(folder / COMMAND_FILE, content.encode(), durable=False)
     except OSError as error:
         raise cannot_write(folder / COMMAND_FILE, error) from error
 
@@ -230,13 +230,14 @@ def _needs_file(command: Command) -> bool:
 
 def _described(command: Command) -> list[str]:
     """Describes a command by options, including those that only its file has."""
-    out = []
+    arguments = []
     for name, value in command.to_dict().items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
-            out.append(flag)
+            arguments.append(flag)
         elif name == "command" and not isinstance(value, str):
-            out += [flag, shlex.join(value)]
+            arguments += [flag, shlex.join(value)]
         else:
-            out += [text for each in ([value] if isinstance(value, str) else value) for text in (flag, each)]
-    return out
+            items = [value] if isinstance(value, str) else value
+            arguments += [argument for item in items for argument in (flag, item)]
+    return arguments

@@ -36,10 +36,10 @@ IN_PROCESS = "function"
 """Runner of a callable that is not isolated."""
 
 
-def known_sampler(name: str, what: str = "sampler") -> None:
+def known_sampler(name: str, subject: str = "sampler") -> None:
     """Raises UsageError if the sampler does not exist."""
     if name not in sampler_names():
-        raise UsageError(unknown(what, name, sampler_names()))
+        raise UsageError(unknown(subject, name, sampler_names()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +332,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
 
     def given(self, *names: str) -> dict[str, Any]:
         """Values of the named fields that differ from their defaults."""
-        defaults = {each.name: each.default for each in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) is not None and value != defaults[name]}
 
 
@@ -357,7 +357,7 @@ def in_python(message: str) -> str:
     >>> in_python("`--runner local` works without Ray")
     "`runner='local'` works without Ray"
     """
-    defaults = {each.name: each.default for each in fields(Request)}
+    defaults = {field.name: field.default for field in fields(Request)}
 
     def argument(match: re.Match[str]) -> str:
         if match[1] is None:
@@ -372,7 +372,7 @@ def in_python(message: str) -> str:
     return _OPTION.sub(argument, message)
 
 
-def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answer]], Callable[Given, Answer]]:
+def taking(make_request: Callable[Given, Request]) -> Callable[[Callable[[Request], Answer]], Callable[Given, Answer]]:
     """Decorates a function of a request so that it takes the request's fields as arguments, with their signature and
     documentation.
     """
@@ -380,7 +380,7 @@ def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answ
     def decorate(function: Callable[[Request], Answer]) -> Callable[Given, Answer]:
         @wraps(function)
         def called(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-            names = {each.name for each in fields(Request)}
+            names = {field.name for field in fields(Request)}
             for name in kwargs:
                 if (advice := replacement("argument", name)) is not None:
                     raise TypeError(f"{function.__name__}(): {advice}")
@@ -389,16 +389,21 @@ def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answ
                         f"{function.__name__}() got an unknown argument '{name}'{nearest(name, names) or '.'}"
                     )
             try:
-                return function(made(*args, **kwargs))
+                return function(make_request(*args, **kwargs))
             except RedlineError as error:
-                error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
+                error.args = tuple(
+                    in_python(argument) if isinstance(argument, str) else argument for argument in error.args
+                )
                 raise
 
-        begin, _, rest = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
-        sections = "\n".join(cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in SECTIONS)
-        called.__doc__ = f"{begin}\nArgs:\n{sections}\n\n{rest.partition(chr(10) * 2)[2]}"
-        types = get_type_hints(made)
-        plain = [each.replace(annotation=types[each.name]) for each in signature(made).parameters.values()]
+        begin, _, after_arguments = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
+        sections = "\n".join(cleandoc(section.__doc__ or "").partition("\nArgs:\n")[2] for section in SECTIONS)
+        called.__doc__ = f"{begin}\nArgs:\n{sections}\n\n{after_arguments.partition(chr(10) * 2)[2]}"
+        types = get_type_hints(make_request)
+        plain = [
+            parameter.replace(annotation=types[parameter.name])
+            for parameter in signature(make_request).parameters.values()
+        ]
         answers = signature(function).return_annotation
         called.__signature__ = Signature(plain, return_annotation=answers)  # type: ignore[attr-defined]
         return called

@@ -101,11 +101,11 @@ def counts_of(devices: Sequence[int] | str) -> tuple[int, ...]:
     Raises:
         UsageError: there are none, or one is not a number of devices.
     """
-    stated: Sequence[Any] = devices if not isinstance(devices, str) else [text.strip() for text in devices.split(",")]
+    values: Sequence[Any] = devices if not isinstance(devices, str) else [item.strip() for item in devices.split(",")]
     if isinstance(devices, str) and (powers := devices.partition(":"))[0] == "pow2":
-        last = _count(powers[2] or _present())
-        stated = [1 << exponent for exponent in range(last.bit_length())]
-    counts = sorted({_count(value) for value in stated})
+        largest = _count(powers[2] or _present())
+        values = [1 << exponent for exponent in range(largest.bit_length())]
+    counts = sorted({_count(value) for value in values})
     if not counts:
         raise UsageError("devices must name at least one number of devices, such as 1,2,4 or pow2:64")
     return tuple(counts)
@@ -137,8 +137,8 @@ def _batches(
         batch = _estimates(target, counts[0] if weak else counts[-1], None, options).global_batch
     if batch is None or not weak:
         return lambda count: batch
-    per_device, left = divmod(batch, counts[0])
-    if left:
+    per_device, remainder = divmod(batch, counts[0])
+    if remainder:
         raise UsageError(
             f"a global batch of {batch} cannot grow from {counts[0]} devices: it must be a multiple of {counts[0]}"
         )
@@ -206,16 +206,16 @@ def _predicted(
         calibrated = request.estimator.calibrate(results[most].all_trials)
     except (UsageError, RunnerError) as error:  # the model cannot be traced, or the machine cannot be measured
         return replace(scaling, notes=(f"nothing is predicted: {error}",))
-    last = predict_to or (tried[-1] if request.hardware.kind == "cpu" else max(tried[-1], FARTHEST))
-    farther = [1 << exponent for exponent in range(last.bit_length()) if tried[-1] < 1 << exponent <= last]
+    farthest = predict_to or (tried[-1] if request.hardware.kind == "cpu" else max(tried[-1], FARTHEST))
+    farther = [1 << exponent for exponent in range(farthest.bit_length()) if tried[-1] < 1 << exponent <= farthest]
     points = [*scaling.points, *(ScalePoint(devices=count, global_batch=batch_of(count)) for count in farther)]
 
     def with_prediction(point: ScalePoint) -> ScalePoint:
         try:
-            own = _estimates(target, point.devices, point.global_batch, options, like=request)
+            point_request = _estimates(target, point.devices, point.global_batch, options, like=request)
         except (SpaceError, UsageError) as error:
             return replace(point, why=point.why or str(error))
-        best = fastest(calibrated.on(own.estimator.training, own.hardware), own.space)
+        best = fastest(calibrated.on(point_request.estimator.training, point_request.hardware), point_request.space)
         if best is None:
             return replace(point, why=point.why or "no configuration is predicted to fit")
         estimate = best.estimate

@@ -68,7 +68,7 @@ class SearchSetup:
 
     request: Request
     task: Task
-    asked: Mapping[str, Any]
+    request_document: Mapping[str, Any]
     """Description of the request for run.yaml."""
     agent: HostAgent | None
     """A host agent that was started early; None if the runner starts its own."""
@@ -80,7 +80,7 @@ class SearchSetup:
     """Memory of a rank, MiB; None for all of the device's memory."""
     estimator: "Estimator | None"
     """Predicts the task's configurations; None without a model, or if its machine cannot be measured."""
-    first: FirstTrial
+    initial: FirstTrial
     begin_with: tuple[Config, ...]
     """Configurations of the request to try after the first trial."""
     notes: tuple[str, ...]
@@ -89,7 +89,7 @@ class SearchSetup:
 
     def runner(self, earlier: Sequence[Trial]) -> Runner:
         """Returns the runner of the trials; `earlier` are those of a resumed run."""
-        made = make_runner(
+        runner = make_runner(
             self.request,
             self.task,
             work=self.work,
@@ -100,13 +100,13 @@ class SearchSetup:
             starting=self.starting,
         )
         if not self.request.emulate_first:
-            return made
+            return runner
         try:
-            first = emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True)
+            emulation = emulator(self.request, self.task, self.limit_mib, self.estimator, memory_only=True)
         except BaseException:
-            made.close()
+            runner.close()
             raise
-        return EmulateFirst(first, made)
+        return EmulateFirst(emulation, runner)
 
 
 def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], None]) -> SearchSetup:
@@ -122,9 +122,10 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     """
 
     def started() -> HostAgent:
-        # The memory of this CPU's own ranks is compared with real ones, which have usual pages.
-        other = request.runs_on == EMULATE and request.hardware is not None
-        environment = HUGE_PAGES if other and find_hardware(request.hardware).kind != "cpu" else {}
+        # Huge pages only for other hardware: the emulated memory of this CPU is compared with that of real ranks, which
+        # use pages of the usual size.
+        stands_for_others = request.runs_on == EMULATE and request.hardware is not None
+        environment = HUGE_PAGES if stands_for_others and find_hardware(request.hardware).kind != "cpu" else {}
         return stack.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS, environment)))
 
     agent, driver = None, None
@@ -150,14 +151,16 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     if request.runs_on in ("local", EMULATE) and task.own is not None and agent is None:
         agent = started()
 
-    asked = asked_of(request, task)
-    transferred = [take(run, task.space, asked, task.own.unit if task.own else "") for run in request.earlier_runs]
-    _check(request, task, asked)
+    request_document = asked_of(request, task)
+    transferred = [
+        take(run, task.space, request_document, task.own.unit if task.own else "") for run in request.earlier_runs
+    ]
+    _check(request, task, request_document)
     resumed = RunFolder.asked(request.out) if request.resume and request.out is not None else {}
 
     work = make_work(request, task)
     # On a CPU, ranks have a limit of their own.
-    if work is not None and task.device.type == "cuda" and any(each.kills_all for each in memory_groups()):
+    if work is not None and task.device.type == "cuda" and any(group.kills_all for group in memory_groups()):
         warn(
             "a trial that fills the host's memory ends this whole container (memory.oom.group is 1), unless singleProcessOOMKill "
             "of the kubelet is set"
@@ -165,12 +168,12 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     elsewhere = kind is not None and kind.device != detect()
     limit_mib = memory_of_rank(request, task, warn, earlier_mib=resumed.get("rank_memory_mib"), elsewhere=elsewhere)
     if limit_mib is not None:
-        asked["rank_memory_mib"] = limit_mib
+        request_document["rank_memory_mib"] = limit_mib
 
     starting = None
     if request.runs_on == RayRunner.name and work is not None and not request.emulate_first:
         # Trials are placed while the space is predicted.
-        say = request.listener.on_wait if request.listener is not None else lambda what: None
+        say = request.listener.on_wait if request.listener is not None else lambda stage: None
         ray = {
             "driver": driver,
             "kind": kind,
@@ -191,12 +194,12 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
         estimator = _estimator(task, limit_mib, starting or agent, hardware, warn)
     if request.emulate_first and estimator is not None:
         with emulator(request, task, limit_mib, estimator, memory_only=False) as ahead:
-            say = request.listener.on_wait if request.listener is not None else lambda what: None
+            say = request.listener.on_wait if request.listener is not None else lambda stage: None
             estimator = corrected_by_emulation(estimator, task.space, ahead, say)
     prior = _prior(request, task, estimator, transferred, warn)
-    first = first_trial(task.space, prior if task.workload is not None else None, HEADROOM)
-    if first.note:
-        asked["first_trial"] = first.note
+    initial = first_trial(task.space, prior if task.workload is not None else None, HEADROOM)
+    if initial.note:
+        request_document["first_trial"] = initial.note
 
     begin_with, notes = _begin_with(request, task)
     surrogate_prior = _surrogate_prior(request, task, prior, transferred, warn)
@@ -209,13 +212,13 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
     return SearchSetup(
         request=request,
         task=task,
-        asked=asked,
+        request_document=request_document,
         agent=agent,
         starting=starting,
         work=work,
         limit_mib=limit_mib,
         estimator=estimator,
-        first=first,
+        initial=initial,
         begin_with=begin_with,
         notes=notes,
         sampler=sampler,
@@ -224,7 +227,7 @@ def set_up(request: Request, stack: contextlib.ExitStack, warn: Callable[[str], 
 
 
 def _kind_of_cluster(request: Request, driver: RayDriver, warn: Callable[[str], None]) -> DeviceKind:
-    """Returns the kind of devices that the trials use: the requested one, that of the resumed run, or what there is most of.
+    """Returns the kind of devices that the trials use: the requested one, that of the resumed run, or the most frequent one.
 
     Raises:
         UsageError: the cluster does not have the requested kind.
@@ -241,8 +244,8 @@ def _kind_of_cluster(request: Request, driver: RayDriver, warn: Callable[[str], 
     return chosen
 
 
-def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
-    """Refuses invalid requests before slow preparations.
+def _check(request: Request, task: Task, request_document: Mapping[str, Any]) -> None:
+    """Checks the request before slow preparations.
 
     Raises:
         UsageError: parts of the request contradict each other, or one of them has no effect.
@@ -260,21 +263,23 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> None:
         check_refinable(task.own, task.space)
     make_sampler(request.sampler, task.space, seed=request.seed)
     if request.out is not None:
-        RunFolder.resumable(request.out, asked, storage=request.storage, resume=request.resume)
+        RunFolder.resumable(request.out, request_document, storage=request.storage, resume=request.resume)
 
 
 def _begin_with(request: Request, task: Task) -> tuple[tuple[Config, ...], tuple[str, ...]]:
     """Returns the configurations of `begin_with` that are valid here, and a note for each of the others."""
     from ..estimator.survey import checked_config
 
-    found, notes = dict[Config, None](), []
-    for each in request.begin_with:
+    valid, notes = dict[Config, None](), []
+    for config in request.begin_with:
         try:
-            found[checked_config(task.space, each)] = None
+            valid[checked_config(task.space, config)] = None
         except SpaceError as error:
-            text = config_text(each)
-            notes.append(f"not tried, because it is not valid here: {text} ({' '.join(str(error).split())[:200]})")
-    return tuple(found), tuple(notes)
+            invalid_text = config_text(config)
+            notes.append(
+                f"not tried, because it is not valid here: {invalid_text} ({' '.join(str(error).split())[:200]})"
+            )
+    return tuple(valid), tuple(notes)
 
 
 def _estimator(
@@ -284,8 +289,8 @@ def _estimator(
     hardware: Any,
     warn: Callable[[str], None],
 ) -> "Estimator | None":
-    """Returns the estimator of the task's model. Before this machine is measured, it waits for what is starting, which would
-    disturb that.
+    """Returns the estimator of the task's model. This machine is measured only when the runner has started, because its start
+    would disturb the measurement.
     """
 
     def settle() -> None:
@@ -360,20 +365,22 @@ def imports_early(target: Any) -> bool:
 
 
 def check_honoured(request: Request, task: Task) -> None:
-    """Refuses options that would have no effect.
+    """Checks that every requested option has an effect.
 
     Raises:
         UsageError: an option cannot be honoured.
     """
-    given = request.given("trial_timeout", "memory_limit", "measure_time", "concurrency", "ray_address", "device_kind")
-    at_once = given.get("concurrency", 1)
+    requested_options = request.given(
+        "trial_timeout", "memory_limit", "measure_time", "concurrency", "ray_address", "device_kind"
+    )
+    at_once = requested_options.get("concurrency", 1)
     for name in ("ray_address", "device_kind"):
-        if name in given and request.runs_on != "ray":
+        if name in requested_options and request.runs_on != "ray":
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(
                 f"{flag} has no effect on the runner '{request.runs_on}'; request the runner 'ray', or leave it out"
             )
-    if "device_kind" in given and cluster_address(request.ray_address) is None:
+    if "device_kind" in requested_options and cluster_address(request.ray_address) is None:
         raise UsageError("--device-kind chooses among the devices of a cluster: --ray-address")
     runs_here = not task.simulated and request.runs_on != EMULATE and task.device.type == "cpu"
     if (
@@ -388,9 +395,11 @@ def check_honoured(request: Request, task: Task) -> None:
     if request.soak and task.emulated:
         raise UsageError("--soak trains a workload's winner on all of its ranks; it has no part in emulated trials")
     if request.soak and (task.own is None or task.simulated):
-        what = "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
+        unsupported = (
+            "simulated trials, which do not run" if task.simulated else "a command or a callable, which has its own"
+        )
         raise UsageError(
-            f"--soak trains a workload's winner on batches of varied lengths; it cannot be used with {what}"
+            f"--soak trains a workload's winner on batches of varied lengths; it cannot be used with {unsupported}"
         )
     if request.direction is not None:
         if request.direction not in DIRECTIONS:
@@ -406,7 +415,7 @@ def check_honoured(request: Request, task: Task) -> None:
             f"{at_once} trials at once would write to the same metric_file, and read each other's numbers: put {{trial_dir}} "
             "into its path, or leave --concurrency out"
         )
-    if "measure_time" in given and task.command is None:
+    if "measure_time" in requested_options and task.command is None:
         raise UsageError(
             "--measure-time is for a workload or a command, whose steps are timed; a callable measures itself"
         )
@@ -415,9 +424,9 @@ def check_honoured(request: Request, task: Task) -> None:
     if request.runs_on != IN_PROCESS:
         return
     for name in ("trial_timeout", "memory_limit"):
-        if name in given:
+        if name in requested_options:
             raise UsageError(
-                f"{name}={given[name]} needs a process that can be ended, but isolate=False calls the function "
+                f"{name}={requested_options[name]} needs a process that can be ended, but isolate=False calls the function "
                 "in this one; leave one of the two out"
             )
     if at_once > 1:
@@ -434,7 +443,7 @@ def memory_of_rank(
     earlier_mib: float | None = None,
     elsewhere: bool = False,
 ) -> float | None:
-    """Memory of a rank, MiB; None for all of the device's memory, or if the target handles its own.
+    """Returns the memory of a rank, MiB; None for all of the device's memory, or if the target limits its own memory.
 
     Estimate and trials get the same limit: the memory that other processes use on this machine's GPUs is subtracted
     for both.
@@ -448,46 +457,46 @@ def memory_of_rank(
     Raises:
         UsageError: this host has less memory left than the earlier trials had.
     """
-    given = request.limit_mib
+    requested = request.limit_mib
     if isinstance(request.runner, Runner):
-        return given  # the free memory of other machines is not known here
+        return requested  # the free memory of other machines is not known here
     if task.own is None or task.simulated:
-        return given
+        return requested
     if task.emulated:
-        return memory_of_emulated(request.hardware, task.device, task.devices, given)
+        return memory_of_emulated(request.hardware, task.device, task.devices, requested)
     if task.device.type == "cuda":
-        return _left_of_gpus(given, warn) if request.runs_on == "local" else given
-    if given is not None:
-        return given
+        return _left_of_gpus(requested, warn) if request.runs_on == "local" else requested
+    if requested is not None:
+        return requested
     ranks = task.devices * (request.concurrency or 1)
     if elsewhere:
         return float(int(task.device.memory_mib * SHARE_OF_HOST / ranks))
     if earlier_mib is None:
         return share_of_host(ranks)
-    if (left := available_memory_mib()) < earlier_mib * ranks:
+    if (free := available_memory_mib()) < earlier_mib * ranks:
         raise UsageError(
-            f"the trials of '{request.out}' had {earlier_mib:,.0f} MiB a rank, but this host has {left / ranks:,.0f} MiB a "
+            f"the trials of '{request.out}' had {earlier_mib:,.0f} MiB a rank, but this host has {free / ranks:,.0f} MiB a "
             f"rank left: end other processes that use its memory, or start another run with --out DIR"
         )
     return earlier_mib
 
 
-def _left_of_gpus(given: float | None, warn: Callable[[str], None]) -> float | None:
-    """Memory that other processes leave of each GPU for a rank's allocator, MiB, if they use any; otherwise the
-    requested limit.
+def _left_of_gpus(requested: float | None, warn: Callable[[str], None]) -> float | None:
+    """Returns the memory of each GPU that other processes leave for a rank's allocator, MiB; the requested limit if they
+    use none.
     """
-    found = gpu_use()
-    if not found or max(each.used_mib for each in found) < LEAST_HELD_MIB:
-        return given
-    least = min(found, key=lambda each: each.total_mib - each.used_mib)
-    left = float(int(max(1.0, least.total_mib - least.used_mib - Constants().context_mib)))
-    if given is not None and given <= left:
-        return given
+    gpus = gpu_use()
+    if not gpus or max(gpu.used_mib for gpu in gpus) < LEAST_HELD_MIB:
+        return requested
+    least = min(gpus, key=lambda gpu: gpu.total_mib - gpu.used_mib)
+    free = float(int(max(1.0, least.total_mib - least.used_mib - Constants().context_mib)))
+    if requested is not None and requested <= free:
+        return requested
     warn(
         f"other processes use {least.used_mib:,.0f} of the {least.total_mib:,.0f} MiB of GPU {least.name}: "
-        f"trials may take {left:,.0f} MiB of each GPU"
+        f"trials may take {free:,.0f} MiB of each GPU"
     )
-    return left
+    return free
 
 
 def make_work(request: Request, task: Task) -> Work | None:

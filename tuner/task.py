@@ -63,7 +63,7 @@ class Task:
 
     @property
     def shown(self) -> Device:
-        """The devices that the results are of."""
+        """Devices that the results describe: those that are emulated, otherwise those in use."""
         return self.stands_for or self.device
 
     @property
@@ -76,10 +76,10 @@ class Task:
         """Values of knobs that a configuration may lack, if the command states them."""
         if self.trained is None:
             return {}
-        out: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.free_batch:
-            out = {"global_batch": total} if (total := self.trained.global_batch) else {"grad_accum": 1}
-        return out | ({"precision": self.trained.precision} if self.trained.precision else {})
+            values = {"global_batch": total} if (total := self.trained.global_batch) else {"grad_accum": 1}
+        return values | ({"precision": self.trained.precision} if self.trained.precision else {})
 
     @property
     def callable(self) -> Callable[[Config], Any]:
@@ -124,15 +124,15 @@ def resolve_task(
         count = request.devices or device.count
         notes = _check_devices(count, device, cluster)
     if isinstance(target, (str, Path, Workload, ServerModel)):
-        found = resolve(request, device, count)
-        _check_effects(found.space, request.fix)
+        resolved = resolve(request, device, count)
+        _check_effects(resolved.space, request.fix)
         return Task(
-            name=found.workload.name,
-            space=found.space,
-            workload=found.workload,
-            free_batch=found.free_batch,
-            lossy=lossy_of_space(found.space),
-            notes=notes + found.notes,
+            name=resolved.workload.name,
+            space=resolved.space,
+            workload=resolved.workload,
+            free_batch=resolved.free_batch,
+            lossy=lossy_of_space(resolved.space),
+            notes=notes + resolved.notes,
             device=device,
             devices=count,
             simulated=simulated is not None,
@@ -144,7 +144,7 @@ def resolve_task(
             "the runner 'emulate' needs a model or a workload; a command is emulated by `emulate: true` in its "
             "--command-file, where its framework can"
         )
-    known: dict[str, Any] = {
+    common: dict[str, Any] = {
         "notes": notes,
         "device": device,
         "devices": count,
@@ -152,7 +152,7 @@ def resolve_task(
         "emulated": emulated,
     }
     if isinstance(target, Command):
-        return _of_command(target, request, known)
+        return _of_command(target, request, common)
     if not callable(target):
         raise UsageError(f"the target must be a model's name, a Workload, a Command or a callable, but got {target!r}")
     _refuse_parts(request, _OF_A_WORKLOAD, "a callable")
@@ -160,20 +160,20 @@ def resolve_task(
         raise UsageError("the runner 'simulate' needs a model or a workload, not a callable")
     space, space_notes = request.space_or(_no_default)
     _check_effects(space, request.fix)
-    known["notes"] += space_notes
-    return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **known)
+    common["notes"] += space_notes
+    return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **common)
 
 
-def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]) -> Task:
+def _of_command(target: Command, request: TrainingRequest, common: dict[str, Any]) -> Task:
     """Returns the task of a command, with its model if that is known."""
-    count, total = known["devices"], request.global_batch
+    count, total = common["devices"], request.global_batch
     trained = CommandTraining.by(target)
     if request.data is not None:
         raise UsageError("data is for a workload; a command has its own data")
     workload, model_notes = _trained(target, trained, request)
     if workload is None:
         _refuse_parts(request, ("seq_len", "lora"), "a command, unless --model names its model")
-        if known["simulated"]:
+        if common["simulated"]:
             raise UsageError(
                 "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
             )
@@ -197,11 +197,11 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         workload=workload,
     )
     if not space.knobs:
-        known["notes"] += (
+        common["notes"] += (
             "the command has no knob, so it is measured once: write {micro_batch} or any other name where a value belongs, and "
             "give its values, such as --set micro_batch=8,16,32",
         )
-    known["notes"] += (*model_notes, *allowed, *command.notes)
+    common["notes"] += (*model_notes, *allowed, *command.notes)
     return Task(
         name=target.name,
         command=command,
@@ -210,7 +210,7 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         space=space,
         free_batch=request.global_batch is None,
         lossy=lossy_of_space(space),
-        **known,
+        **common,
     )
 
 
@@ -224,33 +224,33 @@ def _trained(
     length, total = request.seq_len or trained.seq_len, request.global_batch
     try:
         if name is not None:
-            found = resolve_workload(name, seq_len=length, global_batch=total, lora=request.lora)
+            workload = resolve_workload(name, seq_len=length, global_batch=total, lora=request.lora)
         else:
             assert trained.architecture is not None
-            found = hugging_face_workload(
+            workload = hugging_face_workload(
                 trained.architecture, name=command.name, spec="", seq_len=length, global_batch=total
             )
     except WorkloadError as error:
         if command.model is not None:
             raise
         return None, (f"the search begins without an estimate of the command's model (--model names one): {error}",)
-    of = f", {found.seq_len} tokens a sample" if found.seq_len else ""
+    of = f", {workload.seq_len} tokens a sample" if workload.seq_len else ""
     if name is None:
-        return found, (
+        return workload, (
             f"the estimate is that of the model that the command's flags describe{of}; --model names another",
         )
-    how = "" if command.model is not None else "; the command names it, and --model names another"
-    return found, (f"the estimate is that of {found.name}{of}{how}",)
+    source = "" if command.model is not None else "; the command names it, and --model names another"
+    return workload, (f"the estimate is that of {workload.name}{of}{source}",)
 
 
-def _refuse_parts(request: TrainingRequest, names: Sequence[str], what: str) -> None:
+def _refuse_parts(request: TrainingRequest, names: Sequence[str], subject: str) -> None:
     """Refuses options of a workload if there is none.
 
     Raises:
         UsageError: one of them is given.
     """
     if any(getattr(request, name) is not None for name in names):
-        raise UsageError(f"{', '.join(names[:-1])} and {names[-1]} are for a workload, not for {what}")
+        raise UsageError(f"{', '.join(names[:-1])} and {names[-1]} are for a workload, not for {subject}")
 
 
 def _no_default(allow: Sequence[str]) -> Space:
@@ -269,8 +269,8 @@ def _declared(
     if command.launcher is not None:
         values |= find_launcher(command.launcher).values(command, devices, lossy="lossy" in allow)
         for name, choices in values.items():
-            if (own := trained.knobs.get(name)) in choices:
-                values[name] = [own, *(choice for choice in choices if choice != own)]
+            if (command_value := trained.knobs.get(name)) in choices:
+                values[name] = [command_value, *(choice for choice in choices if choice != command_value)]
     values |= request.override or {}
     space = Space()
     for name, listed in values.items():
@@ -350,6 +350,6 @@ def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]
             f"{cores} core{'s'[: cores > 1]}"
         )
     if count > cores:
-        what = "one core" if cores == 1 else f"{cores} cores"
-        return (f"{count} ranks share {what}: compare their times with each other only",)
+        cores_text = "one core" if cores == 1 else f"{cores} cores"
+        return (f"{count} ranks share {cores_text}: compare their times with each other only",)
     return ()

@@ -55,7 +55,7 @@ def run_search(request: Request) -> Result:
         setup = set_up(request, stack, messages.warn)
         messages.listener = stack.enter_context(logging_to(request.log_to, request.out, messages.listener))
         folder = stack.enter_context(_open(setup, stack.enter_context(_folder(request.out)), messages.warn))
-        first_note = (setup.first.note,) if setup.first.note and not folder.resumed else ()
+        first_note = (setup.initial.note,) if setup.initial.note and not folder.resumed else ()
         if setup.task.command is not None:
             keep_command(setup.task.command.requested, folder.path)
         for note in (*folder.notes, *setup.task.notes, *setup.notes, *first_note):
@@ -85,7 +85,7 @@ def _open(setup: SearchSetup, path: Path, warn: Callable[[str], None]) -> RunFol
         knobs |= dict.fromkeys(name for name in BLOCK_KNOBS if name not in knobs)
     return RunFolder.open(
         path,
-        setup.asked,
+        setup.request_document,
         knobs=knobs,
         make_config=Config,
         storage=request.storage,
@@ -113,8 +113,8 @@ def _search(
                 sampler=setup.sampler,
                 runner=runner,
                 budget=request.budget,
-                first=(setup.first.config, *setup.begin_with),
-                fallback=setup.first.fallback,
+                first=(setup.initial.config, *setup.begin_with),
+                fallback=setup.initial.fallback,
                 trial_timeout_s=request.timeout_s,
                 listener=messages.listener,
                 judge=setup.judge,
@@ -124,7 +124,7 @@ def _search(
                 watch=watch,
                 soak_plan=SoakPlan() if request.soak else None,
             )
-            messages.listener.on_start(plan_of(request, task, folder, runner, default=setup.first.config))
+            messages.listener.on_start(plan_of(request, task, folder, runner, default=setup.initial.config))
             search.run()
             ended = search.ended
             if request.layerwise:
@@ -181,8 +181,8 @@ def _conclude(
     )
     messages.listener.on_end(result)
     if isinstance(cause, RunnerError):
-        kept = request.out is not None and any(not trial.pending for trial in done)
-        note = f"\nThe trials so far are in '{folder.path}'; resuming continues from there." if kept else ""
+        saved = request.out is not None and any(not trial.pending for trial in done)
+        note = f"\nThe trials so far are in '{folder.path}'; resuming continues from there." if saved else ""
         raise type(cause)(f"{cause}{note}") from cause
     if result.best is None and request.listener is None:
         warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=5)
@@ -196,8 +196,9 @@ def _winner_s_command(command: Commands, winner: Trial, out: Path, hosts: int) -
         command.write_files(winner.config, winner.number, folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    where = ", on each host with its NODE_RANK and the first one's MASTER_ADDR" if hosts > 1 else ""
-    return f"the winner's command{where}: {command.training_command(winner.config, winner.number, folder, hosts=hosts)}"
+    per_host_text = ", on each host with its NODE_RANK and the first one's MASTER_ADDR" if hosts > 1 else ""
+    command_text = command.training_command(winner.config, winner.number, folder, hosts=hosts)
+    return f"the winner's command{per_host_text}: {command_text}"
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ def _of_module(module: "torch.nn.Module") -> Any:
     def stored(tensor: "torch.Tensor") -> Stored:
         return Stored(lambda box: tensor.detach()[box].cpu(), tensor.shape, tensor.dtype, fresh=False)
 
-    return Weights({name: stored(each) for name, each in module.state_dict().items()})
+    return Weights({name: stored(tensor) for name, tensor in module.state_dict().items()})
 
 
 def _broadcast(module: "torch.nn.Module", group: Any) -> None:

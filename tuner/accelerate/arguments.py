@@ -125,10 +125,10 @@ class Examples:
         """Returns `size` samples, starting at a random one."""
         import torch
 
-        parts = entries(self.batch)
-        count = len(next(iter(parts.values())))
+        columns = entries(self.batch)
+        count = len(next(iter(columns.values())))
         numbers = (torch.arange(size) + seed) % count
-        result = {name: each[numbers] for name, each in parts.items()}
+        result = {name: column[numbers] for name, column in columns.items()}
         return result if isinstance(self.batch, Mapping) else tuple(result.values())  # type: ignore[return-value]
 
 
@@ -145,12 +145,14 @@ def _of_module(arguments: ModelArguments, module: "nn.Module") -> Workload:
     _refuse_lora(arguments)
     architecture = _architecture(module)
     if architecture is not None:
-        frozen = tuple(name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad)
-        own = {each.name: getattr(architecture, each.name) for each in fields(architecture)}
-        whole = _hugging_face(arguments, module)
-        return _with_choices(arguments, replace(whole, model=Unfrozen(**own, frozen=frozen)))
+        frozen = tuple(
+            name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+        )
+        architecture_fields = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
+        language_model = _hugging_face(arguments, module)
+        return _with_choices(arguments, replace(language_model, model=Unfrozen(**architecture_fields, frozen=frozen)))
     kind = type(module)
-    shapes = {name: list(each.shape) for name, each in module.state_dict().items()}
+    shapes = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
     return _own(
         arguments,
         ModuleCopies(module=module),
@@ -173,8 +175,8 @@ def _of_builder(arguments: ModelArguments) -> Workload:
     module = skeleton(workload)
     if _architecture(module) is None:
         return workload
-    whole = _hugging_face(arguments, module)
-    return _with_choices(arguments, replace(whole, model=arguments.model, identity=None))
+    language_model = _hugging_face(arguments, module)
+    return _with_choices(arguments, replace(language_model, model=arguments.model, identity=None))
 
 
 def _own(
@@ -216,10 +218,10 @@ def _architecture(module: Any) -> Architecture | None:
     if not hasattr(type(module), "config_class") or not hasattr(module, "config"):
         return None
     try:
-        found = from_configuration(module.config, type(module).__name__, named=type(module).__name__)
+        architecture = from_configuration(module.config, type(module).__name__, named=type(module).__name__)
     except WorkloadError:  # of another task, which its own forward may support
         return None
-    return found if found.task in GENERAL and type(module) is found.model_class else None
+    return architecture if architecture.task in GENERAL and type(module) is architecture.model_class else None
 
 
 def _with_choices(arguments: ModelArguments, workload: Workload) -> Workload:
@@ -252,8 +254,8 @@ def _samples(arguments: ModelArguments, workload: Workload) -> TrainingData:
 def _with_data(workload: Workload, samples: FromDataset) -> Workload:
     task: Task | None = getattr(workload.batch, "task", None)
     count = min(len(samples.dataset), max(2, workload.global_batch))
-    whole = samples.collate([samples.dataset[number] for number in range(count)])
-    batch: Batch = dict(whole) if isinstance(whole, Mapping) else tuple(whole)
+    collated = samples.collate([samples.dataset[number] for number in range(count)])
+    batch: Batch = dict(collated) if isinstance(collated, Mapping) else tuple(collated)
     return replace(workload, batch=Examples(batch=batch_slice(batch, 0, count), task=task))
 
 
@@ -267,10 +269,10 @@ def _length(arguments: ModelArguments) -> int | None:
         return arguments.seq_len
     if _are_paths(arguments.dataset):
         return None
-    first = entries(FromDataset(arguments.dataset, collate=arguments.collate)(0, 1))
-    ids = first.get("input_ids")
+    first_sample = entries(FromDataset(arguments.dataset, collate=arguments.collate)(0, 1))
+    ids = first_sample.get("input_ids")
     return None if ids is None else int(ids.shape[1])
 
 
 def _are_paths(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, (str, Path)) for each in value)
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (str, Path)) for item in value)

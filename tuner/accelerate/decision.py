@@ -90,15 +90,15 @@ def _of_run(workload: Workload, path: Path, request: StrategyRequest, size: int)
         nearest = adapted(trained, source.config, detect(), devices=size, fixed=request.fix or {}, of=of)
         predicted = source.predicted if nearest.config == source.config else None
         return Decision(config=nearest.config, why=nearest.why, predicted=predicted)
-    found = _planned(trained, request, size, like=source.config)
-    return replace(found, why=f"replanned after '{path}', which is for {source.devices} devices: {found.why}")
+    planned = _planned(trained, request, size, like=source.config)
+    return replace(planned, why=f"replanned after '{path}', which is for {source.devices} devices: {planned.why}")
 
 
 def _of_file(workload: Workload, path: Path, request: StrategyRequest, size: int) -> Decision:
-    found = read_list(path)
-    if isinstance(found, Mapping):
-        return _from_mapping(workload, found.get("configuration", found), request, size)
-    return _followed(workload, follow(found, size), request, size)
+    content = read_list(path)
+    if isinstance(content, Mapping):
+        return _from_mapping(workload, content.get("configuration", content), request, size)
+    return _followed(workload, follow(content, size), request, size)
 
 
 def _from_mapping(workload: Workload, config: Mapping[str, Any], request: StrategyRequest, size: int) -> Decision:
@@ -122,12 +122,12 @@ def _from_mapping(workload: Workload, config: Mapping[str, Any], request: Strate
     return Decision(config=Config(chosen), why="the configuration that was given")
 
 
-def _followed(workload: Workload, found: Followed, request: StrategyRequest, size: int) -> Decision:
+def _followed(workload: Workload, optimisations: Followed, request: StrategyRequest, size: int) -> Decision:
     """Plans the knobs that a list of optimisations leaves open, such as the micro-batch."""
     space = make_space(workload, detect(), size)
-    fixed, notes = dict(request.fix or {}), list(found.notes)
-    requested = {name: value for name, value in found.knobs.items() if value != NEUTRAL.get(name)}
-    for name, value in found.knobs.items():
+    fixed, notes = dict(request.fix or {}), list(optimisations.notes)
+    requested = {name: value for name, value in optimisations.knobs.items() if value != NEUTRAL.get(name)}
+    for name, value in optimisations.knobs.items():
         if name in space.by_name:
             if name not in fixed:
                 fixed[name] = _checked_value(space.by_name[name], value, workload, size)
@@ -136,7 +136,7 @@ def _followed(workload: Workload, found: Followed, request: StrategyRequest, siz
                 f"{name}={json.dumps(value)} is not followed: {workload.name} has no such knob on {size} devices"
             )
     planned = _planned(workload, replace(request, fix=fixed), size)
-    degrees = " ".join(f"{each}={planned.config[each]}" for each in ("tp", "pp", "dp") if each in planned.config)
+    degrees = " ".join(f"{name}={planned.config[name]}" for name in ("tp", "pp", "dp") if name in planned.config)
     notes += [
         f"{name}={json.dumps(value)} is not followed: it has no effect with {degrees}"
         for name, value in requested.items()
@@ -170,7 +170,7 @@ def _planned(workload: Workload, request: StrategyRequest, size: int, like: Conf
         fixed=request.fix or {},
         seed=request.seed,
     )
-    measured = next((each.throughput for each in planned.trials if each.config == planned.config and each.ok), None)
+    measured = next((trial.throughput for trial in planned.trials if trial.config == planned.config and trial.ok), None)
     estimated = None if planned.estimate is None else planned.estimate.throughput
     return Decision(config=planned.config, why=planned.why, predicted=measured if measured is not None else estimated)
 

@@ -48,16 +48,16 @@ def follow(strategy: Sequence[Any], devices: int) -> Followed:
         UsageError: an entry is malformed, has an unknown name, or has a configuration that its optimisation does not
             take.
     """
-    out = Followed(devices=devices)
-    entries = [_entry(each) for each in strategy]
+    followed = Followed(devices=devices)
+    entries = [_entry(entry) for entry in strategy]
     # Degrees come first: optimisations without their own degree use them.
-    for name, config, tunable in sorted(entries, key=lambda each: each[0] != "parallel_mode"):
-        before = dict(out.knobs)
-        OPTIMISATIONS[name](out, config)
+    for name, config, tunable in sorted(entries, key=lambda entry: entry[0] != "parallel_mode"):
+        previous = dict(followed.knobs)
+        OPTIMISATIONS[name](followed, config)
         if tunable:
-            for knob in [each for each in out.knobs if out.knobs[each] != before.get(each)]:
-                del out.knobs[knob]
-    return out
+            for knob in [knob for knob in followed.knobs if followed.knobs[knob] != previous.get(knob)]:
+                del followed.knobs[knob]
+    return followed
 
 
 def read_list(path: Path) -> Any:
@@ -68,34 +68,34 @@ def read_list(path: Path) -> Any:
     """
     raw = path.read_bytes()
     try:
-        found = json.loads(raw)
+        content = json.loads(raw)
     except ValueError:
-        found = _unpickled(raw, path)
-    if isinstance(found, Mapping) or (isinstance(found, (list, tuple)) and found):
-        return found
+        content = _unpickled(raw, path)
+    if isinstance(content, Mapping) or (isinstance(content, (list, tuple)) and content):
+        return content
     raise UsageError(
-        f"'{path}' contains a {type(found).__name__}, which is neither a list of optimisations nor a configuration"
+        f"'{path}' contains a {type(content).__name__}, which is neither a list of optimisations nor a configuration"
     )
 
 
 def _entry(entry: Any) -> tuple[str, Any, bool]:
-    parts = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (list, tuple)) else ()
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], str):
+    fields = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (list, tuple)) else ()
+    if not 1 <= len(fields) <= 3 or not isinstance(fields[0], str):
         raise UsageError(
             "an entry of a strategy must be a name, (name, configuration) or (name, configuration, tunable), but got "
             f"{str(entry)[:80]!r}"
         )
-    if parts[0] not in OPTIMISATIONS:
-        raise UsageError(unknown("optimisation", parts[0], OPTIMISATIONS))
-    name, config, tunable = (*parts, None, False)[:2] + (bool(parts[2]) if len(parts) == 3 else False,)
+    if fields[0] not in OPTIMISATIONS:
+        raise UsageError(unknown("optimisation", fields[0], OPTIMISATIONS))
+    name, config, tunable = (*fields, None, False)[:2] + (bool(fields[2]) if len(fields) == 3 else False,)
     return name, config, tunable
 
 
-def _parallel_mode(out: Followed, config: Any) -> None:
+def _parallel_mode(followed: Followed, config: Any) -> None:
     if config is None:
         return  # replicas on all devices, the default
     axes = config[0] if isinstance(config, (list, tuple)) and config and isinstance(config[0], (list, tuple)) else None
-    if axes is None or not all(isinstance(each, (list, tuple)) and len(each) == 2 for each in axes):
+    if axes is None or not all(isinstance(axis_size, (list, tuple)) and len(axis_size) == 2 for axis_size in axes):
         raise UsageError(
             f"parallel_mode takes ([(axis, size), ...], None), such as ([('data', 4), ('tensor', 2)], None), but got {config!r}"
         )
@@ -105,111 +105,111 @@ def _parallel_mode(out: Followed, config: Any) -> None:
             raise UsageError(unknown("axis of parallel_mode", axis, AXES))
         degrees[AXES[axis]] = degrees.get(AXES[axis], 1) * int(size)
     total = math.prod(degrees.values())
-    if total != out.devices:
-        words = " x ".join(f"{axis} {size}" for axis, size in axes)
-        raise UsageError(f"parallel_mode is for {total} devices ({words}), but there are {out.devices}")
-    out.knobs |= {"tp": 1, "pp": 1, "dp": 1, **degrees}
+    if total != followed.devices:
+        axes_text = " x ".join(f"{axis} {size}" for axis, size in axes)
+        raise UsageError(f"parallel_mode is for {total} devices ({axes_text}), but there are {followed.devices}")
+    followed.knobs |= {"tp": 1, "pp": 1, "dp": 1, **degrees}
 
 
 def _sets(name: str, knob: str, value: Any) -> Callable[[Followed, Any], None]:
     """Converter of an optimisation that is a single value of a knob."""
 
-    def apply(out: Followed, config: Any) -> None:
-        out.knobs[knob] = value
-        _leave(out, name, config)
+    def apply(followed: Followed, config: Any) -> None:
+        followed.knobs[knob] = value
+        _leave(followed, name, config)
 
     return apply
 
 
-def _fsdp(out: Followed, config: Any) -> None:
-    given = dict(config) if isinstance(config, Mapping) else {}
-    strategy = str(getattr(given.get("sharding_strategy"), "name", given.pop("sharding_strategy", "FULL_SHARD")))
-    given.pop("sharding_strategy", None)
+def _fsdp(followed: Followed, config: Any) -> None:
+    settings = dict(config) if isinstance(config, Mapping) else {}
+    strategy = str(getattr(settings.get("sharding_strategy"), "name", settings.pop("sharding_strategy", "FULL_SHARD")))
+    settings.pop("sharding_strategy", None)
     strategy = strategy.rpartition(".")[2].upper()
     if strategy not in SHARDING:
         raise UsageError(unknown("sharding_strategy of fsdp", strategy, SHARDING))
-    out.knobs["zero"] = SHARDING[strategy] if out.devices > 1 else 0
-    if given.pop("cpu_offload", None):
-        out.knobs["offload"] = "optimizer"
-        out.notes.append(
+    followed.knobs["zero"] = SHARDING[strategy] if followed.devices > 1 else 0
+    if settings.pop("cpu_offload", None):
+        followed.knobs["offload"] = "optimizer"
+        followed.notes.append(
             "fsdp: cpu_offload keeps the optimizer's state in host memory (offload=optimizer), not the weights"
         )
     # Here it wraps the repeated blocks of the model.
-    given = {
-        name: each
-        for name, each in given.items()
+    settings = {
+        name: value
+        for name, value in settings.items()
         if name not in ("atorch_wrap_cls", "auto_wrap_policy", "sync_module_states")
     }
-    _leave(out, "fsdp", given)
+    _leave(followed, "fsdp", settings)
 
 
 def _zero(stage: int) -> Callable[[Followed, Any], None]:
-    def apply(out: Followed, config: Any) -> None:
-        out.knobs["zero"] = stage if out.devices > 1 else 0
-        _leave(out, f"zero{stage}", config)
+    def apply(followed: Followed, config: Any) -> None:
+        followed.knobs["zero"] = stage if followed.devices > 1 else 0
+        _leave(followed, f"zero{stage}", config)
 
     return apply
 
 
 def _amp(name: str, usual: str) -> Callable[[Followed, Any], None]:
-    def apply(out: Followed, config: Any) -> None:
-        given = dict(config) if isinstance(config, Mapping) else {"dtype": config} if config is not None else {}
-        dtype = str(given.pop("dtype", usual)).removeprefix("torch.")
+    def apply(followed: Followed, config: Any) -> None:
+        settings = dict(config) if isinstance(config, Mapping) else {"dtype": config} if config is not None else {}
+        dtype = str(settings.pop("dtype", usual)).removeprefix("torch.")
         if dtype not in PRECISIONS:
             raise UsageError(unknown(f"dtype of {name}", dtype, PRECISIONS))
-        out.knobs["precision"] = PRECISIONS[dtype]
-        given.pop("enabled", None)
-        given.pop("opt_level", None)
-        _leave(out, name, given)
+        followed.knobs["precision"] = PRECISIONS[dtype]
+        settings.pop("enabled", None)
+        settings.pop("opt_level", None)
+        _leave(followed, name, settings)
 
     return apply
 
 
-def _half(out: Followed, config: Any) -> None:
+def _half(followed: Followed, config: Any) -> None:
     kind = str(config if config is not None else "fp16").removeprefix("torch.")
     if kind not in PRECISIONS or PRECISIONS[kind] == "fp32":
         raise UsageError(unknown("format of half", kind, ("fp16", "bf16")))
-    out.knobs["precision"] = "bf16_pure" if PRECISIONS[kind] == "bf16" else "fp16"
+    followed.knobs["precision"] = "bf16_pure" if PRECISIONS[kind] == "bf16" else "fp16"
     if PRECISIONS[kind] == "fp16":
-        out.notes.append(
+        followed.notes.append(
             "half: weights stay in float32, as float16 has no room for small updates; products are in float16"
         )
 
 
 def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
-    def apply(out: Followed, config: Any) -> None:
-        given = dict(config) if isinstance(config, Mapping) else {}
+    def apply(followed: Followed, config: Any) -> None:
+        settings = dict(config) if isinstance(config, Mapping) else {}
         size = config if isinstance(config, int) and not isinstance(config, bool) else None
         for key in (f"{knob}_size", "size", "degree"):
-            size = given.pop(key, size)
-        if size is None and out.knobs[knob] == 1 and "dp" not in out.knobs:
-            size = out.devices  # a single axis covers all devices
+            size = settings.pop(key, size)
+        if size is None and followed.knobs[knob] == 1 and "dp" not in followed.knobs:
+            size = followed.devices  # a single axis covers all devices
         if size is not None:
-            if out.devices % size:
-                raise UsageError(f"{name} over {size} devices does not divide the {out.devices} that there are")
-            out.knobs[knob] = size
-        _leave(out, name, given)
+            if followed.devices % size:
+                raise UsageError(f"{name} over {size} devices does not divide the {followed.devices} that there are")
+            followed.knobs[knob] = size
+        _leave(followed, name, settings)
 
     return apply
 
 
-def _checkpoint(out: Followed, config: Any) -> None:
-    out.knobs["checkpoint_ratio"] = 1.0
+def _checkpoint(followed: Followed, config: Any) -> None:
+    followed.knobs["checkpoint_ratio"] = 1.0
     ratio = config.get("ratio") if isinstance(config, Mapping) else None
     if ratio is not None:
-        out.knobs["checkpoint_ratio"] = float(ratio)
+        followed.knobs["checkpoint_ratio"] = float(ratio)
     elif config:
-        out.notes.append(
+        followed.notes.append(
             "checkpoint: every repeated block of the model is recomputed, not only the classes that its configuration names"
         )
 
 
-def _leave(out: Followed, name: str, config: Any) -> None:
+def _leave(followed: Followed, name: str, config: Any) -> None:
     """Adds a note about settings of an optimisation that are not carried over."""
     if not config:
         return
-    what = ", ".join(map(str, config)) if isinstance(config, Mapping) else str(config)
-    out.notes.append(f"{name}: {what} of its configuration has no counterpart here and is not carried over")
+    dropped = ", ".join(map(str, config)) if isinstance(config, Mapping) else str(config)
+    followed.notes.append(f"{name}: {dropped} of its configuration has no counterpart here and is not carried over")
 
 
 OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {

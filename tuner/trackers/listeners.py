@@ -94,8 +94,8 @@ class SearchTracking(_Tracking, SearchListener):
             results |= {f"best.{name}": value for name, value in result.best.trial.config.items()}
         self._end("stopped" if result.interrupted else "finished", _stated(results))
 
-    def on_wait(self, what: str) -> None:
-        self._listener.on_wait(what)
+    def on_wait(self, stage: str) -> None:
+        self._listener.on_wait(stage)
 
     def on_trial_start(self, trial: Trial) -> None:
         self._listener.on_trial_start(trial)
@@ -158,8 +158,8 @@ class TrainTracking(_Tracking, TrainListener):
         if self._started:
             self._all("event", self._step, message)
 
-    def on_wait(self, what: str) -> None:
-        self._listener.on_wait(what)
+    def on_wait(self, stage: str) -> None:
+        self._listener.on_wait(stage)
 
     def on_read(self, share: float) -> None:
         self._listener.on_read(share)

@@ -54,8 +54,8 @@ class MLflow(Tracker):
         # A parameter cannot change, and a configuration may.
         for knob, value in config.items():
             self._client.set_tag(self._run, f"redline.knob.{knob}", value)
-        text = ", ".join(f"{knob}={value}" for knob, value in config.items())
-        self._client.set_tag(self._run, f"redline.configuration.{step}", f"{text} ({reason})"[:LONGEST])
+        knobs = ", ".join(f"{knob}={value}" for knob, value in config.items())
+        self._client.set_tag(self._run, f"redline.configuration.{step}", f"{knobs} ({reason})"[:LONGEST])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -63,8 +63,8 @@ class MLflow(Tracker):
         now = int(time.time() * 1e3)
         self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
 
-    def event(self, step: int, text: str) -> None:
-        self._client.set_tag(self._run, f"redline.event.{step}", fold(text)[:LONGEST])
+    def event(self, step: int, description: str) -> None:
+        self._client.set_tag(self._run, f"redline.event.{step}", fold(description)[:LONGEST])
 
     def trial(self, number: int, config: Mapping[str, Plain], metrics: Mapping[str, float], outcome: str) -> None:
         tags = {"mlflow.parentRunId": self._run, "redline.outcome": outcome[:LONGEST]}

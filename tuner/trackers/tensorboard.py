@@ -24,15 +24,15 @@ class TensorBoard(Tracker):
         return FOLDER
 
     def configure(self, step: int, config: Mapping[str, Plain], reason: str) -> None:
-        text = ", ".join(f"{knob}={value}" for knob, value in config.items())
-        self._writer.add_text("configuration", f"{text} ({reason})", step)
+        knobs = ", ".join(f"{knob}={value}" for knob, value in config.items())
+        self._writer.add_text("configuration", f"{knobs} ({reason})", step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def event(self, step: int, text: str) -> None:
-        self._writer.add_text("events", text, step)
+    def event(self, step: int, description: str) -> None:
+        self._writer.add_text("events", description, step)
 
     def trial(self, number: int, config: Mapping[str, Plain], metrics: Mapping[str, float], outcome: str) -> None:
         self._writer.add_hparams(

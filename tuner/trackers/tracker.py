@@ -1,4 +1,4 @@
-"""What an experiment tracker receives of a search or a training."""
+"""Interface of experiment trackers: the events of a search or a training that they receive."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -16,16 +16,16 @@ class Tracker:
     """One run of a tracker. A subclass defines all methods; their errors in `failures` end only the logging.
 
     Args:
-        folder: of the search or training.
+        folder: folder of the search or training.
 
     Raises:
         MissingDependency: the tracker's package is not installed.
     """
 
     name: ClassVar[str]
-    """Its name for `--log-to`."""
+    """Name for `--log-to`."""
     package: ClassVar[str]
-    """What pip installs."""
+    """Package that pip installs."""
     failures: tuple[type[BaseException], ...] = (OSError,)
     """Exceptions of its package for a full disk, a lost server and the like."""
 
@@ -48,15 +48,15 @@ class Tracker:
         """Logs numbers of a training's step, or of a search's trial with this number."""
         raise NotImplementedError
 
-    def event(self, step: int, text: str) -> None:
-        """Logs an event in words."""
+    def event(self, step: int, description: str) -> None:
+        """Logs the description of an event."""
         raise NotImplementedError
 
     def trial(self, number: int, config: Mapping[str, Plain], metrics: Mapping[str, float], outcome: str) -> None:
         """Logs a trial of a search by its configuration, in addition to `log`.
 
         Args:
-            outcome: its status, and the reason if it failed.
+            outcome: status of the trial, and the reason if it failed.
         """
         raise NotImplementedError
 

@@ -49,8 +49,8 @@ class Wandb(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def event(self, step: int, text: str) -> None:
-        self._run.log({"step": step, "event": fold(text)})
+    def event(self, step: int, description: str) -> None:
+        self._run.log({"step": step, "event": fold(description)})
 
     def trial(self, number: int, config: Mapping[str, Plain], metrics: Mapping[str, float], outcome: str) -> None:
         self._run.log({"step": number, **{f"knob.{knob}": value for knob, value in config.items()}, "outcome": outcome})

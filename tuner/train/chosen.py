@@ -39,5 +39,5 @@ class TrainingStrategy:
 
 
 def devices_text(devices: int) -> str:
-    """Number of devices, as text."""
+    """Returns a number of devices as text."""
     return f"{devices} device{'s'[: devices > 1]}"

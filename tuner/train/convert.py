@@ -122,7 +122,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Con
 
 
 def _dtype_of(weights: Weights) -> str:
-    """Most frequent dtype of the weights."""
+    """Returns the most frequent dtype of the weights."""
     return str(main_dtype(weights.shapes.values())).removeprefix("torch.")
 
 
@@ -138,16 +138,18 @@ def _check_adapters(request: ConvertRequest, architecture: Architecture, folder:
 
 
 def _options(request: ConvertRequest, trained: TrainRequest, dtype: str | None) -> dict[str, Any]:
-    """Options for writing a layout, apart from the weights."""
+    """Returns the options for writing a layout, apart from the weights."""
     if request.to == "hf":
         import torch
 
         source_weights = trained.weights if trained.weights is not None and Path(trained.weights).exists() else None
-        own = None if source_weights is None else own_tokenizer(source_weights)
-        given = request.tokenizer or trained.tokenizer
-        tokenizer = own if given is None else None if given == BYTES else Path(given)
-        # With another tokenizer, another token ends a text.
-        generation = own_generation(source_weights) if source_weights is not None and tokenizer == own else None
+        source_tokenizer = None if source_weights is None else own_tokenizer(source_weights)
+        requested = request.tokenizer or trained.tokenizer
+        tokenizer = source_tokenizer if requested is None else None if requested == BYTES else Path(requested)
+        # The generation settings name the end token by its id, which depends on the tokenizer.
+        generation = (
+            own_generation(source_weights) if source_weights is not None and tokenizer == source_tokenizer else None
+        )
         return {"dtype": getattr(torch, dtype) if dtype else None, "tokenizer": tokenizer, "generation": generation}
     return {"base": None if trained.weights is None else str(trained.weights)}
 
@@ -162,7 +164,7 @@ def _checkpoint(path: Path, step: int | None) -> Checkpoint:
 
 
 def _weights(checkpoint: Checkpoint) -> Weights:
-    """The model's weights among the tensors of a checkpoint."""
+    """Returns the model's weights among the tensors of a checkpoint."""
     stored = dcp_tensors(checkpoint.path)
     prefix = f"{MODEL}/"
     return Weights({name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)})

@@ -57,7 +57,7 @@ from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
 from .strategy import TrainingSource, after_oom, read_source, replanned, winner, without_batch
 
 LOSSES = 3
-"""Number of restarts in a row of lost ranks that reach no further checkpoint."""
+"""Largest number of restarts in a row, after ranks were lost, that reach no further checkpoint."""
 REPLACE_S, RETRY_S = 120.0, 5.0
 """Time limit and retry interval for the replacement of lost devices, s."""
 NOTHING_SAVED = "there is no checkpoint, and --resume starts from step 0"
@@ -121,16 +121,16 @@ class Driver:
             path = Path("train", source.name) if again else fresh_folder("train", source.name)
         assert path is not None, "a resumed training has a folder"
         self.document: dict[str, Any] = {}
-        note = ""
+        note: str | None = None
         if request.resume or (again and holds_training(path)):
             self.document = read_document(path)
-            before = TrainRequest.again(request.source, self.document["asked"])
+            previous = TrainRequest.again(request.source, self.document["asked"])
             request = taken_up(request, self.document["asked"])
-            request, note = with_schedule(request, before, CheckpointFolder(path / CHECKPOINTS).step)
+            request, note = with_schedule(request, previous, CheckpointFolder(path / CHECKPOINTS).step)
             source = TrainingSource.from_dict(self.document["source"])
         elif holds_training(path):
             raise StudyError(f"'{path}' contains a training already; continue it with --resume, or give another --out")
-        assert source is not None, "it is read or kept"
+        assert source is not None, "the source is read from the request or from the folder"
         source = replace(source, spec=located(source.spec, request.workload, str(request.source)))
         if request.paths:
             find_sources(request.paths)  # refused before a model is built
@@ -139,18 +139,18 @@ class Driver:
         self.source = replace(source, spec=str(self.workload.spec))  # an absolute path
         if self.workload.optimizer is not None and request.lr is not None:
             raise UsageError(f"{self.workload.name} has its own optimizer, whose learning rate --lr does not set")
-        self._notes = [note] if note else []
+        self._notes = [] if note is None else [note]
         self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
         if obstacle := self.checkpoints.obstacle():
             raise StudyError(obstacle)
         self.listener = stack.enter_context(logging_training_to(request.log_to, path, listener))
-        self._made = [each for each in (path, *path.parents) if not each.exists()]
+        self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
         make_folder(path)
         stack.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
         self._kind = kind_of_cluster(request.ray_address) if request.runner == RayRunner.name else None
         self.device = detect() if self._kind is None else self._kind.device
-        self.strategies = [TrainingStrategy.from_dict(each) for each in self.document.get("strategies", ())]
+        self.strategies = [TrainingStrategy.from_dict(document) for document in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}
         """Description of the training data."""
         self._weights_dtype: str | None = self.document.get("weights_dtype")
@@ -200,8 +200,8 @@ class Driver:
         plan = self.request.section(DataPlan)
         samples = training_data(plan, self.workload, self.path / DATA, self.listener.on_read)
         self.data = samples.describe()
-        before = self.document.get("data", {}).get("digest", self.data["digest"])
-        if before != self.data["digest"]:
+        previous_digest = self.document.get("data", {}).get("digest", self.data["digest"])
+        if previous_digest != self.data["digest"]:
             raise UsageError(
                 f"the data differs from that of the training in '{self.path}'; start another training, or restore the data"
             )
@@ -222,18 +222,18 @@ class Driver:
         self._follow_note()
 
     def _samples_of(self, strategy: TrainingStrategy) -> int:
-        """Samples of a step of the global batch in a configuration."""
+        """Returns the samples of an optimizer step in a configuration."""
         total = self.workload.global_batch
-        found = Strategy.of(strategy.config, devices=strategy.devices, global_batch=total)
-        return found.micro_batch * found.grad_accum * found.dp
+        strategy_knobs = Strategy.of(strategy.config, devices=strategy.devices, global_batch=total)
+        return strategy_knobs.micro_batch * strategy_knobs.grad_accum * strategy_knobs.dp
 
     def discard(self) -> None:
         """Removes the folders of a start that was refused before any training."""
-        if self._made and not holds_training(self.path):
+        if self._new_folders and not holds_training(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):  # not empty: another process has created something there
-                for each in self._made[1:]:
-                    each.rmdir()
+                for folder in self._new_folders[1:]:
+                    folder.rmdir()
 
     def safer(self, reason: str) -> None:
         """Takes the next safer configuration after an out-of-memory failure.
@@ -256,7 +256,7 @@ class Driver:
             self.discard()
             raise
         while True:
-            measured = self._kept_up()
+            measured = self._run_until_ended()
             if measured.ok:
                 return self._ended(measured)
             if measured.status is not Status.OOM:
@@ -302,29 +302,31 @@ class Driver:
 
     def _begin(self) -> TrainingStrategy:
         """Returns the first configuration: the known one, or a plan."""
-        request, before = self.request, self.strategies[-1] if self.strategies else None
-        known = winner(request, self.source, self.workload, self.device) if before is None else self._as_before(before)
-        if known is not None:
-            return known
-        if before is None:
+        request, previous = self.request, self.strategies[-1] if self.strategies else None
+        strategy = (
+            winner(request, self.source, self.workload, self.device) if previous is None else self._as_before(previous)
+        )
+        if strategy is not None:
+            return strategy
+        if previous is None:
             self.listener.on_wait("planning")
             devices, like = request.devices or self.source.devices or self.device.count, self.source.config
             if like is not None and request.global_batch is not None:
                 like = without_batch(like)
             return replanned(request, self.workload, devices, like=like, step=0, device=self.device)
         self.listener.on_wait("replanning")
-        devices = request.devices or before.devices
-        planned = replanned(request, self.workload, devices, like=before.config, step=self.step, device=self.device)
+        devices = request.devices or previous.devices
+        planned = replanned(request, self.workload, devices, like=previous.config, step=self.step, device=self.device)
         of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
-        after = f", after {before.devices}" if devices != before.devices else ""
-        self.listener.on_message(f"replanned for {devices_text(devices)}{of}{after}: {planned.why}")
+        previous_devices = f", after {previous.devices}" if devices != previous.devices else ""
+        self.listener.on_message(f"replanned for {devices_text(devices)}{of}{previous_devices}: {planned.why}")
         return planned
 
-    def _as_before(self, before: TrainingStrategy) -> TrainingStrategy | None:
+    def _as_before(self, previous: TrainingStrategy) -> TrainingStrategy | None:
         """Returns the previous configuration; None if other devices, memory or knobs are requested."""
-        asked = self.document["asked"]
-        same = all(getattr(self.request, name) == asked.get(name) for name in ("memory_limit", "fix"))
-        return before if same and self.request.devices in (None, before.devices) else None
+        request_document = self.document["asked"]
+        same = all(getattr(self.request, name) == request_document.get(name) for name in ("memory_limit", "fix"))
+        return previous if same and self.request.devices in (None, previous.devices) else None
 
     def _follow_note(self) -> None:
         """Takes a safer configuration if ranks of a launcher have left a note that this one ran out of memory."""
@@ -358,12 +360,12 @@ class Driver:
             "name": self.source.name or self.workload.name,
             "unit": self.workload.unit,
             "weights_dtype": self._weights_dtype,
-            "strategies": [each.to_dict() for each in self.strategies],
+            "strategies": [strategy.to_dict() for strategy in self.strategies],
         }
         write_document(self.path, self.document)
 
     def _start(self) -> Measurement:
-        """Starts the ranks once and returns how they ended."""
+        """Starts the ranks once and returns their measurement."""
         request, strategy = self.request, self.strategy
         terms = TrialTerms(
             device=self.device,
@@ -385,20 +387,21 @@ class Driver:
             self.listener.on_line(line)
         return measured
 
-    def _kept_up(self) -> Measurement:
-        """Starts the ranks, again if they are lost, and on fewer devices if lost devices are not replaced. Returns
-        how they ended.
+    def _run_until_ended(self) -> Measurement:
+        """Starts the ranks, again if they are lost, and on fewer devices if lost devices are not replaced.
+
+        Returns the measurement of the ranks that ended by themselves.
 
         Raises:
             RunnerError: they were lost `LOSSES` times without reaching another checkpoint.
         """
         losses, lost_at = 0, 0.0
         while True:
-            before = self.step
+            previous_step = self.step
             try:
                 return self._start()
             except RunnerError as error:
-                losses, lost_at = (1 if self.step > before else losses + 1), time.monotonic()
+                losses, lost_at = (1 if self.step > previous_step else losses + 1), time.monotonic()
                 if losses > LOSSES:
                     raise
                 self.listener.on_message(f"ranks were lost ({error}); continuing from step {self.step}")
@@ -424,13 +427,13 @@ class Driver:
 
     def _watched(self, runner: Runner) -> Measurement:
         """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""
-        numbers = [int(each.stem) for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit()]
+        numbers = [int(log.stem) for log in (self.path / LOGS).glob("*.log") if log.stem.isdigit()]
         log = self.path / LOGS / f"{1 + max(numbers, default=-1)}.log"
         log.parent.mkdir(exist_ok=True)
         reader = LogReader(self.path, log_size(self.path))
-        asked = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
+        trial_request = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
         with ThreadPoolExecutor(1, thread_name_prefix="ranks") as pool, _closed_on_error(runner):
-            future = pool.submit(runner.run, asked)
+            future = pool.submit(runner.run, trial_request)
             try:
                 self._follow(future, reader)
             except KeyboardInterrupt:
@@ -456,8 +459,8 @@ class Driver:
             over = future.done()
             for line in reader.lines():
                 self.listener.on_line(line)
-            was, full = full, free_mib(self.path) < FULL_MIB
-            if full and not was:
+            was_full, full = full, free_mib(self.path) < FULL_MIB
+            if full and not was_full:
                 self.listener.on_message(
                     f"THE DISK OF '{self.path}' IS FULL: no checkpoint can be saved and no line logged until there is room"
                 )
@@ -481,11 +484,11 @@ class Driver:
             TrainingFailed: it has none; the message says why.
         """
         if end.failure:
-            kept = NOTHING_SAVED
+            checkpoint_text = NOTHING_SAVED
             if self.step:
-                kept = f"the latest checkpoint is of step {self.step}, and --resume continues from there"
+                checkpoint_text = f"the latest checkpoint is of step {self.step}, and --resume continues from there"
             raise TrainingFailed(
-                f"the training reached step {end.step}, which could not be saved: {end.failure}; {kept}"
+                f"the training reached step {end.step}, which could not be saved: {end.failure}; {checkpoint_text}"
             )
 
     def _trained(self, measured: Measurement | None) -> Trained:

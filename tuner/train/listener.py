@@ -14,7 +14,7 @@ class TrainListener:
     def on_start(self, training: "TrainingStart") -> None:
         """Called when the training starts or continues."""
 
-    def on_wait(self, what: str) -> None:
+    def on_wait(self, stage: str) -> None:
         """Called before a slow preparation step, which `what` describes."""
 
     def on_read(self, share: float) -> None:

@@ -33,19 +33,23 @@ def with_tokenizer(request: "TrainRequest", say: Callable[[str], None]) -> "Trai
     """
     if request.weights is None or not request.paths:
         return request
-    own = own_tokenizer(request.weights)
+    source_tokenizer = own_tokenizer(request.weights)
     if request.tokenizer is None:
-        if own is not None:
-            return replace(request, tokenizer=str(own))
+        if source_tokenizer is not None:
+            return replace(request, tokenizer=str(source_tokenizer))
         say(
             f"'{request.weights}' has no tokenizer and none is given: text is read by bytes; --tokenizer names a folder of one"
         )
-    elif own is not None and request.tokenizer == BYTES:
-        say(f"text is read by bytes, as requested, but the weights were trained with the tokenizer in '{own}'")
-    elif own is not None and (how := difference(Path(request.tokenizer), own)):
+    elif source_tokenizer is not None and request.tokenizer == BYTES:
         say(
-            f"the tokenizer in '{request.tokenizer}' differs from the one in '{own}', with which the weights were trained: "
-            f"{how}; without --tokenizer the checkpoint's is used"
+            f"text is read by bytes, as requested, but the weights were trained with the tokenizer in '{source_tokenizer}'"
+        )
+    elif source_tokenizer is not None and (
+        tokenizer_difference := difference(Path(request.tokenizer), source_tokenizer)
+    ):
+        say(
+            f"the tokenizer in '{request.tokenizer}' differs from the one in '{source_tokenizer}', with which the "
+            f"weights were trained: {tokenizer_difference}; without --tokenizer the checkpoint's is used"
         )
     return request
 
@@ -138,29 +142,31 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         for name in ("tokenizer", "weights"):
             if (value := getattr(self, name)) is not None and (name, value) != ("tokenizer", BYTES):
                 object.__setattr__(self, name, absolute(value))
-        object.__setattr__(self, "paths", tuple(absolute(each) for each in self.paths))
+        object.__setattr__(self, "paths", tuple(absolute(path) for path in self.paths))
         if self.ray_address is not None and self.runner != "ray":
             raise UsageError(f"ray_address={self.ray_address} has no effect on the runner '{self.runner}'")
 
     @staticmethod
-    def again(source: str | Path, asked: Mapping[str, Any], **starts: Any) -> "TrainRequest":
+    def again(source: str | Path, request_document: Mapping[str, Any], **starts: Any) -> "TrainRequest":
         """Restores a request from train.yaml."""
-        known: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in asked.items()}
-        return TrainRequest(**{**known, "source": source, **starts})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in request_document.items()
+        }
+        return TrainRequest(**{**values, "source": source, **starts})
 
     def section(self, kind: type) -> Any:
         """Returns one of its sections: `Hyperparameters`, `LoopPlan` or `DataPlan`."""
-        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     def given(self) -> dict[str, Any]:
         """Values that differ from the default or are `stated`, by name."""
-        out = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            asked = each.name in self.stated or value != each.default
-            if each.name not in OF_A_START and value is not None and asked:
-                out[each.name] = as_listed(value)
-        return out
+        values = {}
+        for request_field in fields(self):
+            value = getattr(self, request_field.name)
+            is_set = request_field.name in self.stated or value != request_field.default
+            if request_field.name not in OF_A_START and value is not None and is_set:
+                values[request_field.name] = as_listed(value)
+        return values
 
 
 def as_listed(value: Any) -> Any:
@@ -169,7 +175,7 @@ def as_listed(value: Any) -> Any:
 
 
 OF_A_START = ("source", "out", "resume", "stated", "workload", "runner", "ray_address")
-"""Fields of a start rather than of the training."""
+"""Fields that describe one start of the training rather than the training."""
 MAY_CHANGE = (
     *OF_A_START,
     "devices",
@@ -178,7 +184,7 @@ MAY_CHANGE = (
     "log_to",
     "steps",
     "lr_steps",
-    *(each.name for each in fields(LoopPlan)),
+    *(field.name for field in fields(LoopPlan)),
 )
 """Fields that may change when a training is resumed: they affect the length of the training, not its results."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
@@ -191,66 +197,68 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read, or a name or the kind of a value is unknown.
     """
-    where = path_of(path)
+    settings_path = path_of(path)
     try:
-        values = parse_yaml(read_named(where, at_most=LARGEST_DOCUMENT))
+        values = parse_yaml(read_named(settings_path, at_most=LARGEST_DOCUMENT))
     except (OSError, Malformed) as error:
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"the settings in {where} cannot be read: {why}") from error
+        raise UsageError(f"the settings in {settings_path} cannot be read: {why}") from error
     sections = (DataPlan, Hyperparameters, LoopPlan)
-    known = {field.name: (field, option) for section in sections for field, option in options_of(section)}
-    del known["paths"]
+    setting_options = {field.name: (field, option) for section in sections for field, option in options_of(section)}
+    del setting_options["paths"]
     if not isinstance(values, dict):
-        raise UsageError(f"the settings in {where} must be a mapping, such as `warmup: 100`")
+        raise UsageError(f"the settings in {settings_path} must be a mapping, such as `warmup: 100`")
     settings = {}
     for name, value in values.items():
-        if name not in known:
-            raise UsageError(f"the settings in {where}: {unknown('setting', name, known)}")
-        field, option = known[name]
+        if name not in setting_options:
+            raise UsageError(f"the settings in {settings_path}: {unknown('setting', name, setting_options)}")
+        field, option = setting_options[name]
         settings[name] = tuple(map(with_power, value)) if isinstance(value, list) else with_power(value)
         kind = (
             type(field.default) if isinstance(field.default, (bool, tuple)) else str if option.type is None else object
         )
         if value is None or not isinstance(settings[name], kind):
-            raise UsageError(f"the settings in {where}: {name} cannot be {value!r}; its default is {field.default!r}")
+            raise UsageError(
+                f"the settings in {settings_path}: {name} cannot be {value!r}; its default is {field.default!r}"
+            )
     return settings
 
 
-def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
+def taken_up(request: TrainRequest, request_document: Mapping[str, Any]) -> TrainRequest:
     """Returns the request to continue a training. Fixed knobs are added to those of before, and replace their values.
 
     Raises:
         UsageError: it contradicts the training's request; the message names the field.
     """
-    before, given = TrainRequest.again(request.source, asked), request.given()
-    was = before.given()
-    for name, value in given.items():
-        if name not in MAY_CHANGE and value != as_listed(getattr(before, name)):
+    previous, changes = TrainRequest.again(request.source, request_document), request.given()
+    previous_values = previous.given()
+    for name, value in changes.items():
+        if name not in MAY_CHANGE and value != as_listed(getattr(previous, name)):
             raise UsageError(
-                f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot "
-                f"continue with {value!r}; start another one for that"
+                f"the training in '{request.out or request.source}' has {name}="
+                f"{previous_values.get(name, 'the default')}, and cannot continue with {value!r}; start another one for that"
             )
-    if before.fix and "fix" in given:
-        given["fix"] = {**before.fix, **given["fix"]}
-    starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
-    return TrainRequest.again(request.source, asked, **{**given, **starts})
+    if previous.fix and "fix" in changes:
+        changes["fix"] = {**previous.fix, **changes["fix"]}
+    starts = {name: getattr(request, name) for name in OF_A_START if name != "source"}
+    return TrainRequest.again(request.source, request_document, **{**changes, **starts})
 
 
-def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tuple[TrainRequest, str]:
+def with_schedule(request: TrainRequest, previous: TrainRequest, step: int) -> tuple[TrainRequest, str | None]:
     """Returns a request with another number of steps, whose learning rate continues by the previous schedule, and a
-    note for the user, which may be empty.
+    note for the user; None if the schedule needs no note.
 
     The schedule is stretched to the new number of steps only if that does not change the learning rate at the current
     step, as in the stable part of `wsd`; otherwise the rate would jump.
     """
-    old, new = before.section(Hyperparameters), request.section(Hyperparameters)
-    was, horizon = old.lr_factor(step), old.lr_steps or old.steps
-    if new.lr_factor(step) == was:
-        return request, ""
-    if request.lr_steps == before.lr_steps:
+    old, new = previous.section(Hyperparameters), request.section(Hyperparameters)
+    old_factor, horizon = old.lr_factor(step), old.lr_steps or old.steps
+    if new.lr_factor(step) == old_factor:
+        return request, None
+    if request.lr_steps == previous.lr_steps:
         request = replace(request, lr_steps=horizon)
-        kept = request.section(Hyperparameters)
-        end = f" to {_rate(kept, horizon)}, where it stays" if request.steps > horizon else ""
+        continued = request.section(Hyperparameters)
+        end = f" to {_rate(continued, horizon)}, where it stays" if request.steps > horizon else ""
         return request, (
             f"the learning rate continues by its schedule over {horizon} steps, from {_rate(old, step)}{end}; "
             f"lr_steps: {request.steps} in --settings lets it fall over all {request.steps}, from {_rate(new, step)}"
@@ -261,6 +269,6 @@ def with_schedule(request: TrainRequest, before: TrainRequest, step: int) -> tup
 
 
 def _rate(hyper: Hyperparameters, step: int) -> str:
-    """Learning rate of a step, as text."""
+    """Returns the learning rate of a step as text."""
     factor = hyper.lr_factor(step)
     return f"{factor * hyper.lr:.2e}" if hyper.lr is not None else f"{100 * factor:.0f} % of the highest"

@@ -63,28 +63,28 @@ class TrainingSource:
         return resolve_workload(self.spec, **sizes)
 
 
-def read_source(given: str | Path, *, of_model: bool = True) -> TrainingSource:
+def read_source(source: str | Path, *, of_model: bool = True) -> TrainingSource:
     """Reads a run's folder, its best.yaml, a plan of `redline estimate`, or a model's name.
 
     Args:
-        given: one of these.
+        source: one of these.
         of_model: require the model; a configuration alone is enough for a caller that has the model.
 
     Raises:
         StudyError: a run is damaged, of a command, or does not exist in a folder of runs.
         NothingFound: a run has no winner.
     """
-    path = run_of(path_of(given))
+    path = run_of(path_of(source))
     if is_plan(path):
-        found = load(path)
-        config, measured = Config(found.trial.config), found.trial.measured.throughput
-        return _source(found.trains, config, measured, str(path), of_model)
+        plan_file = load(path)
+        config, measured = Config(plan_file.trial.config), plan_file.trial.measured.throughput
+        return _source(plan_file.trains, config, measured, str(path), of_model)
     if path.is_dir() and holds_run(path):
         return source_of(View(path, Config), of_model=of_model)
     if path.parent != Path() and ".py" not in path.name and not path.exists():
-        if runs := [each.name for each in path.parent.glob("*") if holds_run(each)]:
-            raise StudyError(f"there is no run '{given}', and no model of that name{nearest(path.name, runs)}")
-    return TrainingSource(spec=str(given), name=Path(str(given)).name.partition(".")[0] or str(given))
+        if runs := [folder.name for folder in path.parent.glob("*") if holds_run(folder)]:
+            raise StudyError(f"there is no run '{source}', and no model of that name{nearest(path.name, runs)}")
+    return TrainingSource(spec=str(source), name=Path(str(source)).name.partition(".")[0] or str(source))
 
 
 def source_of(view: View, *, of_model: bool = True) -> TrainingSource:
@@ -97,22 +97,22 @@ def source_of(view: View, *, of_model: bool = True) -> TrainingSource:
 
 
 def _source(
-    asked: Mapping[str, Any], config: Config, throughput: float | None, where: str, of_model: bool
+    request_document: Mapping[str, Any], config: Config, throughput: float | None, source: str, of_model: bool
 ) -> TrainingSource:
-    what = asked.get("workload") or {}
-    if "command" in what or (of_model and not what.get("spec")):
-        kind = "a command" if "command" in what else "a callable, or of an unknown model"
-        raise StudyError(f"'{where}' is of {kind}; redline trains models and workloads that have a name or a file")
+    workload_entry = request_document.get("workload") or {}
+    if "command" in workload_entry or (of_model and not workload_entry.get("spec")):
+        kind = "a command" if "command" in workload_entry else "a callable, or of an unknown model"
+        raise StudyError(f"'{source}' is of {kind}; redline trains models and workloads that have a name or a file")
     return TrainingSource(
-        spec=str(what.get("spec") or ""),
-        seq_len=asked.get("seq_len"),
-        global_batch=asked.get("global_batch"),
-        lora=what.get("lora"),
+        spec=str(workload_entry.get("spec") or ""),
+        seq_len=request_document.get("seq_len"),
+        global_batch=request_document.get("global_batch"),
+        lora=workload_entry.get("lora"),
         config=config,
-        devices=(asked.get("devices") or {}).get("used"),
-        limit_mib=asked.get("memory_limit_mib"),
-        name=str(asked.get("model") or ""),
-        predicted=None if asked.get("simulated") or asked.get("emulated") else throughput,
+        devices=(request_document.get("devices") or {}).get("used"),
+        limit_mib=request_document.get("memory_limit_mib"),
+        name=str(request_document.get("model") or ""),
+        predicted=None if request_document.get("simulated") or request_document.get("emulated") else throughput,
     )
 
 
@@ -130,10 +130,10 @@ def winner(
     if request.devices not in (None, source.devices) or request.limit_mib not in (None, source.limit_mib):
         return None
     trained = workload if request.global_batch else with_samples_of(workload, source.config)
-    found = adapted(
+    planned = adapted(
         trained, source.config, device, devices=source.devices, fixed=request.fix or {}, of="the run's winner"
     )
-    return TrainingStrategy(config=found.config, devices=source.devices, why=found.why)
+    return TrainingStrategy(config=planned.config, devices=source.devices, why=planned.why)
 
 
 def without_batch(config: Config) -> Config:
