@@ -180,7 +180,7 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
 
 
 def examine() -> dict[str, Any]:
-    """Returns what the machine has and lacks, as a mapping."""
+    """Returns the versions, devices and memory of the machine and its missing dependencies, as a JSON-ready mapping."""
     from .. import __version__
     from ..base.device import available_memory_mib, detect
     from ..base.host_memory import MIB, memory_groups, shared_memory

@@ -152,7 +152,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
 
 
 def _first_answer(request_values: dict[str, Any], width: int) -> None:
-    """Prints the fastest plan by the sizes that the model's configuration states, while the model is built and traced."""
+    """Prints the fastest plan according to the sizes in the model's configuration, while the model is built and traced."""
     from ..estimator.plans import fastest
     from ..estimator.request import first_request
     from . import estimate_text

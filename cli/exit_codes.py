@@ -2,7 +2,7 @@
 
 FOUND = 0
 FAILED = 1
-"""A failure of redline itself or of the system, not of the candidates."""
+"""Redline itself or the system failed, not a candidate."""
 USAGE = 2
 NOTHING_FEASIBLE = 3
 NO_ROOM = 4

@@ -71,7 +71,7 @@ class ProgressListener(SearchListener):
     _plan: SearchPlan | None = None
 
     def _left(self, seconds: float) -> float:
-        """The time left; 0 if it is unknown, or predicted and not spent."""
+        """Returns the time left; 0 if it is unknown, or predicted and not spent."""
         return seconds if self._plan is None or self._plan.takes_time else 0.0
 
     def __enter__(self) -> "ProgressListener":
@@ -127,7 +127,7 @@ class TerminalListener(ProgressListener):
         self._finished: list[Trial] = []
         self._begin = time.monotonic()
         self._console = Console(file=stream, highlight=False)
-        # Last: Live draws the view once as it is made.
+        # After the other attributes: the constructor of Live draws the view once, which reads them.
         self._live = Live(
             console=self._console, get_renderable=self._view, refresh_per_second=4, transient=True, screen=False
         )

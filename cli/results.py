@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..service.client import SearchRun
 
 LOOK_S = 1.0
-"""Interval between looks for more output, s."""
+"""Interval between requests for more output, s."""
 
 
 @click.command(

@@ -114,7 +114,7 @@ def listed(url: str) -> None:
 
 
 def store_of(url: str, new: bool = False) -> "Store":
-    """Opens the store in a database. With `new`, a database is made in a server's folder that has none yet.
+    """Opens the store in a database. With `new`, a database is created in a server's folder that has none yet.
 
     Raises:
         UsageError: the SQLite file, or its folder, does not exist.

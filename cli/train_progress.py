@@ -136,7 +136,7 @@ class _Lines(TrainListener):
 
 
 class _Numbers(ProgressColumn):
-    """The numbers of a step, from the first on as many as fit beside the other columns: rich would shorten those too."""
+    """The numbers of a step, as many as fit beside the other columns. With more, rich would shorten the other columns too."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()

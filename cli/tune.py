@@ -44,7 +44,7 @@ Fields of --command-file besides those with an option:
 {file_fields(Command)}
 """
 TARGETS = ("target", "workload", "command")
-"""Parameters that name what is tuned."""
+"""Parameters that name the target of the search."""
 DRY_COMMANDS = 3
 """Number of commands that `--dry` prints."""
 
@@ -128,7 +128,7 @@ def _resumed(options: dict[str, Any]) -> tuple[Command | None, dict[str, Any]]:
 
 
 def _is_plan(target: str | None) -> bool:
-    """True for an existing YAML file."""
+    """Returns True for an existing YAML file."""
     return target is not None and target.endswith((".yaml", ".yml")) and path_of(target).is_file()
 
 

@@ -19,7 +19,7 @@ class SearchListener:
         """Called when the search starts or resumes."""
 
     def on_wait(self, stage: str) -> None:
-        """Called before a slow preparation step, which `what` describes."""
+        """Called before a slow preparation step, which `stage` describes."""
 
     def on_trial_start(self, trial: Trial) -> None:
         """Called when a trial is handed to the runner."""

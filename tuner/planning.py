@@ -143,7 +143,7 @@ class Planned:
     why: str
     """Reason for this configuration, in a sentence."""
     trials: tuple[Trial, ...] = ()
-    """Dry runs that were made."""
+    """Dry runs of the short search; empty if the estimate alone decided."""
 
 
 def plan(
@@ -301,7 +301,7 @@ class _Site:
     device: Device
     devices: int
     machine: "Hardware | None"
-    """None if it cannot be measured; `note` says why."""
+    """None if the machine cannot be measured; `note` has the reason."""
     limit_mib: float | None
     like: Config | None
     fixed: Mapping[str, Any]

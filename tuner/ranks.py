@@ -62,10 +62,10 @@ def place() -> RankPlace:
     """Returns the rank of this process, which is the only one without a launcher."""
     import torch.distributed as dist
 
-    found = RankPlace.of(os.environ) or RankPlace(rank=0, local_rank=0, size=1)
+    rank_place = RankPlace.of(os.environ) or RankPlace(rank=0, local_rank=0, size=1)
     if not dist.is_initialized():
-        return found
-    local_rank = found.local_rank if found.size > 1 else dist.get_rank()
+        return rank_place
+    local_rank = rank_place.local_rank if rank_place.size > 1 else dist.get_rank()
     return RankPlace(rank=dist.get_rank(), local_rank=local_rank, size=dist.get_world_size())
 
 
@@ -84,27 +84,27 @@ def decide_once(here: RankPlace, decide: Callable[[], Any]) -> tuple[Any, Joined
         box = [_serialized(decide) if here.rank == 0 else b""]
         dist.broadcast_object_list(box, src=0, group=group)
         return _read(box[0]), JoinedRanks(place=here, device=_device(here), group=group)
-    found = _at_the_store(here, decide)
-    return found, JoinedRanks(place=here, device=_device(here), group=patient_group())
+    decision = _at_the_store(here, decide)
+    return decision, JoinedRanks(place=here, device=_device(here), group=patient_group())
 
 
 def _at_the_store(here: RankPlace, decide: Callable[[], Any]) -> Any:
     import torch.distributed as dist
 
-    found_store, rank, size = next(dist.rendezvous("env://", here.rank, here.size))
-    store = own_part(found_store, rank, size)
+    launcher_store, rank, size = next(dist.rendezvous("env://", here.rank, here.size))
+    store = own_part(launcher_store, rank, size)
     if rank == 0:
         store.set(_KEY, _serialized(decide))
     else:
         store.wait([_KEY], PATIENCE)
-    found = _read(store.get(_KEY))
+    decision = _read(store.get(_KEY))
     dist.init_process_group(
         "nccl" if _device(here).type == "cuda" else "gloo",
         store=dist.PrefixStore("redline", store),
         rank=rank,
         world_size=size,
     )
-    return found
+    return decision
 
 
 def own_part(store: "Store", rank: int, size: int) -> "Store":
@@ -119,34 +119,34 @@ def own_part(store: "Store", rank: int, size: int) -> "Store":
     """
     from torch.distributed import PrefixStore
 
-    own, until = uuid.uuid4().hex, time.monotonic() + START_S
-    store.set(f"{_KEY}/here/{rank}", own)
+    identifier, until = uuid.uuid4().hex, time.monotonic() + START_S
+    store.set(f"{_KEY}/here/{rank}", identifier)
     agreed, members = "", [""] * size
     while time.monotonic() < until:
         if rank == 0:
-            members = [_get(store, f"here/{each}") for each in range(size)]
+            members = [_get(store, f"here/{member_rank}") for member_rank in range(size)]
             if ",".join(members) != agreed:
                 agreed = ",".join(members)
                 store.set(f"{_KEY}/members", agreed)
-            if all(_get(store, f"answer/{each}") == agreed for each in members[1:] if each) and all(members):
-                store.set(f"{_KEY}/all/{own}", agreed)
-                return PrefixStore(f"{_KEY}/{own}", store)
+            if all(_get(store, f"answer/{member}") == agreed for member in members[1:] if member) and all(members):
+                store.set(f"{_KEY}/all/{identifier}", agreed)
+                return PrefixStore(f"{_KEY}/{identifier}", store)
         else:
             agreed = _get(store, "members")
             members = agreed.split(",")
-            if members[rank : rank + 1] == [own]:
-                store.set(f"{_KEY}/answer/{own}", agreed)
+            if members[rank : rank + 1] == [identifier]:
+                store.set(f"{_KEY}/answer/{identifier}", agreed)
                 if _get(store, f"all/{members[0]}") == agreed:
                     return PrefixStore(f"{_KEY}/{members[0]}", store)
         time.sleep(_LOOK_S)
-    missing = [str(each) for each, name in enumerate(members) if not name]
+    missing = [str(member_rank) for member_rank, name in enumerate(members) if not name]
     raise RunnerError(
         f"rank {rank} has waited for the others for {START_S:.0f} s; missing: {', '.join(missing) or 'unknown'}"
     )
 
 
 def _get(store: "Store", key: str) -> str:
-    """Reads a key; empty if it is not set."""
+    """Returns the value of a key; empty if it is not set."""
     return str(store.get(f"{_KEY}/{key}").decode()) if store.check([f"{_KEY}/{key}"]) else ""
 
 
@@ -160,15 +160,15 @@ def _serialized(decide: Callable[[], Any]) -> bytes:
         return bytes(cloudpickle.dumps(error))
 
 
-def _read(found: bytes) -> Any:
+def _read(serialized: bytes) -> Any:
     import cloudpickle
 
-    what = cloudpickle.loads(found)
-    if isinstance(what, RedlineError):
-        raise what
-    if what is None:
+    decision = cloudpickle.loads(serialized)
+    if isinstance(decision, RedlineError):
+        raise decision
+    if decision is None:
         raise RunnerError("rank 0 decided on nothing")
-    return what
+    return decision
 
 
 def _device(here: RankPlace) -> "torch.device":
@@ -178,7 +178,7 @@ def _device(here: RankPlace) -> "torch.device":
         return torch.device("cpu")
     # The program may have chosen a device. A process may see one GPU only, whatever its local rank, and without a launcher
     # that says otherwise the local rank is the global one.
-    own = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-    index = own or here.local_rank % torch.cuda.device_count()
+    current_index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    index = current_index or here.local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 COMMAND_FILE = "command.yaml"
 """File of a run's folder with its command, if options alone cannot describe it."""
 _OF_A_START = ("out", "resume", "storage")
-"""Options that a resumed search is given again."""
+"""Options that belong to one start of a search: a resumed search takes them from its own command line."""
 
 
 def asked_of(request: Request, task: "Task") -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _needs_file(command: Command) -> bool:
 
 
 def _described(command: Command) -> list[str]:
-    """Describes a command by options, including those that only its file has."""
+    """Returns the options that describe a command, including those that only its file has."""
     arguments = []
     for name, value in command.to_dict().items():
         flag = f"--{name.replace('_', '-')}"

@@ -331,7 +331,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
             check_name(str(self.target))
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Values of the named fields that differ from their defaults."""
+        """Returns the values of the named fields that differ from their defaults."""
         defaults = {field.name: field.default for field in fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) is not None and value != defaults[name]}
 
@@ -346,7 +346,7 @@ Answer = TypeVar("Answer")
 _PYTHON = {"set": "override"}
 """Arguments of `redline.tune` by the name of their option, if that differs."""
 _OPTION = re.compile(r" \(`redline [^`]*`\)|(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?: (\w+)(?=`))?")
-"""A command in parentheses, or an option and, at the end of a quoted one, its value."""
+"""Matches a command in parentheses, or an option with its value if both are quoted."""
 
 
 def in_python(message: str) -> str:

@@ -93,7 +93,7 @@ def scale(
 
 
 def counts_of(devices: Sequence[int] | str) -> tuple[int, ...]:
-    """Numbers of devices, ascending.
+    """Returns the numbers of devices, ascending.
 
     >>> counts_of("1,2,4"), counts_of("pow2:16")
     ((1, 2, 4), (1, 2, 4, 8, 16))

@@ -244,7 +244,7 @@ def _trained(
 
 
 def _refuse_parts(request: TrainingRequest, names: Sequence[str], subject: str) -> None:
-    """Refuses options of a workload if there is none.
+    """Checks that no option of a workload is given without one.
 
     Raises:
         UsageError: one of them is given.
@@ -310,7 +310,7 @@ def _share(space: Space, total: int, devices: int) -> None:
 
 
 def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
-    """Refuses to fix a knob that no configuration has.
+    """Checks that every fixed knob exists in some configuration.
 
     Raises:
         UsageError: such a knob is fixed.

@@ -65,7 +65,7 @@ def run_search(request: Request) -> Result:
 
 
 class _Messages:
-    """Messages of a search, kept for its result and passed to its listener."""
+    """Messages of a search, collected for its result and passed to its listener."""
 
     def __init__(self, listener: SearchListener) -> None:
         self.listener = listener

@@ -260,7 +260,7 @@ def _with_data(workload: Workload, samples: FromDataset) -> Workload:
 
 
 def _length(arguments: ModelArguments) -> int | None:
-    """Tokens of a sample: the requested number, or the length of the first sample of the data set."""
+    """Returns the tokens of a sample: the requested number, or the length of the first sample of the data set."""
     if (
         arguments.seq_len is not None
         or arguments.dataset is None

@@ -27,7 +27,7 @@ AXES = {"tensor": "tp", "data": "dp", "zero": "dp", "sequence": "sp", "pipeline"
 """Knob of each axis of `parallel_mode`."""
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32"}
 SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
-"""FSDP's sharding strategy of each ZeRO stage."""
+"""ZeRO stage of each sharding strategy of FSDP."""
 
 
 @dataclass(kw_only=True)
@@ -112,7 +112,7 @@ def _parallel_mode(followed: Followed, config: Any) -> None:
 
 
 def _sets(name: str, knob: str, value: Any) -> Callable[[Followed, Any], None]:
-    """Converter of an optimisation that is a single value of a knob."""
+    """Returns the converter of an optimisation that is a single value of a knob."""
 
     def apply(followed: Followed, config: Any) -> None:
         followed.knobs[knob] = value

@@ -57,7 +57,7 @@ def logging_to(
 def logging_training_to(
     names: str | Sequence[str] | None, folder: str | Path, listener: TrainListener
 ) -> Iterator[TrainListener]:
-    """As `logging_to`, for a training."""
+    """Yields a listener of a training, as `logging_to` does for a search."""
     trackers = _opened(names, folder)
     if not trackers:
         yield listener

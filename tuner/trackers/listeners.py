@@ -34,7 +34,7 @@ class _Tracking:
     def __init__(self, trackers: Sequence[Tracker], listener: Any) -> None:
         self._listener = listener
         self._trackers = list(trackers)
-        """Those that have not failed."""
+        """Trackers that have not failed."""
         self._started = False
 
     def _all(self, method: str, *arguments: Any) -> None:
@@ -170,7 +170,7 @@ class TrainTracking(_Tracking, TrainListener):
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Plain]:
-    """Values as types that every tracker supports."""
+    """Returns the values as types that every tracker supports."""
     return {name: value if isinstance(value, Plain) else str(value) for name, value in values.items()}
 
 
@@ -184,7 +184,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def numbers_of_trial(trial: Trial) -> dict[str, float]:
-    """Finite numbers of a finished trial, by name."""
+    """Returns the finite numbers of a finished trial, by name."""
     predicted = ("predicted_throughput", "predicted_memory_mib")
     return _finite(
         {
@@ -195,7 +195,7 @@ def numbers_of_trial(trial: Trial) -> dict[str, float]:
 
 
 def numbers_of_line(line: Mapping[str, Any]) -> dict[str, float]:
-    """Finite numbers of a line of a training's log, by their names in all trackers."""
+    """Returns the finite numbers of a line of a training's log, by their names in all trackers."""
     kinds = {
         "step": ("train", OF_STEPS),
         "evaluation": ("held_out", ("loss",)),
@@ -206,7 +206,7 @@ def numbers_of_line(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _runs(folder: Path) -> dict[str, str]:
-    """Run id by tracker; empty if the file is missing or unreadable."""
+    """Returns the run id of each tracker; empty if the file is missing or unreadable."""
     try:
         runs = json.loads((folder / RUNS).read_bytes())
     except (OSError, ValueError):

@@ -37,7 +37,7 @@ class Tracker:
             raise MissingDependency(f"--log-to {self.name} needs it: pip install {self.package}") from error
 
     def start(self, title: str, settings: Mapping[str, Plain], run: str | None) -> str:
-        """Starts a run and returns its id. With the id of an earlier one, `run`, that one continues."""
+        """Starts a run and returns its id. With `run`, the id of an earlier run, continues that run."""
         raise NotImplementedError
 
     def configure(self, step: int, config: Mapping[str, Plain], reason: str) -> None:

@@ -15,7 +15,7 @@ class TrainListener:
         """Called when the training starts or continues."""
 
     def on_wait(self, stage: str) -> None:
-        """Called before a slow preparation step, which `what` describes."""
+        """Called before a slow preparation step, which `stage` describes."""
 
     def on_read(self, share: float) -> None:
         """Called now and then with the share of the data that is read, from 0 to 1."""

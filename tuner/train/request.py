@@ -159,7 +159,7 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     def given(self) -> dict[str, Any]:
-        """Values that differ from the default or are `stated`, by name."""
+        """Returns the values that differ from the default or are `stated`, by name."""
         values = {}
         for request_field in fields(self):
             value = getattr(self, request_field.name)
@@ -225,7 +225,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def taken_up(request: TrainRequest, request_document: Mapping[str, Any]) -> TrainRequest:
-    """Returns the request to continue a training. Fixed knobs are added to those of before, and replace their values.
+    """Returns the request to continue a training. Fixed knobs are added to the previous ones, and replace their values.
 
     Raises:
         UsageError: it contradicts the training's request; the message names the field.

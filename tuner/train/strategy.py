@@ -88,7 +88,7 @@ def read_source(source: str | Path, *, of_model: bool = True) -> TrainingSource:
 
 
 def source_of(view: View, *, of_model: bool = True) -> TrainingSource:
-    """Returns the source of a training in the winner of a run; as `read_source`."""
+    """Returns the winner of a run as the source of a training; see `read_source`."""
     trials = view.trials()
     winner = summary.best(trials)
     if winner is None:
