@@ -17,6 +17,7 @@ from ..base.reading import path_of
 from ..base.writing import as_data, write_atomic
 from ..models.request import ModelRequest, SpaceRequest
 from ..tuner.budget import parse_memory
+from . import exit_codes
 from .options import TRAINERS, command_line, options_of, request_of, values_of
 from .status import Status
 
@@ -34,8 +35,6 @@ Examples:
   redline estimate path/to/config.json --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
 """
 HELP = {"devices": "Devices of one trial.  [default: 1 with --hardware, otherwise all present]"}
-NOTHING_FITS = 3
-"""Exit code if no configuration is predicted to fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             then = _next_commands(again, output, target)
         lines = estimate_text.body(document, explain=estimate_options.explain, width=width, then=then, advice=advice)
         click.echo("\n".join(lines))
-    return 0 if document.ranked else NOTHING_FITS
+    return exit_codes.FOUND if document.ranked else exit_codes.NOTHING_FEASIBLE
 
 
 def _first_answer(request_values: dict[str, Any], width: int) -> None:

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _OF_A_WORKLOAD = ("seq_len", "global_batch", "data", "lora")
 CPU_RANKS_PER_CORE = 4
 MIN_CPU_RANKS = 8
-"""On a CPU ranks are processes: somewhat more than the cores are useful for experiments, dozens are a mistake."""
+"""Largest numbers of ranks on a CPU, by core and in any case; the larger one counts. Ranks are processes there: somewhat
+more than the cores are useful for experiments, dozens are a mistake.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

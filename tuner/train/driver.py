@@ -57,7 +57,9 @@ from .request import TrainRequest, taken_up, with_schedule, with_tokenizer
 from .strategy import TrainingSource, after_oom, read_source, replanned, winner, without_batch
 
 LOSSES = 3
-"""Largest number of restarts in a row, after ranks were lost, that reach no further checkpoint."""
+"""Largest number of restarts in a row, after ranks were lost, that reach no further checkpoint. A failed host loses ranks
+once or twice, a defect of the program at every start.
+"""
 REPLACE_S, RETRY_S = 120.0, 5.0
 """Time limit and retry interval for the replacement of lost devices, s."""
 NOTHING_SAVED = "there is no checkpoint, and --resume starts from step 0"
