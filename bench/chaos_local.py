@@ -245,7 +245,8 @@ def inject(study: Study, draw: random.Random, most: int, kills: collections.Coun
     """Runs a study to its end and kills up to `most` of its processes, of these kinds."""
     done, moved, killed = 0, time.monotonic(), 0
     study.start()
-    next_kill = time.monotonic() + draw.uniform(0.5, 4)
+    kinds = [kind for kind in VICTIMS[study.runner] if not only or kind in only]
+    kind, next_kill = draw.choice(kinds), time.monotonic() + draw.uniform(0.5, 4)
     while (code := study.driver.poll()) != 0:
         time.sleep(0.2)
         if (now := study.look()) > done:
@@ -263,12 +264,10 @@ def inject(study: Study, draw: random.Random, most: int, kills: collections.Coun
             study.start()
             moved = time.monotonic()
         if killed < most and time.monotonic() >= next_kill:
-            next_kill = time.monotonic() + draw.uniform(0.5, 4)
             there = study.victims()
-            kinds = [kind for kind in VICTIMS[study.runner] if there[kind] and (not only or kind in only)]
-            if not kinds:
+            if not there[kind]:  # waits for one, or drivers would be killed before they have started anything
                 continue
-            kind = draw.choice(kinds)
+            next_kill = time.monotonic() + draw.uniform(0.5, 4)
             family = study.family()
             study.look()
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -276,13 +275,14 @@ def inject(study: Study, draw: random.Random, most: int, kills: collections.Coun
                 killed += 1
                 kills[f"{study.runner}: {kind}"] += 1
                 moved = time.monotonic()
-            if kind == "driver":
+            hit, kind = kind, draw.choice(kinds)
+            if hit == "driver":
                 study.settle(family)
                 study.look()
                 study.start()
-            elif kind in ("raylet", "gcs") and study.runner == JOINED:
+            elif hit in ("raylet", "gcs") and study.runner == JOINED:
                 study.end_without_cluster(family)
-                if kind == "gcs":
+                if hit == "gcs":
                     study.end_cluster()
                 if study.driver.returncode != 0:
                     study.start()
