@@ -241,9 +241,9 @@ def cluster_address(address: str | None) -> str | None:
     cluster = address or _joined() or os.environ.get("RAY_ADDRESS") or None
     if cluster is not None and cluster.startswith("ray://"):
         raise UsageError(
-            f"{cluster} is an address of Ray Client, whose connection ends a search when it is interrupted for half a minute. Give "
-            "the head's address, such as HOST:6379, on a host that `ray start --address=HOST:6379 --num-cpus 0 --num-gpus 0` "
-            "has made a node of the cluster"
+            f"{cluster} is an address of Ray Client, whose connection ends a search when it is interrupted for half a minute. "
+            "Give the head's address, such as HOST:6379, on a host that `ray start --address=HOST:6379 --num-cpus 0 "
+            "--num-gpus 0` has made a node of the cluster"
         )
     return None if cluster == "local" else cluster
 
