@@ -210,7 +210,6 @@ def test_no_room_too_few_devices_and_a_broken_cluster_are_three_different_ends(o
 def test_a_host_that_is_not_a_node_gets_the_command_that_makes_it_one():
     with joined() as (address, _):
         script = SEARCH + "\nsearch(where)"
-        begin = time.monotonic()
         # Ray finds the node of a host by its processes, which are hidden here.
         done = subprocess.run(
             ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", script],
@@ -221,7 +220,6 @@ def test_a_host_that_is_not_a_node_gets_the_command_that_makes_it_one():
         )
         assert f"this host is not a node of the Ray cluster at '{address}'" in done.stdout, done.stderr
         assert f"`ray start --address={address} --num-cpus 0 --num-gpus 0` makes it one" in done.stdout
-        assert time.monotonic() - begin < 40
 
 
 def test_an_address_of_ray_client_is_refused_with_the_address_to_give():
