@@ -21,13 +21,13 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
     import torch
 
     batch = workload.batch(size, seed)
-    where = f"{workload.name}: batch({size}, {seed})"
+    subject = f"{workload.name}: batch({size}, {seed})"
     if isinstance(batch, list):
         batch = tuple(batch)
     if not isinstance(batch, Mapping | tuple):
-        raise WorkloadError(f"{where} must be a dict or a tuple of tensors, but is {type(batch).__name__}")
+        raise WorkloadError(f"{subject} must be a dict or a tuple of tensors, but is {type(batch).__name__}")
     if not batch:
-        raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must contain tensors")
+        raise WorkloadError(f"{subject} is an empty {type(batch).__name__}; it must contain tensors")
     for key, value in entries(batch).items():
         if not isinstance(value, torch.Tensor):
             flat = (
@@ -35,15 +35,15 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
                 if isinstance(value, (Mapping, list, tuple))
                 else ""
             )
-            raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}{flat}")
+            raise WorkloadError(f"{subject}: entry {key!r} must be a tensor, but is {type(value).__name__}{flat}")
         if value.device.type != "cpu":
             raise WorkloadError(
-                f"{where}: entry {key!r} must be on the CPU, but is on {value.device}; batches are made there, "
+                f"{subject}: entry {key!r} must be on the CPU, but is on {value.device}; batches are made there, "
                 "and each rank takes its part to the device of its model"
             )
         if value.dim() == 0 or value.shape[0] != size:
             raise WorkloadError(
-                f"{where}: the first dimension of entry {key!r} must be the batch's size, {size}, but its "
+                f"{subject}: the first dimension of entry {key!r} must be the batch's size, {size}, but its "
                 f"shape is {tuple(value.shape)}"
             )
     return dict(batch) if isinstance(batch, Mapping) else batch
@@ -67,7 +67,7 @@ def batch_slice(batch: Batch, start: int, stop: int) -> Batch:
 
 def num_bytes(batch: Batch) -> int:
     """Bytes of the batch's tensors."""
-    return sum(each.numel() * each.element_size() for each in entries(batch).values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in entries(batch).values())
 
 
 def to_device(batch: Batch, device: "torch.device") -> Batch:
@@ -77,12 +77,12 @@ def to_device(batch: Batch, device: "torch.device") -> Batch:
 
 def each_tensor(batch: Batch, function: "Callable[[torch.Tensor], Any]") -> Batch:
     """Applies `function` to every tensor of the batch; a tensor that occurs twice is converted once."""
-    done: dict[int, Any] = {}
+    converted: dict[int, Any] = {}
 
     def once(tensor: "torch.Tensor") -> Any:
-        if id(tensor) not in done:
-            done[id(tensor)] = function(tensor)
-        return done[id(tensor)]
+        if id(tensor) not in converted:
+            converted[id(tensor)] = function(tensor)
+        return converted[id(tensor)]
 
     if isinstance(batch, Mapping):
         return {key: once(value) for key, value in batch.items()}
@@ -119,14 +119,15 @@ class ForwardPass:
             WorkloadError: the model takes no entry of it.
         """
         if isinstance(batch, Mapping):
-            known = dict(batch) if self._names is None else {k: v for k, v in batch.items() if k in self._names}
-            if not known:
+            names = self._names
+            arguments = {name: value for name, value in batch.items() if names is None or name in names}
+            if not arguments:
                 raise WorkloadError(
                     f"{self._workload.name}: the model's forward takes "
                     f"{', '.join(sorted(self._names or ()))}, but "
                     f"the batch has {', '.join(map(str, batch))}"
                 )
-            return (), known
+            return (), arguments
         return (batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch), {}
 
     def loss(self, output: Any, batch: Batch) -> "torch.Tensor":
@@ -138,12 +139,14 @@ class ForwardPass:
         import torch
 
         loss = self._loss(output, batch)
-        what = "loss(output, batch)" if self._workload.loss is not None else "the model's own loss"
+        subject = "loss(output, batch)" if self._workload.loss is not None else "the model's own loss"
         if not isinstance(loss, torch.Tensor):
-            raise WorkloadError(f"{self._workload.name}: {what} must be a scalar tensor, but is {type(loss).__name__}")
+            raise WorkloadError(
+                f"{self._workload.name}: {subject} must be a scalar tensor, but is {type(loss).__name__}"
+            )
         if loss.numel() != 1:
             raise WorkloadError(
-                f"{self._workload.name}: {what} must be a scalar tensor, the mean over the batch, but its "
+                f"{self._workload.name}: {subject} must be a scalar tensor, the mean over the batch, but its "
                 f"shape is {tuple(loss.shape)}"
             )
         return loss.reshape(())
@@ -167,6 +170,6 @@ class ForwardPass:
 def _forward_names(model: "nn.Module") -> set[str] | None:
     """Names of the arguments of the model's forward; None if it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return {each.name for each in parameters}
+    return {parameter.name for parameter in parameters}

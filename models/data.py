@@ -151,14 +151,14 @@ def inputs_and_labels(
     most = int(counts.max())
     positions = order.argsort(dim=1)[:, :most]
     chosen = torch.arange(most) < counts
-    kept = tokens.gather(1, positions)
+    chosen_tokens = tokens.gather(1, positions)
     labels = torch.full_like(tokens, -100)
-    labels.scatter_(1, positions, kept.masked_fill(~chosen, -100))
+    labels.scatter_(1, positions, chosen_tokens.masked_fill(~chosen, -100))
     fate = draw.uniform((size, most))
     sampled = random_tokens((size, most), vocab_size, pad_id, draw)
-    hidden = torch.full_like(kept, vocab_size - 1 if mask_id is None else mask_id)
-    replaced = torch.where(fate < 0.8, hidden, torch.where(fate < 0.9, sampled, kept))
-    return {"input_ids": tokens.scatter(1, positions, torch.where(chosen, replaced, kept)), "labels": labels}
+    hidden = torch.full_like(chosen_tokens, vocab_size - 1 if mask_id is None else mask_id)
+    replaced = torch.where(fate < 0.8, hidden, torch.where(fate < 0.9, sampled, chosen_tokens))
+    return {"input_ids": tokens.scatter(1, positions, torch.where(chosen, replaced, chosen_tokens)), "labels": labels}
 
 
 def _windows(tokens: "np.ndarray", shape: tuple[int, int], draw: Draw) -> "torch.Tensor":
@@ -254,8 +254,8 @@ def load_tokenizer(folder: Path) -> Any:
         try:
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except refusals(OSError) as error:
-            last = " ".join(str(error).split())[:300]
-            raise WorkloadError(f"the tokenizer in {folder} cannot be loaded: {last}") from error
+            message = " ".join(str(error).split())[:300]
+            raise WorkloadError(f"the tokenizer in {folder} cannot be loaded: {message}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 def digest(value: Any) -> str:
     """Ten hex digits of the SHA-256 of the data's canonical JSON."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
 
 def of_callable(function: Any) -> Any:
@@ -34,16 +34,16 @@ def of_callable(function: Any) -> Any:
     return [_text(type(function)), _as_data(getattr(function, "__dict__", {}))]
 
 
-def _text(thing: Any) -> str:
+def _text(object_: Any) -> str:
     try:
-        return inspect.getsource(thing)
+        return inspect.getsource(object_)
     except (OSError, TypeError):  # typed in a console, or made by exec
-        code = getattr(thing, "__code__", None)
-        return _code(code) if code is not None else f"{thing.__module__}.{thing.__qualname__}"
+        code = getattr(object_, "__code__", None)
+        return _code(code) if code is not None else f"{object_.__module__}.{object_.__qualname__}"
 
 
 def _code(code: CodeType) -> str:
-    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    constants = [_code(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts]
     return "/".join([code.co_name, code.co_code.hex(), *constants, *code.co_names, *code.co_varnames])
 
 
@@ -58,9 +58,9 @@ def _as_data(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _as_data(each) for key, each in value.items()}
+        return {str(key): _as_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [_as_data(each) for each in value]
+        items = [_as_data(item) for item in value]
         return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
     if inspect.isfunction(value) or inspect.isclass(value):
         return _text(value)

@@ -60,10 +60,10 @@ def count_flops(workload: Workload, samples: int = 1) -> Flops:
         return _by_length(workload) or Flops(per_sample=None, reason=f"is not traced: {error}")
     except UNABLE as error:
         # Errors of the model itself are reported by the trials.
-        text = " ".join(str(error).split())[:200]
-        if samples == 1 and "more than 1 value per channel" in text:
+        message = " ".join(str(error).split())[:200]
+        if samples == 1 and "more than 1 value per channel" in message:
             return count_flops(workload, 2)
-        return Flops(per_sample=None, reason=f"cannot be traced: {type(error).__name__}: {text}")
+        return Flops(per_sample=None, reason=f"cannot be traced: {type(error).__name__}: {message}")
     if workload.loss is not None:
         check_mean(workload, output, batch)
     total = counter.get_total_flops()

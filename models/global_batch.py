@@ -23,28 +23,30 @@ def shareable(usual: int, devices: int) -> int:
     """
     if usual % devices == 0:
         return usual
-    each = -(-usual // devices)
-    return devices * 2 ** (each - 1).bit_length()
+    per_device = -(-usual // devices)
+    return devices * 2 ** (per_device - 1).bit_length()
 
 
-def shared(workload: Workload, devices: int, *, target: object, asked: int | None) -> tuple[Workload, tuple[str, ...]]:
+def shared(
+    workload: Workload, devices: int, *, target: object, requested: int | None
+) -> tuple[Workload, tuple[str, ...]]:
     """Returns the workload with a global batch that the devices can share, and notes about it.
 
     Only a default batch is changed: that of a preset or a configuration file. A requested one, or that of a user's
     workload, is kept.
 
     Args:
-        target: what it was resolved from.
+        target: the request's target, from which it was resolved.
     """
     total = workload.global_batch
-    if asked is not None or isinstance(target, Workload) or workload.source is not None:
+    if requested is not None or isinstance(target, Workload) or workload.source is not None:
         return workload, too_few(total, devices)
     chosen = shareable(total, devices)
     if chosen == total:
         return workload, ()
-    each = chosen // devices
+    per_device = chosen // devices
     note = (
-        f"global batch: {chosen:,}, {each} sample{'s'[: each > 1]} a device, since none was given and "
+        f"global batch: {chosen:,}, {per_device} sample{'s'[: per_device > 1]} a device, since none was given and "
         f"{workload.name}'s usual {total} {'is less than' if total < devices else 'cannot be shared by'} the "
         f"{devices:,} devices"
     )
@@ -74,49 +76,49 @@ def free_accumulation(
         UsageError: they are not whole numbers of at least 1.
     """
     fixed = [fix["grad_accum"]] if fix and "grad_accum" in fix else None
-    given = (override or {}).get("grad_accum") or fixed
-    if given is None or global_batch is not None or space is not None or workload.space is not None:
+    values = (override or {}).get("grad_accum") or fixed
+    if values is None or global_batch is not None or space is not None or workload.space is not None:
         return None
-    for each in given:
-        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-            raise UsageError(f"grad_accum must be whole numbers of at least 1, but got {each!r}")
-    return list(dict.fromkeys(given))
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"grad_accum must be whole numbers of at least 1, but got {value!r}")
+    return list(dict.fromkeys(values))
 
 
 def samples_of_a_pass(space: Space, devices: int) -> Any:
     """Samples of one forward and backward pass of all replicas, as an expression over the knobs."""
-    ways = [space[name] for name in SPLITS if name in space.by_name]
-    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
+    degrees = [space[name] for name in SPLITS if name in space.by_name]
+    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, degrees) if degrees else devices
     return space["micro_batch"] * replicas
 
 
-def check_samples(workload: Workload, space: Space, devices: int, asked: int | None) -> tuple[str, ...]:
+def check_samples(workload: Workload, space: Space, devices: int, requested: int | None) -> tuple[str, ...]:
     """Returns notes about a space in which a step can have other samples than the workload's global batch.
 
     Args:
-        asked: the requested global batch, if any.
+        requested: the requested global batch, if any.
 
     Raises:
         UsageError: a global batch was requested, and no configuration has it.
     """
     knobs, total = space.by_name, workload.global_batch
-    counted = [each for each in ("micro_batch", "grad_accum", "dp", *SPLITS) if each in knobs]
-    if not {"micro_batch", "grad_accum"} <= set(counted) or any(knobs[each].when is not None for each in counted):
+    counted = [name for name in ("micro_batch", "grad_accum", "dp", *SPLITS) if name in knobs]
+    if not {"micro_batch", "grad_accum"} <= set(counted) or any(knobs[name].when is not None for name in counted):
         return ()
-    same = space.copy()
+    with_global_batch = space.copy()
     try:
-        same.require(samples_of_a_pass(space, devices) * space["grad_accum"] == total)
+        with_global_batch.require(samples_of_a_pass(space, devices) * space["grad_accum"] == total)
     except SpaceError:
-        if asked is not None:
+        if requested is not None:
             raise UsageError(
                 f"the global batch is {total}, but no configuration of the space has micro_batch * dp * grad_accum = "
                 f"{total}; derive grad_accum from it, as {total} // micro_batch"
             ) from None
         count = "no configuration has"
     else:
-        if not space.enumerable or same.size == space.size:
+        if not space.enumerable or with_global_batch.size == space.size:
             return ()
-        count = f"{same.size:,} of {space.size:,} configurations have"
+        count = f"{with_global_batch.size:,} of {space.size:,} configurations have"
     return (
         f"a step has micro_batch * dp * grad_accum samples, as the space gives them: {count} the workload's "
         f"global batch of {total}; others are another training",

@@ -61,7 +61,7 @@ def formed_logits(workload: Workload) -> str:
             sch = create_schedule(model)
             blocks = schedule.blocks(sch)
             head = head_of(sch, blocks).fused_loss().module
-            _shorten(model, [each.path for each in blocks])
+            _shorten(model, [block.path for block in blocks])
             args, kwargs = step.inputs(fakes)
             step.loss(model(*args, **kwargs), fakes)
     except (WorkloadError, ScheduleError):
@@ -69,11 +69,11 @@ def formed_logits(workload: Workload) -> str:
     except TooManyCalls as error:
         if (short := with_tokens(workload, FEW_TOKENS)) is not None:
             return formed_logits(short)  # the loss does the same
-        return f"what its loss does with logits is not traced: {error}"
+        return f"the use of logits by its loss is not traced: {error}"
     except UNABLE as error:
-        text = " ".join(str(error).split())[:200]
-        what = f"{type(error).__name__}: {text}"
-        return f"what its loss does with logits cannot be seen without running it ({what})"
+        message = " ".join(str(error).split())[:200]
+        failure = f"{type(error).__name__}: {message}"
+        return f"the use of logits by its loss cannot be observed without running it ({failure})"
     uses = formed_for(head)
     if formed := sorted(name for name, is_formed in uses.items() if is_formed):
         return f"its loss takes logits by {', '.join(formed)}, for which they have to be formed"
@@ -84,7 +84,7 @@ def _shorten(model: "nn.Module", blocks: list[str]) -> None:
     """Shortens the lists of blocks to their first members: for the rest, only shapes matter."""
     from torch import nn
 
-    for path in {each.rpartition(".")[0] for each in blocks}:
+    for path in {block.rpartition(".")[0] for block in blocks}:
         members: Any = model.get_submodule(path)
         if isinstance(members, nn.ModuleList):
             del members[_LOOKED_AT:]

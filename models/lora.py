@@ -47,24 +47,24 @@ class Lora:
         Raises:
             WorkloadError: the text is malformed, or a number is out of range.
         """
-        given: dict[str, str] = {}
-        known = [each.name for each in fields(Lora)]
+        settings: dict[str, str] = {}
+        names = [field.name for field in fields(Lora)]
         for pair in text.split(","):
-            name, equals, value = (each.strip() for each in pair.partition("="))
+            name, equals, value = (word.strip() for word in pair.partition("="))
             if not equals or not value:
                 raise WorkloadError(f"lora must look like {EXAMPLE}, but got '{text}'")
-            if name not in known:
-                raise WorkloadError(unknown("part of lora", name, known))
-            if name in given:
+            if name not in names:
+                raise WorkloadError(unknown("part of lora", name, names))
+            if name in settings:
                 raise WorkloadError(f"lora names {name} twice: '{text}'")
-            given[name] = value
+            settings[name] = value
         try:
             lora = Lora(
-                r=int(given.get("r", "")),
-                alpha=float(given["alpha"]) if "alpha" in given else None,
-                target=tuple(given["target"].split("+")) if "target" in given else (),
-                dropout=float(given.get("dropout", 0)),
-                quantize=given.get("quantize", ""),
+                r=int(settings.get("r", "")),
+                alpha=float(settings["alpha"]) if "alpha" in settings else None,
+                target=tuple(settings["target"].split("+")) if "target" in settings else (),
+                dropout=float(settings.get("dropout", 0)),
+                quantize=settings.get("quantize", ""),
             )
         except ValueError:
             raise WorkloadError(f"lora must look like {EXAMPLE}, but got '{text}'") from None
@@ -77,12 +77,12 @@ class Lora:
         return lora
 
     def __str__(self) -> str:
-        parts = [f"r={self.r}"]
-        parts += [f"alpha={self.alpha:g}"] if self.alpha is not None else []
-        parts += [f"target={'+'.join(self.target)}"] if self.target else []
-        parts += [f"dropout={self.dropout:g}"] if self.dropout else []
-        parts += [f"quantize={self.quantize}"] if self.quantize else []
-        return ",".join(parts)
+        settings = [f"r={self.r}"]
+        settings += [f"alpha={self.alpha:g}"] if self.alpha is not None else []
+        settings += [f"target={'+'.join(self.target)}"] if self.target else []
+        settings += [f"dropout={self.dropout:g}"] if self.dropout else []
+        settings += [f"quantize={self.quantize}"] if self.quantize else []
+        return ",".join(settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,10 @@ class AdaptedArchitecture(Architecture):
         target: Any = list(lora.target) or None
         if lora.target == ("all-linear",):
             target = "all-linear"
-            if any(each.dim() == 3 for each in model.parameters()):
-                # peft adds fused experts and their router, which are no linear layers.
+            if any(parameter.dim() == 3 for parameter in model.parameters()):
+                # peft adds fused experts and their router, which are not linear layers.
                 head = model.get_output_embeddings()
-                target = [path for path, each in model.named_modules() if _linear(each) and each is not head]
+                target = [path for path, module in model.named_modules() if _linear(module) and module is not head]
         settings = peft.LoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha if lora.alpha is not None else lora.r,
@@ -126,7 +126,7 @@ class AdaptedArchitecture(Architecture):
                 warnings.simplefilter("ignore", RuntimeWarning)
                 model = peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
         except ValueError as error:
-            names = sorted({path.rpartition(".")[2] for path, each in model.named_modules() if _linear(each)})
+            names = sorted({path.rpartition(".")[2] for path, module in model.named_modules() if _linear(module)})
             raise WorkloadError(
                 f"lora cannot adapt this {self.model_type}: {one_line(error)}; its linear "
                 f"layers are called {', '.join(names)}: give target=..."
@@ -169,8 +169,8 @@ def with_lora(workload: Workload, lora: Lora) -> Workload:
             f"lora adapts Hugging Face models; '{workload.name}' is built by your own code, which can add "
             "adapters itself"
         )
-    own = {each.name: getattr(model, each.name) for each in fields(model)}
-    adapted = AdaptedArchitecture(**own, lora=lora)
+    base_fields = {field.name: getattr(model, field.name) for field in fields(model)}
+    adapted = AdaptedArchitecture(**base_fields, lora=lora)
     result = replace(workload, model=adapted, identity={**(workload.identity or {}), "lora": str(lora)})
     import torch
 

@@ -51,7 +51,7 @@ def _find_mixing(workload: Workload) -> Mixing:
     if norms := _batch_norms(model):
         path, norm = next(iter(norms.items()))
         reason = f"{type(norm).__name__} '{path}' takes statistics over a micro-batch"
-        return Mixing(reason, any(isinstance(each, nn.SyncBatchNorm) for each in norms.values()))
+        return Mixing(reason, any(isinstance(norm, nn.SyncBatchNorm) for norm in norms.values()))
     if isinstance(workload.loss, ContrastiveLoss):
         return Mixing("the contrastive loss compares the samples of a micro-batch")
     if balances(model):

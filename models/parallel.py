@@ -73,57 +73,63 @@ def declare(
         "cp": {degree: _no_sequences(1, degree, support, seq_len, own_loss) for degree in degrees[1:]},
         "pp": {degree: support.pp(degree) for degree in degrees[1:]},
     }
-    together = _not_together(degrees[1:], refused, devices, device, support, seq_len)
-    ways = _ways(devices, refused, together, None if any_batch else total)
-    if not ways:
+    incompatible = _incompatible(degrees[1:], refused, devices, device, support, seq_len)
+    combinations = _combinations(devices, refused, incompatible, None if any_batch else total)
+    if not combinations:
         raise SpaceError(_cannot_share(total, devices, refused))
     if support.replicas:
-        ways = [way for way in ways if way.ranks == devices]
-        if not ways:
+        combinations = [combination for combination in combinations if combination.ranks == devices]
+        if not combinations:
             raise SpaceError(f"{devices} devices would be replicas, but {support.replicas}")
-    plain = min(ways, key=lambda way: (way.ranks, way.pp, way.cp, way.sp))
-    padded = [(tp, support.padding(tp)) for tp in sorted({way.tp for way in ways})]
-    notes = "".join(f"; at {degree} {text}" for degree, text in padded if text)
+    plain = min(
+        combinations, key=lambda combination: (combination.ranks, combination.pp, combination.cp, combination.sp)
+    )
+    padded = [(tp, support.padding(tp)) for tp in sorted({combination.tp for combination in combinations})]
+    notes = "".join(f"; at {degree} {note}" for degree, note in padded if note)
     tp = space.choice("tp", degrees, default=plain.tp, others=(), help=f"tensor-parallel degree{notes}")
-    words = "ranks that share a sequence, and heads in attention (Ulysses)"
-    sp = space.choice("sp", degrees, default=plain.sp, others=(), help=words)
-    words = "ranks of a ring, each with a piece of a sequence, among which keys and values go round (ring attention)"
-    cp = space.choice("cp", degrees, default=plain.cp, others=(), help=words)
+    help_text = "ranks that share a sequence, and heads in attention (Ulysses)"
+    sp = space.choice("sp", degrees, default=plain.sp, others=(), help=help_text)
+    help_text = (
+        "ranks of a ring, each with a piece of a sequence, among which keys and values go round (ring attention)"
+    )
+    cp = space.choice("cp", degrees, default=plain.cp, others=(), help=help_text)
     pp = space.choice("pp", degrees, default=plain.pp, others=(), help="pipeline stages")
     space.derive("dp", devices // (tp * sp * cp * pp), help="data-parallel replicas")
     if support.replicas:
         space.require(space["dp"] == 1, support.replicas)
     for knob, reasons in zip((tp, sp, cp, pp), refused.values(), strict=True):
-        for reason in dict.fromkeys(each for each in reasons.values() if each):
-            space.require(~knob.isin([d for d in degrees[1:] if reasons[d] == reason]), reason)
-    for pair, reason in together.items():
-        (one, first), (other, second) = pair
-        space.require((space[one] != first) | (space[other] != second), reason)
-    if experts and any(devices > way.pp for way in ways):
+        for reason in dict.fromkeys(reason for reason in reasons.values() if reason):
+            space.require(~knob.isin([degree for degree in degrees[1:] if reasons[degree] == reason]), reason)
+    for pair, reason in incompatible.items():
+        (name, value), (other_name, other_value) = pair
+        space.require((space[name] != value) | (space[other_name] != other_value), reason)
+    if experts and any(devices > combination.pp for combination in combinations):
         shared = replicas(space) > 1
-        if any(way.tp > 1 for way in ways):
-            words = "ranks of a layer that each expert is cut over: 0 for tp, 1 for whole experts, which they share too"
-            etp = space.choice("etp", [0, 1], default=0, others=degrees[1:], help=words)
+        if any(combination.tp > 1 for combination in combinations):
+            help_text = (
+                "ranks of a layer that each expert is cut over: 0 for tp, 1 for whole experts, which they share too"
+            )
+            etp = space.choice("etp", [0, 1], default=0, others=degrees[1:], help=help_text)
             space.require((etp == 0) | (tp > 1), "etp must be 0 where no ranks share a layer")
             shared = shared | (etp == 1)
-        words = "neighbours among the replicas that share the experts of a mixture (expert parallelism)"
-        space.choice("ep", degrees, default=1, when=shared, others=(), help=words)
-    dps = sorted({devices // way.ranks for way in ways})
-    if dps[-1] > 1 or any(way.sp * way.cp > 1 for way in ways):
+        help_text = "neighbours among the replicas that share the experts of a mixture (expert parallelism)"
+        space.choice("ep", degrees, default=1, when=shared, others=(), help=help_text)
+    dps = sorted({devices // combination.ranks for combination in combinations})
+    if dps[-1] > 1 or any(combination.sp * combination.cp > 1 for combination in combinations):
         _zero(space)
-    _hsdp(space, sorted({(way.tp, way.pp) for way in ways}), devices, device)
-    if any(way.tp > 1 for way in ways):
+    _hsdp(space, sorted({(combination.tp, combination.pp) for combination in combinations}), devices, device)
+    if any(combination.tp > 1 for combination in combinations):
         space.flag(
             "sequence_parallel",
             when=tp > 1,
             help="activations between tensor-parallel regions are cut along the sequence",
         )
-    if any(way.pp > 1 for way in ways):
+    if any(combination.pp > 1 for combination in combinations):
         _pipeline(space, support, [degree for degree in degrees[1:] if not refused["pp"][degree]])
     return Spread(replicas=tuple(dps), default_dp=devices // plain.ranks)
 
 
-class _Way(NamedTuple):
+class _Combination(NamedTuple):
     """A combination of degrees."""
 
     tp: int
@@ -138,7 +144,7 @@ class _Way(NamedTuple):
 
 
 _Refused = dict[str, dict[int, str]]
-_Together = dict[tuple[tuple[str, int], tuple[str, int]], str]
+_Incompatible = dict[tuple[tuple[str, int], tuple[str, int]], str]
 """Reason why two knobs cannot have these values together."""
 
 
@@ -147,16 +153,20 @@ def replicas(space: Space) -> Expression:
     return space["dp"] * space["sp"] * space["cp"]
 
 
-def _ways(devices: int, refused: _Refused, together: _Together, total: int | None) -> list[_Way]:
+def _combinations(
+    devices: int, refused: _Refused, incompatible: _Incompatible, total: int | None
+) -> list[_Combination]:
     """Possible degrees whose replicas share `total` samples; None allows any number of replicas."""
-    degrees = {name: [degree for degree in divisors(devices) if not refused[name].get(degree)] for name in _Way._fields}
+    degrees = {
+        name: [degree for degree in divisors(devices) if not refused[name].get(degree)] for name in _Combination._fields
+    }
     return [
-        way
-        for way in (_Way(*each) for each in product(*degrees.values()))
-        if devices % way.ranks == 0
-        and (("tp", way.tp), ("sp", way.sp)) not in together
-        and (("sp", way.sp), ("cp", way.cp)) not in together
-        and (total is None or total % (devices // way.ranks) == 0)
+        combination
+        for combination in (_Combination(*degrees_of_knobs) for degrees_of_knobs in product(*degrees.values()))
+        if devices % combination.ranks == 0
+        and (("tp", combination.tp), ("sp", combination.sp)) not in incompatible
+        and (("sp", combination.sp), ("cp", combination.cp)) not in incompatible
+        and (total is None or total % (devices // combination.ranks) == 0)
     ]
 
 
@@ -167,11 +177,11 @@ def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_l
     return sequence_refusal(seq_len, sp, cp, own_loss=own_loss) or ""
 
 
-def _not_together(
+def _incompatible(
     degrees: list[int], refused: _Refused, devices: int, device: Device, support: Support, seq_len: int | None
-) -> _Together:
+) -> _Incompatible:
     """Reasons why some degrees, each of them possible, cannot be combined."""
-    reasons: _Together = {}
+    reasons: _Incompatible = {}
     for degree, sp in product(degrees, repeat=2):
         if devices % (degree * sp) or refused["sp"][sp]:
             continue
@@ -179,8 +189,8 @@ def _not_together(
             reason = support.sequences(sp, 1, degree) or _beyond_host(degree * sp, devices, device, "a layer or heads")
             if reason:
                 reasons[("tp", degree), ("sp", sp)] = reason
-        if not refused["cp"][degree] and (unshared := sequence_refusal(seq_len, sp, degree)):
-            reasons[("sp", sp), ("cp", degree)] = unshared
+        if not refused["cp"][degree] and (refusal := sequence_refusal(seq_len, sp, degree)):
+            reasons[("sp", sp), ("cp", degree)] = refusal
     return reasons
 
 
@@ -211,14 +221,18 @@ def no_hsdp(devices: int, device: Device) -> str:
     return f"no replicas are both on several hosts and several on each host of {per_host}"
 
 
-def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Device) -> None:
+def _hsdp(space: Space, tp_pp: list[tuple[int, int]], devices: int, device: Device) -> None:
     """Adds `hsdp` if there are replicas on several hosts, and several of them on each.
 
     Args:
         ways: possible pairs of tp and pp.
     """
-    each = _per_host(devices, device)
-    groups = {devices // (pp * each) for tp, pp in ways if tp < each < devices // pp and devices // pp % each == 0}
+    per_host = _per_host(devices, device)
+    groups = {
+        devices // (pp * per_host)
+        for tp, pp in tp_pp
+        if tp < per_host < devices // pp and devices // pp % per_host == 0
+    }
     if device.type != "cuda" or not groups:
         return
     tp, dp = space["tp"], space["dp"]
@@ -231,27 +245,27 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         monotone_memory=1,
     )
     space.require(
-        (knob == 1) | (tp * replicas(space) == each * knob),
-        f"pieces are cut within a host, of {each} devices here, so there is a group for each host of replicas",
+        (knob == 1) | (tp * replicas(space) == per_host * knob),
+        f"pieces are cut within a host, of {per_host} devices here, so there is a group for each host of replicas",
     )
-    if any(tp == each for tp, _ in ways):
-        space.require((knob == 1) | (tp < each), "a host has one replica, so there is nothing to shard within it")
+    if any(tp == per_host for tp, _ in tp_pp):
+        space.require((knob == 1) | (tp < per_host), "a host has one replica, so there is nothing to shard within it")
 
 
 def compose(space: Space, device: Device, devices: int, support: Support) -> None:
     """Adds `offload`, and the model's requirements on combinations of parallel knobs. Call it last."""
     names = space.by_name
     if device.type == "cuda":
-        space.choice("offload", OFFLOADS, others=(), help="what is kept and updated in host memory")
+        space.choice("offload", OFFLOADS, others=(), help="state that is stored and updated in host memory")
     if "zero" in names and "pp" in names and support.zero_in_stages:
         space.require((space["zero"] < 2) | (space["pp"] == 1), support.zero_in_stages)
     if "sequence_parallel" in names and support.sequence_parallel:
         space.require(~space["sequence_parallel"], support.sequence_parallel)
     if "tp" in names and set(FLOAT8) & {*space["precision"].values, *(space["precision"].others or ())}:
-        whole = ~space["precision"].isin(FLOAT8)
+        not_float8 = ~space["precision"].isin(FLOAT8)
         for tp in divisors(devices)[1:]:
             if not support.tp(tp) and (reason := support.float8(tp)):
-                space.require(whole | (space["tp"] != tp), reason)
+                space.require(not_float8 | (space["tp"] != tp), reason)
 
 
 def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
@@ -281,19 +295,19 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         return
     for degree in degrees:
         chunks = {many: support.pp(degree * many) for many in VIRTUAL_STAGES[1:]}
-        for reason in dict.fromkeys(each for each in chunks.values() if each):
+        for reason in dict.fromkeys(reason for reason in chunks.values() if reason):
             too_many = [many for many in chunks if chunks[many] == reason]
             space.require((pp != degree) | ~virtual.isin(too_many), reason)
 
 
 def divisors(number: int) -> list[int]:
     """Divisors in ascending order, including 1 and the number."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _per_host(devices: int, device: Device) -> int:
     """Ranks on a host, if all hosts have the same, smallest possible number."""
-    return max(each for each in divisors(devices) if each <= max(1, device.count))
+    return max(divisor for divisor in divisors(devices) if divisor <= max(1, device.count))
 
 
 def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer") -> str:
@@ -308,11 +322,11 @@ def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer
 
 def _cannot_share(total: int, devices: int, refused: dict[str, dict[int, str]]) -> str:
     nearest = max(1, round(total / devices)) * devices
-    text = (
+    message = (
         f"the global batch must be a multiple of the number of replicas, but {total} is not one of {devices}; "
         f"{nearest} is"
     )
-    reason = {each for reasons in refused.values() for each in reasons.values() if each}
-    if reason:
-        text += f". Fewer replicas are not possible: {'; '.join(sorted(reason))}"
-    return text
+    reasons_found = {reason for reasons in refused.values() for reason in reasons.values() if reason}
+    if reasons_found:
+        message += f". Fewer replicas are not possible: {'; '.join(sorted(reasons_found))}"
+    return message

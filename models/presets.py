@@ -31,17 +31,17 @@ class Preset:
 
     def shape(self) -> dict[str, int]:
         """`layers` (an encoder's and a decoder's together), `hidden`, `heads` and `vocabulary`; 0 if it does not apply."""
-        found = {
+        shape = {
             word: next((self.arguments[name] for name in NAMES[word] if name in self.arguments), 0)
             for word in ("layers", "hidden", "heads", "vocabulary")
         }
         if self.task == "seq2seq":
-            found["layers"] *= 2
+            shape["layers"] *= 2
         if self.model_type == "wide_resnet":
             # Residual blocks, and channels of the last of them.
-            found["layers"] = (self.arguments["depth"] - 4) // 2
-            found["hidden"] = 64 * self.arguments["width"]
-        return found
+            shape["layers"] = (self.arguments["depth"] - 4) // 2
+            shape["hidden"] = 64 * self.arguments["width"]
+        return shape
 
 
 def _read() -> dict[str, Preset]:
@@ -65,30 +65,30 @@ def preset_of(name: str) -> str | None:
     >>> preset_of("meta-llama/Meta-Llama-3-8B-Instruct"), preset_of("llama3_8b"), preset_of("deepseek_v3-671B")
     ('llama3-8b', 'llama3-8b', 'deepseek-v3')
     """
-    text = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
-    while text not in PRESETS and (shorter := _ENDINGS.sub("", text)) != text:
-        text = shorter
-    joined = re.sub(r"^([a-z]+)-(\d)", r"\1\2", text)
+    shortened = name.lower().rpartition("/")[2].replace("_", "-").removeprefix("meta-")
+    while shortened not in PRESETS and (shorter := _ENDINGS.sub("", shortened)) != shortened:
+        shortened = shorter
+    joined = re.sub(r"^([a-z]+)-(\d)", r"\1\2", shortened)
     # Llama 3.1 and 3.3 have the sizes of Llama 3.
-    for each in (text, joined, re.sub(r"^llama3\.[13]-", "llama3-", joined)):
-        if each in PRESETS:
-            return each
+    for candidate in (shortened, joined, re.sub(r"^llama3\.[13]-", "llama3-", joined)):
+        if candidate in PRESETS:
+            return candidate
     # A family of one size, which the name states.
-    family, _, size = text.rpartition("-")
-    named = PRESETS.get(family)
-    return family if named is not None and size == f"{named.parameters / 1e9:.0f}b" else None
+    family, _, size = shortened.rpartition("-")
+    preset = PRESETS.get(family)
+    return family if preset is not None and size == f"{preset.parameters / 1e9:.0f}b" else None
 
 
 def list_presets() -> list[dict[str, Any]]:
     """A row per preset: name, family, parameters, layers, hidden, heads, vocabulary, seq_len, global_batch."""
     return [
         {
-            "name": each.name,
-            "family": each.model_type,
-            "parameters": each.parameters,
-            **each.shape(),
-            "seq_len": each.seq_len,
-            "global_batch": each.global_batch,
+            "name": preset.name,
+            "family": preset.model_type,
+            "parameters": preset.parameters,
+            **preset.shape(),
+            "seq_len": preset.seq_len,
+            "global_batch": preset.global_batch,
         }
-        for each in PRESETS.values()
+        for preset in PRESETS.values()
     ]

@@ -46,21 +46,21 @@ def check_mean(workload: Workload, output: Any, batch: Batch) -> None:
     generator = torch.Generator().manual_seed(0)
     try:
         size = _num_bytes(output)
-        count = next((each for each in COPIES if (each + 1) * size <= AFFORDABLE_BYTES), None)
+        count = next((copies for copies in COPIES if (copies + 1) * size <= AFFORDABLE_BYTES), None)
         if count is None:
             return
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            made_up = _each(output, lambda tensor: _made_up(tensor, generator))
-            one = float(workload.loss(made_up, batch))
-            several = float(
+            synthetic = _map_tensors(output, lambda tensor: _synthetic(tensor, generator))
+            loss = float(workload.loss(synthetic, batch))
+            loss_of_copies = float(
                 workload.loss(
-                    _each(made_up, lambda tensor: _copies(tensor, count)),
+                    _map_tensors(synthetic, lambda tensor: _copies(tensor, count)),
                     each_tensor(batch, lambda tensor: _copies(tensor, count)),
                 )
             )
     except UNABLE:
         return  # it needs more than the shape of an output; a trial reports actual errors
-    if one and math.isclose(several / one, count, rel_tol=WITHIN):
+    if loss and math.isclose(loss_of_copies / loss, count, rel_tol=WITHIN):
         raise WorkloadError(
             f"{workload.name}: the loss at micro-batch {count} is {_times(count)} the one at 1: is it a sum? "
             "loss(output, batch) must be the mean over the batch's samples, or configurations of other "
@@ -72,7 +72,7 @@ def _times(count: int) -> str:
     return {2: "twice", 8: "eight times"}[count]
 
 
-def _made_up(like: "torch.Tensor", generator: "torch.Generator") -> "torch.Tensor":
+def _synthetic(like: "torch.Tensor", generator: "torch.Generator") -> "torch.Tensor":
     import torch
 
     if not like.is_floating_point():
@@ -95,26 +95,26 @@ def _num_bytes(output: Any) -> int:
         size += tensor.numel() * tensor.element_size()
         return tensor
 
-    _each(output, add)
+    _map_tensors(output, add)
     return size
 
 
-def _each(value: Any, function: "Callable[[torch.Tensor], Any]") -> Any:
+def _map_tensors(value: Any, function: "Callable[[torch.Tensor], Any]") -> Any:
     """Applies `function` to every tensor in a model's output."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        out: Any = copy.copy(value)  # transformers' outputs are mutable mappings with attributes
-        for key, each in value.items():
-            out[key] = _each(each, function)
-        return out
+        copied: Any = copy.copy(value)  # transformers' outputs are mutable mappings with attributes
+        for key, item in value.items():
+            copied[key] = _map_tensors(item, function)
+        return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(each, function) for each in value))
+        return type(value)(*(_map_tensors(item, function) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_each(each, function) for each in value)
+        return type(value)(_map_tensors(item, function) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: _each(getattr(value, name), function) for name in names})
+        return dataclasses.replace(value, **{name: _map_tensors(getattr(value, name), function) for name in names})
     return value

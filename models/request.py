@@ -151,10 +151,10 @@ class SpaceRequest:
             SpaceError: an unknown extension is allowed; the space has no such knob or value, or no configuration is
                 left.
         """
-        own = self.given_space
-        allow = checked_allowance(self.allow, own_space=own is not None)
-        space = default(allow) if own is None else own.copy()
-        if own is None and self.baseline in ("fp32", "tf32"):
+        given_space = self.given_space
+        allow = checked_allowance(self.allow, own_space=given_space is not None)
+        space = default(allow) if given_space is None else given_space.copy()
+        if given_space is None and self.baseline in ("fp32", "tf32"):
             _try_exact(space, self.baseline)
         notes = nothing_allowed(space, allow)
         for knob, values in (self.override or {}).items():
@@ -171,7 +171,7 @@ def _try_exact(space: Space, baseline: str) -> None:
     knob = space.by_name.get("precision")
     exact = ("fp32", "tf32") if baseline == "fp32" else ("tf32",)
     if knob is not None and (
-        added := [each for each in exact if each in (knob.others or ()) and each not in knob.values]
+        added := [precision for precision in exact if precision in (knob.others or ()) and precision not in knob.values]
     ):
         space.override("precision", [*added, *knob.values])
 
@@ -185,9 +185,9 @@ def _begin_with(space: Space, baseline: str) -> None:
     knob = space.by_name.get("precision")
     values = () if knob is None or knob.derived else knob.values
     if baseline not in values:
-        known = f"this space has {', '.join(map(str, values))}" if values else "this space has no knob 'precision'"
+        available = f"this space has {', '.join(map(str, values))}" if values else "this space has no knob 'precision'"
         raise UsageError(
-            f"baseline must be a number format of the default configuration, but got {baseline!r}: {known}"
+            f"baseline must be a number format of the default configuration, but got {baseline!r}: {available}"
         )
     space.set_default("precision", baseline)
 
@@ -202,10 +202,10 @@ class TrainingRequest(SpaceRequest, ModelRequest):
         """
         check_options(self)
         checked_allowance(self.allow, own_space=self.given_space is not None)
-        named = isinstance(self.target, ServerModel) or self.names_model
-        if named and self.data is not None:
+        without_code = isinstance(self.target, ServerModel) or self.names_model
+        if without_code and self.data is not None:
             text_bytes(Path(self.data))
-        if not named or self.space is not None:
+        if not without_code or self.space is not None:
             return
         fixed = {name: [value] for name, value in (self.fix or {}).items()}
         for name, values in [*(self.override or {}).items(), *fixed.items()]:
@@ -251,7 +251,7 @@ def resolve(
     accumulation = free_accumulation(workload, request.given_space, request.global_batch, request.override, request.fix)
     notes: tuple[str, ...] = ()
     if accumulation is None:
-        workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
+        workload, notes = shared(workload, devices, target=request.target, requested=request.global_batch)
     on_workload(workload)
 
     def default(allow: tuple[str, ...]) -> Space:
@@ -274,7 +274,7 @@ def resolve(
     )
 
 
-def _check_attention(space: Space, known: Sequence[str]) -> None:
+def _check_attention(space: Space, available: Sequence[str]) -> None:
     """Refuses implementations of attention in a user's space that the default space does not have.
 
     Raises:
@@ -282,5 +282,5 @@ def _check_attention(space: Space, known: Sequence[str]) -> None:
     """
     knob = space.by_name.get("attention")
     for value in () if knob is None or knob.derived else knob.values:
-        if value not in known:
-            raise UsageError(f"{unknown('attention', str(value)[:80], known)} The space has it; take it out.")
+        if value not in available:
+            raise UsageError(f"{unknown('attention', str(value)[:80], available)} The space has it; take it out.")

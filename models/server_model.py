@@ -78,12 +78,12 @@ def _is_name(text: str) -> bool:
     )
 
 
-def _entries(found: Any) -> Iterator[tuple[str, Any]]:
+def _entries(document: Any) -> Iterator[tuple[str, Any]]:
     """Yields the entries of a mapping and of nested mappings."""
-    if isinstance(found, Mapping):
-        for name, value in found.items():
+    if isinstance(document, Mapping):
+        for name, value in document.items():
             yield str(name), value
             yield from _entries(value)
-    elif isinstance(found, list):
-        for each in found:
-            yield from _entries(each)
+    elif isinstance(document, list):
+        for item in document:
+            yield from _entries(item)

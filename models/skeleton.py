@@ -120,13 +120,13 @@ def experts_in(model: "nn.Module") -> tuple[int, ...]:
     """Numbers of experts of the mixtures in a model, unique and ascending; empty for none."""
     from ..schedule.parallel.experts import mixtures_of, num_experts
 
-    return tuple(sorted({num_experts(each) for each in mixtures_of(model).values()}))
+    return tuple(sorted({num_experts(mixture) for mixture in mixtures_of(model).values()}))
 
 
 FOLLOWED = 3
 """Number of blocks of a kind that are not replaced: the first, the second and the last."""
 _POSITIONS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id")
-"""Attributes with the index of a block; whatever depends on them at construction shows in its other attributes."""
+"""Attributes with the index of a block. A difference that they make at construction appears in other attributes."""
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -135,7 +135,7 @@ def stand_ins_for(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
     kinds: dict[Hashable, list[str]] = {}
     for index, path in enumerate(blocks):
         kinds.setdefault(described(model.get_submodule(path), index), []).append(path)
-    return {each: alike[1] for alike in kinds.values() if len(alike) > FOLLOWED for each in alike[2:-1]}
+    return {path: equal[1] for equal in kinds.values() if len(equal) > FOLLOWED for path in equal[2:-1]}
 
 
 def short_copy(model: "nn.Module", blocks: Sequence[str]) -> "tuple[nn.Module, list[str]]":
@@ -151,20 +151,20 @@ def short_copy(model: "nn.Module", blocks: Sequence[str]) -> "tuple[nn.Module, l
         for param in parameters_of(module).values():
             if param is not None:
                 holders.setdefault(param, set()).add(id(module))
-    gone = set()
+    left_out = set()
     for path in stand_ins_for(model, blocks):
         block = model.get_submodule(path)
-        inside = {id(each) for each in block.modules()}
+        inside = {id(module) for module in block.modules()}
         if all(holders[param] <= inside for param in block.parameters()):
-            gone.add(path)
-    return meta_copy(model, gone), [path for path in blocks if path not in gone]
+            left_out.add(path)
+    return meta_copy(model, left_out), [path for path in blocks if path not in left_out]
 
 
 def described(block: "nn.Module", index: int) -> Hashable:
     """Returns equal values for blocks that do the same with equal inputs, apart from the values of their weights:
     classes, shapes and plain attributes of all their modules, and settings of the configuration for this block.
     """
-    out: list[Hashable] = []
+    description: list[Hashable] = []
     configs: dict[int, Any] = {}
     for path, module in block.named_modules():
         attributes = []
@@ -174,14 +174,14 @@ def described(block: "nn.Module", index: int) -> Hashable:
             if hasattr(value, "to_dict") and not isinstance(value, type):
                 configs[id(value)] = value
             attributes.append((name, _hashable(value)))
-        out.append((path, type(module), tuple(attributes)))
+        description.append((path, type(module), tuple(attributes)))
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
-        out.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        description.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     for config in configs.values():
         for name, value in sorted(vars(config).items()):
             if isinstance(value, list | tuple) and len(value) > index:
-                out.append((name, _hashable(value[index])))
-    return tuple(out)
+                description.append((name, _hashable(value[index])))
+    return tuple(description)
 
 
 def _hashable(value: Any) -> Hashable:
@@ -191,9 +191,9 @@ def _hashable(value: Any) -> Hashable:
     if isinstance(value, (*_SCALARS, torch.dtype, torch.device)):
         return type(value).__name__, value
     if isinstance(value, list | tuple):
-        return tuple(_hashable(each) for each in value)
+        return tuple(_hashable(item) for item in value)
     if isinstance(value, Mapping):
-        return tuple((str(key), _hashable(each)) for key, each in value.items())
+        return tuple((str(key), _hashable(item)) for key, item in value.items())
     if isinstance(value, functools.partial):  # of an activation, made for each block
         return _hashable(value.func), _hashable(value.args), _hashable(value.keywords)
     return id(value)

@@ -61,8 +61,8 @@ class FileSource:
         if not self.name or not hasattr(module, self.name):
             names = _candidates(module)
             if not self.name:
-                found = ", ".join(names) or "none"
-                raise WorkloadError(f"{self.path} needs a name in it, {self.path}:NAME; workloads there: {found}")
+                listed = ", ".join(names) or "none"
+                raise WorkloadError(f"{self.path} needs a name in it, {self.path}:NAME; workloads there: {listed}")
             raise WorkloadError(f"{self.path}: {unknown('workload', self.name, names)}")
         workload = getattr(module, self.name)
         if not isinstance(workload, Workload) and callable(workload):
@@ -80,7 +80,7 @@ class FileSource:
         Raises:
             WorkloadError: the file fails, or has no such name.
         """
-        public = {name: each for name, each in vars(self._module()).items() if not name.startswith("_")}
+        public = {name: value for name, value in vars(self._module()).items() if not name.startswith("_")}
         if not self.name:
             raise WorkloadError(f"{self.path} needs a name in it, {self.path}:NAME")
         if self.name not in public:
@@ -129,9 +129,9 @@ class FileSource:
 
     def _location(self, error: BaseException) -> str:
         """The last line of the traceback and the line of the file that it came through."""
-        last = traceback.format_exception_only(error)[-1].strip()
-        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == self.path]
-        return f"{self.path}:{lines[-1]}: {last}" if lines else f"{self.path}: {last}"
+        message = traceback.format_exception_only(error)[-1].strip()
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.path]
+        return f"{self.path}:{lines[-1]}: {message}" if lines else f"{self.path}: {message}"
 
 
 def _candidates(module: ModuleType) -> list[str]:
@@ -139,6 +139,6 @@ def _candidates(module: ModuleType) -> list[str]:
     from .workload import Workload
 
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    found = [name for name, value in public.items() if isinstance(value, Workload)]
-    made_here = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
-    return sorted(found or (name for name in made_here if inspect.isfunction(public[name])))
+    workloads = [name for name, value in public.items() if isinstance(value, Workload)]
+    defined_here = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
+    return sorted(workloads or (name for name in defined_here if inspect.isfunction(public[name])))

@@ -151,19 +151,19 @@ def require_rules(space: Space, context: RuleContext, rules: Sequence[Rule] = RU
     knobs = _RuleKnobs(space)
     for rule in rules:
         obeyed = negation(rule.broken(knobs, context))
-        if isinstance(obeyed, Expression) and _together(space, obeyed.names):
+        if isinstance(obeyed, Expression) and _compatible(space, obeyed.names):
             space.require(obeyed, rule.reason(context))
 
 
-def _together(space: Space, names: Sequence[str]) -> bool:
-    """Returns True where some configuration has all of these knobs."""
-    conditions = [when for name in names if (when := space[name].when) is not None]
+def _compatible(space: Space, names: Sequence[str]) -> bool:
+    """Returns True if some configuration has all of these knobs."""
+    conditions = [condition for name in names if (condition := space[name].when) is not None]
     if len(conditions) < 2:  # a knob that no configuration has is not declared
         return True
     probe = space.copy()
     try:
-        for when in conditions:
-            probe.require(when)
+        for condition in conditions:
+            probe.require(condition)
     except SpaceError:
         return False
     return True
@@ -190,8 +190,8 @@ class _RuleName:
         self.known = {*knob.values, *(knob.others or ())}
 
     def isin(self, names: Iterable[str]) -> Any:
-        found = [name for name in names if name in self.known]
-        return self._knob.isin(found) if found else False
+        accepted = [name for name in names if name in self.known]
+        return self._knob.isin(accepted) if accepted else False
 
     def __eq__(self, name: object) -> Any:
         return self._knob == name if name in self.known else False
@@ -208,8 +208,8 @@ def _micro_batch(
     total = workload.global_batch
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(max(1, total // dp))})
     share = max(1, total // spread.default_dp)
-    usual = [size for size in sizes if any_batch or share % size == 0]
-    default = min(usual, key=lambda size: abs(size - TRAINER_MICRO_BATCH))
+    dividing = [size for size in sizes if any_batch or share % size == 0]
+    default = min(dividing, key=lambda size: abs(size - TRAINER_MICRO_BATCH))
     others = f"; others than {default} are lossy, since {mixing.reason}" if mixing.reason else ""
     space.choice(
         "micro_batch",
@@ -227,12 +227,12 @@ def _micro_batch(
 
 def _accumulation(space: Space, total: int, values: Sequence[int] | None) -> None:
     """Adds `grad_accum`: with these values, or the quotient of the global batch by replicas and micro-batch."""
-    words = "micro-batches per optimizer step"
+    help_text = "micro-batches per optimizer step"
     if values is not None:
-        space.choice("grad_accum", values, help=words, monotone_memory=0)
+        space.choice("grad_accum", values, help=help_text, monotone_memory=0)
         return
-    together = space["micro_batch"] * space["dp"] if "dp" in space.by_name else space["micro_batch"]
-    space.derive("grad_accum", total // together, help=words)
+    samples = space["micro_batch"] * space["dp"] if "dp" in space.by_name else space["micro_batch"]
+    space.derive("grad_accum", total // samples, help=help_text)
 
 
 def _checkpointing(space: Space, blocks: int) -> None:
@@ -250,14 +250,14 @@ def _checkpointing(space: Space, blocks: int) -> None:
 def declare_precision(space: Space, device: Device, parameters: int, *, lossy: bool, float8: bool) -> None:
     """Adds `precision`, with the number formats worth trying for a model of this size on a device."""
     tried, possible = precisions(device, parameters, lossy=lossy, float8=float8)
-    words = "number format of the arithmetic"
+    help_text = "number format of the arithmetic"
     if "tf32" in tried:
-        words += "; tf32 rounds what products of float32 multiply to 10 bits"
+        help_text += "; tf32 rounds what products of float32 multiply to 10 bits"
     if "bf16_pure" in tried:
-        words += "; bf16_pure is lossy, without fp32 master weights"
+        help_text += "; bf16_pure is lossy, without fp32 master weights"
     if "fp8" in tried:
-        words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
-    space.choice("precision", tried, default=usual_precision(device), others=possible, help=words)
+        help_text += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
+    space.choice("precision", tried, default=usual_precision(device), others=possible, help=help_text)
 
 
 def usual_precision(device: Device) -> str:
@@ -269,17 +269,17 @@ def _attention(space: Space, model: Architecture, device: Device) -> None:
     names = model.attentions(device)
     # On a CPU `eager` is faster than `sdpa` at some sizes.
     tried = [name for name in names if name != "eager"] if device.type == "cuda" else []
-    words = "implementation of attention in transformers"
+    help_text = "implementation of attention in transformers"
     space.choice(
-        "attention", tried or names, default=model.default_attention, others=names if tried else (), help=words
+        "attention", tried or names, default=model.default_attention, others=names if tried else (), help=help_text
     )
 
 
 def _kernels(space: Space, device: Device) -> None:
-    words = "compute the loss from hidden states, never holding all logits"
+    help_text = "compute the loss from hidden states, never holding all logits"
     if not liger_obstacle(device.type):
-        words += "; norms, gated feed-forward parts and rotary embeddings by Liger-Kernel"
-    space.flag("kernels", help=words)
+        help_text += "; norms, gated feed-forward parts and rotary embeddings by Liger-Kernel"
+    space.flag("kernels", help=help_text)
 
 
 def fix_knob(space: Space, name: str, value: Any) -> None:
@@ -303,23 +303,23 @@ def set_values(space: Space, name: str, values: Sequence[Any], fixed: bool = Fal
             space.override(name, values)
         return
     try:
-        given = list(dict.fromkeys(checked(name, each) for each in values))
+        checked_values = list(dict.fromkeys(checked(name, value) for value in values))
     except UsageError as error:
         raise SpaceError(str(error)) from error
     context = space.beyond if isinstance(space.beyond, RuleContext) else RuleContext()
     if name == "strategy":
         if "checkpoint_ratio" in space.by_name:
-            space.fix("checkpoint_ratio", 0.0)  # a strategy says which blocks are recomputed
+            space.fix("checkpoint_ratio", 0.0)  # a strategy itself contains the recomputed blocks
         if (blocks := context.blocks) is not None:
-            for text in given:
-                of_blocks(text, blocks)
+            for strategy in checked_values:
+                of_blocks(strategy, blocks)
     staged = name == "stage_blocks" and "pp" in space.by_name
-    space.choice(name, given, when=space["pp"] > 1 if staged else None, help=_HELP[name])
+    space.choice(name, checked_values, when=space["pp"] > 1 if staged else None, help=_HELP[name])
     require_rules(space, context, [rule for rule in RULES if name in rule.knobs])
 
 
 _HELP = {
-    "strategy": "what is done with each run of blocks",
+    "strategy": "the strategy of each run of blocks",
     "stage_blocks": "number of blocks of each pipeline stage",
     "capacity_factor": "rows that an expert computes at most, relative to the mean; the others are dropped, which is lossy",
 }
@@ -373,7 +373,7 @@ def precisions(
     On a GPU with bfloat16, products are fastest in it. Only a small model, whose time is that of launching kernels, can be
     faster in tf32, which needs no casts; fp32 is nowhere faster than tf32. A CPU without native bfloat16 emulates it:
     measured at fifteen times the time for a sixth less memory, so it is not tried unless requested. With native bfloat16,
-    float16 has no advantage, and `lossy` adds bf16_pure, and fp8 if device and model support it, as `float8` says.
+    float16 has no advantage. `lossy` adds bf16_pure, and with `float8` (device and model support it) the formats of fp8.
     """
     if device.type == "cuda":
         native = (device.capability or (0, 0)) >= (8, 0)
@@ -391,7 +391,7 @@ def precisions(
 
 
 def without_float8(workload: Workload, device: Device) -> str:
-    """Reason why a workload's default space lacks fp8; empty if it has it."""
+    """Returns why a workload's default space lacks fp8; empty if it has fp8."""
     return float8_obstacle(device) or workload.once_here(_schedule_facts).parallel.float8(1)
 
 
@@ -414,23 +414,25 @@ def check_knobs(workload: Workload, space: Space) -> tuple[str, ...]:
         SpaceError: a knob has no standard meaning, nothing of the workload takes the configuration, and no other knob
             and no constraint depends on it.
     """
-    read = {name for rule in space.constraints for name in rule.names}
+    referenced = {name for rule in space.constraints for name in rule.names}
     for knob in space.knobs:
         rule = knob.rule if isinstance(knob, DerivedKnob) else knob.when
-        read.update(() if rule is None else rule.names)
-    own = [
-        knob.name for knob in space.knobs if knob.name not in STANDARD and not knob.derived and knob.name not in read
+        referenced.update(() if rule is None else rule.names)
+    custom = [
+        knob.name
+        for knob in space.knobs
+        if knob.name not in STANDARD and not knob.derived and knob.name not in referenced
     ]
     own_schedule = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
     if own_schedule or (workload.takes_config and not isinstance(workload.model, Architecture)):
         return tuple(
-            f"the knob '{name}' has no standard meaning; did you mean '{near[0]}'?"
-            for name in own
-            if (near := get_close_matches(name, STANDARD, n=1, cutoff=0.85))
+            f"the knob '{name}' has no standard meaning; did you mean '{matches[0]}'?"
+            for name in custom
+            if (matches := get_close_matches(name, STANDARD, n=1, cutoff=0.85))
         )
-    if own:
+    if custom:
         raise SpaceError(
-            f"the knob '{own[0]}' of the space would have no effect{nearest(own[0], STANDARD) or ':'} It has no standard "
+            f"the knob '{custom[0]}' of the space would have no effect{nearest(custom[0], STANDARD) or ':'} It has no standard "
             f"meaning, and no function of {workload.name} takes the configuration (model(config) or schedule(sch, config))"
         )
     return ()
@@ -440,16 +442,16 @@ def lossy_of_space(space: Space) -> dict[str, list[Any]]:
     """Values of each knob of a workload's space that give another training: those that trade accuracy for speed, and other
     micro-batches than the default if something mixes their samples.
     """
-    found = {}
+    lossy_values = {}
     for name, lossy in LOSSY.items():
         knob = space.by_name.get(name)
         if values := [value for value in (knob.values if knob is not None else ()) if value in lossy]:
-            found[name] = values
+            lossy_values[name] = values
     knob = space.by_name.get("micro_batch")
     if knob is not None and not knob.derived and isinstance(space.beyond, RuleContext) and space.beyond.mixing:
-        if others := [value for value in knob.values if value != knob.default]:
-            found["micro_batch"] = others
-    return found
+        if other_sizes := [value for value in knob.values if value != knob.default]:
+            lossy_values["micro_batch"] = other_sizes
+    return lossy_values
 
 
 def with_mixing(workload: Workload, space: Space) -> tuple[str, ...]:
@@ -462,8 +464,8 @@ def with_mixing(workload: Workload, space: Space) -> tuple[str, ...]:
         return ()
     context = space.beyond if isinstance(space.beyond, RuleContext) else RuleContext()
     space.beyond = replace(context, mixing=reason)
-    if others := lossy_of_space(space).get("micro_batch"):
-        listed = ", ".join(map(str, others))
+    if other_sizes := lossy_of_space(space).get("micro_batch"):
+        listed = ", ".join(map(str, other_sizes))
         return (f"micro_batch={listed} trains differently from {knob.default}, and is marked as lossy: {reason}",)
     return (f"micro_batch is {knob.default} in every trial, since others are another training: {reason}",)
 
@@ -472,8 +474,8 @@ def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
     """Note about a space to which the allowed extension added nothing."""
     if "lossy" not in allow or lossy_of_space(space):
         return ()
-    beyond = "".join(f"; --set {each} tries it anyway" for each in lossy_beyond(space))
-    return (f"no lossy value pays on these devices, whose bf16 is emulated{beyond}",)
+    hint = "".join(f"; --set {setting} tries it anyway" for setting in lossy_beyond(space))
+    return (f"no lossy value pays on these devices, whose bf16 is emulated{hint}",)
 
 
 def lossy_beyond(space: Space) -> list[str]:
@@ -524,7 +526,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
 
     sch = create_schedule(skeleton(workload))
     experts = experts_in(sch.module)
-    parameters = sum(each.numel() for each in sch.module.parameters())
+    parameters = sum(parameter.numel() for parameter in sch.module.parameters())
     schedule = workload.schedule or generic_schedule
     if isinstance(schedule, StandardSchedule):
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
@@ -552,7 +554,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
             sequences=lambda sp, cp, tp: (sp > 1 and ignored("sp")) or (cp > 1 and ignored("cp")) or "",
             pp=lambda stages: "" if stages == 1 else ignored("pp"),
             virtual_stages=ignored("virtual_stages"),
-            float8=lambda ranks: unconvertible(each.module for each in blocks),
+            float8=lambda ranks: unconvertible(block.module for block in blocks),
             sequence_parallel=ignored("sequence_parallel"),
         ),
         experts=experts,

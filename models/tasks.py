@@ -55,8 +55,8 @@ class Entry:
         """Random integers of `size` samples."""
         flat = random_tokens((size, math.prod(self.shape)), self.below, self.never, draw)
         if self.end is not None:
-            other = next(number for number in range(self.below) if number not in (self.never, self.end))
-            flat = flat.masked_fill(flat == self.end, other)
+            replacement = next(number for number in range(self.below) if number not in (self.never, self.end))
+            flat = flat.masked_fill(flat == self.end, replacement)
             flat[:, -1] = self.end
         return flat.reshape(size, *self.shape)
 
@@ -352,11 +352,11 @@ _DATA: Mapping[Task, Callable[[_Sizes], TaskData]] = {
 def image_shape(configuration: Any) -> tuple[int, int, int]:
     """Channels, height and width of a configuration's images: its own sizes, or those of its nested image model."""
     nested = [getattr(configuration, name, None) for name in IMAGE_CONFIGS]
-    holders = [configuration, *(each for each in nested if each is not None)]
+    holders = [configuration, *(config for config in nested if config is not None)]
 
-    def stated(name: str, default: Any) -> Any:
-        return next((value for each in holders if (value := getattr(each, name, None)) is not None), default)
+    def setting(name: str, default: Any) -> Any:
+        return next((value for config in holders if (value := getattr(config, name, None)) is not None), default)
 
-    size = stated("image_size", DEFAULT_IMAGE_SIZE)
+    size = setting("image_size", DEFAULT_IMAGE_SIZE)
     height, width = (size, size) if isinstance(size, int) else size
-    return stated("num_channels", 3), height, width
+    return setting("num_channels", 3), height, width

@@ -11,8 +11,8 @@ _HERE = str(Path(__file__).parent)
 
 
 @contextmanager
-def user_code_errors(what: str) -> Iterator[None]:
-    """Converts any error of the code within to a WorkloadError: `WHAT failed: FILE:LINE: Type: message`.
+def user_code_errors(subject: str) -> Iterator[None]:
+    """Converts any error of the code within to a WorkloadError: `SUBJECT failed: FILE:LINE: Type: message`.
 
     redline's own errors pass unchanged, because their messages are complete.
     """
@@ -21,16 +21,16 @@ def user_code_errors(what: str) -> Iterator[None]:
     except RedlineError:
         raise
     except Exception as error:
-        raise WorkloadError(f"{what} failed: {where(error)}") from error
+        raise WorkloadError(f"{subject} failed: {located(error)}") from error
 
 
-def where(error: BaseException) -> str:
+def located(error: BaseException) -> str:
     """`FILE:LINE: Type: message` of an error; the line is the last one outside installed packages."""
-    last = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
+    message = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f"{each.filename}:{each.lineno}"
-        for each in frames
-        if not each.filename.startswith((_HERE, "<")) and "site-packages" not in each.filename
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in frames
+        if not frame.filename.startswith((_HERE, "<")) and "site-packages" not in frame.filename
     ]
-    return f"{own[-1]}: {last}" if own else last
+    return f"{lines[-1]}: {message}" if lines else message

@@ -24,16 +24,16 @@ GROUPS = 32
 
 
 class WideBlock(nn.Module):
-    """Two convolutions with a residual connection, normalisation first: (n, channels, h, w) -> (n, out, h', w')."""
+    """Two convolutions with a residual connection, normalisation first: (n, channels, h, w) -> (n, out_channels, h', w')."""
 
-    def __init__(self, channels: int, out: int, stride: int) -> None:
+    def __init__(self, channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.norm1 = _norm(channels)
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
-        self.norm2 = _norm(out)
-        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        same = channels == out and stride == 1
-        self.shortcut = None if same else nn.Conv2d(channels, out, 1, stride, bias=False)
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm2 = _norm(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        same = channels == out_channels and stride == 1
+        self.shortcut = None if same else nn.Conv2d(channels, out_channels, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.norm1(x))
@@ -53,15 +53,15 @@ class WideResNet(nn.Module):
             raise WorkloadError(f"a wide ResNet's depth must be 6 n + 4 with n of at least 1, but got {depth}")
         super().__init__()
         self.stem = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
-        blocks, before = [], 16
+        blocks, channels_so_far = [], 16
         for group in range(3):
             for index in range((depth - 4) // 6):
-                out = 16 * width * 2**group
-                blocks.append(WideBlock(before, out, stride=2 if group and not index else 1))
-                before = out
+                out_channels = 16 * width * 2**group
+                blocks.append(WideBlock(channels_so_far, out_channels, stride=2 if group and not index else 1))
+                channels_so_far = out_channels
         self.blocks = nn.ModuleList(blocks)
-        self.norm = _norm(before)
-        self.classifier = nn.Linear(before, classes)
+        self.norm = _norm(channels_so_far)
+        self.classifier = nn.Linear(channels_so_far, classes)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Logits (n, classes) of images (n, channels, h, w)."""

@@ -92,9 +92,9 @@ class Workload:
     source: "WorkloadSource | None" = None
     """File that it comes from; if set, copies in other processes are made by running that text again."""
     known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
-    """Cached findings about the workload, see `once`."""
+    """Cached results of functions of the workload, see `once`."""
     here: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
-    """The same for findings that stay in this process, see `once_here`."""
+    """The same for results that stay in this process, see `once_here`."""
 
     def __post_init__(self) -> None:
         for name in ("model", "batch"):
@@ -159,15 +159,15 @@ class Workload:
         return self._identity()
 
     def _identity(self, **sizes: Any) -> str:
-        made = {"seq_len": self.seq_len, **sizes, "unit": self.unit}
+        sizes_and_unit = {"seq_len": self.seq_len, **sizes, "unit": self.unit}
         if self.source is not None:
-            what: Any = {"file": self.source.digest, "name": self.source.name}
+            description: Any = {"file": self.source.digest, "name": self.source.name}
         elif self.identity is not None:
-            what = dict(self.identity)
+            description = dict(self.identity)
         else:
             names = ("model", "batch", "loss", "optimizer", "schedule")
-            what = {name: of_callable(getattr(self, name)) for name in names}
-        return digest({**made, "what": what})
+            description = {name: of_callable(getattr(self, name)) for name in names}
+        return digest({**sizes_and_unit, "what": description})
 
     def own_space(self, device: Device, devices: int = 1) -> Space:
         """The workload's own space, a copy for every call; only if it has a `space`.
@@ -178,10 +178,10 @@ class Workload:
         if isinstance(self.space, Space):
             return self.space.copy()
         assert self.space is not None
-        given = {"device": device, "devices": devices, "workload": self}
+        available = {"device": device, "devices": devices, "workload": self}
         parameters = inspect.signature(self.space).parameters
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        arguments = {name: value for name, value in available.items() if takes_all or name in parameters}
         with user_code_errors(f"{self.name}: space({', '.join(arguments)})"):
             space = self.space(**arguments)
         if not isinstance(space, Space):
@@ -219,8 +219,8 @@ class Workload:
         except TypeError:
             return True
         # A function whose parameters all have defaults gets the configuration only if its first parameter is named config.
-        first = next(iter(signature.parameters), "")
-        return first == "config"
+        first_name = next(iter(signature.parameters), "")
+        return first_name == "config"
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -236,7 +236,9 @@ class Workload:
             parameters = inspect.signature(self.optimizer).parameters
         except ValueError:
             return False
-        return "fused" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return "fused" in parameters or any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
 
     def make_optimizer(self, params: "Iterable[nn.Parameter]", *, fused: bool) -> "torch.optim.Optimizer":
         """Makes the optimizer; AdamW with a learning rate of 1e-4 if the workload has none of its own.
@@ -318,5 +320,5 @@ def _refuse_target_loss(loss: Callable[..., Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    text = re.sub(r"\s+", " ", repr(value))
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    representation = re.sub(r"\s+", " ", repr(value))
+    return f"{type(value).__name__} {representation if len(representation) <= 60 else representation[:57] + '...'}"

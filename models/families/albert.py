@@ -35,6 +35,6 @@ schedule = StandardSchedule(
     "albert.encoder.albert_layer_groups.*.albert_layers.*",
     Cuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
     stage_ends=no_stages,
-    no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",
+    no_sequence_parallel="the attention module contains the residual too, and takes its sizes from the whole sequence",
     no_runs="it uses one layer several times",
 )

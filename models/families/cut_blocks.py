@@ -35,20 +35,20 @@ def block_calls(workload: Workload, paths: Sequence[str]) -> dict[str, Call]:
     from ...base._torch import tree_map_only
     from ...schedule.outputs import without_cache
 
-    firsts = list({path.rpartition(".")[0]: path for path in reversed(paths)}.values())
+    first_blocks = list({path.rpartition(".")[0]: path for path in reversed(paths)}.values())
     calls: dict[str, Call] = {}
 
     def see(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         to_meta = tree_map_only(
-            torch.Tensor, lambda each: torch.empty_like(each, device="meta"), without_cache(args, kwargs)
+            torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), without_cache(args, kwargs)
         )
         calls.setdefault(path, to_meta)
-        if len(calls) == len(firsts):
+        if len(calls) == len(first_blocks):
             raise _AllSeen
 
     try:
         with fake_pass(workload, workload.probe, make_batch(workload, 1, 0)) as (model, step, batch):
-            for path in firsts:
+            for path in first_blocks:
                 model.get_submodule(path).register_forward_pre_hook(
                     lambda module, args, kwargs, path=path: see(path, args, kwargs), with_kwargs=True
                 )
@@ -60,11 +60,11 @@ def block_calls(workload: Workload, paths: Sequence[str]) -> dict[str, Call]:
     return calls
 
 
-def check_calls(whole: "nn.Module", cut: "nn.Module", calls: Mapping[str, Call], ranks: int) -> None:
+def check_calls(uncut: "nn.Module", cut: "nn.Module", calls: Mapping[str, Call], ranks: int) -> None:
     """Calls the cut blocks of a model on the meta device.
 
     Args:
-        whole: the model on the meta device, not cut. What fails in it as well is not checked.
+        uncut: the model on the meta device, not cut. A block that fails in it as well is not checked.
         cut: the same, cut over `ranks` ranks.
 
     Raises:
@@ -73,7 +73,7 @@ def check_calls(whole: "nn.Module", cut: "nn.Module", calls: Mapping[str, Call],
     from ...schedule.graph.tracing import cause
 
     for path, call in calls.items():
-        if _failure(whole, path, call) is not None or (error := _failure(cut, path, call)) is None:
+        if _failure(uncut, path, call) is not None or (error := _failure(cut, path, call)) is None:
             continue
         raise ScheduleError(f"tp: '{path}' cannot be called with its weights cut over {ranks} ranks: {cause(error)}")
 

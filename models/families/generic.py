@@ -21,9 +21,9 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
     """Returns the members of the largest `nn.ModuleList` or `nn.Sequential` of modules of one type, and of similar
     lists elsewhere in the model. Modules without children are not blocks. Empty if nothing is repeated.
     """
-    found = list(_lists(sch, sch.module))
-    largest = max((size for _, size in found), default=0)
-    return [block for members, size in found if size >= SHARE_OF_LARGEST * largest for block in members]
+    lists = list(_lists(sch, sch.module))
+    largest = max((size for _, size in lists), default=0)
+    return [block for members, size in lists if size >= SHARE_OF_LARGEST * largest for block in members]
 
 
 def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedule], int]]":
@@ -31,18 +31,18 @@ def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedul
     from torch import nn
 
     for name, child in module.named_children():
-        below = sch[name]
+        schedule_of_child = sch[name]
         members = list(child.children())
         if isinstance(child, nn.ModuleList | nn.Sequential) and len(members) > 1:
-            same_type = all(type(each) is type(members[0]) for each in members)
-            distinct = len({id(each) for each in members}) == len(members)
+            same_type = all(type(member) is type(members[0]) for member in members)
+            distinct = len({id(member) for member in members}) == len(members)
             if same_type and distinct and any(True for _ in members[0].children()):
                 yield (
-                    [below[index] for index in range(len(members))],
-                    sum(p.numel() for p in child.parameters()),
+                    [schedule_of_child[index] for index in range(len(members))],
+                    sum(parameter.numel() for parameter in child.parameters()),
                 )
                 continue
-        yield from _lists(below, child)
+        yield from _lists(schedule_of_child, child)
 
 
 schedule = StandardSchedule(blocks, tp_plans.cut, stage_ends=tp_plans.stage_ends)

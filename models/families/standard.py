@@ -94,7 +94,7 @@ class StandardSchedule:
     | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
     Raises (when called):
-        ScheduleError: the model cannot be cut so; `support` finds that out in advance.
+        ScheduleError: the model cannot be cut this way; `support` returns that in advance.
     """
 
     select: "str | Callable[[Schedule], list[Schedule]]"
@@ -134,8 +134,8 @@ class StandardSchedule:
         degrees = [(layer.tp, layer.sp // sp, layer.cp // cp) for layer in layers or ()]
         self._share_samples(sch, _between(blocks, ends), degrees, tp)
         if tp > 1:
-            whole = [block for block, degree in zip(blocks, degrees) if degree[0] == 1]
-            cut = [block for block in blocks if all(block.path != each.path for each in whole)]
+            uncut = {block.path for block, degree in zip(blocks, degrees) if degree[0] == 1}
+            cut = [block for block in blocks if block.path not in uncut]
             sequence_parallel = bool(config.get("sequence_parallel", False))
             if whole_experts:
                 # Before layers are cut, so that experts are left whole. A loss that balances them is of all tokens.
@@ -147,13 +147,13 @@ class StandardSchedule:
             sch.shard_experts(ep)
         if config.get("capacity_factor", 0):
             sch.limit_experts(config["capacity_factor"])
-        for each in ends:
-            each.cut_pipeline_stage(late=[path for path in self.late if path in sch])
+        for stage_end in ends:
+            stage_end.cut_pipeline_stage(late=[path for path in self.late if path in sch])
         for block, layer in zip(blocks, layers or ()):
             if layer.ckpt:
                 block.checkpoint()
-        if away := [block.path for block, layer in zip(blocks, layers or ()) if layer.offload]:
-            sch.offload("optimizer", blocks=away)
+        if offloaded := [block.path for block, layer in zip(blocks, layers or ()) if layer.offload]:
+            sch.offload("optimizer", blocks=offloaded)
         for stage in _between(blocks, ends) if layers is None else ():
             for index in recomputed(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()
@@ -203,7 +203,7 @@ class StandardSchedule:
         self.tensor_parallel(sch, blocks, sequence_parallel)
 
     def runs_obstacle(self, blocks: "Sequence[Schedule]") -> str:
-        """Why runs of a model's blocks cannot differ in `tp`; empty where they can."""
+        """Obstacle to runs of a model's blocks with unlike `tp`; empty if there is none."""
         lists = {block.path.rpartition(".")[0] for block in blocks}
         return self.no_runs or ("its blocks do not all follow upon each other" if len(lists) > 1 else "")
 
@@ -234,24 +234,24 @@ class StandardSchedule:
     def _share_samples(
         self, sch: "Schedule", stages: "Sequence[Sequence[Schedule]]", degrees: Sequence[tuple[int, int, int]], tp: int
     ) -> None:
-        """Has ranks share the tokens of blocks that are cut over fewer than `tp` of them; between neighbours of the same
+        """Makes ranks share the tokens of blocks that are cut over fewer than `tp` of them; between neighbours of the same
         degrees (`tp`, and of the others `sp` and `cp`), within a stage, tokens stay where they are."""
         if all(degree == (tp, 1, 1) for degree in degrees):
             return
         if reason := self.runs_obstacle([block for stage in stages for block in stage]):
             raise ScheduleError(f"strategy: runs cannot differ in tp in this model: {reason}")
-        drawing, at = draws(sch), 0
+        drawing, index_of_first = draws(sch), 0
         for stage in stages:
-            stage_degrees = [*degrees[at : at + len(stage)]]
-            at += len(stage)
-            for block, degree, before, after in zip(
+            stage_degrees = [*degrees[index_of_first : index_of_first + len(stage)]]
+            index_of_first += len(stage)
+            for block, degree, previous, following in zip(
                 stage, stage_degrees, [None, *stage_degrees], [*stage_degrees[1:], None]
             ):
                 if degree != (tp, 1, 1):
-                    block.share_samples(*degree, enters=degree != before, leaves=degree != after, draws=drawing)
+                    block.share_samples(*degree, enters=degree != previous, leaves=degree != following, draws=drawing)
 
     def _stage_ends(
-        self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int, given: str | None
+        self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int, stage_blocks: str | None
     ) -> "list[Schedule]":
         from ...schedule.parallel.balance import pipeline_obstacle
 
@@ -260,14 +260,14 @@ class StandardSchedule:
         if reason := pipeline_obstacle(sch.module):
             raise ScheduleError(f"pp: {reason}")
         ends = even_ends(blocks, stages) if self.stage_ends is None else self.stage_ends(sch, stages)
-        if given is None:
+        if stage_blocks is None:
             return ends
         if self.no_stage_blocks:
             raise ScheduleError(f"stage_blocks: {self.no_stage_blocks}")
-        sizes = blocks_of_stages(given)
+        sizes = blocks_of_stages(stage_blocks)
         if (len(sizes), sum(sizes)) != (stages, len(blocks)):
             raise ScheduleError(
-                f"stage_blocks: {given} is for {len(sizes)} stages of {sum(sizes)} blocks, but there are {stages} stages "
+                f"stage_blocks: {stage_blocks} is for {len(sizes)} stages of {sum(sizes)} blocks, but there are {stages} stages "
                 f"and the model has {len(blocks)} blocks"
             )
         return _ends(blocks, sizes)
@@ -300,13 +300,13 @@ class _Trials:
     ) -> None:
         self._schedule = schedule
         self._find_calls = calls
-        self._whole = sch.tree.module
-        self._paths = [each.path for each in schedule.blocks(sch)]
+        self._model = sch.tree.module
+        self._paths = [block.path for block in schedule.blocks(sch)]
 
     @cached_property
     def _short(self) -> "tuple[nn.Module, list[str]]":
         """A copy with a few blocks of each kind, and their paths."""
-        return short_copy(self._whole, self._paths)
+        return short_copy(self._model, self._paths)
 
     @cached_property
     def _calls(self) -> "Mapping[str, Call]":
@@ -321,7 +321,7 @@ class _Trials:
 
     def uncut(self) -> _Cut:
         """The model without cuts."""
-        return _Cut(float8=unconvertible(self._whole.get_submodule(path) for path in self._paths))
+        return _Cut(float8=unconvertible(self._model.get_submodule(path) for path in self._paths))
 
     def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> _Cut:
         from ...schedule import create_schedule
@@ -329,14 +329,14 @@ class _Trials:
         from ...schedule.parallel.partition import units_of
         from ...schedule.primitives.tensor_parallel import check_synced
 
-        tried = create_schedule(model, PlannedMesh(tp=ranks))
-        blocks = [tried[path] for path in paths]
-        self._schedule._cut(tried, blocks, sequence_parallel)
-        check_synced(tried)
-        units_of(tried.tree)
+        trial = create_schedule(model, PlannedMesh(tp=ranks))
+        blocks = [trial[path] for path in paths]
+        self._schedule._cut(trial, blocks, sequence_parallel)
+        check_synced(trial)
+        units_of(trial.tree)
         if ranks > 1 and not sequence_parallel:
             check_calls(self._short[0], model, self._calls, ranks)
-        return _Cut(padding=_padding(tried), float8=unconvertible((each.module for each in blocks), ranks))
+        return _Cut(padding=_padding(trial), float8=unconvertible((block.module for block in blocks), ranks))
 
     def staged(self, stages: int) -> str:
         """Obstacle to dividing the model into this number of pipeline stages; empty if there is none."""
@@ -352,17 +352,17 @@ class _Trials:
         from ...schedule import create_schedule
         from ...schedule.parallel.collectives import PlannedMesh
 
-        tried = create_schedule(self._whole, PlannedMesh(pp=stages))  # a cut is only recorded, the model is not changed
-        self._schedule(tried, {"pp": stages})
-        return tried
+        trial = create_schedule(self._model, PlannedMesh(pp=stages))  # a cut is only recorded, the model is not changed
+        self._schedule(trial, {"pp": stages})
+        return trial
 
     def tied_stages(self) -> str:
         """Obstacle to ZeRO 2 and 3 in a pipeline; empty if there is none."""
         from ...schedule.parallel.partition import tied_within, units_of
         from ...schedule.primitives.data_parallel import no_tied_stages
 
-        tried = self._divided(2)
-        tied = tied_within(tried.module, units_of(tried.tree), Placement(2, 2))
+        trial = self._divided(2)
+        tied = tied_within(trial.module, units_of(trial.tree), Placement(2, 2))
         return no_tied_stages(tied) if tied else ""
 
     def kernels(self) -> str:
@@ -370,8 +370,8 @@ class _Trials:
         from ...schedule import create_schedule
 
         def fuse(model: "nn.Module", paths: list[str]) -> None:
-            tried = create_schedule(model)
-            head_of(tried, [tried[path] for path in paths]).fused_loss()
+            trial = create_schedule(model)
+            head_of(trial, [trial[path] for path in paths]).fused_loss()
 
         try:
             self._on_a_copy(fuse)
@@ -389,7 +389,7 @@ class _Trials:
         try:
             return attempt(meta_copy(model), paths)
         except (MissingModuleError, LookupError, AttributeError):
-            return attempt(meta_copy(self._whole), self._paths)
+            return attempt(meta_copy(self._model), self._paths)
 
 
 def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
@@ -404,15 +404,15 @@ def _padding(sch: "Schedule") -> str:
     """Each padded size, with the first tensor of that size."""
     from ...schedule.parallel.sharding import shards_of, walk
 
-    found: dict[int, str] = {}
+    paddings: dict[int, str] = {}
     for path, module in walk(sch.tree.module):
         for name, shard in shards_of(module).items():
             size, ranks = shard.shape[shard.dim], shard.axis.size
             if shard.padded:
-                filled = sum(-(-part // ranks) * ranks for part in shard.parts)
-                what = "columns" if shard.dim else "rows"
-                found.setdefault(size, f"the {size:,} {what} of '{path}.{name}' are padded to {filled:,}")
-    return ", ".join(found.values())
+                filled = sum(-(-rows // ranks) * ranks for rows in shard.parts)
+                lines = "columns" if shard.dim else "rows"
+                paddings.setdefault(size, f"the {size:,} {lines} of '{path}.{name}' are padded to {filled:,}")
+    return ", ".join(paddings.values())
 
 
 def _check_heads(sch: "Schedule") -> None:
@@ -423,13 +423,13 @@ def _check_heads(sch: "Schedule") -> None:
     axis = axis_of(sch.mesh, "tp")
     if axis is None or not hasattr(config, "get_text_config"):  # without an axis `shard` raises
         return
-    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+    for name, heads in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
         try:
             count = getattr(config.get_text_config(), name, None)
         except RuntimeError:  # it differs from layer to layer, and `shard` checks each
             continue
         if isinstance(count, int) and count % axis.size:
-            raise ScheduleError(f"tp: {axis.size} ranks must divide the {count} {what}")
+            raise ScheduleError(f"tp: {axis.size} ranks must divide the {count} {heads}")
 
 
 def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
@@ -453,10 +453,10 @@ def _ends(blocks: "Sequence[Schedule]", sizes: Sequence[int]) -> "list[Schedule]
 def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[list[Schedule]]":
     """The blocks of each stage."""
     stages: list[list[Schedule]] = [[]]
-    last = {each.path for each in ends}
+    last_paths = {end.path for end in ends}
     for block in blocks:
         stages[-1].append(block)
-        if block.path in last:
+        if block.path in last_paths:
             stages.append([])
     return stages
 
@@ -470,15 +470,15 @@ def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
     """
     from torch import nn
 
-    known, head = getattr(sch.module, "get_output_embeddings", None), None
-    inside = {each for block in blocks for each in block.module.modules()}
+    getter, head = getattr(sch.module, "get_output_embeddings", None), None
+    inside = {module for block in blocks for module in block.module.modules()}
     paths = {module: path for path, module in sch.module.named_modules() if module not in inside}
-    if known is not None:
-        head = known()
+    if getter is not None:
+        head = getter()
     elif blocks:  # without blocks, the whole model is compiled
-        linear = [each for each in paths if isinstance(each, nn.Linear)]
-        wide = [each for each in linear if each.out_features > each.in_features]
-        head = max(wide, key=lambda each: each.out_features, default=None)
+        linear = [module for module in paths if isinstance(module, nn.Linear)]
+        wide = [module for module in linear if module.out_features > module.in_features]
+        head = max(wide, key=lambda module: module.out_features, default=None)
     if head is None or head not in paths:
         raise ScheduleError("kernels: the model has no projection to a vocabulary whose logits could be left unformed")
     return sch[paths[head]]
@@ -490,11 +490,11 @@ def strategies_of(config: Mapping[str, Any], blocks: int) -> list[BlockStrategy]
     Raises:
         ScheduleError: the strategy has another number of blocks.
     """
-    text = config.get("strategy")
-    if text is None:
+    strategy = config.get("strategy")
+    if strategy is None:
         return None
     try:
-        return of_blocks(text, blocks, **own_knobs(config))
+        return of_blocks(strategy, blocks, **own_knobs(config))
     except UsageError as error:
         raise ScheduleError(str(error)) from error
 
@@ -507,4 +507,4 @@ def draws(sch: "Schedule") -> bool:
         return True
     config = sch.module.config.get_text_config().to_dict()
     numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
-    return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)
+    return not numbers or any(isinstance(number, int | float) and number > 0 for number in numbers)

@@ -38,9 +38,9 @@ class Regions:
         else:
             entry.sync("bwd_post", "all_reduce")
             last.sync("fwd_post", "all_reduce")
-        for each in dropout:
+        for module in dropout:
             # Each rank has the whole output, or another piece of the sequence.
-            each.fork_rng(differ=self.sequence_parallel)
+            module.fork_rng(differ=self.sequence_parallel)
 
 
 def column_parallel(module: "Schedule", parts: int = 1, gathered: bool = False) -> None:

@@ -52,18 +52,18 @@ def _latent_attention(sch: "Schedule", plan: dict[str, str]) -> dict[str, str]:
     """Plan of multi-head latent attention, as transformers has it for DeepSeek-V2, for models whose plan leaves this
     attention whole, such as DeepSeek-V3."""
     config = sch.module.config.get_text_config()
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for path, _ in sch.module.named_modules():
-        around, _, name = path.rpartition(".")
-        if name != "kv_b_proj" or f"{around}.kv_a_proj_with_mqa" not in sch or not hasattr(config, "qk_rope_head_dim"):
+        parent, _, name = path.rpartition(".")
+        if name != "kv_b_proj" or f"{parent}.kv_a_proj_with_mqa" not in sch or not hasattr(config, "qk_rope_head_dim"):
             continue
-        general = ".".join("*" if part.isdigit() else part for part in around.split("."))
-        if not any(each.startswith(general + ".") for each in plan):
+        pattern = ".".join("*" if component.isdigit() else component for component in parent.split("."))
+        if not any(planned.startswith(pattern + ".") for planned in plan):
             # Layers of another attention beside it may have projections of the same names.
             names = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
-            found |= {f"{around}.{each}": style for each, style in names.items()}
-            found[f"{around}.kv_a_proj_with_mqa"] = "mla_kv_a_proj"
-    return found
+            styles |= {f"{parent}.{projection}": style for projection, style in names.items()}
+            styles[f"{parent}.kv_a_proj_with_mqa"] = "mla_kv_a_proj"
+    return styles
 
 
 def _plan_of_transformers(model: "nn.Module", kind: str) -> dict[str, Any]:
@@ -89,51 +89,51 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
         raise ScheduleError(
             f"tp: transformers' plan of this model has the style {', '.join(unknown_styles)}, not known here"
         )
-    places = {
-        place: style for path, style in plan.items() for place in _places(sch, path) if not _whole_here(sch, place)
+    styles = {
+        path: style for pattern, style in plan.items() for path in _places(sch, pattern) if not _whole_here(sch, path)
     }
-    _cut_vocabulary(sch, places)
-    places |= _left_out(sch, places)
+    _cut_vocabulary(sch, styles)
+    styles |= _left_out(sch, styles)
     drops = draws(sch)
-    done: set[str] = set()
-    for place in places:
-        region = _region(sch, places, place)
-        if region and region not in done:
-            done.add(region)
-            inside = {path: style for path, style in places.items() if path.startswith(region + ".")}
-            _cut_region(sch[region], inside, Regions(sequence_parallel), drops)
-    for place, style in sorted(places.items(), key=lambda item: not _is_parameter(sch, item[0])):
-        if not any(place == each or place.startswith(each + ".") for each in done):
-            if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):
+    regions: set[str] = set()
+    for path in styles:
+        region = _region(sch, styles, path)
+        if region and region not in regions:
+            regions.add(region)
+            inner_styles = {inner: style for inner, style in styles.items() if inner.startswith(region + ".")}
+            _cut_region(sch[region], inner_styles, Regions(sequence_parallel), drops)
+    for path, style in sorted(styles.items(), key=lambda item: not _is_parameter(sch, item[0])):
+        if not any(path == region or path.startswith(region + ".") for region in regions):
+            if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, path):
                 raise ScheduleError(
-                    f"sequence_parallel: no module around '{place}' contains only sharded modules, so transformers' "
+                    f"sequence_parallel: no module around '{path}' contains only sharded modules, so transformers' "
                     "plan does not show where to gather the sequence"
                 )
-            _cut_alone(sch, place, style, sequence_parallel, drops)
+            _cut_alone(sch, path, style, sequence_parallel, drops)
     if drops:
-        for parent in _around(sch, places):
-            if parent not in done:
+        for parent in _around(sch, styles):
+            if parent not in regions:
                 for dropout in _forked(sch[parent], sequence_parallel=False):
                     dropout.fork_rng(differ=False)
     if sequence_parallel:
-        _cut_sequence(sch, blocks, [*done, *_mixtures(sch)], drops)
+        _cut_sequence(sch, blocks, [*regions, *_mixtures(sch)], drops)
 
 
-def _around(sch: "Schedule", places: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Modules with cut projections: path -> places of its children and their styles."""
-    found: dict[str, dict[str, str]] = {}
-    for place, style in places.items():
-        if not _is_parameter(sch, place):
-            found.setdefault(place.rpartition(".")[0], {})[place] = style
+def _around(sch: "Schedule", styles: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Returns the modules with cut projections: path -> styles of its children, by path."""
+    children: dict[str, dict[str, str]] = {}
+    for path, style in styles.items():
+        if not _is_parameter(sch, path):
+            children.setdefault(path.rpartition(".")[0], {})[path] = style
     return {
-        parent: inside
-        for parent, inside in found.items()
-        if "rowwise" in inside.values() and set(COLUMNS) & set(inside.values())
+        parent: child_styles
+        for parent, child_styles in children.items()
+        if "rowwise" in child_styles.values() and set(COLUMNS) & set(child_styles.values())
     }
 
 
-def _left_out(sch: "Schedule", places: dict[str, str]) -> dict[str, str]:
-    """Styles of what lies between the cut projections of a module and is not in `places`.
+def _left_out(sch: "Schedule", styles: dict[str, str]) -> dict[str, str]:
+    """Returns styles for modules between cut projections that are not in `styles`.
 
     A norm of all features has its projections gathered, with the heads whole on each rank.
 
@@ -142,54 +142,54 @@ def _left_out(sch: "Schedule", places: dict[str, str]) -> dict[str, str]:
     """
     import inspect
 
-    for parent in dict.fromkeys(place.rpartition(".")[0] for place in places):
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in styles):
         if parent in sch and "value_embeds" in inspect.signature(sch[parent].module.forward).parameters:
             raise ScheduleError(f"tp: '{parent}' adds values of all heads, from outside, to those of a rank's heads")
-    found: dict[str, str] = {}
-    for parent, inside in _around(sch, places).items():
-        styles = {path: _style_between(sch, parent, path) for path in _uncut(sch, parent, places)}
-        if "colwise_gather_output" in styles.values():
-            whole = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
-            found |= {place: whole.get(style, style) for place, style in inside.items()}
+    additions: dict[str, str] = {}
+    for parent, child_styles in _around(sch, styles).items():
+        between = {path: _style_between(sch, parent, path) for path in _uncut(sch, parent, styles)}
+        if "colwise_gather_output" in between.values():
+            gathered = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+            additions |= {path: gathered.get(style, style) for path, style in child_styles.items()}
             continue
-        for path, style in styles.items():
-            if not style:
+        for path, style in between.items():
+            if style is None:
                 raise ScheduleError(
                     f"tp: '{path}' lies between cut projections, and transformers' plan does not show how its weights "
                     "are cut or their gradient summed"
                 )
-        found |= styles
-    return found
+            additions[path] = style
+    return additions
 
 
-def _uncut(sch: "Schedule", parent: str, places: dict[str, str]) -> list[str]:
+def _uncut(sch: "Schedule", parent: str, styles: dict[str, str]) -> list[str]:
     """Modules within one with cut projections whose weights stay whole and whose input may be cut."""
-    found = []
+    uncut = []
     for name, module in sch[parent].module.named_modules():
         path = f"{parent}.{name}" if name else parent
-        names = [each for each, tensor in parameters_of(module).items() if tensor is not None]
+        names = [parameter for parameter, tensor in parameters_of(module).items() if tensor is not None]
         if (
-            any(f"{path}.{each}" not in places for each in names)
+            any(f"{path}.{parameter}" not in styles for parameter in names)
             and name.partition(".")[0] not in BEFORE_HEADS
-            and _layer(sch, path) not in places
+            and _layer(sch, path) not in styles
         ):
-            found.append(path)
-    return found
+            uncut.append(path)
+    return uncut
 
 
-def _style_between(sch: "Schedule", parent: str, path: str) -> str:
-    """Style of a module between cut projections; empty if it is unknown."""
+def _style_between(sch: "Schedule", parent: str, path: str) -> str | None:
+    """Style of a module between cut projections; None if it is unknown."""
     name = path[len(parent) + 1 :]
-    shapes = {tuple(each.shape) for each in parameters_of(sch[path].module).values() if each is not None}
+    shapes = {tuple(tensor.shape) for tensor in parameters_of(sch[path].module).values() if tensor is not None}
     if name.startswith("act") and shapes <= {(), (1,)}:
         return SUMMED
     projection = f"{parent}.{NORMS_OF_HEADS.get(name)}"
     width = getattr(sch[parent].module, "head_dim", 0)
     if projection not in sch or not width or len(shapes) > 1:
-        return ""
+        return None
     features = sch[projection].module.out_features
-    known = {(width,): SUMMED, (features // width, width): BY_HEADS, (features,): "colwise_gather_output"}
-    return known.get(shapes.pop(), "")
+    by_shape = {(width,): SUMMED, (features // width, width): BY_HEADS, (features,): "colwise_gather_output"}
+    return by_shape.get(shapes.pop())
 
 
 def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
@@ -217,16 +217,16 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
     return even_ends(list(sch[lists[0]]), stages)
 
 
-def _whole_here(sch: "Schedule", place: str) -> bool:
+def _whole_here(sch: "Schedule", path: str) -> bool:
     """True if ranks share the samples of the block around a place and none of its layers, or if it is in experts that are
     whole.
     """
     from ...schedule.parallel.experts import is_spread
     from ...schedule.primitives.tensor_parallel import sharing_around
 
-    holder = place if place in sch else place.rpartition(".")[0]
-    parts = holder.split(".")
-    if any(is_spread(sch[".".join(parts[:depth])].module) for depth in range(len(parts), 0, -1)):
+    holder = path if path in sch else path.rpartition(".")[0]
+    components = holder.split(".")
+    if any(is_spread(sch[".".join(components[:depth])].module) for depth in range(len(components), 0, -1)):
         return True
     sharing = sharing_around(sch[holder])
     return sharing is not None and sharing.tp is None
@@ -236,49 +236,49 @@ def _places(sch: "Schedule", path: str) -> list[str]:
     """Modules or parameters that match a path of a plan; none if this model has none."""
     from fnmatch import fnmatchcase
 
-    parts = path.split(".")
-    found = [name for name, _ in sch.module.named_modules() if name]
-    found += [name for name, _ in sch.module.named_parameters() if not name.endswith((".weight", ".bias"))]
+    components = path.split(".")
+    names = [name for name, _ in sch.module.named_modules() if name]
+    names += [name for name, _ in sch.module.named_parameters() if not name.endswith((".weight", ".bias"))]
     return [
         name
-        for name in found
-        if name.count(".") == len(parts) - 1
-        and all(fnmatchcase(have, want) for have, want in zip(name.split("."), parts))
+        for name in names
+        if name.count(".") == len(components) - 1
+        and all(fnmatchcase(component, pattern) for component, pattern in zip(name.split("."), components))
     ]
 
 
-def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
-    """Path of the module around a place that contains only cut modules; empty if there is none."""
-    parent = place.rpartition(".")[0]
-    if not parent or _is_parameter(sch, place) or places[place] not in WITHIN:
-        return ""
+def _region(sch: "Schedule", styles: dict[str, str], path: str) -> str | None:
+    """Path of the module around a place that contains only cut modules; None if there is none."""
+    parent = path.rpartition(".")[0]
+    if not parent or _is_parameter(sch, path) or styles[path] not in WITHIN:
+        return None
     holders = [
         f"{parent}.{name}" if name else parent
         for name, module in sch[parent].module.named_modules()
-        if any(each is not None for each in parameters_of(module).values())
+        if any(tensor is not None for tensor in parameters_of(module).values())
     ]
-    styles = [places.get(layer) for layer in {_layer(sch, each): None for each in holders}]
-    if set(styles) <= set(WITHIN) and styles.count("rowwise") == 1 and set(styles) & set(COLUMNS):
+    inner = [styles.get(layer) for layer in {_layer(sch, holder): None for holder in holders}]
+    if set(inner) <= set(WITHIN) and inner.count("rowwise") == 1 and set(inner) & set(COLUMNS):
         return parent
-    return ""
+    return None
 
 
 def _layer(sch: "Schedule", holder: str) -> str:
     """Path of the layer that a module with weights belongs to: an adapted layer consists of its original and its
     adapters.
     """
-    parts = holder.split(".")
-    for depth in range(1, len(parts)):
-        path = ".".join(parts[:depth])
+    components = holder.split(".")
+    for depth in range(1, len(components)):
+        path = ".".join(components[:depth])
         if is_adapted(sch[path]):
             return path
     return holder
 
 
-def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, drops: bool) -> None:
+def _cut_region(region: "Schedule", styles: dict[str, str], regions: Regions, drops: bool) -> None:
     below = len(region.path) + 1
-    last = next(region[path[below:]] for path, style in inside.items() if style == "rowwise")
-    for path, style in inside.items():
+    last_projection = next(region[path[below:]] for path, style in styles.items() if style == "rowwise")
+    for path, style in styles.items():
         module = region[path[below:]]
         if style in COLUMNS:
             column_parallel(module, parts=2 if style == "packed_colwise" else 1)
@@ -288,18 +288,18 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, dr
             module.shard("weight", axis=0)
         else:
             module.sync("bwd_post", "all_reduce", on="parameters")
-    regions.around(region, last, dropout=_forked(region, regions.sequence_parallel) if drops else [])
+    regions.around(region, last_projection, dropout=_forked(region, regions.sequence_parallel) if drops else [])
 
 
 def _forked(region: "Schedule", sequence_parallel: bool) -> "list[Schedule]":
-    """Has ranks draw different random numbers within a module with cut projections; returns the modules of dropout after the
-    last projection, which may need the same ones.
+    """Makes ranks draw different random numbers within a module with cut projections. Returns the dropouts after the last
+    projection, which may need the same numbers on all ranks.
 
     Raises:
         ScheduleError: its code drops values both before and after that projection.
     """
-    behind = getattr(region.module, "residual_dropout", 0)
-    if behind and not sequence_parallel:
+    drops_output = getattr(region.module, "residual_dropout", 0)
+    if drops_output and not sequence_parallel:
         if getattr(region.module, "attention_dropout", 0):
             raise ScheduleError(
                 f"tp: the code of '{region.path}' drops values of each rank's heads and of the output that ranks share, so "
@@ -307,7 +307,7 @@ def _forked(region: "Schedule", sequence_parallel: bool) -> "list[Schedule]":
             )
         return []
     region.fork_rng()
-    return [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
+    return [dropout for dropout in region if "Dropout" in type(dropout.module).__name__ and _is_behind(dropout.path)]
 
 
 def _is_behind(path: str) -> bool:
@@ -315,21 +315,21 @@ def _is_behind(path: str) -> bool:
     return "resid" in name or "out_drop" in name or "output" in name
 
 
-def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool, drops: bool) -> None:
+def _cut_alone(sch: "Schedule", path: str, style: str, sequence_parallel: bool, drops: bool) -> None:
     """Cuts one place of a plan, with its own communication, as transformers does."""
     from ...schedule.primitives.tensor_parallel import tensor_parallel
 
     if style in NOTHING:
         return
-    if _is_parameter(sch, place):
-        holder, _, name = place.rpartition(".")
+    if _is_parameter(sch, path):
+        holder, _, name = path.rpartition(".")
         dims = sch[holder].module.get_parameter(name).dim()
         if style in COLUMNS:
             sch[holder].shard(name, axis=dims - 2, parts=2 if style == "packed_colwise" else 1)
         else:
             sch[holder].shard(name, axis=dims - 1, parts=2 if style == "packed_rowwise" else 1)
         return
-    module = sch[place]
+    module = sch[path]
     if style == "moe_tp_experts":
         if drops:
             module.fork_rng()
@@ -337,10 +337,10 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
             # For the tokens and the weights of the experts' outputs.
             module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     elif style in COLUMNS or style == "colwise_gather_output":
-        whole = style == "colwise_gather_output"
-        column_parallel(module, parts=2 if style == "packed_colwise" else 1, gathered=whole)
+        gathered = style == "colwise_gather_output"
+        column_parallel(module, parts=2 if style == "packed_colwise" else 1, gathered=gathered)
         module.sync("bwd_post", "all_reduce")
-        if whole:
+        if gathered:
             module.sync("fwd_post", "all_gather", axis=-1)
     elif style in ("rowwise", "rowwise_split_input"):
         row_parallel(module)
@@ -371,8 +371,8 @@ def _last_summed(gradient: "torch.Tensor", features: int, axis: "Axis") -> "torc
 
     from ...schedule.parallel.collectives import all_reduce
 
-    first, last = gradient.split([gradient.shape[-1] - features, features], dim=-1)
-    return torch.cat([first, all_reduce(last, axis)], dim=-1)
+    unsummed, summed = gradient.split([gradient.shape[-1] - features, features], dim=-1)
+    return torch.cat([unsummed, all_reduce(summed, axis)], dim=-1)
 
 
 def _share(tensor: "torch.Tensor", ranks: int) -> "torch.Tensor":
@@ -380,7 +380,7 @@ def _share(tensor: "torch.Tensor", ranks: int) -> "torch.Tensor":
     return tensor / ranks
 
 
-def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
+def _cut_vocabulary(sch: "Schedule", styles: dict[str, str]) -> None:
     """Cuts embedding and head, if the plan cuts the head; they are removed from `places`."""
     paths = {id(module): path for path, module in sch.module.named_modules()}
     try:
@@ -389,20 +389,20 @@ def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
         return
     head = paths.get(id(sch.module.get_output_embeddings()), "")
     embedding = paths[id(sch.module.get_input_embeddings())]
-    if places.pop(head, ""):
-        places.pop(embedding, "")
+    if styles.pop(head, ""):
+        styles.pop(embedding, "")
         vocabulary(sch, [embedding], head)
 
 
 def _mixtures(sch: "Schedule") -> list[str]:
     """Paths of modules with only a router and its experts."""
-    found = []
-    for place, _ in _experts(sch):
-        parent = place.rpartition(".")[0]
-        others = {name for name, _ in sch[parent].module.named_children()} - {place.rpartition(".")[2]}
-        if others <= {"gate", "router", "act_fn"}:
-            found.append(parent)
-    return found
+    mixtures = []
+    for path in _experts(sch):
+        parent = path.rpartition(".")[0]
+        siblings = {name for name, _ in sch[parent].module.named_children()} - {path.rpartition(".")[2]}
+        if siblings <= {"gate", "router", "act_fn"}:
+            mixtures.append(parent)
+    return mixtures
 
 
 def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequence[str], drops: bool) -> None:
@@ -412,19 +412,19 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
     """
     from ...schedule.parallel.experts import divides_tokens, is_spread
 
-    experts = [path for path, style in _experts(sch)]
+    experts = _experts(sch)
     for path in experts:
         mixture = sch[path.rpartition(".")[0]]
         if mixture.path not in regions:
             raise ScheduleError(f"sequence_parallel: '{mixture.name}' contains more than a router and experts")
-        whole = is_spread(sch[path].module)
-        if whole and divides_tokens(sch[path].module):
+        whole_experts = is_spread(sch[path].module)
+        if whole_experts and divides_tokens(sch[path].module):
             mixture.sync("fwd_pre", "all_gather", axis=1, gradient="scatter").sync("fwd_post", "scatter", axis=1)
             continue
-        for each in mixture:
-            if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
-                each.sync("bwd_post", "all_reduce", on="parameters")
-        if not whole:
+        for module in mixture:
+            if module.path != path and any(True for _ in module.module.parameters(recurse=False)):
+                module.sync("bwd_post", "all_reduce", on="parameters")
+        if not whole_experts:
             mixture.sync("fwd_pre", "all_gather", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
     if not blocks:
         raise ScheduleError("sequence_parallel: the model has no repeated blocks that are alike")
@@ -432,7 +432,7 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
     for block in blocks:
         for path, module in block.module.named_modules():
             full = f"{block.path}.{path}"
-            if any(full == each or full.startswith(each + ".") for each in regions):
+            if any(full == region or full.startswith(region + ".") for region in regions):
                 continue
             if parameters_of(module) and block is blocks[0]:
                 norms.append(path)
@@ -443,21 +443,23 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
             raise ScheduleError(
                 f"sequence_parallel: '{blocks[0].path}.{name}' is neither cut nor a norm, and may need the sequence"
             )
-    after = [
+    final_norms = [
         path
         for path, module in sch.module.named_modules()
         if path.rpartition(".")[0] == blocks[0].path.rpartition(".")[0].rpartition(".")[0]
         and "norm" in type(module).__name__.lower()
     ]
-    if len(after) != 1:
-        raise ScheduleError(f"sequence_parallel: one norm must follow the blocks, but there are {len(after)}")
-    sequence(sch, blocks, norms, after[0])
+    if len(final_norms) != 1:
+        raise ScheduleError(f"sequence_parallel: one norm must follow the blocks, but there are {len(final_norms)}")
+    sequence(sch, blocks, norms, final_norms[0])
 
 
-def _experts(sch: "Schedule") -> list[tuple[str, str]]:
+def _experts(sch: "Schedule") -> list[str]:
+    """Paths of the modules that the plan cuts as experts."""
     plan = tensor_plan(sch)
-    return [(place, style) for path, style in plan.items() if style == "moe_tp_experts" for place in _places(sch, path)]
+    experts = [pattern for pattern, style in plan.items() if style == "moe_tp_experts"]
+    return [path for pattern in experts for path in _places(sch, pattern)]
 
 
-def _is_parameter(sch: "Schedule", place: str) -> bool:
-    return place not in sch
+def _is_parameter(sch: "Schedule", path: str) -> bool:
+    return path not in sch

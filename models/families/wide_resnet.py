@@ -20,6 +20,6 @@ def cut(block: "Schedule", regions: Regions) -> None:
 schedule = StandardSchedule(
     "blocks.*",
     Cuts(block=cut),
-    no_sequence_parallel="images are no sequences of tokens",
+    no_sequence_parallel="images are not sequences of tokens",
     no_runs="its norms take the mean of a micro-batch",
 )

@@ -41,20 +41,20 @@ def with_adapters(weights: Weights, architecture: Architecture, adapters: Path |
                 "or merge them first: redline convert --merge"
             )
         return weights
-    own = without_memory(architecture).state_dict()
+    state = without_memory(architecture).state_dict()
     tensors: dict[str, LazyTensor] = {}
-    given = {} if adapters is None else read_adapters(adapters, architecture)
-    for name, each in own.items():
+    adapter_tensors = {} if adapters is None else read_adapters(adapters, architecture)
+    for name, tensor in state.items():
         if is_adapter(name):
             if adapters is None:
                 continue
-            if name not in given or given[name].shape != each.shape:
-                raise WorkloadError(_other_adapters(adapters, own, given))
-            tensors[name] = given[name]
+            if name not in adapter_tensors or adapter_tensors[name].shape != tensor.shape:
+                raise WorkloadError(_other_adapters(adapters, state, adapter_tensors))
+            tensors[name] = adapter_tensors[name]
         elif (base := base_name(name)) in weights.tensors:
             tensors[name] = weights.tensors[base]
-    if len(given) > sum(is_adapter(name) for name in tensors):
-        raise WorkloadError(_other_adapters(adapters, own, given))
+    if len(adapter_tensors) > sum(is_adapter(name) for name in tensors):
+        raise WorkloadError(_other_adapters(adapters, state, adapter_tensors))
     return Weights(tensors, weights.notes)
 
 
@@ -79,8 +79,10 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
     kind = settings.get("peft_type")
     extra = [key for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern") if settings.get(key)]
     if kind != "LORA" or extra or settings.get("bias", "none") != "none":
-        what = extra[0] if extra else f"bias={settings.get('bias')}" if kind == "LORA" else f"peft_type {kind}"
-        raise WorkloadError(f"'{folder}' contains adapters with {what}; redline trains plain LoRA, without biases")
+        difference = extra[0] if extra else f"bias={settings.get('bias')}" if kind == "LORA" else f"peft_type {kind}"
+        raise WorkloadError(
+            f"'{folder}' contains adapters with {difference}; redline trains plain LoRA, without biases"
+        )
     lora = architecture.lora
     scale = settings.get("lora_alpha", 0) / max(1, settings.get("r", 0))
     if settings.get("r") != lora.r or scale != scaling(architecture):
@@ -91,7 +93,8 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
         )
     stored = stored_tensors(folder / WEIGHTS)
     return {
-        re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(PREFIX)): each for name, each in stored.items()
+        re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(PREFIX)): tensor
+        for name, tensor in stored.items()
     }
 
 
@@ -130,39 +133,43 @@ def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
     """
     tensors = weights.tensors
     transposed, scale = _transposed(architecture), scaling(architecture)
-    out: dict[str, LazyTensor] = {}
-    for name, each in tensors.items():
+    tensors_merged: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
         if is_adapter(name):
             continue
         layer = name.removesuffix(".base_layer.weight")
         if layer == name:
-            out[base_name(name)] = each
+            tensors_merged[base_name(name)] = tensor
             continue
-        absent = [part for part in ("A", "B") if f"{layer}.lora_{part}.default.weight" not in tensors]
-        if absent:
-            raise WorkloadError(f"the adapter {layer}.lora_{absent[0]} is missing, so nothing can be merged")
-        up, down = (tensors[f"{layer}.lora_{part}.default.weight"] for part in ("B", "A"))
-        out[base_name(name)] = Merged(each, up=up, down=down, scale=scale, transposed=layer in transposed)
-    return Weights(out, weights.notes)
+        missing = [factor for factor in ("A", "B") if f"{layer}.lora_{factor}.default.weight" not in tensors]
+        if missing:
+            raise WorkloadError(f"the adapter {layer}.lora_{missing[0]} is missing, so nothing can be merged")
+        up, down = (tensors[f"{layer}.lora_{factor}.default.weight"] for factor in ("B", "A"))
+        tensors_merged[base_name(name)] = Merged(tensor, up=up, down=down, scale=scale, transposed=layer in transposed)
+    return Weights(tensors_merged, weights.notes)
 
 
 def _transposed(architecture: AdaptedArchitecture) -> set[str]:
     """Adapted layers whose weight is stored as (in, out), as in GPT-2."""
     modules = without_memory(architecture).named_modules()
-    return {path for path, each in modules if type(getattr(each, "base_layer", None)).__name__ == "Conv1D"}
+    return {path for path, module in modules if type(getattr(module, "base_layer", None)).__name__ == "Conv1D"}
 
 
-def _other_adapters(folder: Path | str | None, own: Mapping[str, Any], given: Mapping[str, LazyTensor]) -> str:
-    expected = {name: each.shape for name, each in own.items() if is_adapter(name)}
-    what = shape_differences(expected, {name: each.shape for name, each in given.items()})
-    return f"'{folder}' contains other adapters than the model has. {what} Give --lora target=... of these layers"
+def _other_adapters(
+    folder: Path | str | None, state: Mapping[str, Any], adapter_tensors: Mapping[str, LazyTensor]
+) -> str:
+    expected = {name: tensor.shape for name, tensor in state.items() if is_adapter(name)}
+    differences = shape_differences(expected, {name: tensor.shape for name, tensor in adapter_tensors.items()})
+    return (
+        f"'{folder}' contains other adapters than the model has. {differences} Give --lora target=... of these layers"
+    )
 
 
-def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *, base: str | None = None) -> None:
+def write_peft(weights: Weights, architecture: Architecture, target: Path | str, *, base: str | None = None) -> None:
     """Writes only the adapters, in the format of `peft.PeftModel.from_pretrained`.
 
     Args:
-        out: a folder that does not exist, or is empty.
+        target: a folder that does not exist, or is empty.
         base: location of the plain model's weights, which peft records.
 
     Raises:
@@ -175,15 +182,17 @@ def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *,
         raise WorkloadError(f"this {architecture.model_type} has no adapters to write; --to hf writes its weights")
     tensors = weights.tensors
     model = without_memory(architecture)
-    own = model.state_dict()
-    given = {name: each for name, each in tensors.items() if is_adapter(name)}
-    if {name: each.shape for name, each in own.items() if is_adapter(name)} != {
-        n: each.shape for n, each in given.items()
+    state = model.state_dict()
+    adapter_tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    if {name: tensor.shape for name, tensor in state.items() if is_adapter(name)} != {
+        name: tensor.shape for name, tensor in adapter_tensors.items()
     }:
-        raise WorkloadError(_other_adapters("what was given", own, given))
-    with whole_folder(out) as folder:
-        named = {PREFIX + name.replace(".default.", "."): each.read() for name, each in given.items()}
-        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+        raise WorkloadError(_other_adapters("what was given", state, adapter_tensors))
+    with whole_folder(target) as folder:
+        by_peft_name = {
+            PREFIX + name.replace(".default.", "."): tensor.read() for name, tensor in adapter_tensors.items()
+        }
+        save_file(by_peft_name, folder / WEIGHTS, metadata={"format": "pt"})
         settings = peft_settings(architecture, model)
         settings.base_model_name_or_path = base
         settings.save_pretrained(folder)
@@ -194,7 +203,7 @@ def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
     import peft
 
     lora = architecture.lora
-    paths = [path for path, each in model.named_modules() if hasattr(each, "base_layer")]
+    paths = [path for path, module in model.named_modules() if hasattr(module, "base_layer")]
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=_alpha(lora),
@@ -210,6 +219,6 @@ def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
 def _targets(paths: list[str], model: Any) -> list[str]:
     names = sorted({path.rpartition(".")[2] for path in paths})
     same_name = [
-        path for path, each in model.named_modules() if path.rpartition(".")[2] in names and hasattr(each, "weight")
+        path for path, module in model.named_modules() if path.rpartition(".")[2] in names and hasattr(module, "weight")
     ]
     return names if sorted(same_name) == sorted(paths) else sorted(paths)

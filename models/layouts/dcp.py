@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 PIECE_BYTES = 64 << 20
 """Bytes of a tensor that are written as one piece, and so are in memory at once when a part of it is read."""
-_PLAIN = {
+_HARMLESS = {
     ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset"), ("torch", "Size"),
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
     ("torch.serialization", "_get_layout"),
 }  # fmt: skip
-_OF_DCP = tuple(f"torch.distributed.checkpoint.{each}" for each in ("metadata", "filesystem", "planner"))
+_DCP_MODULES = tuple(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner"))
 
 
 def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
@@ -37,8 +37,8 @@ def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
     _check_sizes(folder, metadata)
     return {
         name: _stored(folder, metadata, name)
-        for name, each in metadata.state_dict_metadata.items()
-        if isinstance(each, TensorStorageMetadata)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
 
 
@@ -54,7 +54,7 @@ def read_metadata(folder: Path) -> "Metadata":
     if not path.is_file():
         raise WorkloadError(f"'{folder}' is not a distributed checkpoint: it has no {METADATA}")
     try:
-        found = _Careful(io.BytesIO(path.read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -68,13 +68,13 @@ def read_metadata(folder: Path) -> "Metadata":
         raise WorkloadError(
             f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
         ) from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise WorkloadError(f"'{path}' contains no metadata of torch.distributed.checkpoint")
-    return found
+    return metadata
 
 
 def _check_sizes(folder: Path, metadata: "Metadata") -> None:
-    """Raises WorkloadError if a file is missing or shorter than the metadata says, as after a copy that was interrupted."""
+    """Raises WorkloadError if a file is missing or shorter than in the metadata, as after an interrupted copy."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -90,7 +90,7 @@ def _check_sizes(folder: Path, metadata: "Metadata") -> None:
             )
 
 
-class _Careful(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only the classes of a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -98,10 +98,10 @@ class _Careful(pickle.Unpickler):
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module in _OF_DCP and "." not in name) or (module, name) in _PLAIN:
-            found = super().find_class(module, name)
-            if module not in _OF_DCP or (isinstance(found, type) and found.__module__ == module):
-                return found
+        if (module in _DCP_MODULES and "." not in name) or (module, name) in _HARMLESS:
+            cls = super().find_class(module, name)
+            if module not in _DCP_MODULES or (isinstance(cls, type) and cls.__module__ == module):
+                return cls
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors needs")
 
 
@@ -112,49 +112,49 @@ def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
     from torch.distributed.checkpoint.planner import LoadPlan
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-    about: Any = metadata.state_dict_metadata[name]
+    entry: Any = metadata.state_dict_metadata[name]
 
     def read(box: Box) -> torch.Tensor:
-        size = torch.Size([each.stop - each.start for each in box])
-        out = torch.empty(size, dtype=about.properties.dtype)
-        if not out.numel():
-            return out
-        wanted = ChunkStorageMetadata(offsets=torch.Size([each.start for each in box]), sizes=size)
-        items = create_read_items_for_chunk_list(name, about, [wanted])
-        if sum(math.prod(each.lengths) for each in items) != out.numel():
+        size = torch.Size([extent.stop - extent.start for extent in box])
+        tensor = torch.empty(size, dtype=entry.properties.dtype)
+        if not tensor.numel():
+            return tensor
+        requested = ChunkStorageMetadata(offsets=torch.Size([extent.start for extent in box]), sizes=size)
+        items = create_read_items_for_chunk_list(name, entry, [requested])
+        if sum(math.prod(item.lengths) for item in items) != tensor.numel():
             raise WorkloadError(f"'{folder}' does not contain all of {name}: a rank's part was not saved")
         reader = FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         try:
-            reader.read_data(LoadPlan(items), _placing()(out)).wait()
+            reader.read_data(LoadPlan(items), _load_planner()(tensor)).wait()
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, ValueError) as error:
             raise WorkloadError(
                 f"'{folder}': {name} cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
             ) from error
-        return out
+        return tensor
 
-    return Stored(read, about.size, about.properties.dtype, fresh=True)
+    return Stored(read, entry.size, entry.properties.dtype, fresh=True)
 
 
-def _placing() -> Any:
+def _load_planner() -> Any:
     """Returns a planner that reads into a single tensor."""
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
-    class Placing(DefaultLoadPlanner):
-        def __init__(self, out: Any) -> None:
+    class SingleTensorPlanner(DefaultLoadPlanner):
+        def __init__(self, target: Any) -> None:
             super().__init__()
-            self.out = out
+            self.target = target
 
         def resolve_tensor(self, read_item: Any) -> Any:
-            found = self.out
+            target = self.target
             for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-                found = found.narrow(dim, offset, length)
-            return found
+                target = target.narrow(dim, offset, length)
+            return target
 
         def commit_tensor(self, read_item: Any, tensor: Any) -> None:
             pass
 
-    return Placing
+    return SingleTensorPlanner
 
 
 def save_planner(shapes: Mapping[str, tuple[int, ...]]) -> Any:
@@ -177,7 +177,7 @@ def save_planner(shapes: Mapping[str, tuple[int, ...]]) -> Any:
             for (name, offset), part in self.state_dict.items():
                 for box in boxes(part):
                     piece = part[box]
-                    begin = tuple(first + cut.start for first, cut in zip(offset, box))
+                    begin = tuple(start + cut.start for start, cut in zip(offset, box))
                     chunk = ChunkStorageMetadata(torch.Size(begin), piece.shape)
                     tensor_data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(shapes[name]))
                     items.append(
@@ -196,13 +196,15 @@ def save_planner(shapes: Mapping[str, tuple[int, ...]]) -> Any:
 
 def boxes(tensor: "LazyTensor | torch.Tensor") -> Iterable[Box]:
     """Boxes that partition a tensor, each at most `PIECE_BYTES` or one entry of the first two dimensions."""
-    found: list[Box] = [()]
-    rest = tensor.nbytes
+    boxes_so_far: list[Box] = [()]
+    nbytes = tensor.nbytes
     for size in tensor.shape[:2]:
-        if rest <= PIECE_BYTES or size == 0:
+        if nbytes <= PIECE_BYTES or size == 0:
             break
-        step = max(1, PIECE_BYTES * size // rest)
-        found = [(*box, slice(at, min(size, at + step))) for box in found for at in range(0, size, step)]
-        rest = rest // size * step
-    whole = [slice(0, size) for size in tensor.shape]
-    return [(*box, *whole[len(box) :]) for box in found]
+        step = max(1, PIECE_BYTES * size // nbytes)
+        boxes_so_far = [
+            (*box, slice(start, min(size, start + step))) for box in boxes_so_far for start in range(0, size, step)
+        ]
+        nbytes = nbytes // size * step
+    full = [slice(0, size) for size in tensor.shape]
+    return [(*box, *full[len(box) :]) for box in boxes_so_far]

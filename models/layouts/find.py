@@ -59,8 +59,8 @@ def _step_folder(path: Path) -> Path:
     """Returns the folder of the last step in `path`; `path` itself if it is one, or contains none."""
     if (path / METADATA).is_file():
         return path
-    steps = [each for each in path.glob("step-*") if each.name[5:].isdecimal() and (each / METADATA).is_file()]
-    return max(steps, key=lambda each: int(each.name[5:]), default=path)
+    steps = [folder for folder in path.glob("step-*") if folder.name[5:].isdecimal() and (folder / METADATA).is_file()]
+    return max(steps, key=lambda folder: int(folder.name[5:]), default=path)
 
 
 def _distributed(folder: Path, architecture: Architecture) -> Weights:
@@ -69,16 +69,16 @@ def _distributed(folder: Path, architecture: Architecture) -> Weights:
     """
     stored = dcp_tensors(folder)
     prefix = _prefix(stored, architecture)
-    named = {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
-    if any(is_adapter(name) for name in named):
-        return fit(named, without_memory(architecture), f"'{folder}'")
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    if any(is_adapter(name) for name in tensors):
+        return fit(tensors, without_memory(architecture), f"'{folder}'")
     # Without a prefix the optimizer's tensors are among the others.
-    kept = {name: each for name, each in named.items() if not name.startswith("optim")}
-    return fit(kept, without_memory(plain(architecture)), f"'{folder}'", hint=OTHER_TOOLS)
+    model_tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim")}
+    return fit(model_tensors, without_memory(plain(architecture)), f"'{folder}'", hint=OTHER_TOOLS)
 
 
 def _prefix(stored: Iterable[str], architecture: Architecture) -> str:
     """Prefix of a model's names in a folder."""
     stored = set(stored)
-    own = without_memory(plain(architecture)).state_dict()
-    return max(PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in stored for name in own))
+    names = without_memory(plain(architecture)).state_dict()
+    return max(PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in stored for name in names))

@@ -23,44 +23,46 @@ WRITING = ".writing"
 
 
 @contextmanager
-def whole_folder(out: Path | str) -> Iterator[Path]:
-    """Yields a new folder beside `out`, which is renamed to `out` at the end of the `with`; an error removes it.
-    Leftovers of killed processes for the same `out` are removed too.
+def whole_folder(target: Path | str) -> Iterator[Path]:
+    """Yields a new folder beside `target`, which is renamed to `target` at the end of the `with`; an error removes it.
+    Leftovers of killed processes for the same `target` are removed too.
 
     Raises:
-        UsageError: `out` is a file or a folder that is not empty, or cannot be written.
+        UsageError: `target` is a file or a folder that is not empty, or cannot be written.
     """
     from safetensors import SafetensorError
     from torch.distributed.checkpoint import CheckpointException
 
-    out = path_of(out).absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "holds something already" if out.is_dir() else "is a file"
-        raise UsageError(f"'{out}' {what}, and a checkpoint is written to a new folder; give another")
-    prefix = f".{out.name[:100]}."
+    target = path_of(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        problem = "is not empty" if target.is_dir() else "is a file"
+        raise UsageError(f"'{target}' {problem}, and a checkpoint is written to a new folder; give another")
+    prefix = f".{target.name[:100]}."
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(out.parent, prefix)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=WRITING, dir=out.parent))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent, prefix)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=WRITING, dir=target.parent))
     except OSError as error:
-        raise UsageError(f"cannot write to '{out.parent}': {error.strerror or error}; give another folder") from error
+        raise UsageError(
+            f"cannot write to '{target.parent}': {error.strerror or error}; give another folder"
+        ) from error
     lock = None
     try:
         with suppress(StudyError):  # without locks in the file system, nothing is removed
             lock = FolderLock(folder, OWNER)
         yield folder
         folder.chmod(0o777 & ~_mask())
-        for each in sorted(folder.rglob("*")):
-            if each.is_file():
-                with each.open("rb") as file:
-                    os.fsync(file.fileno())
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
         (folder / OWNER).unlink(missing_ok=True)
-        os.replace(folder, out)
-        sync_folder(out.parent)
+        os.replace(folder, target)
+        sync_folder(target.parent)
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         if isinstance(error, RedlineError) or not (reason := _refusal(error)):
             raise
-        raise UsageError(f"cannot write '{out}': {reason}; nothing was left there") from error
+        raise UsageError(f"cannot write '{target}': {reason}; nothing was left there") from error
     finally:
         if lock is not None:
             lock.release()
@@ -70,30 +72,34 @@ def whole_folder(out: Path | str) -> Iterator[Path]:
 
 def _sweep(parent: Path, prefix: str) -> None:
     """Removes unfinished folders whose writers are gone, detected by the lock of each folder."""
-    for each in parent.iterdir():
-        is_temporary = each.name.startswith(prefix) and each.name.endswith(WRITING) and not each.is_symlink()
-        if is_temporary and (each / OWNER).is_file():
+    for folder in parent.iterdir():
+        is_temporary = folder.name.startswith(prefix) and folder.name.endswith(WRITING) and not folder.is_symlink()
+        if is_temporary and (folder / OWNER).is_file():
             with suppress(StudyError):  # its writer is running
-                lock = FolderLock(each, OWNER)
-                remove(each)
+                lock = FolderLock(folder, OWNER)
+                remove(folder)
                 lock.release()
 
 
-def _refusal(error: BaseException) -> str:
-    """The system's error message within an error of safetensors or torch; empty if there is none."""
-    seen: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is None or each in seen:
+def _refusal(error: BaseException) -> str | None:
+    """The system's error message within an error of safetensors or torch; None if there is none."""
+    visited: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        cause = pending.pop()
+        if cause is None or cause in visited:
             continue
-        if isinstance(each, OSError):
-            return each.strerror or str(each)
-        if (number := _OS_ERROR.search(str(each))) and type(each).__name__ == "SafetensorError":
+        if isinstance(cause, OSError):
+            return cause.strerror or str(cause)
+        if (number := _OS_ERROR.search(str(cause))) and type(cause).__name__ == "SafetensorError":
             return os.strerror(int(number[1]))
-        seen.append(each)
-        waiting += [each.__cause__, each.__context__, *(cause for cause, _ in getattr(each, "failures", {}).values())]
-    return ""
+        visited.append(cause)
+        pending += [
+            cause.__cause__,
+            cause.__context__,
+            *(nested for nested, _ in getattr(cause, "failures", {}).values()),
+        ]
+    return None
 
 
 def _mask() -> int:

@@ -32,22 +32,22 @@ def hugging_face(path: Path | str, architecture: Architecture) -> Weights:
     stored = stored_tensors(path)
     with quiet():
         try:
-            found, left = as_loaded(model, stored)
+            tensors, unused = as_loaded(model, stored)
         except (TypeError, NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
             raise WorkloadError(
                 f"'{path}' contains tensors that transformers converts while it loads this {architecture.model_type}, and "
                 f"redline cannot follow: {one_line(error)}; load it with transformers and save it with "
                 "save_pretrained(DIR, save_original_format=False)"
             ) from error
-    return fit(found, model, f"'{path}'", unexpected=left, hint=_says(path, architecture))
+    return fit(tensors, model, f"'{path}'", unexpected=unused, hint=_family_hint(path, architecture))
 
 
 def plain(architecture: Architecture) -> Architecture:
     """The architecture without adapters."""
-    return Architecture(**{each.name: getattr(architecture, each.name) for each in fields(Architecture)})
+    return Architecture(**{field.name: getattr(architecture, field.name) for field in fields(Architecture)})
 
 
-def _says(path: Path, architecture: Architecture) -> str:
+def _family_hint(path: Path, architecture: Architecture) -> str:
     """Hint if the configuration beside a checkpoint is of another family."""
     folder = path if path.is_dir() else path.parent
     try:
@@ -67,36 +67,38 @@ _PROBE = "The 7 quick brown foxes' fur (naïve, 12.5 %)\n\tdoesn't jump over htt
 
 def own_tokenizer(path: Path | str) -> Path | None:
     """Folder of the tokenizer of a checkpoint: its own, or that of the base of adapters; None without one."""
-    return next((each for each in _folders(path) if any((each / name).is_file() for name in TOKENIZER_FILES)), None)
+    return next(
+        (folder for folder in _folders(path) if any((folder / name).is_file() for name in TOKENIZER_FILES)), None
+    )
 
 
 def own_generation(path: Path | str) -> Path | None:
     """Generation configuration of a checkpoint's model; None if there is none."""
-    return next((each / GENERATION for each in _folders(path) if (each / GENERATION).is_file()), None)
+    return next((folder / GENERATION for folder in _folders(path) if (folder / GENERATION).is_file()), None)
 
 
-def difference(given: Path, own: Path) -> str:
-    """Difference between a tokenizer and the one that weights were trained with; empty if both make the same tokens.
+def difference(path: Path, checkpoint: Path) -> str | None:
+    """Difference between a tokenizer and the one that weights were trained with; None if both make the same tokens.
 
     Raises:
         WorkloadError: one of them cannot be loaded.
     """
-    one, other = load_tokenizer(given), load_tokenizer(own)
-    if one is None or other is None:
-        raise WorkloadError(f"'{given if one is None else own}' contains no tokenizer")
-    one_vocab, other_vocab = one.get_vocab(), other.get_vocab()
-    if len(one_vocab) != len(other_vocab):
-        return f"it has {len(one_vocab):,} tokens, and the checkpoint's {len(other_vocab):,}"
-    differ = sorted(each for each in one_vocab if other_vocab.get(each) != one_vocab[each])
-    if differ:
-        there = other_vocab.get(differ[0], "not there")
+    tokenizer, expected = load_tokenizer(path), load_tokenizer(checkpoint)
+    if tokenizer is None or expected is None:
+        raise WorkloadError(f"'{path if tokenizer is None else checkpoint}' contains no tokenizer")
+    vocabulary, expected_vocabulary = tokenizer.get_vocab(), expected.get_vocab()
+    if len(vocabulary) != len(expected_vocabulary):
+        return f"it has {len(vocabulary):,} tokens, and the checkpoint's {len(expected_vocabulary):,}"
+    differing = sorted(token for token in vocabulary if expected_vocabulary.get(token) != vocabulary[token])
+    if differing:
+        expected_id = expected_vocabulary.get(differing[0], "not there")
         return (
-            f"{len(differ):,} of {len(one_vocab):,} tokens have another id, such as {differ[0]!r}: "
-            f"{one_vocab[differ[0]]}, and in the checkpoint's {there}"
+            f"{len(differing):,} of {len(vocabulary):,} tokens have another id, such as {differing[0]!r}: "
+            f"{vocabulary[differing[0]]}, and in the checkpoint's {expected_id}"
         )
-    if _ids(one) != _ids(other):
+    if _ids(tokenizer) != _ids(expected):
         return "it has the same tokens and splits texts otherwise"
-    return ""
+    return None
 
 
 def _ids(tokenizer: Any) -> list[int]:
@@ -105,8 +107,8 @@ def _ids(tokenizer: Any) -> list[int]:
 
 def _folders(path: Path | str) -> list[Path]:
     """Folders that may contain files of a checkpoint: its own, and for adapters also that of their base."""
-    found = path_of(path)
-    folder = found if found.is_dir() else found.parent
+    location = path_of(path)
+    folder = location if location.is_dir() else location.parent
     if not (folder / ADAPTER_CONFIG).is_file():
         return [folder]
     base = adapter_settings(folder).get("base_model_name_or_path")

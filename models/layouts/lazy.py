@@ -21,16 +21,16 @@ def full_box(box: Box | None, shape: Sequence[int]) -> Box:
     Raises:
         ValueError: it has more dimensions than the tensor, or a step.
     """
-    given = box or ()
-    if len(given) > len(shape) or any(each.step not in (None, 1) for each in given):
+    slices = box or ()
+    if len(slices) > len(shape) or any(extent.step not in (None, 1) for extent in slices):
         raise ValueError(f"a box of a tensor of shape {tuple(shape)} is a slice a dimension, without steps: {box}")
-    rest = (slice(None),) * (len(shape) - len(given))
-    return tuple(slice(*each.indices(size)[:2]) for each, size in zip((*given, *rest), shape))
+    remaining = (slice(None),) * (len(shape) - len(slices))
+    return tuple(slice(*extent.indices(size)[:2]) for extent, size in zip((*slices, *remaining), shape))
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """Shape of a full box."""
-    return tuple(max(0, each.stop - each.start) for each in box)
+    return tuple(max(0, extent.stop - extent.start) for extent in box)
 
 
 class LazyTensor(ABC):
@@ -57,9 +57,9 @@ class LazyTensor(ABC):
         """
         import torch
 
-        found = self._read(full_box(box, self.shape))
-        whole = found.is_contiguous() and found.untyped_storage().nbytes() == found.nbytes
-        return found if self.fresh and whole else found.clone(memory_format=torch.contiguous_format)
+        tensor = self._read(full_box(box, self.shape))
+        compact = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if self.fresh and compact else tensor.clone(memory_format=torch.contiguous_format)
 
     @property
     def nbytes(self) -> int:
@@ -87,10 +87,10 @@ class LazyTensor(ABC):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import torch
 
-        known: dict[Any, Callable[..., Any]] = {
+        functions: dict[Any, Callable[..., Any]] = {
             torch.stack: stack, torch.cat: cat, torch.chunk: chunk, torch.split: split, torch.transpose: transpose,
         }  # fmt: skip
-        return known[function](*args, **(kwargs or {})) if function in known else NotImplemented
+        return functions[function](*args, **(kwargs or {})) if function in functions else NotImplemented
 
 
 class Stored(LazyTensor):
@@ -117,26 +117,26 @@ class Stored(LazyTensor):
 
 
 class _Joined(LazyTensor):
-    """Parts concatenated along a dimension."""
+    """Tensors concatenated along a dimension."""
 
-    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
-        shape = list(parts[0].shape)
-        shape[dim] = sum(each.shape[dim] for each in parts)
-        super().__init__(shape, parts[0].dtype)
-        self.parts, self.dim = parts, dim
+    def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        super().__init__(shape, tensors[0].dtype)
+        self.tensors, self.dim = tensors, dim
 
     def _read(self, box: Box) -> "torch.Tensor":
         import torch
 
-        out, at = torch.empty(box_shape(box), dtype=self.dtype), 0
-        rows_wanted = box[self.dim]
-        for part in self.parts:
-            first, last = max(rows_wanted.start, at), min(rows_wanted.stop, at + part.shape[self.dim])
-            if first < last:
-                inner = (*box[: self.dim], slice(first - at, last - at), *box[self.dim + 1 :])
-                out.narrow(self.dim, first - rows_wanted.start, last - first).copy_(part._read(inner))
-            at += part.shape[self.dim]
-        return out
+        joined, offset = torch.empty(box_shape(box), dtype=self.dtype), 0
+        requested = box[self.dim]
+        for tensor in self.tensors:
+            start, stop = max(requested.start, offset), min(requested.stop, offset + tensor.shape[self.dim])
+            if start < stop:
+                inner = (*box[: self.dim], slice(start - offset, stop - offset), *box[self.dim + 1 :])
+                joined.narrow(self.dim, start - requested.start, stop - start).copy_(tensor._read(inner))
+            offset += tensor.shape[self.dim]
+        return joined
 
 
 class _Mapped(LazyTensor):
@@ -144,114 +144,120 @@ class _Mapped(LazyTensor):
 
     def __init__(
         self,
-        of: LazyTensor,
+        base: LazyTensor,
         shape: Sequence[int],
-        there: Callable[[Box], Box],
-        back: Callable[["torch.Tensor"], "torch.Tensor"],
+        to_base: Callable[[Box], Box],
+        from_base: Callable[["torch.Tensor"], "torch.Tensor"],
         dtype: "torch.dtype | None" = None,
     ) -> None:
-        super().__init__(shape, dtype or of.dtype)
-        self.of, self.there, self.back = of, there, back
-        self.fresh = of.fresh
+        super().__init__(shape, dtype or base.dtype)
+        self.base, self.to_base, self.from_base = base, to_base, from_base
+        self.fresh = base.fresh
 
     def _read(self, box: Box) -> "torch.Tensor":
-        return self.back(self.of._read(self.there(box)))
+        return self.from_base(self.base._read(self.to_base(box)))
 
 
-def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """Concatenates parts.
+def cat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    """Concatenates tensors.
 
     Raises:
         ValueError: they differ in another dimension or in dtype.
     """
-    dim %= parts[0].ndim
-    rest = {(*each.shape[:dim], *each.shape[dim + 1 :], each.dtype) for each in parts}
-    if len(rest) != 1:
-        raise ValueError(f"tensors of shapes {[tuple(each.shape) for each in parts]} cannot be joined along {dim}")
-    return parts[0] if len(parts) == 1 else _Joined(parts, dim)
+    dim %= tensors[0].ndim
+    kinds = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :], tensor.dtype) for tensor in tensors}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"tensors of shapes {[tuple(tensor.shape) for tensor in tensors]} cannot be joined along {dim}"
+        )
+    return tensors[0] if len(tensors) == 1 else _Joined(tensors, dim)
 
 
-def stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """Stacks parts of one shape along a new dimension."""
-    dim %= parts[0].ndim + 1
-    return cat([unsqueeze(each, dim) for each in parts], dim)
+def stack(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    """Stacks tensors of one shape along a new dimension."""
+    dim %= tensors[0].ndim + 1
+    return cat([unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
-def unsqueeze(of: LazyTensor, dim: int) -> LazyTensor:
-    shape = (*of.shape[:dim], 1, *of.shape[dim:])
-    return _Mapped(of, shape, lambda box: (*box[:dim], *box[dim + 1 :]), lambda found: found.unsqueeze(dim))
+def unsqueeze(base: LazyTensor, dim: int) -> LazyTensor:
+    shape = (*base.shape[:dim], 1, *base.shape[dim:])
+    return _Mapped(base, shape, lambda box: (*box[:dim], *box[dim + 1 :]), lambda tensor: tensor.unsqueeze(dim))
 
 
-def select(of: LazyTensor, dim: int, at: int) -> LazyTensor:
+def select(base: LazyTensor, dim: int, index: int) -> LazyTensor:
     """Selects one entry of a dimension, which is removed."""
-    dim %= of.ndim
-    shape = (*of.shape[:dim], *of.shape[dim + 1 :])
-    there = slice(at, at + 1)
-    return _Mapped(of, shape, lambda box: (*box[:dim], there, *box[dim:]), lambda found: found.squeeze(dim))
+    dim %= base.ndim
+    shape = (*base.shape[:dim], *base.shape[dim + 1 :])
+    entry = slice(index, index + 1)
+    return _Mapped(base, shape, lambda box: (*box[:dim], entry, *box[dim:]), lambda tensor: tensor.squeeze(dim))
 
 
-def narrow(of: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
+def narrow(base: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
     """Selects consecutive entries of a dimension."""
-    shape = (*of.shape[:dim], length, *of.shape[dim + 1 :])
+    shape = (*base.shape[:dim], length, *base.shape[dim + 1 :])
 
-    def there(box: Box) -> Box:
+    def to_base(box: Box) -> Box:
         return (*box[:dim], slice(box[dim].start + start, box[dim].stop + start), *box[dim + 1 :])
 
-    return _Mapped(of, shape, there, lambda found: found)
+    return _Mapped(base, shape, to_base, lambda tensor: tensor)
 
 
-def chunk(of: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
+def chunk(base: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
     """Like `torch.chunk`."""
-    return split(of, -(-of.shape[dim] // chunks), dim)
+    return split(base, -(-base.shape[dim] // chunks), dim)
 
 
-def split(of: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
+def split(base: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
     """Like `torch.split`."""
-    dim %= of.ndim
-    total = of.shape[dim]
+    dim %= base.ndim
+    total = base.shape[dim]
     if isinstance(sizes, int):
-        sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
     if sum(sizes) != total:
         raise ValueError(f"{total} entries cannot be split into {list(sizes)}")
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    return tuple(narrow(of, dim, start, size) for start, size in zip(starts, sizes))
+    starts = [sum(sizes[:end]) for end in range(len(sizes))]
+    return tuple(narrow(base, dim, start, size) for start, size in zip(starts, sizes))
 
 
-def transpose(of: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
+def transpose(base: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
     def transposed(values: Sequence[Any]) -> tuple[Any, ...]:
-        out = list(values)
-        out[dim0], out[dim1] = out[dim1], out[dim0]
-        return tuple(out)
+        swapped = list(values)
+        swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
+        return tuple(swapped)
 
-    return _Mapped(of, transposed(of.shape), transposed, lambda found: found.transpose(dim0, dim1))
+    return _Mapped(base, transposed(base.shape), transposed, lambda tensor: tensor.transpose(dim0, dim1))
 
 
-def cast(of: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
-    return of if dtype == of.dtype else _Mapped(of, of.shape, lambda box: box, lambda found: found.to(dtype), dtype)
+def cast(base: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
+    return (
+        base
+        if dtype == base.dtype
+        else _Mapped(base, base.shape, lambda box: box, lambda tensor: tensor.to(dtype), dtype)
+    )
 
 
 class Merged(LazyTensor):
     """A matrix plus a low-rank one, `W + scale * B A`, computed in float32 and rounded to the matrix's dtype.
 
     Args:
-        of: W, of shape (out, in), or (in, out) if `transposed`.
+        base: W, of shape (out, in), or (in, out) if `transposed`.
         up: B, of shape (out, rank).
         down: A, of shape (rank, in).
     """
 
-    def __init__(self, of: LazyTensor, *, up: LazyTensor, down: LazyTensor, scale: float, transposed: bool) -> None:
-        super().__init__(of.shape, of.dtype)
-        self.of, self.up, self.down, self.scale, self.transposed = of, up, down, scale, transposed
+    def __init__(self, base: LazyTensor, *, up: LazyTensor, down: LazyTensor, scale: float, transposed: bool) -> None:
+        super().__init__(base.shape, base.dtype)
+        self.base, self.up, self.down, self.scale, self.transposed = base, up, down, scale, transposed
 
     def _read(self, box: Box) -> "torch.Tensor":
         import torch
 
-        out, inner = reversed(box) if self.transposed else box
-        up = self.up._read((out, slice(0, self.up.shape[1]))).to(torch.float32)
-        down = self.down._read((slice(0, self.down.shape[0]), inner)).to(torch.float32)
-        more = (up @ down) * self.scale
-        base = self.of._read(box)
-        return (base.to(torch.float32) + (more.T if self.transposed else more)).to(self.dtype)
+        rows, columns = reversed(box) if self.transposed else box
+        up = self.up._read((rows, slice(0, self.up.shape[1]))).to(torch.float32)
+        down = self.down._read((slice(0, self.down.shape[0]), columns)).to(torch.float32)
+        product = (up @ down) * self.scale
+        weight = self.base._read(box)
+        return (weight.to(torch.float32) + (product.T if self.transposed else product)).to(self.dtype)
 
 
 LazyTensors = Mapping[str, LazyTensor]

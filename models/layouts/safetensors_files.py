@@ -34,7 +34,7 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
     Raises:
         WorkloadError: there is none, a part of it is missing, or a file is damaged; pickles are refused.
     """
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     if path.is_file():
         if path.suffix != ".safetensors":
             raise WorkloadError(_not_safetensors(path, [path.name]))
@@ -43,21 +43,21 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
     if not index.is_file():
         if (path / SINGLE).is_file():
             return _file_tensors(path / SINGLE)
-        pickles = sorted(each.name for pattern in _PICKLES for each in path.glob(pattern))
+        pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
         raise WorkloadError(_not_safetensors(path, pickles))
-    named = read_index(index)
-    for file in sorted(set(named.values())):
+    file_of_tensor = read_index(index)
+    for file in sorted(set(file_of_tensor.values())):
         if not (path / file).is_file():
-            count = sum(each == file for each in named.values())
+            count = sum(file_of == file for file_of in file_of_tensor.values())
             raise WorkloadError(
                 f"'{path}' lacks {file}, which contains {count} tensors according to {INDEX}; copy the whole checkpoint"
             )
-        here = _file_tensors(path / file)
-        absent = [name for name, where in named.items() if where == file and name not in here]
-        if absent:
-            raise WorkloadError(f"'{path / file}' lacks {absent[0]}, which {INDEX} lists in it; copy it again")
-        found |= {name: here[name] for name, where in named.items() if where == file}
-    return found
+        file_tensors = _file_tensors(path / file)
+        missing = [name for name, listed in file_of_tensor.items() if listed == file and name not in file_tensors]
+        if missing:
+            raise WorkloadError(f"'{path / file}' lacks {missing[0]}, which {INDEX} lists in it; copy it again")
+        tensors |= {name: file_tensors[name] for name, listed in file_of_tensor.items() if listed == file}
+    return tensors
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -70,13 +70,13 @@ def read_index(path: Path) -> dict[str, str]:
         document = parse_json(read_named(path, at_most=_LARGEST_INDEX))
     except (Malformed, OSError) as error:
         raise WorkloadError(f"cannot read '{path}': {error}") from error
-    named = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise WorkloadError(f"'{path}' is not an index of safetensors: it must contain the mapping weight_map")
-    outside = [each for each in named.values() if Path(each).name != each or each in ("", ".", "..")]
-    if outside:
-        raise WorkloadError(f"'{path}' names the file '{outside[0]}', which is not in its folder")
-    return named
+    elsewhere = [file for file in weight_map.values() if Path(file).name != file or file in ("", ".", "..")]
+    if elsewhere:
+        raise WorkloadError(f"'{path}' names the file '{elsewhere[0]}', which is not in its folder")
+    return weight_map
 
 
 def _not_safetensors(path: Path, pickles: Iterable[str]) -> str:
@@ -95,18 +95,18 @@ def _not_safetensors(path: Path, pickles: Iterable[str]) -> str:
 def _file_tensors(path: Path) -> dict[str, LazyTensor]:
     import torch
 
-    out: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     with opened(path) as file:
         for name in file.keys():  # noqa: SIM118  not a mapping
-            about = file.get_slice(name)
-            kind = about.get_dtype()
+            stored = file.get_slice(name)
+            kind = stored.get_dtype()
             if kind not in _DTYPES:
                 raise WorkloadError(
                     f"'{path}' contains {name} as {kind}, which is quantized or packed; give weights in "
                     "float32, bfloat16 or float16"
                 )
-            out[name] = _stored(path, name, about.get_shape(), getattr(torch, _DTYPES[kind]))
-    return out
+            tensors[name] = _stored(path, name, stored.get_shape(), getattr(torch, _DTYPES[kind]))
+    return tensors
 
 
 def opened(path: Path) -> Any:
@@ -132,17 +132,19 @@ def _stored(path: Path, name: str, shape: list[int], dtype: "torch.dtype") -> La
         if not shape:
             with opened(path) as file:
                 return file.get_tensor(name).clone()
-        out = torch.empty([each.stop - each.start for each in box], dtype=dtype)
-        if not out.numel():
-            return out
+        tensor = torch.empty([extent.stop - extent.start for extent in box], dtype=dtype)
+        if not tensor.numel():
+            return tensor
         row = dtype.itemsize * max(1, torch.Size(shape[1:]).numel())
         step = max(1, BLOCK_BYTES // row)
         # The file is mapped: pages that were read count as this process's memory until it is closed.
-        for first in range(box[0].start, box[0].stop, step):
-            last = min(box[0].stop, first + step)
+        for start in range(box[0].start, box[0].stop, step):
+            stop = min(box[0].stop, start + step)
             with opened(path) as file:
-                out[first - box[0].start : last - box[0].start] = file.get_slice(name)[(slice(first, last), *box[1:])]
-        return out
+                tensor[start - box[0].start : stop - box[0].start] = file.get_slice(name)[
+                    (slice(start, stop), *box[1:])
+                ]
+        return tensor
 
     return Stored(read, shape, dtype, fresh=True)
 

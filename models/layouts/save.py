@@ -31,7 +31,7 @@ _NOT_TOKENIZER = ("*.safetensors", "*.bin", "*.pt", "*.pth", "config.json", "*.p
 def write_hugging_face(
     weights: Weights,
     architecture: Architecture,
-    out: Path | str,
+    target: Path | str,
     *,
     dtype: "torch.dtype | None" = None,
     tokenizer: Path | str | None = None,
@@ -45,7 +45,7 @@ def write_hugging_face(
     Args:
         weights: weights of the plain model; adapters are merged before (`merged`), or written by `write_peft`.
         architecture: the model; its adapters are left out.
-        out: a folder that does not exist, or is empty.
+        target: a folder that does not exist, or is empty.
         dtype: dtype of written floating-point weights; None keeps each as it is.
         tokenizer: a folder whose tokenizer's files are copied, or one such file.
         generation: a generation_config.json to copy; None takes the tokenizer's, or one by the model's configuration.
@@ -60,7 +60,7 @@ def write_hugging_face(
         raise WorkloadError("these weights have adapters beside them: merge them first, or write the adapters alone")
     model: Any = without_memory(plain(architecture))
     fitted = fit(tensors, model, "what was given").tensors
-    changed = {name: _as(each, dtype) for name, each in fitted.items()}
+    changed = {name: _as(tensor, dtype) for name, tensor in fitted.items()}
     with quiet():
         try:
             stored = as_saved(model, changed)
@@ -68,10 +68,10 @@ def write_hugging_face(
             raise WorkloadError(
                 f"redline cannot save a {architecture.model_type} as transformers does: {one_line(error)}"
             ) from error
-    with whole_folder(out) as folder:
+    with whole_folder(target) as folder:
         write_safetensors(stored, folder, max_shard_bytes)
         write_configuration(
-            folder, architecture, model, main_dtype((each.shape, each.dtype) for each in stored.values())
+            folder, architecture, model, main_dtype((tensor.shape, tensor.dtype) for tensor in stored.values())
         )
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), folder)
@@ -86,14 +86,14 @@ def write_safetensors(tensors: LazyTensors, folder: Path, max_shard_bytes: int) 
 
     plan = split_state_dict_into_shards_factory(
         dict(tensors),
-        get_storage_size=lambda each: each.nbytes,
+        get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern=SINGLE.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max_shard_bytes,
     )
     for file, names in plan.filename_to_tensors.items():
         save_file({name: tensors[name].read() for name in names}, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
-        total = sum(each.nbytes for each in tensors.values())
+        total = sum(tensor.nbytes for tensor in tensors.values())
         (folder / INDEX).write_bytes(index_document(plan.tensor_to_filename, total))
 
 
@@ -120,17 +120,17 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         UsageError: there are none.
     """
     entries = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
-    names = [
-        each
-        for each in entries
-        if each.is_file()
-        and (source.is_file() or any(fnmatch(each.name, pattern) for pattern in _TOKENIZER))
-        and not any(fnmatch(each.name, pattern) for pattern in _NOT_TOKENIZER)
+    files = [
+        file
+        for file in entries
+        if file.is_file()
+        and (source.is_file() or any(fnmatch(file.name, pattern) for pattern in _TOKENIZER))
+        and not any(fnmatch(file.name, pattern) for pattern in _NOT_TOKENIZER)
     ]
-    if not names:
+    if not files:
         raise UsageError(f"'{source}' contains no tokenizer: no file like tokenizer.json, vocab.txt or *.model")
-    for each in names:
-        shutil.copyfile(each, folder / each.name)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
 
 
 def _as(tensor: LazyTensor, dtype: "torch.dtype | None") -> LazyTensor:
@@ -143,4 +143,4 @@ def main_dtype(tensors: "Iterable[tuple[torch.Size, torch.dtype]]") -> "torch.dt
     for shape, dtype in tensors:
         if dtype.is_floating_point:
             totals[dtype] = totals.get(dtype, 0) + shape.numel()
-    return max(totals, key=lambda each: totals[each], default=None)
+    return max(totals, key=lambda dtype: totals[dtype], default=None)

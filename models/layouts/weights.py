@@ -25,7 +25,7 @@ class Weights:
 
     def __init__(self, tensors: LazyTensors, notes: tuple[str, ...] = ()) -> None:
         self.tensors, self.notes = dict(tensors), notes
-        self.shapes = {name: (each.shape, each.dtype) for name, each in tensors.items()}
+        self.shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         """Shape of every tensor in the model, and its stored dtype."""
 
     def read(self, name: str, box: Box | None = None) -> "torch.Tensor":
@@ -43,99 +43,109 @@ _SHOWN = 5
 """Number of names of a kind that a message lists."""
 
 
-def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str] = (), hint: str = "") -> Weights:
+def fit(
+    candidates: LazyTensors, model: Any, location: str, *, unexpected: Iterable[str] = (), hint: str = ""
+) -> Weights:
     """Returns the weights of a model from tensors by its names.
 
     Args:
-        found: tensors by the model's names.
+        candidates: tensors by the model's names.
         model: a transformers model, which may be on the meta device.
-        where: location of the tensors, for messages.
+        location: of the tensors, for messages.
         unexpected: names of tensors that the model does not have.
 
     Raises:
         WorkloadError: tensors are missing, of another shape, or of repeated blocks that the model does not have.
     """
     notes: list[str] = []
-    own = model.state_dict()
+    state = model.state_dict()
     buffers = {name for name, _ in model.named_buffers()}
-    tensors = {name: each for name, each in found.items() if name in own}
-    left = [*unexpected, *(name for name in found if name not in own)]
+    tensors = {name: tensor for name, tensor in candidates.items() if name in state}
+    unused = [*unexpected, *(name for name in candidates if name not in state)]
     vocabulary = _vocabulary(model)
-    wrong: list[str] = []
-    for name, each in list(tensors.items()):
-        shape = own[name].shape
-        if each.shape == shape:
+    unlike_shapes: list[str] = []
+    for name, tensor in list(tensors.items()):
+        shape = state[name].shape
+        if tensor.shape == shape:
             continue
-        if name in vocabulary and each.shape[1:] == shape[1:] and each.shape[0] > shape[0]:
-            tensors[name] = narrow(each, 0, 0, shape[0])
+        if name in vocabulary and tensor.shape[1:] == shape[1:] and tensor.shape[0] > shape[0]:
+            tensors[name] = narrow(tensor, 0, 0, shape[0])
             notes.append(
-                f"{where}: {name} has {each.shape[0]} rows and the model's vocabulary {shape[0]}; the first "
+                f"{location}: {name} has {tensor.shape[0]} rows and the model's vocabulary {shape[0]}; the first "
                 f"{shape[0]} were taken"
             )
         else:
-            wrong.append(unlike(name, each.shape, shape))
+            unlike_shapes.append(unlike(name, tensor.shape, shape))
     for names in tied(model):
-        first = next((each for each in names if each in tensors), None)
-        tensors |= {each: tensors[first] for each in names if first is not None}
-    missing = [each for each in own if each not in tensors and each not in buffers and not may_be_missing(model, each)]
-    left = [each for each in left if each not in buffers and not may_be_left(model, each)]
+        shared = next((name for name in names if name in tensors), None)
+        tensors |= {name: tensors[shared] for name in names if shared is not None}
+    missing = [
+        name for name in state if name not in tensors and name not in buffers and not may_be_missing(model, name)
+    ]
+    unused = [name for name in unused if name not in buffers and not may_be_left(model, name)]
     # Tensors outside the blocks (another head, a pooler) do not affect the rest.
-    harmless = [each for each in left if not re.search(r"\.\d+\.", each)]
-    if missing or wrong or len(harmless) < len(left):
-        raise WorkloadError(_of_another(where, model, missing, left, wrong, hint))
-    if left:
-        notes.append(f"{where}: {_some(left)} left out, for which the model has no place")
-    return Weights({name: tensors[name] for name in own if name in tensors}, tuple(notes))
+    harmless = [name for name in unused if not re.search(r"\.\d+\.", name)]
+    if missing or unlike_shapes or len(harmless) < len(unused):
+        raise WorkloadError(_of_another(location, model, missing, unused, unlike_shapes, hint))
+    if unused:
+        notes.append(f"{location}: {_some(unused)} left out, for which the model has no place")
+    return Weights({name: tensors[name] for name in state if name in tensors}, tuple(notes))
 
 
 def _vocabulary(model: Any) -> set[str]:
     """Names of parameters with a row for each token."""
-    ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
-    own = {id(each) for module in ends for each in module.parameters(recurse=False)}
-    return {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in own}
+    embeddings = [
+        module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
+    ]
+    token_parameters = {id(parameter) for module in embeddings for parameter in module.parameters(recurse=False)}
+    return {
+        name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in token_parameters
+    }
 
 
-def _of_another(where: str, model: Any, missing: list[str], left: list[str], wrong: list[str], hint: str) -> str:
+def _of_another(
+    location: str, model: Any, missing: list[str], unused: list[str], unlike_shapes: list[str], hint: str
+) -> str:
     return (
-        f"{where} is a checkpoint of another model than this {model.config.model_type} ({type(model).__name__})."
-        f"{' ' + hint if hint else ''} {differences(missing, left, wrong)} Give the model that it was saved from, or "
+        f"{location} is a checkpoint of another model than this {model.config.model_type} ({type(model).__name__})."
+        f"{' ' + hint if hint else ''} {differences(missing, unused, unlike_shapes)} Give the model that it was saved from, or "
         "another checkpoint"
     )
 
 
-def differences(missing: Sequence[str], left: Sequence[str], wrong: Sequence[str]) -> str:
+def differences(missing: Sequence[str], unused: Sequence[str], unlike_shapes: Sequence[str]) -> str:
     """Describes the differing tensors of a checkpoint and a model: number and first names of each kind.
 
     Args:
-        left: tensors missing in the model.
-        wrong: tensors of another shape, with both shapes.
+        unused: tensors missing in the model.
+        unlike_shapes: tensors of another shape, with both shapes.
     """
-    kinds = ((missing, "is", "missing"), (left, "is", "not in the model"), (wrong, "has", "another shape"))
-    out = []
-    for names, verb, what in kinds:
+    kinds = ((missing, "is", "missing"), (unused, "is", "not in the model"), (unlike_shapes, "has", "another shape"))
+    sentences = []
+    for names, verb, problem in kinds:
         if names:
-            several = {"is": "are", "has": "have"}[verb]
-            count = f"{len(names)} tensors {several}" if len(names) > 1 else f"1 tensor {verb}"
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            out.append(f"{count} {what}: {'; '.join(names[:_SHOWN])}{more}.")
-    return " ".join(out)
+            plural_verb = {"is": "are", "has": "have"}[verb]
+            count = f"{len(names)} tensors {plural_verb}" if len(names) > 1 else f"1 tensor {verb}"
+            further = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            sentences.append(f"{count} {problem}: {'; '.join(names[:_SHOWN])}{further}.")
+    return " ".join(sentences)
 
 
-def shape_differences(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> str:
+def shape_differences(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]]) -> str:
     """Describes the differences of a checkpoint's shapes, by name, from a model's; empty if there is none."""
-    missing = [name for name in expected if name not in found]
-    left = [name for name in found if name not in expected]
-    both = ((name, tuple(found[name]), tuple(expected[name])) for name in expected if name in found)
-    return differences(missing, left, [unlike(*each) for each in both if each[1] != each[2]])
+    missing = [name for name in expected if name not in actual]
+    unused = [name for name in actual if name not in expected]
+    pairs = ((name, tuple(actual[name]), tuple(expected[name])) for name in expected if name in actual)
+    return differences(missing, unused, [unlike(*pair) for pair in pairs if pair[1] != pair[2]])
 
 
-def unlike(name: str, there: Sequence[int], here: Sequence[int]) -> str:
+def unlike(name: str, stored: Sequence[int], expected: Sequence[int]) -> str:
     """Describes a tensor with another shape in a checkpoint than in the model."""
-    return f"{name} with {tuple(there)} there, {tuple(here)} in the model"
+    return f"{name} with {tuple(stored)} there, {tuple(expected)} in the model"
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
+    listed = ", ".join(names[:_SHOWN])
     if len(names) == 1:
-        return f"{shown} was"
-    return f"{shown}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''} were"
+        return f"{listed} was"
+    return f"{listed}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''} were"

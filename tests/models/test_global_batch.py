@@ -38,7 +38,7 @@ def test_a_preset_s_batch_is_kept_on_as_many_devices_as_divide_it():
 
 
 def test_a_batch_that_devices_cannot_share_gives_way_to_one_they_can():
-    made, notes = shared(workload("gpt2-tiny"), 6, target="gpt2-tiny", asked=None)
+    made, notes = shared(workload("gpt2-tiny"), 6, target="gpt2-tiny", requested=None)
     assert made.global_batch == 48
     assert notes == (
         "global batch: 48, 8 samples a device, since none was given and gpt2-tiny's usual 32 cannot be "
@@ -58,7 +58,7 @@ def test_a_workload_of_one_s_own_keeps_its_batch(tmp_path):
         loss=lambda output, batch: 0,
         global_batch=4,
     )
-    made, notes = shared(own, 8, target=own, asked=None)
+    made, notes = shared(own, 8, target=own, requested=None)
     assert made is own and "the global batch of 4 is less than the 8 devices" in notes[0]
     file = tmp_path / "train.py"
     file.write_text(
@@ -67,7 +67,7 @@ def test_a_workload_of_one_s_own_keeps_its_batch(tmp_path):
         "                  loss=lambda output, batch: output.mean(), global_batch=4)\n"
     )
     target = f"{file}:own"
-    made, _ = shared(workload(target), 8, target=target, asked=None)
+    made, _ = shared(workload(target), 8, target=target, requested=None)
     assert made.global_batch == 4
 
 
