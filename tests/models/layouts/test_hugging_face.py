@@ -215,9 +215,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     assert os.listdir(tmp_path) == []
     (tmp_path / "out").mkdir()
     write_hugging_face(weights_of(model), made, tmp_path / "out")
-    with pytest.raises(
-        UsageError, match=r"'.*out' is not empty, and a checkpoint is written to a new folder"
-    ):
+    with pytest.raises(UsageError, match=r"'.*out' is not empty, and a checkpoint is written to a new folder"):
         write_hugging_face(weights_of(model), made, tmp_path / "out")
 
 
