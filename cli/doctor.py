@@ -70,10 +70,10 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
     """
     if not measure and (ranks is not None or out is not None):
         raise UsageError(f"{'--ranks' if ranks is not None else '--out'} needs --measure")
-    path = _checked(Path(out or "hardware.yaml")) if measure else None
+    path = _checked_path(Path(out or "hardware.yaml")) if measure else None
     facts = examine()
     if path is not None:
-        facts["measured"] = _measured(ranks, path, facts["device"]["count"], facts["device"]["type"])
+        facts["measured"] = _measure(ranks, path, facts["device"]["count"], facts["device"]["type"])
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -102,7 +102,7 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
             click.echo(line)
 
 
-def _checked(path: Path) -> Path:
+def _checked_path(path: Path) -> Path:
     """Returns a path that can be written; checked before the measurement, which takes time."""
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out: a hardware file ends in .yaml, but got '{path}'")
@@ -111,7 +111,7 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, Any]:
+def _measure(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, Any]:
     from dataclasses import asdict
 
     from ..estimator.measuring import keep, measure

@@ -50,7 +50,7 @@ def print_result(result: Result, *, launcher: str | None = "", storage: str | No
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
         there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
         console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
-        for line in _next(result, launcher, storage):
+        for line in _next_commands(result, launcher, storage):
             console.print(Text(line, style="dim"), soft_wrap=True)
 
 
@@ -196,7 +196,7 @@ def _default_failed(result: Result) -> str:
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"
 
 
-def _next(result: Result, launcher: str | None, storage: str | None) -> list[str]:
+def _next_commands(result: Result, launcher: str | None, storage: str | None) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
         storage_option = f" --storage {shlex.quote(without_password(storage))}" if storage else ""

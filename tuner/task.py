@@ -154,7 +154,7 @@ def resolve_task(
         "emulated": emulated,
     }
     if isinstance(target, Command):
-        return _of_command(target, request, common)
+        return _command_task(target, request, common)
     if not callable(target):
         raise UsageError(f"the target must be a model's name, a Workload, a Command or a callable, but got {target!r}")
     _refuse_parts(request, _OF_A_WORKLOAD, "a callable")
@@ -166,24 +166,24 @@ def resolve_task(
     return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **common)
 
 
-def _of_command(target: Command, request: TrainingRequest, common: dict[str, Any]) -> Task:
+def _command_task(target: Command, request: TrainingRequest, common: dict[str, Any]) -> Task:
     """Returns the task of a command, with its model if that is known."""
     count, total = common["devices"], request.global_batch
     trained = CommandTraining.by(target)
     if request.data is not None:
         raise UsageError("data is for a workload; a command has its own data")
-    workload, model_notes = _trained(target, trained, request)
+    workload, model_notes = _command_workload(target, trained, request)
     if workload is None:
         _refuse_parts(request, ("seq_len", "lora"), "a command, unless --model names its model")
         if common["simulated"]:
             raise UsageError(
                 "the runner 'simulate' predicts trials, and needs the model that a command trains: --model"
             )
-    space, allowed = request.space_or(partial(_declared, target, trained, request, count))
+    space, allowed = request.space_or(partial(_command_space, target, trained, request, count))
     if "grad_accum" in space.by_name:
         trained = replace(trained, global_batch=None)
     if total is not None:
-        _share(space, total, count)
+        _fix_global_batch(space, total, count)
     elif total is None and trained.global_batch and "micro_batch" in space.by_name:
         passed = samples_of_a_pass(space, max(1, count // trained.split))
         space.require(trained.global_batch % passed == 0, f"global batch {trained.global_batch}")
@@ -216,7 +216,7 @@ def _of_command(target: Command, request: TrainingRequest, common: dict[str, Any
     )
 
 
-def _trained(
+def _command_workload(
     command: Command, trained: CommandTraining, request: TrainingRequest
 ) -> tuple[Workload | None, tuple[str, ...]]:
     """Returns the workload that a command trains, None if unknown, and notes about it."""
@@ -259,7 +259,7 @@ def _no_default(allow: Sequence[str]) -> Space:
     raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
 
 
-def _declared(
+def _command_space(
     command: Command, trained: CommandTraining, request: TrainingRequest, devices: int, allow: Sequence[str]
 ) -> Space:
     """Returns the space of the knobs with given values, and of those that the launcher knows; empty if there are none.
@@ -296,7 +296,7 @@ def _declare(space: Space, name: str, values: Sequence[Any]) -> None:
     space.choice(name, sorted(values) if numbers else values, default=default, monotone_memory=along)
 
 
-def _share(space: Space, total: int, devices: int) -> None:
+def _fix_global_batch(space: Space, total: int, devices: int) -> None:
     """Fixes the samples per step, regardless of the micro-batch.
 
     Raises:

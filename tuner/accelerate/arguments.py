@@ -77,7 +77,7 @@ def resolve_arguments(arguments: ModelArguments) -> Resolved:
     elif module is not None:
         workload = _of_module(arguments, module)
     else:
-        workload = _with_choices(arguments, _named(arguments))
+        workload = _with_choices(arguments, _named_workload(arguments))
     samples = _samples(arguments, workload)
     if isinstance(samples, FromDataset):
         workload = _with_data(workload, samples)
@@ -132,7 +132,7 @@ class Examples:
         return result if isinstance(self.batch, Mapping) else tuple(result.values())  # type: ignore[return-value]
 
 
-def _named(arguments: ModelArguments) -> Workload:
+def _named_workload(arguments: ModelArguments) -> Workload:
     if isinstance(arguments.model, Workload) and arguments.lora is None:
         return resolve_workload(arguments.model, global_batch=arguments.global_batch, seq_len=arguments.seq_len)
     return resolve_workload(
@@ -153,7 +153,7 @@ def _of_module(arguments: ModelArguments, module: "nn.Module") -> Workload:
         return _with_choices(arguments, replace(language_model, model=Unfrozen(**architecture_fields, frozen=frozen)))
     kind = type(module)
     shapes = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
-    return _own(
+    return _module_workload(
         arguments,
         ModuleCopies(module=module),
         kind.__name__,
@@ -169,7 +169,7 @@ def _of_builder(arguments: ModelArguments) -> Workload:
             f"{type(arguments.model).__name__}"
         )
     _refuse_lora(arguments)
-    workload = _own(
+    workload = _module_workload(
         arguments, arguments.model, getattr(arguments.model, "__name__", type(arguments.model).__name__), None
     )
     module = skeleton(workload)
@@ -179,7 +179,7 @@ def _of_builder(arguments: ModelArguments) -> Workload:
     return _with_choices(arguments, replace(language_model, model=arguments.model, identity=None))
 
 
-def _own(
+def _module_workload(
     arguments: ModelArguments, build: Callable[..., "nn.Module"], name: str, identity: Mapping[str, Any] | None
 ) -> Workload:
     if arguments.dataset is None:

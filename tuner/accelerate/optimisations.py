@@ -111,12 +111,12 @@ def _parallel_mode(followed: Followed, config: Any) -> None:
     followed.knobs |= {"tp": 1, "pp": 1, "dp": 1, **degrees}
 
 
-def _sets(name: str, knob: str, value: Any) -> Callable[[Followed, Any], None]:
+def _setting_knob(name: str, knob: str, value: Any) -> Callable[[Followed, Any], None]:
     """Returns the converter of an optimisation that is a single value of a knob."""
 
     def apply(followed: Followed, config: Any) -> None:
         followed.knobs[knob] = value
-        _leave(followed, name, config)
+        _note_dropped(followed, name, config)
 
     return apply
 
@@ -140,13 +140,13 @@ def _fsdp(followed: Followed, config: Any) -> None:
         for name, value in settings.items()
         if name not in ("atorch_wrap_cls", "auto_wrap_policy", "sync_module_states")
     }
-    _leave(followed, "fsdp", settings)
+    _note_dropped(followed, "fsdp", settings)
 
 
 def _zero(stage: int) -> Callable[[Followed, Any], None]:
     def apply(followed: Followed, config: Any) -> None:
         followed.knobs["zero"] = stage if followed.devices > 1 else 0
-        _leave(followed, f"zero{stage}", config)
+        _note_dropped(followed, f"zero{stage}", config)
 
     return apply
 
@@ -160,7 +160,7 @@ def _amp(name: str, usual: str) -> Callable[[Followed, Any], None]:
         followed.knobs["precision"] = PRECISIONS[dtype]
         settings.pop("enabled", None)
         settings.pop("opt_level", None)
-        _leave(followed, name, settings)
+        _note_dropped(followed, name, settings)
 
     return apply
 
@@ -188,7 +188,7 @@ def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
             if followed.devices % size:
                 raise UsageError(f"{name} over {size} devices does not divide the {followed.devices} that there are")
             followed.knobs[knob] = size
-        _leave(followed, name, settings)
+        _note_dropped(followed, name, settings)
 
     return apply
 
@@ -204,7 +204,7 @@ def _checkpoint(followed: Followed, config: Any) -> None:
         )
 
 
-def _leave(followed: Followed, name: str, config: Any) -> None:
+def _note_dropped(followed: Followed, name: str, config: Any) -> None:
     """Adds a note about settings of an optimisation that are not carried over."""
     if not config:
         return
@@ -214,7 +214,7 @@ def _leave(followed: Followed, name: str, config: Any) -> None:
 
 OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {
     "parallel_mode": _parallel_mode,
-    "module_replace": _sets("module_replace", "kernels", True),
+    "module_replace": _setting_knob("module_replace", "kernels", True),
     "fsdp": _fsdp,
     "fsdp2": _fsdp,
     "zero1": _zero(1),
@@ -226,12 +226,12 @@ OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {
     "amp_apex_o1": _amp("amp_apex_o1", "fp16"),
     "amp_apex_o2": _amp("amp_apex_o2", "fp16"),
     "half": _half,
-    "fp8": _sets("fp8", "precision", "fp8"),
+    "fp8": _setting_knob("fp8", "precision", "fp8"),
     "tensor_parallel": _degree("tensor_parallel", "tp"),
     "pipeline_parallel": _degree("pipeline_parallel", "pp"),
-    "sequence_parallel": _sets("sequence_parallel", "sequence_parallel", True),
+    "sequence_parallel": _setting_knob("sequence_parallel", "sequence_parallel", True),
     "checkpoint": _checkpoint,
-    "compile": _sets("compile", "fusion", True),
+    "compile": _setting_knob("compile", "fusion", True),
 }
 """Converters by ATorch's names."""
 

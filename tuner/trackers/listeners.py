@@ -92,7 +92,7 @@ class SearchTracking(_Tracking, SearchListener):
         }
         if result.best is not None:
             results |= {f"best.{name}": value for name, value in result.best.trial.config.items()}
-        self._end("stopped" if result.interrupted else "finished", _stated(results))
+        self._end("stopped" if result.interrupted else "finished", _without_missing(results))
 
     def on_wait(self, stage: str) -> None:
         self._listener.on_wait(stage)
@@ -130,11 +130,11 @@ class TrainTracking(_Tracking, TrainListener):
             self._logged: dict[str, int] = {}
             """The last step logged, by kind of line."""
             self._before = highest_step(training.folder) if runs else 0
-            settings = {"where": training.where, **_stated(training.hyperparameters)}
+            settings = {"where": training.where, **_without_missing(training.hyperparameters)}
             ids = self._start(training.name, settings, runs)
             if self._trackers:
                 write_atomic(training.folder / RUNS, (json.dumps(runs | ids, indent=2) + "\n").encode())
-        config = {"devices": training.strategy.devices, **_stated(training.strategy.config)}
+        config = {"devices": training.strategy.devices, **_without_missing(training.strategy.config)}
         self._all("configure", training.step, config, training.strategy.why)
 
     def on_line(self, line: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Plain]:
     return {name: value if isinstance(value, Plain) else str(value) for name, value in values.items()}
 
 
-def _stated(values: Mapping[str, Any]) -> dict[str, Plain]:
+def _without_missing(values: Mapping[str, Any]) -> dict[str, Plain]:
     return plain({name: value for name, value in values.items() if value is not None})
 
 

@@ -220,7 +220,7 @@ class Driver:
             raise UsageError(
                 f"an evaluation takes at least the {step} samples of a step, but {samples.num_evaluation} are held out; {instead}"
             )
-        self._take(strategy)
+        self._use(strategy)
         self._follow_note()
 
     def _samples_of(self, strategy: TrainingStrategy) -> int:
@@ -245,13 +245,13 @@ class Driver:
         """
         self.listener.on_message(reason)
         self._failed.append(self.strategy.config)
-        self._take(after_oom(self.request, self.workload, self.strategy, self._failed, self.step))
+        self._use(after_oom(self.request, self.workload, self.strategy, self._failed, self.step))
         self.listener.on_message(f"continuing from step {self.step} in a safer configuration")
 
     def run(self) -> Trained:
         """Starts ranks here, or on the runner's devices, until they have ended successfully."""
         if self.reports_done():
-            return self._trained(None)
+            return self._result(None)
         try:
             self.prepare()
         except RedlineError:
@@ -340,7 +340,7 @@ class Driver:
         if failed["configuration"] == dict(self.strategy.config):  # and it was not replanned since
             self.safer(f"out of memory: {failed['reason']}")
 
-    def _take(self, strategy: TrainingStrategy) -> None:
+    def _use(self, strategy: TrainingStrategy) -> None:
         """Saves a configuration before it is used, for a resumed training.
 
         Raises:
@@ -425,7 +425,7 @@ class Driver:
                     step=self.step,
                     device=self.device,
                 )
-                self._take(strategy)
+                self._use(strategy)
 
     def _watched(self, runner: Runner) -> Measurement:
         """Starts the ranks once, and forwards their log. Ctrl-C lets them save and end; a second one ends them."""
@@ -477,7 +477,7 @@ class Driver:
         """
         assert self._end is not None, "ranks that succeed report their end"
         self.check_saved(self._end)
-        return self._trained(measured)
+        return self._result(measured)
 
     def check_saved(self, end: LoopResult) -> None:
         """Checks that the last step has a checkpoint.
@@ -493,7 +493,7 @@ class Driver:
                 f"the training reached step {end.step}, which could not be saved: {end.failure}; {checkpoint_text}"
             )
 
-    def _trained(self, measured: Measurement | None) -> Trained:
+    def _result(self, measured: Measurement | None) -> Trained:
         source, request = self.source, self.request
         same = self.strategy.config == source.config and all(
             getattr(request, name) in (None, getattr(source, name)) for name in ("lora", "seq_len", "global_batch")
