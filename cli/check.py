@@ -124,10 +124,10 @@ def _faster(number: int, faster: "Faster") -> list[str]:
     lines = [
         f"{number}  {gain}, {_memory(faster.estimate)}, {100 * faster.estimate.probability_fits:.0f} % chance to fit"
     ]
-    many = len({change.where for change in faster.changes}) > 1
+    several_places = len({change.where for change in faster.changes}) > 1
     for change in faster.changes:
         previous = f"   (was {value_text(change.old)})" if change.old is not None else ""
-        lines.append(f"     {f'{change.where}: ' if many else ''}{change.text}{previous}")
+        lines.append(f"     {f'{change.where}: ' if several_places else ''}{change.text}{previous}")
     return lines
 
 

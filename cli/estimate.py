@@ -80,8 +80,8 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
     check_options(estimate_options)
     output = estimate_options.out
     request_values = request_of(options)
-    single = config_of(estimate_options.config) if estimate_options.config else None
-    if output is not None and single is not None:
+    fixed_config = config_of(estimate_options.config) if estimate_options.config else None
+    if output is not None and fixed_config is not None:
         raise UsageError(
             "--out writes the plans of a space, but --config selects one configuration: use only one of them"
         )
@@ -97,7 +97,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         first_answers: list[Any] = []
 
         def before_tracing() -> None:
-            if estimate_options.hardware is not None and single is None and not as_json:
+            if estimate_options.hardware is not None and fixed_config is None and not as_json:
                 first_answers.append(started(partial(_first_answer, {**terms, **request_values}, width)))
 
         request = estimate_request(**terms, **request_values, before_tracing=before_tracing)
@@ -114,7 +114,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
 
         document = estimate_document(
             request,
-            config=single,
+            config=fixed_config,
             top=estimate_options.top,
             layerwise=estimate_options.layerwise,
             untuned=lambda space, estimator: first_trial(space, estimator).config,
@@ -123,7 +123,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
             show=show,
         )
         advice: list[Change] = []
-        if not document.ranked and single is None:
+        if not document.ranked and fixed_config is None:
             status.update("looking for changes that help")
             advice = helpful(
                 lambda changes: estimate_request(**terms, **{**planned_values, **changes}),
@@ -139,7 +139,7 @@ def estimate(ctx: click.Context, as_json: bool, **options: Any) -> int:
         click.echo(json.dumps({**document.to_dict(), **helps}, allow_nan=False))
     else:
         then: list[str] = []
-        if single is None and document.ranked:
+        if fixed_config is None and document.ranked:
             from ..frameworks.export import suited_target
 
             class_name = str((request.trains.get("workload") or {}).get("class") or "")
@@ -212,4 +212,4 @@ def config_of(text: str) -> dict[str, Any]:
             pairs[-1] += f",{piece}"
         else:
             pairs.append(piece)
-    return {name: many[0] for name, many in values_of(tuple(pairs), "--config").items()}
+    return {name: values[0] for name, values in values_of(tuple(pairs), "--config").items()}

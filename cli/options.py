@@ -55,9 +55,9 @@ class GroupedCommand(click.Command):
             title = next((title for title, names in self.groups.items() if option.name in names), "Advanced")
             if (row := option.get_help_record(ctx)) is not None:
                 rows[title].append(row)
-        for title, listed in rows.items():
+        for title, records in rows.items():
             with formatter.section(title):
-                formatter.write_dl(listed)
+                formatter.write_dl(records)
 
 
 def options_for(
@@ -212,10 +212,10 @@ def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:
         UsageError: a pair is malformed or has several values.
     """
     values = values_of(pairs, "--fix")
-    for name, many in values.items():
-        if len(many) != 1:
-            raise UsageError(f"--fix {name} takes one value, but got {len(many)}; use --set for several")
-    return {name: many[0] for name, many in values.items()}
+    for name, knob_values in values.items():
+        if len(knob_values) != 1:
+            raise UsageError(f"--fix {name} takes one value, but got {len(knob_values)}; use --set for several")
+    return {name: knob_values[0] for name, knob_values in values.items()}
 
 
 def names_of(names_text: str | None, option: str) -> tuple[str, ...]:

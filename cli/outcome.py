@@ -48,8 +48,8 @@ def print_result(result: Result, *, launcher: str | None = "", storage: str | No
         _winner(result, result.best, console)
     if result.folder is not None:
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
-        there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
-        console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
+        existing = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
+        console.print(Text(f"wrote    {result.folder}: {', '.join(existing)}"), soft_wrap=True)
         for line in _next_commands(result, launcher, storage):
             console.print(Text(line, style="dim"), soft_wrap=True)
 

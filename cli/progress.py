@@ -289,5 +289,5 @@ def _turn(done: int, total: int) -> str:
 
 
 def _numbers(trials: list[Trial]) -> str:
-    many = "s" if len(trials) > 1 else ""
-    return f"trial{many} {', '.join(str(trial.number) for trial in trials)}"
+    plural = "s" if len(trials) > 1 else ""
+    return f"trial{plural} {', '.join(str(trial.number) for trial in trials)}"

@@ -68,8 +68,8 @@ def queue(
         answer = client.queue()
         searches = _newest(client, limit) if everything else answer.searches
     if as_json:
-        listed = [row.model_dump() for row in (pool if workers else searches)]
-        click.echo(json.dumps(listed if workers or everything else answer.model_dump()))
+        rows = [row.model_dump() for row in (pool if workers else searches)]
+        click.echo(json.dumps(rows if workers or everything else answer.model_dump()))
         return
     console = Console(highlight=False)
     if workers:

@@ -91,8 +91,8 @@ def show(scaling: Scaling, folder: Path) -> None:
     console.print(table)
     for point in scaling.points:
         if point.why:
-            many = "s" if point.devices > 1 else ""
-            console.print(Text(fold(f"{point.devices} device{many}: {point.why}"), style="yellow"), soft_wrap=True)
+            plural = "s" if point.devices > 1 else ""
+            console.print(Text(fold(f"{point.devices} device{plural}: {point.why}"), style="yellow"), soft_wrap=True)
     for note in scaling.notes:
         console.print(Text(fold(f"note: {note}"), style="dim"), soft_wrap=True)
     console.print()

@@ -410,8 +410,8 @@ def _by_estimate(site: _Site, space: Space, outlook: _Outlook) -> Planned:
         return Planned(config=space.default(), estimate=None, why=reason)
     if outlook.best is None:
         raise NothingFound(_nothing_fits(site, outlook))
-    many = outlook.survey.predicted
-    of = f"the estimate's best of {many:,} configurations" if many > 1 else "the only configuration"
+    predicted = outlook.survey.predicted
+    of = f"the estimate's best of {predicted:,} configurations" if predicted > 1 else "the only configuration"
     reason = f"{of} for {site.words}{f'; {outlook.note}' if outlook.note else ''}"
     return Planned(config=outlook.best.config, estimate=outlook.best.estimate, why=reason)
 
@@ -436,11 +436,11 @@ def _by_dry_runs(
     if result.best is None:
         raise NothingFound(f"{result.why}{_remedy(site, outlook) if outlook.survey is not None else ''}")
     best, count = result.best, len([trial for trial in result.all_trials if trial.measurement is not None])
-    many = f"the fastest of {count} dry runs" if count > 1 else "the one dry run"
+    chosen_of = f"the fastest of {count} dry runs" if count > 1 else "the one dry run"
     return Planned(
         config=best.config,
         estimate=None if outlook.estimator is None else outlook.estimator(best.config),
-        why=f"{many} on {site.words}: {speed(best.throughput, best.measurement.unit)}",
+        why=f"{chosen_of} on {site.words}: {speed(best.throughput, best.measurement.unit)}",
         trials=result.all_trials,
     )
 
@@ -462,8 +462,8 @@ def _remedy(site: _Site, outlook: _Outlook) -> str:
     from ..estimator.survey import survey
 
     assert outlook.survey is not None, "something was predicted"
-    least, few = outlook.survey.smallest, f"{site.devices} device{'s'[: site.devices > 1]}"
-    ways = [] if least is None else [f"{few} with {_mib(least.estimate.peak_memory_mib)} each"]
+    least, devices_text = outlook.survey.smallest, f"{site.devices} device{'s'[: site.devices > 1]}"
+    remedies = [] if least is None else [f"{devices_text} with {_mib(least.estimate.peak_memory_mib)} each"]
     for times in GROWTH:
         count = times * site.devices
         try:
@@ -472,9 +472,9 @@ def _remedy(site: _Site, outlook: _Outlook) -> str:
         except SpaceError:  # this number cannot share the global batch, or contradicts the fixed knobs
             continue
         if fits:
-            return f" What would fit: {' or '.join([f'{count} devices like these', *ways])}."
+            return f" What would fit: {' or '.join([f'{count} devices like these', *remedies])}."
     not_enough = f" {GROWTH[-1] * site.devices:,} devices like these would not be enough"
-    return f"{not_enough}; what would fit: {ways[0]}." if ways else f"{not_enough}."
+    return f"{not_enough}; what would fit: {remedies[0]}." if remedies else f"{not_enough}."
 
 
 def _with_notes(planned: Planned, notes: Sequence[str]) -> Planned:

@@ -264,8 +264,8 @@ def _command_space(
 ) -> Space:
     """Returns the space of the knobs with given values, and of those that the launcher knows; empty if there are none.
 
-    The default of a launcher's knob is what the command trains with as it is, as far as that can be read, and of any
-    other its first value. Knobs with a standard name declare their standard effect on memory.
+    The default of a launcher's knob is the value in the command itself, if that can be read; the default of any other
+    knob is its first value. Knobs with a standard name declare their standard effect on memory.
     """
     values: dict[str, Sequence[Any]] = {}
     if command.launcher is not None:
@@ -275,11 +275,11 @@ def _command_space(
                 values[name] = [command_value, *(choice for choice in choices if choice != command_value)]
     values |= request.override or {}
     space = Space()
-    for name, listed in values.items():
-        _declare(space, name, listed)
-    ways = [space[name] for name in SPLITS if name in space.by_name]
-    if ways and devices > 1:
-        space.require(devices % reduce(mul, ways) == 0, f"degrees divide the {devices} devices")
+    for name, choices in values.items():
+        _declare(space, name, choices)
+    degrees = [space[name] for name in SPLITS if name in space.by_name]
+    if degrees and devices > 1:
+        space.require(devices % reduce(mul, degrees) == 0, f"degrees divide the {devices} devices")
     return space
 
 
