@@ -125,9 +125,20 @@ def test_a_whole_transformer_on_two_processes():
 
 
 @pytest.mark.exhaustive
-def test_the_cost_of_a_schedule_is_measured():
-    out = json.loads(ran(ROOT / "bench" / "schedule.py", "--rounds", 3, "--json"))
+def test_the_cost_of_a_schedule_is_measured(tmp_path):
+    figures = tmp_path / "schedule.json"
+    ran(
+        ROOT / "bench" / "schedule.py",
+        "--rounds",
+        3,
+        "--only",
+        "nothing",
+        "--only",
+        "tensor_parallel",
+        "--out",
+        figures,
+    )
+    measured = json.loads(figures.read_text())
     # 24 blocks, each with six cuts and four exchanges.
-    assert out["apply"]["steps"] > 240 and out["apply"]["seconds"] > 0
-    assert min(out["lines"].values()) > 0 and out["lines"]["every parallel knob of BERT"] < 60
-    assert out["step"]["ratio"] > 0
+    assert measured["tensor_parallel"]["steps"] > 240 and measured["tensor_parallel"]["seconds"] > 0
+    assert measured["nothing"]["ratio"] > 0
