@@ -75,6 +75,8 @@ STILL_S = 120.0
 """Seconds without progress after which a driver counts as hung."""
 GONE_S = 30.0
 """Seconds within which the processes of a killed driver must end."""
+GONE_WITHOUT_HEAD_S = 90.0
+"""The same on nodes of a cluster whose head is killed: Ray waits for it for a minute."""
 
 
 class Study:
@@ -197,17 +199,17 @@ class Study:
         names = {"raylet/raylet": "raylet", "gcs_server": "gcs", "ray::RayHost": "ray worker"}
         return next((kind for name, kind in names.items() if name in words), "other")
 
-    def settle(self, family: list[psutil.Process]) -> None:
+    def settle(self, family: list[psutil.Process], within_s: float = GONE_S) -> None:
         """Counts and ends the leftovers of a driver that has ended."""
         self.driver.wait()
-        _, alive = psutil.wait_procs(family, timeout=GONE_S)
+        _, alive = psutil.wait_procs(family, timeout=within_s)
         alive = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
         for each in alive:
             print(f"orphaned: {each}", flush=True)
             each.kill()
         self.counts["orphaned"] += len(alive)
 
-    def end_without_cluster(self, family: list[psutil.Process]) -> None:
+    def end_without_cluster(self, family: list[psutil.Process], within_s: float) -> None:
         """Waits until a driver that has lost its cluster ends by itself, and counts it if it does not."""
         try:
             self.driver.wait(STILL_S)
@@ -215,7 +217,7 @@ class Study:
             print(f"hung without a cluster: {self.folder}", flush=True)
             self.counts["hung"] += 1
             self.driver.kill()
-        self.settle(family)
+        self.settle(family, within_s)
         if self.driver.returncode != 0:  # it had finished before
             sentence = self.last_words()
             if self.driver.returncode != 1 or not sentence.startswith("RunnerError") or "Ray" not in sentence:
@@ -281,7 +283,7 @@ def inject(study: Study, draw: random.Random, most: int, kills: collections.Coun
                 study.look()
                 study.start()
             elif hit in ("raylet", "gcs") and study.runner == JOINED:
-                study.end_without_cluster(family)
+                study.end_without_cluster(family, GONE_WITHOUT_HEAD_S if hit == "gcs" else GONE_S)
                 if hit == "gcs":
                     study.end_cluster()
                 if study.driver.returncode != 0:

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -373,7 +373,7 @@ class Cluster:
                 )
         else:
             self._free_since = None
-        users = _users()
+        users = _users({group.id.hex() for group in self._placement_groups})
         used_by = f"; used by {', '.join(users)}" if users else ""
         waiting = f"waiting for {devices} {kind}: {sum(capacities):g} of {total:g} are free{used_by}"
         patience_s = self._setup.patience_s
@@ -511,15 +511,19 @@ class Cluster:
             self._remove(group)
 
 
-def _users() -> list[str]:
+def _users(own_groups: Collection[str]) -> list[str]:
     """Returns who uses the cluster besides this process: redline's searches and trainings by name, other jobs by their
     command.
+
+    Args:
+        own_groups: ids of this process's placement groups.
     """
     import ray
     from ray._private import state
     from ray.util.placement_group import placement_group_table
 
-    placed = [group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"]
+    groups = [group for key, group in placement_group_table().items() if key not in own_groups]
+    placed = [group["name"] for group in groups if group["state"] == "CREATED"]
     searches = {name.rpartition(" #")[0]: None for name in placed if name.startswith(f"{GROUP} ")}
     own = ray.get_runtime_context().get_job_id()
     commands = [job["Entrypoint"] for job in state.jobs() if not job["IsDead"] and job["JobID"] != own]
