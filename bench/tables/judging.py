@@ -161,7 +161,7 @@ class Parts:
         prior, memory_prior = self.priors[chosen[0]]
         features = self.features
         time = fit(self.time[chosen], step[chosen], prior, self.noise[chosen], features=features[chosen])
-        made, std = time.apply(self.time, self.noise, time.left(features, self.noise))
+        made, std = time.apply(self.time, self.noise, time.interpolate(features, self.noise))
         spread = before["time_std"].to_numpy() ** 2 - Correction.none(prior).apply(self.time, self.noise)[1] ** 2
         ratio = np.where(np.isfinite(made), before["step"].to_numpy(), 0.0) / made
         out = {"step": made, "time_std": np.sqrt(std**2 + np.maximum(spread, 0.0))}
@@ -171,7 +171,7 @@ class Parts:
             found = fit(
                 self.memory[known], memory[known], memory_prior, self.memory_noise[known], features=features[known]
             )
-            left = found.left(features, self.memory_noise)
+            left = found.interpolate(features, self.memory_noise)
             peak, out["memory_std"] = found.apply(self.memory, self.memory_noise, left)
             out["fullest"], full_std = found.apply(self.fullest, self.memory_noise, left)
             out["memory"] = np.minimum(peak, self.limit)

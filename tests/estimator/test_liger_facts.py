@@ -74,7 +74,7 @@ def test_the_estimate_has_them_on_gpus_where_they_are_installed(monkeypatch, tmp
     cpu = gpu.replace(name="this-cpu", kind="cpu", cores=2)
     found = {}
     for installed in (False, True):
-        monkeypatch.setattr(hardware, "liger_obstacle", lambda kind, there=installed: "" if there else "missing")
+        monkeypatch.setattr(hardware, "liger_obstacle", lambda kind, there=installed: None if there else "missing")
         for device in (gpu, cpu):
             estimator = Estimator("llama-tiny", device)
             assert estimator.source.liger is (installed and device is gpu)

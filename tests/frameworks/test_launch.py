@@ -105,7 +105,7 @@ def test_an_unknown_launch_comes_with_the_nearest():
 
 
 def test_a_refused_export_has_no_launch():
-    with pytest.raises(UsageError, match="nothing that DeepSpeed runs"):
+    with pytest.raises(UsageError, match="DeepSpeed cannot run tp=2 with pp=2"):
         made("deepspeed", "slurm", tp=2, dp=16)
 
 

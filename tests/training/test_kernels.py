@@ -96,7 +96,7 @@ def test_a_user_s_model_has_kernels_if_its_loss_needs_no_logits(cpu):
             own(loss=lambda output, batch: -output.log_softmax(-1)[..., 0].mean()),
             "takes logits by log_softmax",
         ),
-        (own(loss=lambda output, batch: output.argmax().item()), "cannot be seen without running"),
+        (own(loss=lambda output, batch: output.argmax().item()), "cannot be observed without running"),
         (own(schedule=lambda sch, config: config.get("fusion")), "own schedule does not look at it"),
     ],
     ids=["vit", "resnet", "no blocks", "small", "transpose", "log_softmax", "item", "schedule"],

@@ -194,7 +194,7 @@ def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better(
 
     assert setup_of().sampler.surrogate_prior.shape_prior is not None
     assert setup_of(prior=lambda config: 1.0).sampler.surrogate_prior.shape_prior is None
-    assert setup_of().first.config == SPACE.default()
+    assert setup_of().initial.config == SPACE.default()
 
 
 def test_hardware_is_that_at_hand_unless_trials_need_more_devices():

@@ -11,6 +11,7 @@ import pytest
 import redline as rl
 import torch
 import yaml
+from redline.base.device import detect
 from redline.base.errors import NothingFound, SpaceError
 from redline.estimator import Estimator, TrainingSetup
 from redline.space import Config
@@ -30,6 +31,7 @@ from redline.tuner.train.request import TrainRequest
 from redline.tuner.train.strategy import TrainingSource, winner
 from tiers import tiered
 
+CPU = detect()
 H100, A100 = "h100-80gb", "a100-80gb"
 LIKE = Config(
     tp=1, pp=1, zero=2, micro_batch=4, checkpoint_ratio=0.0, precision="bf16", fusion=False, dp=2, grad_accum=4
@@ -73,22 +75,22 @@ def test_on_other_devices_precision_and_samples_of_a_step_stay(tiny, devices):
 def test_a_winner_is_adapted_to_other_knobs_with_the_samples_of_its_step(tiny):
     winner = Config({**LIKE, "micro_batch": 6, "grad_accum": 2, "dp": 2})
     workload = with_samples_of(tiny, winner)
-    found = adapted(workload, winner, devices=2, fixed={"micro_batch": 4}, of="it").config
+    found = adapted(workload, winner, CPU, devices=2, fixed={"micro_batch": 4}, of="it").config
     assert (found["micro_batch"], found["grad_accum"], found["dp"]) == (4, 3, 2)
     assert {name: found[name] for name in ("zero", "precision", "fusion")} == {
         name: winner[name] for name in ("zero", "precision", "fusion")
     }
-    wide = adapted(workload, winner, devices=2, fixed={"tp": 2}, of="it").config
+    wide = adapted(workload, winner, CPU, devices=2, fixed={"tp": 2}, of="it").config
     assert (wide["tp"], wide["dp"], samples(wide)) == (2, 1, 24)
-    more = adapted(tiny.with_global_batch(48), winner, devices=2, fixed={}, of="it").config
+    more = adapted(tiny.with_global_batch(48), winner, CPU, devices=2, fixed={}, of="it").config
     assert (more["micro_batch"], samples(more)) == (6, 48), "a size that the default space lacks is kept"
     with pytest.raises(SpaceError, match="micro_batch"):
-        adapted(workload, winner, devices=2, fixed={"micro_batch": 5}, of="it")
+        adapted(workload, winner, CPU, devices=2, fixed={"micro_batch": 5}, of="it")
 
 
 def test_a_format_that_a_winner_cannot_keep_here_is_reported(tiny):
     winner = Config({**LIKE, "precision": "fp8"})
-    found = adapted(with_samples_of(tiny, winner), winner, devices=2, fixed={"micro_batch": 2}, of="it")
+    found = adapted(with_samples_of(tiny, winner), winner, CPU, devices=2, fixed={"micro_batch": 2}, of="it")
     assert found.config["precision"] != "fp8" and "; precision=fp8 could not be kept: " in found.why
 
 
@@ -97,7 +99,7 @@ def test_a_training_of_a_winner_has_the_requested_batch_and_knobs(tiny):
 
     def asked(**more):
         request = TrainRequest(source="x", **more)
-        return winner(request, source, tiny.with_global_batch(request.global_batch or 32)).config
+        return winner(request, source, tiny.with_global_batch(request.global_batch or 32), CPU).config
 
     assert asked() == asked(fix={"micro_batch": 4}) == asked(global_batch=32) == LIKE
     assert samples(asked(global_batch=64)) == 64
