@@ -151,7 +151,7 @@ def test_a_kind_that_is_named_is_kept_by_a_resume_and_has_fewer_devices(two_kind
 
 
 def test_a_second_search_waits_for_the_devices_of_the_first_and_says_for_whom(one_core):
-    first = searching("search(lambda config: time.sleep(12) or 1.0, trials=1)", one_core)
+    first = searching("search(lambda config: time.sleep(20) or 1.0, trials=1)", one_core)
     while not _uses(one_core):
         assert first.poll() is None, first.communicate()
     second = search("search(where, time='60s', trials=1)", one_core)
