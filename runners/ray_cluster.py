@@ -366,8 +366,10 @@ class Cluster:
         # A node whose devices are all in use has none of that resource left, rather than 0 of it.
         capacities = self._capacities(list(state.available_resources_per_node().values()))
         if lay_out(devices, True, capacities) is not None:
-            self._free_since = self._free_since or time.monotonic()
-            if time.monotonic() - self._free_since > FREE_UNUSED_S:
+            now = time.monotonic()
+            # Not from an earlier wait, which ended.
+            self._free_since = max(self._free_since or now, now - waited_s)
+            if now - self._free_since > FREE_UNUSED_S:
                 raise RunnerError(
                     f"Ray placed no trial within {FREE_UNUSED_S:g} s, although {sum(capacities):g} {kind} are free"
                 )

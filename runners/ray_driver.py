@@ -131,11 +131,13 @@ def _use_ray(parent: Channel) -> NoReturn:
                         waited_s=cluster.waited_s,
                     )
                 )
+        import ray
+
         try:
             serve(parent, lambda call: _reply(cluster, call))
         finally:
             cluster.close()
-            _leave()
+            ray.shutdown()
         code = 0
     except EOFError:  # the search ended before its trials were placed
         code = 0
@@ -163,12 +165,6 @@ def _reply(cluster: Cluster, call: Received) -> Outcome | None:
         return cluster.dispatch(job, call.note)
     cluster.wait_ready(call.note)
     return None
-
-
-def _leave() -> None:
-    import ray
-
-    ray.shutdown()
 
 
 def _watch(parent: Channel, watched: Sequence[Cluster]) -> None:

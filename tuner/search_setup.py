@@ -382,6 +382,8 @@ def check_honoured(request: Request, task: Task) -> None:
             )
     if "device_kind" in requested_options and cluster_address(request.ray_address) is None:
         raise UsageError("--device-kind chooses among the devices of a cluster: --ray-address")
+    if "device_kind" in requested_options and request.emulate_first:
+        raise UsageError("--emulate-first emulates on a device of this host; leave --device-kind out")
     runs_here = not task.simulated and request.runs_on != EMULATE and task.device.type == "cpu"
     if (
         task.workload is not None

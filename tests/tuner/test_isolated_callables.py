@@ -226,6 +226,9 @@ def test_unpicklable_callables_are_refused_with_a_fix(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+ON_A_CLUSTER = {"isolate": True, "runner": "ray", "ray_address": "127.0.0.1:1"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -237,6 +240,15 @@ def test_unpicklable_callables_are_refused_with_a_fix(tmp_path):
         (
             {"isolate": True, "ray_address": "127.0.0.1:1"},
             r"ray_address has no effect on the runner 'local'",
+        ),
+        ({"isolate": True, "device_kind": "a100"}, r"device_kind has no effect on the runner 'local'"),
+        (
+            {"isolate": True, "runner": "ray", "device_kind": "a100"},
+            r"device_kind chooses among the devices of a cluster",
+        ),
+        (
+            {**ON_A_CLUSTER, "device_kind": "a100", "emulate_first": True},
+            r"emulate_first=True emulates on a device of this host; leave device_kind out",
         ),
         ({"isolate": True, "runner": "rey"}, r"unknown runner 'rey'; did you mean 'ray'\?"),
     ],
