@@ -88,18 +88,6 @@ class KeyTaken(ServiceError, ValueError):
     code, status = "key_taken", 409
 
 
-class LeaseOver(ServiceError, RuntimeError):
-    """The lease number of a dry run is no longer valid: it has its outcome, was withdrawn, or another worker leased it."""
-
-    code, status = "lease_over", 409
-
-
-class AttemptOver(ServiceError, RuntimeError):
-    """A search has ended or a later attempt has taken it over. The earlier attempt must stop."""
-
-    code, status = "attempt_over", 409
-
-
 class Refused(ServiceError, PermissionError):
     """The service does not allow this for that user or worker. The message states the reason."""
 

@@ -1,451 +1,394 @@
-"""Sharing of a pool by the service, and its response times: the figures of docs/service.md.
+"""Fairness of the service's scheduling, and its response times: the figures of docs/service.md.
 
-    python bench/service.py --out bench/results/service.json --write docs/service.md --storage sqlite:///new.db --storage URL
+    python bench/service.py --out bench/results/service.json --write docs/service.md
+    python bench/service.py --parts filled --storage postgresql://redline@localhost/empty
 
-`--storage` names empty databases; the default is a SQLite file. `--part` measures one part and keeps the others in
-`--out`.
-
-The first part (`pool`) simulates the time of a pool with the server's own scheduling (`service/scheduling.py`): 1,024
-devices on hosts of 8, and 1,000 searches that 20 users submit at once, with few or many searches each. A search has 4
-dry runs waiting or running, each on 1 to 8 devices of one host; their durations are known to scheduling only as the
-average of earlier ones. The results are utilisation while work waits that could run, Jain's index of the users'
-device-seconds while each of them has work (over their weights), the waiting time of the last submitted search, and the
-CPU time of a decision.
-
-The second (`http`) runs a server with real sockets, see `service_http.py`. The third (`store`) measures the store
-alone on a real database: the cost of a submission, and the dry runs per second that one process can request, lease and
-complete. The last (`filled`, alone with `--filled`) measures lists, the queue and usage with 12,500 searches and
-250,000 trials, see `service_filled.py`.
-
-Goals: utilisation 95 % while work waits, a decision within 50 ms; over HTTP submissions and repeated estimates within
-100 ms (p99), and 200 events per second to 200 listeners, none missed and all in order.
+- fairness: a thousand searches of ten users, with weights of 1 to 4, are queued on eight devices; the server's own
+  decisions are made in simulated time. Goal: each user's share of the devices within 10 % of the weights.
+- http: a server with real sockets takes submissions, and sends 200 events per second to 200 listeners. Goals: a submission
+  within 100 ms (p99); no event missed, all in order.
+- filled: lists, the queue and a page of a database with 1,250 and 12,500 searches, of 20 trials each. Goal: within 100 ms (p99).
 """
 
 import argparse
-import heapq
+import asyncio
+import bisect
 import json
+import multiprocessing
 import random
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from redline.base.device import usable_cores
-from redline.results.environment import host, versions
-from redline.service.records import Contender, Running, Share, Waiting, Worker
-from redline.service.scheduling import decide, share_slots, why_no_slot, why_waiting
+import httpx
+import psutil
+from pages import put
+from redline.results.environment import host
+from redline.service.records import Contender, SearchState, Share
+from redline.service.scheduling import Kind, decide
 from redline.service.store import Store
-from redline.service.store.demand import RECENT_S, WEEK_S
-from service_filled import filled, growth, words as filled_words
-from service_http import over_http, rows, words
+from redline.service.tables import events, searches, usage
+from sqlalchemy import insert
 
-PARTS = ("pool", "http", "store", "filled")
-FILLED = "<!-- filled -->", "<!-- end of filled -->"
-MARKS = "<!-- figures -->", "<!-- end of figures -->"
-"""Marks around the figures in a page."""
-NAMES = {"sqlite": "SQLite", "postgresql": "Postgres"}
-H100 = {"type": "cuda", "name": "NVIDIA H100"}
-SIZES = {1: 0.4, 2: 0.2, 4: 0.2, 8: 0.2}
-"""Devices of a search's dry runs, and the share of searches with them."""
-RUNNERS = 8
-"""Concurrent searches, of the submitted ones, on a pool of 64 devices."""
-AT_ONCE = 4
-"""Waiting or running dry runs of a search."""
-
-
-@dataclass
-class Search:
-    """A simulated search."""
-
-    id: str
-    user: int
-    devices: int
-    submitted: float
-    mean_s: float
-    left: int
-    finished: int = 0
-    seconds: float = 0.0
-
-    @property
-    def average(self) -> float | None:
-        """Average duration of its dry runs, as scheduling knows it."""
-        return self.seconds / self.finished if self.finished else None
-
-
-class PaperPool:
-    """A pool in simulated time: dry runs start as `decide` returns them, and end after their duration."""
-
-    def __init__(
-        self, hosts: int, per_host: int, searches: list[Search], users: dict[int, float], seed: int,
-        slots: int | None = None,
-    ) -> None:  # fmt: skip
-        self.rng = random.Random(seed)
-        self.now, self.number = 0.0, 0
-        self.devices = hosts * per_host
-        self.workers = [
-            Worker(
-                id=f"{each:012x}", user=0, name=f"host{each}", host=f"host{each}", device=H100, devices=per_host,
-                memory_mib=81920, software={}, seen=0.0, left=None,
-            )
-            for each in range(hosts)
-        ]  # fmt: skip
-        self.searches = {each.id: each for each in searches}
-        self.users = users
-        self.waiting: dict[int, Waiting] = {}
-        self.running: dict[int, Running] = {}
-        self.ends: list[tuple[float, int]] = []
-        self.had: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
-        self.begun: dict[str, float] = {}
-        self.slots = slots
-        self.queued = {each.id: each for each in searches}
-        self.active: set[str] = set()
-        self.slots_cpu_ms: list[float] = []
-        if slots is None:
-            for each in searches:
-                self.begin(each.id)
-
-    def begin(self, search: str) -> None:
-        """Requests the first dry runs of a search."""
-        self.active.add(search)
-        for _ in range(AT_ONCE):
-            self.ask(self.queued[search])
-        del self.queued[search]
-
-    def contenders(self) -> list[Contender]:
-        """Returns the searches that run or want to run."""
-        return [
-            Contender(
-                search=each.id, user=each.user, priority=0, device="", kind="", devices=each.devices, simulated=False,
-                held=False, submitted=each.submitted, runs=each.id in self.active, leased=0,
-            )
-            for each in [*self.queued.values(), *(self.searches[each] for each in self.active)]
-        ]  # fmt: skip
-
-    def share(self) -> None:
-        """Starts the searches that receive a slot, as the server does."""
-        asked = {each.search for each in [*self.waiting.values(), *self.running.values()]}
-        self.active &= asked
-        if self.slots is None or len(self.active) >= self.slots or not self.queued:
-            return
-        shares, running, contenders = self.shares(week=True), list(self.running.values()), self.contenders()
-        start = time.thread_time()
-        begin, _ = share_slots(contenders, running, self.workers, shares, self.slots)
-        self.slots_cpu_ms.append(1000 * (time.thread_time() - start))
-        for each in begin:
-            self.begin(each)
-
-    def ask(self, search: Search) -> None:
-        """Requests another dry run of a search, if it has one left."""
-        if not search.left:
-            return
-        search.left -= 1
-        self.number += 1
-        self.waiting[self.number] = Waiting(
-            dry_run=self.number, search=search.id, user=search.user, priority=0, kind=H100["name"], devices=search.devices,
-            submitted=search.submitted, seconds=search.average,
-        )  # fmt: skip
-
-    def shares(self, *, week: bool = False) -> list[Share]:
-        """Returns the recent usage of the users, as the store does."""
-        recent, longer = self._discounted(RECENT_S), self._discounted(WEEK_S) if week else {}
-        return [
-            Share(user=user, weight=weight, recent=recent.get(user, 0.0), week=longer.get(user, 0.0))
-            for user, weight in self.users.items()
-        ]
-
-    def _discounted(self, window_s: float) -> dict[int, float]:
-        since = self.now - window_s
-        out: dict[int, float] = defaultdict(float)
-        for user, usage in self.had.items():
-            for each in reversed(usage):  # in order of their ends
-                if each[1] <= since:
-                    break
-                out[user] += _discounted_seconds(*each, since, window_s)
-        for each in self.running.values():
-            out[each.user] += _discounted_seconds(each.started, self.now, each.devices, since, window_s)
-        return out
-
-    def decide(self) -> float:
-        """Starts dry runs by the decision, and returns its time, s."""
-        shares, waiting, running = self.shares(), list(self.waiting.values()), list(self.running.values())
-        start = time.thread_time()
-        placed = decide(waiting, running, self.workers, shares, self.now)
-        took = time.thread_time() - start
-        for number, worker in placed:
-            each = self.waiting.pop(number)
-            search = self.searches[each.search]
-            self.begun.setdefault(search.id, self.now)
-            self.running[number] = Running(
-                dry_run=number, search=each.search, user=each.user, worker=worker, devices=each.devices,
-                started=self.now, seconds=search.average,
-            )  # fmt: skip
-            heapq.heappush(self.ends, (self.now + self.rng.lognormvariate(0, 0.4) * search.mean_s, number))
-        return took
-
-    def advance(self, least_s: float) -> None:
-        """Advances to the next end of a dry run, and at least by the interval of decisions."""
-        self.now = max(self.now + least_s, self.ends[0][0])
-        while self.ends and self.ends[0][0] <= self.now:
-            end, number = heapq.heappop(self.ends)
-            each = self.running.pop(number)
-            search = self.searches[each.search]
-            search.finished, search.seconds = search.finished + 1, search.seconds + end - each.started
-            self.had[each.user].append((each.started, end, each.devices))
-            self.ask(search)
-
-    @property
-    def busy(self) -> int:
-        """Returns the busy devices."""
-        return sum(each.devices for each in self.running.values())
-
-
-def _discounted_seconds(start: float, finished: float, devices: int, since: float, window_s: float) -> float:
-    start = max(start, since)
-    return max(0.0, devices * (finished - start) * ((start + finished) / 2 - since) / window_s)
-
-
-def searches_of(number: int, users: int, trials: int, rng: random.Random) -> list[Search]:
-    """Returns searches of users with few to many searches, in the order of submission."""
-    owners = rng.choices(range(users), [1 + 4 * user / users for user in range(users)], k=number)
-    sizes = rng.choices(list(SIZES), list(SIZES.values()), k=number)
-    return [
-        Search(
-            id=f"{each:012x}", user=owners[each], devices=sizes[each], submitted=each / number,
-            mean_s=rng.uniform(20, 90), left=rng.randint(trials // 2, 3 * trials // 2),
-        )
-        for each in range(number)
-    ]  # fmt: skip
-
-
-def jain(values: list[float]) -> float:
-    """Returns Jain's index of fairness: 1 for equal values, 1/n if one has everything."""
-    return sum(values) ** 2 / (len(values) * sum(each**2 for each in values)) if any(values) else 1.0
-
-
-def on_paper(
-    devices: int, searches: int, users: int, trials: int, seed: int, slots: int | None = None
-) -> dict[str, Any]:
-    """Returns the results of a simulated pool with that many searches, of which `slots` run at once; without `slots`
-    all.
-    """
-    rng = random.Random(seed)
-    # Every fourth user has double weight.
-    weights = {user: 2.0 if user % 4 == 3 else 1.0 for user in range(users)}
-    pool = PaperPool(devices // 8, 8, searches_of(searches, users, trials, rng), weights, seed, slots)
-    decisions, busy_s, waiting_s, fair = [], 0.0, 0.0, None
-    while pool.waiting or pool.running or pool.queued:
-        pool.share()
-        decisions.append(pool.decide())
-        wanted = {each.user for each in pool.waiting.values()} | {each.user for each in pool.queued.values()}
-        before, busy, waits = pool.now, pool.busy, bool(wanted)
-        if fair is None and len(wanted) < users:
-            fair = _device_seconds(pool)
-        pool.advance(0.5)
-        if waits:
-            busy_s, waiting_s = busy_s + busy * (pool.now - before), waiting_s + pool.now - before
-    shares = [fair[user] / weight for user, weight in weights.items()] if fair else []
-    dry_runs = sum(each.finished for each in pool.searches.values())
-    by_size = {
-        size: max(pool.begun[each.id] for each in pool.searches.values() if each.devices == size) for size in SIZES
-    }
-    return {
-        "devices": devices,
-        "searches": searches,
-        "users": users,
-        "dry_runs": dry_runs,
-        "simulated_s": round(pool.now, 1),
-        "dry_runs_per_simulated_minute": round(60 * dry_runs / pool.now, 1),
-        "utilisation_while_work_waits": round(busy_s / (waiting_s * devices), 4),
-        "waiting_s": round(waiting_s, 1),
-        "jain_of_weighted_shares": round(jain(shares), 4),
-        "last_search_begun_by_devices_s": {size: round(at, 1) for size, at in by_size.items()},
-        "decision_cpu_ms": _spread([1000 * each for each in decisions]),
-    } | ({"slots": slots, "slots_cpu_ms": _spread(pool.slots_cpu_ms)} if slots else {})
-
-
-def _device_seconds(pool: PaperPool) -> dict[int, float]:
-    used_seconds = dict.fromkeys(pool.users, 0.0)
-    for user, each in pool.had.items():
-        used_seconds[user] += sum(devices * (end - start) for start, end, devices in each)
-    for running in pool.running.values():
-        used_seconds[running.user] += running.devices * (pool.now - running.started)
-    return used_seconds
-
-
-def largest_decision(devices: int, searches: int) -> dict[str, Any]:
-    """Returns the cost of a decision on an empty pool where everything waits, and of the reasons for waiting."""
-    rng = random.Random(0)
-    pool = PaperPool(devices // 8, 8, searches_of(searches, 20, 16, rng), dict.fromkeys(range(20), 1.0), 0)
-    waiting, shares = list(pool.waiting.values()), pool.shares()
-    took, waiting_ms = [], []
-    for _ in range(20):
-        start = time.thread_time()
-        decide(waiting, [], pool.workers, shares, 0.0)
-        took.append(1000 * (time.thread_time() - start))
-        start = time.thread_time()
-        why_waiting(waiting, [], pool.workers, shares, 0.0)
-        waiting_ms.append(1000 * (time.thread_time() - start))
-    queued = PaperPool(devices // 8, 8, list(pool.searches.values()), dict.fromkeys(range(20), 1.0), 0, 8).contenders()
-    cpu_ms = []
-    for _ in range(20):
-        start = time.thread_time()
-        why_no_slot(queued, [], pool.workers, shares, 8)
-        cpu_ms.append(1000 * (time.thread_time() - start))
-    return {
-        "waiting": len(waiting),
-        "decide_cpu_ms": _spread(took),
-        "why_waiting_cpu_ms": _spread(waiting_ms),
-        "queued": len(queued),
-        "why_no_slot_cpu_ms": _spread(cpu_ms),
-    }
-
-
-def in_store(url: str, searches: int) -> dict[str, Any]:
-    """Returns the cost of the store's work, s, on a database that fills up meanwhile."""
-    with Store.open(url) as store:
-        ann = store.add_user(f"bench-{time.time_ns()}")
-        request = {"model": "llama2-7b", "devices": 8, "trials": 30, "filler": "x" * 1000}
-        submits, ids = [], []
-        for _ in range(searches):
-            start = time.perf_counter()
-            ids.append(store.submit(ann, request, devices=1)[0].id)
-            submits.append(1000 * (time.perf_counter() - start))
-        worker = store.join(ann, "bench", "host", H100, 1024, 81920, {})
-        attempts = {each: store.take_search(each) for each in ids[:200]}
-        for each, attempt in attempts.items():
-            store.place_search(each, attempt, str(H100["name"]), {})
-        start = time.perf_counter()
-        asked = [store.ask_dry_run(each, attempt, "0", "run", {"x": 1}, 1) for each, attempt in attempts.items()]
-        leases = [store.lease(each.id, worker.id, 60.0) for each in asked]
-        for each in leases:
-            store.answer(each.dry_run, each.lease, {"status": "ok"})
-        rate = len(leases) / (time.perf_counter() - start)
-        looks = []
-        for each, attempt in attempts.items():
-            store.ask_dry_run(each, attempt, "1", "run", {"x": 1}, 1)
-        for _ in range(20):
-            start = time.perf_counter()
-            store.waiting(), store.running(), store.workers(), store.shares()
-            looks.append(1000 * (time.perf_counter() - start))
-        return {
-            "database": "sqlite" if store.database.sqlite else "postgresql",
-            "submit_ms": _spread(submits),
-            "dry_runs_per_s": round(rate, 1),
-            "looking_at_the_queue_ms": _spread(looks),
-        }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    at = {"median": statistics.median(ordered), "p99": ordered[int(0.99 * (len(ordered) - 1))], "most": ordered[-1]}
-    return {name: round(value, 2) for name, value in at.items()}
-
-
-def figures(result: dict[str, Any]) -> str:
-    """Returns the text of a page."""
-    pool, decision = result["pool"], result["one_decision"]
-    machine = (
-        f"{result['host']['usable_cores']} cores of {result['host']['system']}, Python {result['versions']['python']}"
-    )
-    columns = [NAMES[each["database"]] for each in result["http"]]
-    head = ["median / p99, ms", *columns, "goal (p99)"]
-    store = ", ".join(f"{each['dry_runs_per_s']:.0f} on {NAMES[each['database']]}" for each in result["store"])
-    used, slots = pool["decision_cpu_ms"], result["slots"]
-    lines = [
-        f"`python bench/service.py --write docs/service.md` on {machine}; server, database and clients on one host.",
-        "",
-        f"A simulated pool of {pool['devices']:,} devices, scheduled as the server does: {pool['searches']:,} searches of",
-        f"{pool['users']} users are submitted at once; {100 * pool['utilisation_while_work_waits']:.1f} % of the devices",
-        f"are busy while work waits (goal 95 %), Jain's index of the users' shares is {pool['jain_of_weighted_shares']:.3f},",
-        f"a decision takes {used['median']:.1f} ms of CPU time ({used['p99']:.1f} p99), one of",
-        f"{decision['waiting']:,} waiting dry runs on an empty pool {decision['decide_cpu_ms']['median']:.1f} ms.",
-        f"With {slots['searches']:,} searches, of which {slots['slots']} run at once, on {slots['devices']} devices:",
-        "Jain's index is",
-        f"{slots['jain_of_weighted_shares']:.3f}, {100 * slots['utilisation_while_work_waits']:.1f} % of the devices are busy,",
-        f"and the user of the next slot is chosen in {slots['slots_cpu_ms']['median']:.1f} ms of CPU time"
-        f" ({slots['slots_cpu_ms']['p99']:.1f} p99).",
-        f"Dry runs per second that one process requests, leases and completes: {store}.",
-        "",
-        table([head, *rows(result["http"])]),
-        "",
-        words(result["http"]),
-    ]
-    return "\n".join(lines)
-
-
-def of_filled(result: dict[str, Any]) -> str:
-    """Returns the text of a page about a filled database."""
-    found = result["filled"]
-    machine = (
-        f"{result['host']['usable_cores']} cores of {result['host']['system']}, Python {result['versions']['python']}"
-    )
-    return "\n".join([
-        f"`python bench/service.py --filled --write docs/service.md` on {machine}, SQLite; 8 searches run and 100 wait.",
-        "",
-        table(filled_words(found)),
-        "",
-        f"Ten times as many searches take {growth(found):.2f} times the CPU time (median of the rows); the larger database",
-        f"has {found[-1]['database_mib']:,} MiB. In brackets: CPU time, which other load changes less.",
-    ])  # fmt: skip
-
-
-def write(page: Path, marks: tuple[str, str], text: str) -> None:
-    """Writes a text between two marks of a page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
-    _, _, after = rest.partition(marks[1])
-    page.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}", encoding="utf-8")
-
-
-def table(lines: list[list[str]]) -> str:
-    """Returns a Markdown table."""
-    first, *others = [f"| {' | '.join(each)} |" for each in lines]
-    return "\n".join([first, "|" + "---|" * len(lines[0]), *others])
+WEIGHTS = (1, 1, 1, 1, 1, 1, 2, 2, 3, 4)
+DEVICES, QUEUED, STARTED = 8, 1000, 850
+SUBMISSIONS, CLIENTS = 200, 8
+LISTENERS, EVENTS_A_SECOND, EVENTS_S = 200, 200, 10.0
+FILLED = (1_250, 12_500)
+TRIALS, REPEATS = 20, 200
+START_S = 120.0
+"""Seconds for the start of a server, and for listeners to receive the last events."""
+DAY_S = 86400.0
+REQUEST = {"target": "llama2-7b", "devices": 8, "global_batch": 512, "trials": TRIALS, "fix": {"precision": "bf16"}}
+CONFIG = {"tp": 2, "pp": 1, "dp": 4, "zero": 1, "micro_batch": 4, "grad_accum": 32, "checkpoint_ratio": 0.5}
+PATHS = {
+    "the queue": "/v1/queue",
+    "100 searches": "/v1/searches?limit=100",
+    "100 finished searches": "/v1/searches?state=done&limit=100",
+    "100 searches of one's own": "/v1/searches?mine=true&limit=100",
+    "a later page": "/v1/searches?limit=100&after={middle}",
+    "a search": "/v1/searches/{middle}",
+    "the first page": "/",
+}
+"""Requests of the part `filled`, by name."""
+IN_SERVER: dict[str, Callable[[Store], Any]] = {"shares": Store.shares, "contenders": Store.contenders}
+_NUMBER = re.compile(rb'"number":(\d+)')
 
 
 def main() -> None:
-    """Runs the benchmark and writes the results."""
+    """Runs the benchmark and writes its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=1024)
-    parser.add_argument("--searches", type=int, default=1000)
-    parser.add_argument("--users", type=int, default=20)
-    parser.add_argument("--trials", type=int, default=16, help="of a search, on average")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--storage", action="append", help="URL of an empty database; may be given several times")
-    parser.add_argument("--filled", action="store_true", help="only the part with a filled database")
-    parser.add_argument("--part", action="append", choices=PARTS, help="by default all; may be given several times")
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    parser.add_argument("--write", type=Path, help="a Markdown page with the marks of the figures")
-    given = parser.parse_args()
-    parts = ["filled"] if given.filled else given.part or PARTS
-    result: dict[str, Any] = {}
-    if given.out and given.out.exists():
-        result = json.loads(given.out.read_text(encoding="utf-8"))
-    if "pool" in parts:
-        result["pool"] = on_paper(given.devices, given.searches, given.users, given.trials, given.seed)
-        result["slots"] = on_paper(64, given.searches, given.users, given.trials, given.seed, RUNNERS)
-        result["one_decision"] = largest_decision(given.devices, given.searches)
+    parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=list(PARTS))
+    parser.add_argument("--storage", help="URL of an empty database; by default SQLite in a temporary folder")
+    parser.add_argument("--out", type=Path, help="where to write the results, as JSON; other parts in it are kept")
+    parser.add_argument("--write", type=Path, help="a page into which the figures are written")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    if arguments.out is not None and arguments.out.exists():
+        results = json.loads(arguments.out.read_text())
+    results["machine"] = host()
     with tempfile.TemporaryDirectory() as folder:
-        urls = given.storage or [f"sqlite:///{folder}/redline.db"]
-        if "http" in parts:
-            result["http"] = [over_http(each, Path(folder), _spread) for each in urls]
-        if "store" in parts:
-            result["store"] = [in_store(each, given.searches) for each in urls]
-        if "filled" in parts:
-            result["filled"] = filled(Path(folder), _spread)
-    result["host"] = {**host(), "usable_cores": usable_cores()}
-    result["versions"] = versions()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if given.out:
-        given.out.write_text(text + "\n", encoding="utf-8")
-    if given.write:
-        if set(parts) - {"filled"}:
-            write(given.write, MARKS, figures(result))
-        if "filled" in parts:
-            write(given.write, FILLED, of_filled(result))
+        for name in arguments.parts:
+            results[name] = PARTS[name](Path(folder), arguments.storage)
+            print(json.dumps({name: results[name]}), flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.write is not None:
+        put(arguments.write, "figures", page_text(results))
+
+
+# -- fairness ------------------------------------------------------------------------------------------------
+
+
+def fairness(folder: Path, storage: str | None, seed: int = 0) -> dict[str, Any]:
+    """Returns the users' shares of the devices, relative to their weights, and the time of a decision."""
+    draw, kind = random.Random(seed), Kind("H100", "cuda", DEVICES, 81920.0)
+    # Each user has so many searches that all have work until the last one is started.
+    users = [user for user, weight in enumerate(WEIGHTS) for _ in range(weight)]
+    contenders = [
+        Contender(
+            search=f"{number:04}", user=users[number % len(users)], priority=0, device="", kind="",
+            devices=draw.choice([1, 1, 2, 4]), concurrency=1, held=False, queued=float(number),
+            state=SearchState.QUEUED, uses=0, began=None, used_s=0.0, process=None, read=0,
+        )
+        for number in range(QUEUED)
+    ]  # fmt: skip
+    used_s, ends, since = [0.0] * len(WEIGHTS), dict[str, float](), dict[str, float]()
+    now, decision_ms = 0.0, []
+    while len(ends) < STARTED:
+        shares = [Share(user=user, weight=weight, week_s=used_s[user]) for user, weight in enumerate(WEIGHTS)]
+        begin = time.process_time()
+        decision = decide(contenders, shares, [kind], now, most=DEVICES, overtaken_since=since)
+        decision_ms.append(1000 * (time.process_time() - begin))
+        since = {search: since.get(search, now) for search in decision.overtaken}
+        started = {start.search: start for start in decision.start}
+        contenders = [
+            replace(one, state=SearchState.RUNNING, kind=kind.name, uses=started[one.search].uses, began=now)
+            if one.search in started
+            else one
+            for one in contenders
+        ]
+        ends |= {search: now + draw.lognormvariate(6.5, 0.5) for search in started}
+        running = [contender for contender in contenders if contender.uses]
+        following = min(ends[contender.search] for contender in running)
+        for contender in running:
+            used_s[contender.user] += contender.uses * (following - now)
+        now = following
+        contenders = [one for one in contenders if not (one.uses and ends[one.search] <= now)]
+    by_weight = [seconds / weight for seconds, weight in zip(used_s, WEIGHTS, strict=True)]
+    fair = sum(used_s) / sum(WEIGHTS)
+    return {
+        "shares": [round(seconds / fair, 3) for seconds in by_weight],
+        "worst": round(max(abs(seconds / fair - 1) for seconds in by_weight), 3),
+        "decision_ms": spread(decision_ms),
+    }
+
+
+# -- a server ------------------------------------------------------------------------------------------------
+
+
+class Server(AbstractContextManager["Server"]):
+    """A server process on a database, and the token of an admin."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.store = Store.open(url)
+        self.user = self.store.add_user(f"http-{time.time_ns()}", "admin")
+        self.token = self.store.new_token(self.user, "bench")
+        output = folder / f"output-{time.time_ns()}"
+        command = [sys.executable, "-m", "redline.cli", "serve", "--data", str(folder / f"data-{time.time_ns()}")]
+        # A cluster that does not exist, so that nothing is run.
+        command += ["--storage", url, "--port", "0", "--rate", "1000000", "--ray-address", "127.0.0.1:1"]
+        with open(output, "wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.address = self._wait_for(output, r"serve on (http://[^,]*),")
+        self._itself = psutil.Process(self._process.pid)
+
+    def _wait_for(self, output: Path, pattern: str) -> str:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self._process.poll() is None:
+            if match := re.search(pattern, output.read_text()):
+                return match[1]
+            time.sleep(0.1)
+        raise SystemExit(f"the server does not start: {output.read_text()}")
+
+    def client(self) -> httpx.Client:
+        """Returns a client with a persistent connection."""
+        headers = {"authorization": f"Bearer {self.token}"}
+        return httpx.Client(base_url=self.address, headers=headers, timeout=180, trust_env=False)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the server process, without its children."""
+        used = self._itself.cpu_times()
+        return used.user + used.system
+
+    @property
+    def memory_mib(self) -> float:
+        """Resident memory of the server process."""
+        return round(self._itself.memory_info().rss / 2**20)
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+        self.store.close()
+
+
+def _timed(action: Callable[[], Any]) -> float:
+    """Returns the time of an action, ms."""
+    start = time.perf_counter()
+    action()
+    return 1000 * (time.perf_counter() - start)
+
+
+def http(folder: Path, storage: str | None) -> dict[str, Any]:
+    """Returns the times of submissions and of events."""
+    with Server(folder, storage or f"sqlite:///{folder / 'http.db'}") as server:
+
+        def submit(count: int) -> list[float]:
+            with server.client() as client:
+                body = {"request": REQUEST}
+                return [_timed(lambda: client.post("/v1/searches", json=body).raise_for_status()) for _ in range(count)]
+
+        sent = _events(server)
+        alone_ms = submit(SUBMISSIONS)
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            at_once_ms = [ms for many in threads.map(submit, [SUBMISSIONS // CLIENTS] * CLIENTS) for ms in many]
+        return {
+            "submission_ms": spread(alone_ms),
+            "submission_at_once_ms": spread(at_once_ms),
+            "events": sent,
+            "memory_mib": server.memory_mib,
+        }
+
+
+def _events(server: Server) -> dict[str, Any]:
+    """Sends events at a constant rate from another process than the server, to listeners in a third one."""
+    count = int(EVENTS_A_SECOND * EVENTS_S)
+    context = multiprocessing.get_context("spawn")
+    pipe, child_pipe = context.Pipe()
+    after = server.store.latest()
+    process = context.Process(target=_listen, args=(server.address, server.token, count, after, child_pipe))
+    process.start()
+    child_pipe.close()
+    pipe.recv()
+    before, start, sent_at = server.cpu_s, time.monotonic(), []
+    for number in range(count):
+        time.sleep(max(0.0, start + number / EVENTS_A_SECOND - time.monotonic()))
+        sent_at.append(time.monotonic())
+        server.store.add_event(None, "said", {"number": number, "message": "x" * 60})
+    seconds = time.monotonic() - start
+    received: list[list[tuple[int, float]]] = pipe.recv()
+    used_s = server.cpu_s - before
+    process.join()
+    expected = list(range(count))
+    return {
+        "listeners": len(received),
+        "events": count,
+        "per_s": round(count / seconds, 1),
+        "missed": sum({number for number, _ in one} != set(expected) for one in received),
+        "out_of_order": sum([number for number, _ in one] != expected for one in received),
+        "delay_ms": spread([1000 * (at - sent_at[number]) for one in received for number, at in one]),
+        "cpu_share": round(used_s / seconds, 3),
+    }
+
+
+def _listen(address: str, token: str, count: int, after: int, pipe: Connection) -> None:
+    async def listen() -> list[list[tuple[int, float]]]:
+        readers = [await _opened(address, token, after) for _ in range(LISTENERS)]
+        pipe.send("open")
+        return await asyncio.gather(*(_received(reader, count) for reader in readers))
+
+    pipe.send(asyncio.run(listen()))
+
+
+async def _opened(address: str, token: str, after: int) -> asyncio.StreamReader:
+    """Returns a stream after its first bytes."""
+    server = urlsplit(address)
+    reader, writer = await asyncio.open_connection(server.hostname, server.port)
+    lines = [f"GET /v1/events?after={after} HTTP/1.1", f"Host: {server.netloc}", f"Authorization: Bearer {token}"]
+    writer.write("\r\n".join([*lines, "", ""]).encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise SystemExit(head.decode())
+    await reader.readuntil(b"retry: 1000\n\n")
+    return reader
+
+
+async def _received(reader: asyncio.StreamReader, count: int) -> list[tuple[int, float]]:
+    """Returns the numbers of the events of a stream up to the last one, with the times at which they arrived."""
+    data, ends, times, last = bytearray(), [], [], f'"number":{count - 1},'.encode()
+    until = time.monotonic() + EVENTS_S + START_S
+    while last not in data[-400:]:
+        try:
+            chunk = await asyncio.wait_for(reader.read(1 << 16), until - time.monotonic())
+        except TimeoutError:
+            break
+        if not chunk:
+            break
+        data += chunk
+        ends.append(len(data))
+        times.append(time.monotonic())
+    return [(int(match[1]), times[bisect.bisect_left(ends, match.end())]) for match in _NUMBER.finditer(bytes(data))]
+
+
+# -- a database after long use -------------------------------------------------------------------------------
+
+
+def filled(folder: Path, storage: str | None) -> list[dict[str, Any]]:
+    """Returns the times of frequent requests at each of `FILLED`, or at the last one with a given database."""
+    results = []
+    for size in FILLED if storage is None else FILLED[-1:]:
+        url = storage or f"sqlite:///{folder / f'filled-{size}.db'}"
+        with Server(folder, url) as server:
+            middle = fill(server, size)
+            times: dict[str, Any] = {}
+            with server.client() as client:
+                for name, path in PATHS.items():
+                    url_path = path.format(middle=middle)
+                    for _ in range(5):
+                        client.get(url_path)
+                    begin = server.cpu_s
+                    times[name] = spread([_timed(lambda p=url_path: client.get(p)) for _ in range(REPEATS)])
+                    times[name]["server_cpu_ms"] = round(1000 * (server.cpu_s - begin) / REPEATS, 2)
+            for name, read in IN_SERVER.items():
+                begin = time.process_time()
+                times[name] = spread([_timed(lambda r=read: r(server.store)) for _ in range(REPEATS)])
+                times[name]["server_cpu_ms"] = round(1000 * (time.process_time() - begin) / REPEATS, 2)
+            results.append({"searches": size, "trials": size * TRIALS, "ms": times})
+    return results
+
+
+def fill(server: Server, size: int) -> str:
+    """Writes the rows of `size` searches of 20 users within 30 days, and of a queue; returns the id of a search."""
+    draw, store, now = random.Random(0), server.store, time.time()
+    users = [*(store.add_user(f"user{number}").id for number in range(19)), server.user.id]
+    used_seconds: dict[tuple[int, int], float] = defaultdict(float)
+    best = {"trial": 3, "config": CONFIG, "throughput": 12345.6, "unit": "tokens/s", "measurement": {"status": "ok"}}
+    search_rows, event_rows = [], []
+    for number in range(size):
+        user, created = draw.choice(users), now - 30 * DAY_S * (1 - number / size)
+        search_rows.append({
+            "id": f"{number:012x}", "user": user, "key": f"{number}", "name": "llama2-7b", "request": REQUEST,
+            "state": draw.choice(["done"] * 8 + ["failed", "cancelled"]), "reason": "trials", "priority": 0, "devices": 8,
+            "device": "", "kind": "NVIDIA H100", "uses": 0, "created": created, "queued": created, "started": created,
+            "ended": created + 1000, "attempt": 1, "used_s": 1000.0, "read": 9000, "trials": TRIALS, "held": False,
+            "visibility": "all", "best": best,
+        })  # fmt: skip
+        used_seconds[user, int((created + 1000) // DAY_S)] += 8 * 1000.0
+        for trial in range(TRIALS):
+            data = {"trial": trial, "config": CONFIG, "status": "ok", "throughput": 12345.6, "done": trial + 1}
+            event_rows.append(
+                {"search": f"{number:012x}", "time": created + 45 * trial, "kind": "finished", "data": data}
+            )
+    store.database.write(lambda connection: connection.execute(insert(searches), search_rows))
+    for begin in range(0, len(event_rows), 10_000):
+        chunk = event_rows[begin : begin + 10_000]
+        store.database.write(lambda connection, chunk=chunk: connection.execute(insert(events), chunk))
+    totals = [{"user": user, "day": day, "device_seconds": used_seconds[user, day]} for user, day in used_seconds]
+    store.database.write(lambda connection: connection.execute(insert(usage), totals))
+    for number in range(108):
+        search = store.submit(users[number % len(users)], REQUEST, devices=8)[0].id
+        if number < 8:
+            store.give_devices(search, "NVIDIA H100", 8)
+    return f"{size // 2:012x}"
+
+
+PARTS: dict[str, Callable[[Path, str | None], Any]] = {"fairness": fairness, "http": http, "filled": filled}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Returns the median and the 99th percentile."""
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 2),
+        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 2),
+    }
+
+
+def page_text(results: dict[str, Any]) -> str:
+    """Returns the figures in Markdown."""
+    machine, fair, over_http = results["machine"], results["fairness"], results["http"]
+    sent, submission_ms, at_once_ms = (
+        over_http["events"],
+        over_http["submission_ms"],
+        over_http["submission_at_once_ms"],
+    )
+    lines = [
+        f"`python bench/service.py --write docs/service.md` on {machine['cores']} cores of {machine['system']}, Python "
+        f"{machine['python']}, SQLite; server and clients on one host.",
+        "",
+        f"{QUEUED:,} queued searches of {len(WEIGHTS)} users on {DEVICES} devices, in simulated time: the shares of the devices "
+        f"are within {100 * fair['worst']:.1f} % of the weights {WEIGHTS} (goal 10 %); a decision takes "
+        f"{fair['decision_ms']['median']:.1f} ms of CPU time ({fair['decision_ms']['p99']:.1f} p99).",
+        "",
+        f"A submission takes {submission_ms['median']:.1f} ms ({submission_ms['p99']:.1f} p99, goal 100), with {CLIENTS} "
+        f"clients at once {at_once_ms['median']:.1f} ({at_once_ms['p99']:.1f}). Of {sent['events']:,} events, "
+        f"{sent['per_s']:.0f} a second to {sent['listeners']} listeners, {sent['missed']} listeners missed one and "
+        f"{sent['out_of_order']} got one out of order; they arrived after {sent['delay_ms']['median']:.0f} ms "
+        f"({sent['delay_ms']['p99']:.0f} p99), with {100 * sent['cpu_share']:.0f} % of a core and "
+        f"{over_http['memory_mib']:.0f} MiB.",
+        "",
+    ]
+    sizes = results["filled"]
+    columns = " | ".join(f"{size['searches']:,} searches, {size['trials']:,} trials" for size in sizes)
+    lines += [f"| median / p99 (CPU time), ms; goal 100 p99 | {columns} |", f"|---|{'---|' * len(sizes)}"]
+    for name in sizes[0]["ms"]:
+        times = [size["ms"][name] for size in sizes]
+        cells = [f"{ms['median']:.1f} / {ms['p99']:.1f} ({ms['server_cpu_ms']:.1f})" for ms in times]
+        lines.append(f"| {name if name in PATHS else f'{name} (in the server)'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

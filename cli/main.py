@@ -33,9 +33,7 @@ _SERVICE = {
     "submit": "Submit a search to a server.",
     "queue": "Show the running and waiting searches of a server, end or hold them.",
     "results": "Show the results, the events and the logs of a search on a server.",
-    "worker": "Join this host's devices to a server's pool.",
-    "token": "Add users and tokens of a server, and revoke them.",
-    "user": "Change the rights of users of a server, and list their actions.",
+    "token": "Add users and tokens of a server, change and revoke them.",
 }
 """Commands of `redline serve` and its clients."""
 

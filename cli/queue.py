@@ -1,7 +1,6 @@
 """`redline queue`: the running and waiting searches of a server."""
 
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +11,7 @@ from .server_options import PRIORITY, client_of, with_server
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..service.api.models import SearchAnswer, WorkerAnswer
+    from ..service.api.models import SearchAnswer
     from ..service.client import Client
 
 
@@ -29,7 +28,6 @@ Examples:
 @click.option(
     "--limit", type=click.IntRange(min=1), default=100, show_default=True, metavar="N", help="Searches of --all."
 )
-@click.option("--workers", is_flag=True, help="Show the workers in place of searches.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--cancel", multiple=True, metavar="ID", help="End a search; its results so far are kept.")
 @click.option("--hold", multiple=True, metavar="ID", help="Start no trials of a search until it is released.")
@@ -51,7 +49,6 @@ def queue(
     trust: str | None,
     everything: bool,
     limit: int,
-    workers: bool,
     as_json: bool,
     **changes: Any,
 ) -> None:
@@ -64,20 +61,14 @@ def queue(
             _change(client, changes)
         return
     with client_of(server, token, trust) as client:
-        pool = client.workers() if workers else []
         answer = client.queue()
         searches = _newest(client, limit) if everything else answer.searches
     if as_json:
-        rows = [row.model_dump() for row in (pool if workers else searches)]
-        click.echo(json.dumps(rows if workers or everything else answer.model_dump()))
+        click.echo(json.dumps([search.model_dump() for search in searches] if everything else answer.model_dump()))
         return
     console = Console(highlight=False)
-    if workers:
-        names = ["worker", "user", "host", "device", "busy", "last report"]
-        console.print(_table(names, [_worker(worker) for worker in pool]))
-        return
-    totals = f"{answer.running} dry runs on {answer.busy} of {answer.devices} devices, {answer.waiting} waiting"
-    console.print(Text(totals, style="dim"))
+    busy = [f"{device.busy} of {device.total} x {device.name} busy" for device in answer.devices]
+    console.print(Text(", ".join(busy) or "the server does not reach its Ray cluster", style="dim"))
     names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]
     console.print(_table(names, [_search(search) for search in searches]))
     if everything and len(searches) == limit:
@@ -114,11 +105,6 @@ def _change(client: "Client", changes: dict[str, Any]) -> None:
         click.echo(f"{search} deleted")
 
 
-def _worker(worker: "WorkerAnswer") -> list[str]:
-    device = str(worker.device.get("name", ""))
-    return [worker.id, worker.user, worker.host, device, f"{worker.busy} of {worker.devices}", _ago(worker.seen)]
-
-
 def _search(search: "SearchAnswer") -> list[str]:
     counts = [str(search.priority), str(search.devices), str(search.trials)]
     return [search.id, search.name, search.user, search.state, *counts, search.reason]
@@ -132,15 +118,7 @@ def _table(names: list[str], rows: list[list[str]]) -> "Table":
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in names:
-        table.add_column(name, overflow="fold", min_width={"id": 12, "worker": 12, "state": 9}.get(name, len(name)))
+        table.add_column(name, overflow="fold", min_width={"id": 12, "state": 9}.get(name, len(name)))
     for row in rows:
         table.add_row(*(Text(fold(cell)) for cell in row))
     return table
-
-
-def _ago(when: float) -> str:
-    seconds = max(0.0, time.time() - when)
-    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {name} ago"
-    return f"{seconds:.0f} s ago"

@@ -136,10 +136,10 @@ def event_text(kind: str, data: dict[str, Any]) -> str:
 
     if kind == "search":
         reason = data.get("reason") or ""
-        return f"{data.get('state')}{f': {fold(str(reason))}' if reason else ''}"
-    if kind == "placed":
-        device = data.get("device") or {}
-        return f"on {fold(str(device.get('name', '')))}"
+        device = f" on {fold(str(data['kind']))}" if data.get("kind") else ""
+        return f"{data.get('state')}{device}{f': {fold(str(reason))}' if reason else ''}"
+    if kind in ("pausing", "restarting"):
+        return fold(f"{kind}: {data.get('reason')}")
     if kind == "plan":
         valid = data.get("valid")  # unknown for a space that is too large to be listed
         count = "very many" if valid is None else f"{valid:,}"

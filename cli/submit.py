@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..service.client import SearchRun
 
 SECTIONS = (ModelRequest, SpaceRequest, SearchRequest, RunRequest, Command)
-ONLY_HERE = {"runner", *(field.name for section in SECTIONS for field, option in declared(section) if not option.sent)}
+ONLY_HERE = {field.name for section in SECTIONS for field, option in declared(section) if not option.sent}
 """Options of `redline tune` that a server does not take."""
 HELP = {
     "devices": "Devices of one trial.  [default: 1]",
     "hardware": "Hardware to assume for the estimate: a name in the table.",
 }
-OF_THE_QUEUE = ("name", "priority", "device", "reuse", "visibility", "key")
+OF_THE_QUEUE = ("name", "priority", "device", "visibility", "key")
 
 
 @click.command(
@@ -34,7 +34,7 @@ Examples:
   redline submit gpt2-tiny --wait
   redline submit llama2-7b --devices 8 --global-batch 512 --trials 30 --priority 5
   redline submit path/to/config.json --device h100 --time 2h
-  redline submit --workload train.py:workload --reuse
+  redline submit --workload train.py:workload
 """,
 )
 @options_of(*SECTIONS, without=ONLY_HERE, help=HELP)
@@ -51,7 +51,6 @@ Examples:
     help="Higher goes first: low, normal, high, urgent, or from -100 to 100.",
 )
 @click.option("--device", default="", metavar="NAME", help="Kind of device, such as h100 or cpu.  [default: any]")
-@click.option("--reuse", is_flag=True, help="Reuse earlier measurements on the same hardware.")
 @click.option(
     "--visibility",
     type=click.Choice(VISIBILITIES),

@@ -1,5 +1,6 @@
-"""`redline token`: users and their tokens."""
+"""`redline token`: users, their rights and their tokens."""
 
+import json
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -35,52 +36,150 @@ def at_database(group: Callable[[], None]) -> Callable[..., None]:
     return reached
 
 
+NONE = "none"
+ROLES = click.Choice(["reader", "submitter", "code", "admin"])
+
+
+class _Limit(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """A number above 0, or `none` for no limit."""
+
+    name = "limit"
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == NONE:
+            return NONE
+        try:
+            number = self._kind(value)
+        except ValueError:
+            number = self._kind(0)
+        if not number > 0:
+            self.fail(f"'{value}' is neither a number above 0 nor '{NONE}'", param, ctx)
+        return number
+
+
+def with_rights(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options for the rights of a user; those that are not given are None."""
+    for option in (
+        click.option("--team", metavar="TEXT", help="Team that sees searches shown to it."),
+        click.option("--priority", type=PRIORITY, metavar="N", help="Highest priority of their searches."),
+        click.option(
+            "--weight", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Share of the devices."
+        ),
+        click.option(
+            "--device-hours", type=_Limit(float), metavar="X", help=f"Limit in seven days.  [a number, or '{NONE}']"
+        ),
+        click.option("--devices", type=_Limit(int), metavar="N", help=f"Devices at once.  [a number, or '{NONE}']"),
+        click.option("--searches", type=_Limit(int), metavar="N", help=f"Searches at once.  [a number, or '{NONE}']"),
+        click.option("--role", type=ROLES, help="Each includes those before it; code: also commands and workloads."),
+    ):
+        command = option(command)
+    return command
+
+
+def _rights(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rights that options state."""
+    return {name: None if value == NONE else value for name, value in options.items() if value is not None}
+
+
 @click.group(
     epilog="""\b
 Examples:
-  redline token new ann --role submitter --running 8 --device-hours 200
-  redline token new pool --role worker
+  redline token new ann --role submitter --devices 8 --device-hours 200
   redline token --data /srv/redline new ann --for laptop --expires 90d
+  redline token change ann --role code --devices none
   redline token list
   redline token revoke redline_5c1e
 """,
 )
 @at_database
 def token() -> None:
-    """Add users and tokens, and revoke them, in the database on the server's host; the server may be running."""
+    """Add users and tokens, change and revoke them, in the database on the server's host; the server may be running."""
 
 
 @token.command()
 @click.argument("user")
-@click.option(
-    "--role",
-    type=click.Choice(["reader", "submitter", "admin", "worker"]),
-    help="Role of a new user.  [default: submitter]",
-)
 @click.option("--for", "name", default="", metavar="TEXT", help="Purpose of the token.")
 @click.option("--expires", metavar="TIME", help="Lifetime of the token, such as 30d or 12h.")
-@click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Quota of a new user.")
-@click.option("--running", type=click.IntRange(min=1), metavar="N", help="Dry runs at once of a new user.")
-@click.option(
-    "--priority", type=PRIORITY, default="normal", metavar="N", help="Highest priority that a new user may give."
-)
-@click.option("--allow-code", is_flag=True, help="A new user may submit workloads and commands, which are code.")
+@with_rights
 @click.pass_obj
-def new(url: str, user: str, role: str | None, name: str, expires: str | None, **rights: Any) -> None:
-    """Create a token for USER, who is added if unknown. The token is shown only once."""
+def new(url: str, user: str, name: str, expires: str | None, **options: Any) -> None:
+    """Create a token for USER, who is added if unknown, as a submitter by default. The token is shown only once."""
+    rights = _rights(options)
     with store_of(url, new=True) as store:
         try:
             account = store.user(user)
         except NotFound:
-            account = store.add_user(user, role or "submitter", **rights)
+            account = store.add_user(user, **rights)
         else:
-            if (role is not None and role != account.role) or any(rights.values()):
+            if any(getattr(account, right) != value for right, value in rights.items()):
                 raise UsageError(
-                    f"{user} exists already, as {account.role}; `redline user change {user}` changes their rights"
+                    f"{user} exists already, as {account.role}; `redline token change {user}` changes their rights"
                 )
         token_text = store.new_token(account, name, _later(expires))
         store.audit("", "token", user, {"for": name, "expires": expires})
     click.echo(token_text)
+
+
+@token.command()
+@click.argument("user")
+@with_rights
+@click.pass_obj
+def change(url: str, user: str, **options: Any) -> None:
+    """Change the rights of USER; those that are not given stay unchanged."""
+    _changed(url, user, "change user", _rights(options))
+
+
+@token.command()
+@click.argument("user")
+@click.pass_obj
+def disable(url: str, user: str) -> None:
+    """Reject all tokens of USER from now on; their searches continue."""
+    _changed(url, user, "disable", {"disabled": True})
+
+
+@token.command()
+@click.argument("user")
+@click.pass_obj
+def enable(url: str, user: str) -> None:
+    """Accept the tokens of USER again."""
+    _changed(url, user, "enable", {"disabled": False})
+
+
+def _changed(url: str, name: str, action: str, changes: dict[str, Any]) -> None:
+    with store_of(url) as store:
+        account = store.change_user(name, **changes)
+        store.audit("", action, name, changes)
+    click.echo(f"{account.name} is {account.role}{', disabled' if account.disabled is not None else ''}")
+
+
+@token.command()
+@click.option("--user", "user_name", metavar="NAME", help="Only actions of this user.")
+@click.option(
+    "--last",
+    "limit",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="Number of entries, the latest ones.",
+)
+@click.pass_obj
+def audit(url: str, user_name: str | None, limit: int) -> None:
+    """List actions and their users: submissions, cancellations, logins, changes."""
+    from ..results.columns import fold
+    from ..results.listing import write_rows
+
+    with store_of(url) as store:
+        entries = store.audited(limit, user=user_name)
+    rows = [
+        [day(entry.time), entry.user or "(on the host)", entry.action, entry.subject, json.dumps(entry.detail)]
+        for entry in entries
+    ]
+    rows = [[fold(cell) for cell in row] for row in rows]
+    click.echo(write_rows(["when", "who", "what", "to", "how"], rows, "markdown"))
 
 
 @token.command()
@@ -94,17 +193,53 @@ def revoke(url: str, begins: str) -> None:
     click.echo(f"revoked {revoked.id}")
 
 
-@token.command("list")
+@token.command()
 @click.pass_obj
-def listed(url: str) -> None:
-    """List users and tokens."""
+def users(url: str) -> None:
+    """List users and their rights, and what they have used."""
     from ..results.listing import write_rows
 
     with store_of(url) as store:
-        users = {user.id: user for user in store.users()}
+        used_hours = {share.user: share.week_s / 3600 for share in store.shares()}
         rows = [
             [
-                *(users[token.user].name, str(users[token.user].role), token.id, token.name, day(token.created)),
+                *(account.name, str(account.role), account.team, f"{account.weight:g}"),
+                *(_limit_text(account.searches), _limit_text(account.devices)),
+                f"{used_hours[account.id]:.1f} of {_limit_text(account.device_hours)}",
+                "any" if account.role == "admin" else str(account.priority),
+                f"disabled {day(account.disabled)}" if account.disabled is not None else "active",
+            ]
+            for account in store.users()
+        ]
+    names = [
+        "user",
+        "role",
+        "team",
+        "weight",
+        "searches",
+        "devices",
+        "device-hours in 7 days",
+        "priority up to",
+        "state",
+    ]
+    click.echo(write_rows(names, rows, "markdown"))
+
+
+def _limit_text(limit: float | None) -> str:
+    return "any" if limit is None else f"{limit:g}"
+
+
+@token.command("list")
+@click.pass_obj
+def list_tokens(url: str) -> None:
+    """List tokens."""
+    from ..results.listing import write_rows
+
+    with store_of(url) as store:
+        owners = {user.id: user for user in store.users()}
+        rows = [
+            [
+                *(owners[token.user].name, str(owners[token.user].role), token.id, token.name, day(token.created)),
                 "never" if token.used is None else day(token.used),
                 _state(token),
             ]

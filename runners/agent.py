@@ -33,8 +33,8 @@ SOCKET = "socket"
 """Name of its socket in its folder."""
 START, IMPORT = "start", "import"
 """Calls of its parent: the first one, with an `AgentSetup`, and those with further modules to import."""
-RUN_JOB, RUN_TASK = "job", "task"
-"""Calls of a client, with a `Job` or an `AgentTask`."""
+RUN_JOB = "job"
+"""Call of a client, with a `Job`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,13 +165,10 @@ def _serve_client(client: Channel, folder: str) -> None:
         call = receive_call(client)
     except EOFError:
         return
-    (work,) = call.arguments
-    if call.method == RUN_TASK:
-        call.done(work.run(call))
-        return
     from .supervisor import Supervisor
 
-    outcome = Supervisor(work, call, folder).run()
+    (job,) = call.arguments
+    outcome = Supervisor(job, call, folder).run()
     if outcome is not None:
         call.done(outcome)
 

@@ -13,7 +13,6 @@ from ..base.scratch import Scratch
 from ..frameworks.export_input import MEASURED_WITH
 from .process import kill_tree
 from .protocol import hang_up
-from .unix_user import UnixUser
 
 LAST_WORDS = 2000
 """Size of the end of its output that errors show, bytes."""
@@ -29,24 +28,17 @@ class HelperProcess:
     Args:
         module: module to run.
         kind: names its folder (see `Scratch`).
-        user: Unix user of the process and its folder; None for this process's user.
         environment: default values of its environment variables, besides `MEASURED_WITH`.
     """
 
-    def __init__(
-        self, module: str, kind: str, *, user: UnixUser | None = None, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, module: str, kind: str, *, environment: Mapping[str, str] | None = None) -> None:
         self._scratch = Scratch(kind)
         self.folder = self._scratch.path
         """Its folder, which `close` removes."""
         self.connection: Connection
         """This end of the connection."""
         self.connection, child_end = Pipe()
-        defaults = {**MEASURED_WITH, **(environment or {})}
-        options = {"env": {**defaults, **os.environ}} if user is None else user.popen(self.folder, **defaults)
         with child_end, open(self.folder / "log", "wb") as log:
-            if user is not None:
-                user.give(self.folder)
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(child_end.fileno()), str(self.folder)],
                 stdin=subprocess.DEVNULL,
@@ -54,7 +46,7 @@ class HelperProcess:
                 stderr=log,
                 pass_fds=(child_end.fileno(),),
                 start_new_session=True,
-                **options,
+                env={**MEASURED_WITH, **(environment or {}), **os.environ},
             )
 
     @property

@@ -3,13 +3,11 @@
 import os
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Client
 
@@ -19,9 +17,9 @@ from ..base.errors import RedlineError, RunnerError
 from ..base.scratch import sweep
 from ..results import Status
 from . import failure
-from .agent import IMPORT, RUN_JOB, RUN_TASK, SOCKET, START, AgentSetup
+from .agent import IMPORT, RUN_JOB, SOCKET, START, AgentSetup
 from .helper_process import HelperProcess
-from .job import TEARDOWN_S, AgentTask, Begun, Compiling, Job, Outcome
+from .job import TEARDOWN_S, Begun, Compiling, Job, Outcome
 from .memory import WAIT_S
 from .process import Deadline, kill_tree
 from .protocol import Call, Caller, RemoteError
@@ -182,7 +180,7 @@ class HostAgent:
         self.wait_ready()
         if job.log is not None:  # the agent's working directory may differ from this process's
             job = replace(job, log=os.path.abspath(job.log))
-        call = self._begin(RUN_JOB, job)
+        call = self._begin(job)
         with self._lock:
             self._running[key] = call
             if key in self._stopped:
@@ -197,20 +195,8 @@ class HostAgent:
                 self._stopped.discard(key)
             call.caller.close()
 
-    def begin(self, task: AgentTask) -> Call:
-        """Runs a task in a fork of the agent and returns the call. Its connection closes when the process ends.
-
-        Raises:
-            RunnerError: the agent was lost, or does not start.
-        """
-        self.wait_ready()
-        call = self._begin(RUN_TASK, task)
-        if call.over:
-            call.result()
-        return call
-
-    def _begin(self, method: str, work: Job | AgentTask) -> Call:
-        """Sends work to a fork of the agent over a connection of its own."""
+    def _begin(self, job: Job) -> Call:
+        """Sends a job to a fork of the agent over a connection of its own."""
         try:
             connection = Client(self._address, "AF_UNIX")
         except OSError as error:
@@ -218,7 +204,7 @@ class HostAgent:
         with socket.socket(fileno=os.dup(connection.fileno())) as sender:
             # A send then fails with BlockingIOError if the agent does not read (`man 7 socket`).
             sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(BEGIN_S), 0))
-        return Caller(connection, self._lost).begin(method, work)
+        return Caller(connection, self._lost).begin(RUN_JOB, job)
 
     def _lost(self, error: Exception) -> str:
         """Returns the error text of a connection that failed."""
@@ -232,13 +218,6 @@ class HostAgent:
         self._process.kill()
         message = f"the host agent took no job within {BEGIN_S:g} s and was ended"
         return RunnerError(self._process.with_last_words(message))
-
-    def ended(self, within_s: float = 0.0) -> bool:
-        """True if the agent has died, or dies within `within_s`."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.process.wait(within_s)
-            return True
-        return False
 
     def stop(self, key: str) -> None:
         """Stops the job of this key, or prevents it if it has not arrived yet. `run` returns the outcome so far."""

@@ -1,12 +1,10 @@
 """Messages between a runner, a host agent and the ranks of a trial."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..results import Status
-from .protocol import Received
 
 TEARDOWN_S = 15.0
 """Time for killed processes to end on a CPU, s."""
@@ -95,24 +93,9 @@ class Job:
         return self.timeout_s + self.compile_timeout_s + COLLECTIVE_MARGIN_S
 
 
-class AgentTask(ABC):
-    """Work other than a trial that a host agent runs in a fork of itself, without supervision. It ends with the
-    agent. It is sent as a pickle, so its module must be importable there.
-    """
-
-    @abstractmethod
-    def run(self, call: Received) -> Any:
-        """Runs the task and returns the value of the reply.
-
-        Args:
-            call: from the process that requested it. Its channel closes when that process ends; the task must react
-                to that.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The first note to the client of a job or task."""
+    """The first note to the client of a job."""
 
     supervisor: int
     """Id of the process that runs it."""

@@ -123,10 +123,13 @@ def lay_out(devices: int, cuda: bool, capacities: Sequence[float]) -> Layout | N
     return Layout(hosts=1, per_host=devices, bundle={"CPU": 1.0}, at_once=1)
 
 
-def device_kinds() -> list[DeviceKind]:
+def device_kinds(described: dict[str, Device]) -> list[DeviceKind]:
     """Returns the kinds of GPUs of the joined cluster, those with most devices first, or its CPUs if it has none.
 
     A node of each kind describes its devices, so that this host needs none.
+
+    Args:
+        described: devices of nodes that have described them, by the node's id; further ones are added.
 
     Raises:
         RunnerError: a node cannot describe its devices.
@@ -150,17 +153,19 @@ def device_kinds() -> list[DeviceKind]:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote()
         for accelerator, node in largest.items()
+        if node["NodeID"] not in described
     }
     kinds = []
-    for accelerator, call in calls.items():
-        node = largest[accelerator]
+    for accelerator, node in largest.items():
         try:
-            device: Device = ray.get(call, timeout=DESCRIBE_S)
+            if accelerator in calls:
+                described[node["NodeID"]] = ray.get(calls[accelerator], timeout=DESCRIBE_S)
         except ray.exceptions.RayError as error:
             raise RunnerError(
                 f"the node {node['NodeManagerAddress']} of the Ray cluster cannot describe its devices: {_last_line(error)}; "
                 "redline and its packages must be installed on all nodes"
             ) from error
+        device = described[node["NodeID"]]
         total = int(sum(node["Resources"][resource] for node in nodes_of[accelerator]))
         if resource == "GPU":
             if device.type != "cuda":

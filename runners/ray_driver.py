@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..base.device import Device
 from ..base.errors import RedlineError, RunnerError
 from ..base.forked import die_with_parent
 from ..base.scratch import remove
@@ -106,6 +107,7 @@ def _use_ray(parent: Channel) -> NoReturn:
         sys.argv = [joining.script]
         failed = _join(joining.address)
         watched: list[Cluster] = []
+        described: dict[str, Device] = {}
         if failed is None:
             threading.Thread(target=_watch, args=(parent, watched), daemon=True, name="watch").start()
         while not watched:
@@ -114,7 +116,7 @@ def _use_ray(parent: Channel) -> NoReturn:
                 if failed is not None:
                     raise failed
                 if call.method == KINDS:
-                    call.done(device_kinds())
+                    call.done(device_kinds(described))
                     continue
                 cluster = Cluster(
                     *call.arguments, started=joining.address is None, say=partial(_note_unless_closed, parent, call)

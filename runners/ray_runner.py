@@ -219,8 +219,12 @@ class RayDriver:
         self.caller.close()
 
 
-def kind_of_cluster(address: str | None) -> DeviceKind | None:
-    """Returns the devices that a Ray cluster has most of; None if there is no cluster to join (`cluster_address`).
+def kind_of_cluster(address: str | None, preferred: str | None = None) -> DeviceKind | None:
+    """Returns the kind of devices to use of a Ray cluster; None if there is no cluster to join (`cluster_address`).
+
+    Args:
+        address: of the cluster.
+        preferred: name of devices that are used if the cluster has them; otherwise, or for None, those that it has most of.
 
     Raises:
         RunnerError: the cluster cannot be joined, or a node cannot describe its devices.
@@ -228,7 +232,8 @@ def kind_of_cluster(address: str | None) -> DeviceKind | None:
     if cluster_address(address) is None:
         return None
     with contextlib.closing(RayDriver(address)) as driver:
-        return choose_kind(driver.kinds(), None)
+        kinds = driver.kinds()
+    return choose_kind(kinds, preferred if any(kind.device.name == preferred for kind in kinds) else None)
 
 
 def cluster_address(address: str | None) -> str | None:

@@ -1,18 +1,14 @@
 """The interface of runners, which try configurations."""
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..base.device import Device
-from ..base.errors import UsageError
-from ..base.writing import as_data
 from ..results import Measurement
 from ..results.probe import Probe
-from ..results.schema import shortened
 from ..space import Config
 from .soak import SoakPlan
 
@@ -50,59 +46,6 @@ class TrialRequest:
     def log_name(self) -> str:
         """Path of the log relative to the run's folder, as stored in a measurement; empty without a log."""
         return f"logs/{self.log.name}" if self.log else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready mapping for another process. Contains only the name of the log."""
-        reference, soak = self.reference, self.soak
-        return {
-            "config": as_data(self.config.to_dict()),
-            "number": self.number,
-            "log": self.log.name if self.log else None,
-            "timeout_s": self.timeout_s,
-            "best_throughput": None if self.best_throughput is None else float(self.best_throughput),
-            "reference": reference and {"probe": reference.probe.to_dict(), "config_id": reference.config_id},
-            "soak": soak and asdict(soak),
-            "sustained": self.sustained,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], logs: Path | None = None) -> "TrialRequest":
-        """The inverse of `to_dict`. Unknown keys are ignored.
-
-        Args:
-            data: result of `to_dict`.
-            logs: folder of the log; None for no log.
-
-        Raises:
-            UsageError: a field is missing or has an invalid type.
-        """
-        try:
-            name, reference, soak = data["log"], data["reference"], data["soak"]
-            if name is not None and not _LOG.fullmatch(name):
-                raise UsageError(f"a log's name must be like 7.log, but got {shortened(name)}")
-            return cls(
-                config=Config(data["config"]),
-                number=int(data["number"]),
-                log=logs / name if logs is not None and name is not None else None,
-                timeout_s=_seconds(data["timeout_s"]),
-                best_throughput=_seconds(data["best_throughput"]),
-                reference=reference
-                and Reference(probe=Probe.from_dict(reference["probe"]), config_id=str(reference["config_id"])),
-                soak=soak and SoakPlan(**soak),
-                sustained=data.get("sustained") is True,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(f"the trial's request is invalid: {type(error).__name__} {error}") from error
-
-
-_LOG = re.compile(r"\d{1,12}(\.[a-z]{1,12})?\.log")
-"""Name of a trial's log. Anything else from another process could name a file outside of the logs' folder."""
-
-
-def _seconds(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 class Runner(ABC):

@@ -1,19 +1,31 @@
 """`rl.Client`: submits and follows searches on a server, from Python."""
 
 import json
+import ssl
 import time
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
 
-from ..base.errors import NothingFound, StorageUnavailable, UsageError
+from ..base.errors import (
+    KeyTaken,
+    MissingDependency,
+    NotFound,
+    NothingFound,
+    Refused,
+    ServiceError,
+    StorageAhead,
+    StorageUnavailable,
+    UsageError,
+)
 from ..results import Measurement, Trial, table_frame
 from ..results.table import parse, trials_of
 from ..space import Config
 from ..tuner.result import Candidate
 from .records import ENDED, priority_of
 from .request import travelling
-from .transport import ServerUnreachable, Transport
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -23,7 +35,6 @@ if TYPE_CHECKING:
         MeAnswer,
         QueueAnswer,
         SearchAnswer,
-        WorkerAnswer,
     )
 
 PATIENCE_S = 15.0
@@ -32,7 +43,17 @@ FOLLOWING_S = 900.0
 """The same for an event stream that has received events, s: long enough to restart a machine or move the server."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LOOK_S = 0.5
-T = TypeVar("T")
+_TIMEOUT_S = 30.0
+_SERVICE = (KeyTaken, NotFound, Refused, StorageAhead, StorageUnavailable)
+_ERRORS: dict[str, type[Exception]] = {
+    **{error.code: error for error in _SERVICE},
+    **dict.fromkeys(("invalid", "malformed", "too_large"), UsageError),
+    **dict.fromkeys(("not_ready", ServiceError.code), StorageUnavailable),
+}
+
+
+class ServerUnreachable(ServiceError, ConnectionError):
+    """The server cannot be reached or does not answer."""
 
 
 class Client:
@@ -51,8 +72,24 @@ class Client:
     """
 
     def __init__(self, server: str, *, token: str, trust: str | None = None, patience_s: float = PATIENCE_S) -> None:
-        self._transport = Transport(server, token, trust)
-        self._patience_s = patience_s
+        try:
+            import httpx
+        except ModuleNotFoundError as error:
+            raise MissingDependency(
+                f"requests to a server need {error.name}, which is not installed: pip install 'redline[service]'"
+            ) from error
+        parts = urlsplit(server)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"a server's address must be like http://127.0.0.1:8700, but got '{server}'")
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise UsageError("a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one")
+        self._server, self._patience_s = server.rstrip("/"), patience_s
+        # Requests to this machine must not go through a proxy that the environment sets.
+        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        self._http = httpx.Client(
+            base_url=self._server, headers={"authorization": f"Bearer {token}"}, timeout=_TIMEOUT_S,
+            verify=True if trust is None else _trusting(trust), trust_env=not local,
+        )  # fmt: skip
 
     def submit(
         self,
@@ -62,10 +99,9 @@ class Client:
         name: str = "",
         priority: int | str = 0,
         device: str = "",
-        reuse: bool = False,
         visibility: str = "all",
         key: str | None = None,
-        **asked: Any,
+        **tune_arguments: Any,
     ) -> "SearchRun":
         """Submits a search.
 
@@ -75,11 +111,10 @@ class Client:
             name: shown in lists; by default the model's name.
             priority: the higher goes first, -100 to 100, or `low` (-10), `normal` (0), `high` (10), `urgent` (50).
             device: kind of device, by type or a part of its name; empty for any.
-            reuse: whether stored measurements of other searches may answer dry runs.
             visibility: who sees it besides its owner and admins: `own` (nobody), `team` (the owner's), `all`.
             key: idempotency key: a second call with the same key returns the same search. By default a new key per
                 call, so that retries of one call submit once.
-            asked: the other arguments of `redline.tune` that can be sent to a server.
+            tune_arguments: the other arguments of `redline.tune` that can be sent to a server.
 
         Raises:
             UsageError: an argument is unknown, invalid, or cannot be sent.
@@ -88,11 +123,10 @@ class Client:
         if device and len(device) > 100:
             raise UsageError(f"device has at most 100 characters, but got {len(device)}")
         body = {
-            "request": travelling({"target": target, "space": space, **asked}),
+            "request": travelling({"target": target, "space": space, **tune_arguments}),
             "name": name,
             "priority": priority_of(priority),
             "device": device,
-            "reuse": reuse,
             **({"visibility": visibility} if visibility != "all" else {}),
         }
         headers = {"idempotency-key": key or uuid.uuid4().hex}
@@ -104,9 +138,9 @@ class Client:
         Raises:
             NotFound: there is none.
         """
-        found = SearchRun(self, search)
-        found.look()
-        return found
+        run = SearchRun(self, search)
+        run.look()
+        return run
 
     def searches(
         self, *, state: str | None = None, mine: bool = False, after: str | None = None, limit: int = 100
@@ -114,21 +148,14 @@ class Client:
         """Returns searches, the newest first."""
         from .api.models import SearchesAnswer
 
-        given: dict[str, Any] = {"state": state, "mine": mine, "after": after, "limit": limit}
-        params = {name: value for name, value in given.items() if value is not None}
+        params = _without_none(state=state, mine=mine, after=after, limit=limit)
         return SearchesAnswer.model_validate(self._json("GET", "/v1/searches", params=params)).searches
 
     def queue(self) -> "QueueAnswer":
-        """Returns the running and queued searches, with the reasons why they wait."""
+        """Returns the running and queued searches, with the reasons why they wait, and the devices."""
         from .api.models import QueueAnswer
 
         return QueueAnswer.model_validate(self._json("GET", "/v1/queue"))
-
-    def workers(self) -> "list[WorkerAnswer]":
-        """Returns the workers of the pool."""
-        from .api.models import WorkersAnswer
-
-        return WorkersAnswer.model_validate(self._json("GET", "/v1/workers")).workers
 
     def me(self) -> "MeAnswer":
         """Returns the user that the token belongs to."""
@@ -136,25 +163,12 @@ class Client:
 
         return MeAnswer.model_validate(self._json("GET", "/v1/me"))
 
-    def estimate(self, target: Any, space: Any = None, **asked: Any) -> dict[str, Any]:
-        """Returns the document of `redline estimate --json`, predicted by the server without a device.
-
-        Args:
-            target: as for `submit`.
-            space: as for `submit`.
-            asked: `hardware` (required), `devices`, `seq_len`, `global_batch`, `config`, `top`, ...
-        """
-        own: dict[str, Any] = {name: asked.pop(name) for name in ("config", "top") if name in asked}
-        body: dict[str, Any] = travelling({"target": target, "space": space, **asked}) | own
-        found: dict[str, Any] = self._json("POST", "/v1/estimate", json=body, timeout=150.0)
-        return found
-
     def events(self, search: str | None = None, after: int | None = None) -> "Iterator[EventAnswer]":
         """Yields events as they happen. A broken stream is resumed where it broke.
 
         Args:
             search: yields the events of this search from its beginning until it ends; None for new events of all
-                searches and the pool.
+                searches.
             after: starts after the event of this id.
         """
         from .api.models import EventAnswer
@@ -165,7 +179,7 @@ class Client:
         while True:
             try:
                 params = {} if after is None else {"after": after}
-                with self._transport.stream(path, params=params) as lines:
+                with self._stream(path, params=params) as lines:
                     for line in lines:
                         pause, patience = _FIRST_PAUSE_S, max(self._patience_s, FOLLOWING_S)
                         contact = time.monotonic()
@@ -189,7 +203,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._transport.close()
+        self._http.close()
 
     def __enter__(self) -> "Client":
         return self
@@ -197,20 +211,93 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _json(self, method: str, path: str, **more: Any) -> Any:
-        return self._send(method, path, **more).json()
+    def _json(self, method: str, path: str, **options: Any) -> Any:
+        return self._send(method, path, **options).json()
 
-    def _send(self, method: str, path: str, **more: Any) -> Any:
-        """Sends a request, retried until the server answers or `patience_s` is over."""
+    def _send(self, method: str, path: str, **options: Any) -> Any:
+        """Sends a request, repeated until the server answers or `patience_s` is over, and returns the answer.
+
+        Raises:
+            ServerUnreachable: the server cannot be reached.
+            UsageError: its certificate is not trusted.
+            RedlineError: the error that the server answers.
+        """
         until, pause = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
-                return self._transport.send(method, path, **more)
+                with self._http_errors():
+                    answer = self._http.request(method, path, **options)
+                if answer.status_code >= 400:
+                    _raise_error(answer)
+                return answer
             except (ServerUnreachable, StorageUnavailable):
                 if time.monotonic() + pause > until:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
+
+    @contextmanager
+    def _stream(self, path: str, **options: Any) -> Iterator[Iterator[str]]:
+        """Yields the lines of an answer as they arrive. Raises as `_send` does."""
+        import httpx
+
+        timeout = httpx.Timeout(_TIMEOUT_S, read=3 * _TIMEOUT_S)
+        with self._http_errors(), self._http.stream("GET", path, timeout=timeout, **options) as answer:
+            if answer.status_code >= 400:
+                answer.read()
+                _raise_error(answer)
+            yield answer.iter_lines()
+
+    @contextmanager
+    def _http_errors(self) -> Iterator[None]:
+        import httpx
+
+        try:
+            yield
+        except httpx.HTTPError as error:
+            if (reason := _distrusted(error)) is not None:
+                raise UsageError(
+                    f"the certificate of {self._server} is not trusted: {reason}; give --trust (in Python trust=) the file of "
+                    "that certificate, or of the authority that signed it"
+                ) from None
+            problem = str(error) or type(error).__name__
+            raise ServerUnreachable(f"the server {self._server} does not answer: {problem}") from None
+
+
+def _without_none(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _trusting(file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=file)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{file} cannot be read as certificates in PEM: {error.strerror or error}") from None
+
+
+def _distrusted(error: BaseException | None) -> str | None:
+    """Returns why a certificate is not trusted; None if the error has another cause."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _raise_error(answer: Any) -> NoReturn:
+    """Raises the error that an answer with status 400 or above contains."""
+    try:
+        detail = answer.json()["error"]
+        code, message = str(detail["code"]), str(detail["message"])
+    except (ValueError, KeyError, TypeError):
+        code, message = "", f"the server answered {answer.status_code}: {answer.text[:200]}"
+    if code in _ERRORS:
+        raise _ERRORS[code](message)
+    if answer.status_code in (401, 403):
+        raise Refused(message)
+    if answer.status_code in (429, 502, 503, 504):
+        raise ServerUnreachable(message)
+    raise ServiceError(message)
 
 
 class SearchRun:
@@ -264,14 +351,14 @@ class SearchRun:
     @property
     def best(self) -> Candidate | None:
         """The winner, or the best trial so far; None if none succeeded."""
-        found = self.summary()["best"]
-        if found is None:
+        best = self.summary()["best"]
+        if best is None:
             return None
-        config, measured = Config(found["config"]), Measurement.from_dict(found["measurement"])
+        config, measured = Config(best["config"]), Measurement.from_dict(best["measurement"])
         trial = Trial(
-            number=found["trial"], config=config, measurement=measured, remeasured=tuple(found.get("remeasured") or ())
+            number=best["trial"], config=config, measurement=measured, remeasured=tuple(best.get("remeasured") or ())
         )
-        return Candidate(config=config, throughput=found["throughput"], measurement=measured, trial=trial)
+        return Candidate(config=config, throughput=best["throughput"], measurement=measured, trial=trial)
 
     @property
     def winner(self) -> Candidate:
@@ -280,9 +367,9 @@ class SearchRun:
         Raises:
             NothingFound: no trial succeeded. The message states why.
         """
-        if (found := self.best) is None:
+        if (best := self.best) is None:
             raise NothingFound(f"there is no winner: {self.why}")
-        return found
+        return best
 
     @property
     def why(self) -> str:
@@ -291,17 +378,17 @@ class SearchRun:
 
     def summary(self) -> dict[str, Any]:
         """Returns the results so far, in the form of `redline tune --json`."""
-        found: dict[str, Any] = self._client._json("GET", f"/v1/searches/{self.id}/best")
-        return found
+        summary: dict[str, Any] = self._client._json("GET", f"/v1/searches/{self.id}/best")
+        return summary
 
     def history(self) -> "Iterator[EventAnswer]":
         """Yields its past events."""
         from .api.models import EventAnswer
 
         after, path = 0, "/v1/history"
-        while found := self._client._json("GET", path, params={"search": self.id, "after": after, "limit": 1000}):
-            yield from (EventAnswer.model_validate(each) for each in found)
-            after = found[-1]["id"]
+        while page := self._client._json("GET", path, params={"search": self.id, "after": after, "limit": 1000}):
+            yield from (EventAnswer.model_validate(event) for event in page)
+            after = page[-1]["id"]
 
     @property
     def trials(self) -> "DataFrame":
@@ -315,22 +402,21 @@ class SearchRun:
 
     def table(self) -> bytes:
         """Returns trials.csv."""
-        found: bytes = self._client._send("GET", f"/v1/searches/{self.id}/trials.csv").content
-        return found
+        data: bytes = self._client._send("GET", f"/v1/searches/{self.id}/trials.csv").content
+        return data
 
     def log(self, trial: int, begin: int = 0) -> bytes:
         """Returns a trial's output from a byte offset on; empty if there is no more."""
-        out, path = b"", f"/v1/searches/{self.id}/logs/{trial}"
+        output, path = b"", f"/v1/searches/{self.id}/logs/{trial}"
         while True:
-            answer = self._client._send("GET", path, params={"begin": begin + len(out)})
-            out += answer.content
-            if begin + len(out) >= int(answer.headers["x-redline-size"]) or not answer.content:
-                return out
+            answer = self._client._send("GET", path, params={"begin": begin + len(output)})
+            output += answer.content
+            if begin + len(output) >= int(answer.headers["x-redline-size"]) or not answer.content:
+                return output
 
     def export(self, target: str, *, trial: int | None = None, form: str | None = None) -> str:
         """Returns the winner's or a trial's configuration for a framework, as `redline export` does."""
-        given: dict[str, Any] = {"trial": trial, "form": form}
-        params = {name: value for name, value in given.items() if value is not None}
+        params = _without_none(trial=trial, form=form)
         return str(self._client._send("GET", f"/v1/searches/{self.id}/export/{target}", params=params).text)
 
     def cancel(self) -> None:
@@ -338,7 +424,7 @@ class SearchRun:
         self._client._json("POST", f"/v1/searches/{self.id}/cancel")
 
     def hold(self) -> None:
-        """Pauses the search until `release`: dry runs in progress end, no others start."""
+        """Pauses the search until `release`: trials in progress end, no others start."""
         self._client._json("POST", f"/v1/searches/{self.id}/hold")
 
     def release(self) -> None:
@@ -346,13 +432,12 @@ class SearchRun:
         self._client._json("POST", f"/v1/searches/{self.id}/release")
 
     def retry(self) -> None:
-        """Resumes the search after it failed or was cancelled. Finished dry runs are not repeated."""
+        """Resumes the search after it failed or was cancelled. Finished trials are not repeated."""
         self._client._json("POST", f"/v1/searches/{self.id}/retry")
 
     def change(self, *, priority: int | str | None = None, visibility: str | None = None) -> None:
         """Changes its priority, or who sees it (`own`, `team`, `all`)."""
-        given = {"priority": None if priority is None else priority_of(priority), "visibility": visibility}
-        body = {name: value for name, value in given.items() if value is not None}
+        body = _without_none(priority=None if priority is None else priority_of(priority), visibility=visibility)
         self._client._json("PATCH", f"/v1/searches/{self.id}", json=body)
 
     def delete(self) -> None:

@@ -1,7 +1,6 @@
 """Records that the service stores, as frozen dataclasses.
 
-Times are seconds since 1970 (UTC). Fields named after another record (`user`, `search`, `worker`, `dry_run`) are its id.
-Fields that `User`, `Search` or `DryRun` has as well mean the same.
+Times are seconds since 1970 (UTC). Fields named after another record (`user`, `search`) are its id.
 """
 
 from dataclasses import dataclass
@@ -12,16 +11,21 @@ from ..base.errors import UsageError
 
 
 class Role(StrEnum):
-    """A user's permissions. Each role except `worker` includes the roles before it."""
+    """A user's permissions. Each role includes those before it."""
 
     READER = "reader"
     """Views searches and results."""
     SUBMITTER = "submitter"
-    """Submits searches and cancels their own."""
+    """Submits searches of models, and changes and deletes their own."""
+    CODE = "code"
+    """Submits commands and workload files as well, which run as the user of Ray's processes."""
     ADMIN = "admin"
-    """Adds users and tokens, cancels any search, and joins workers."""
-    WORKER = "worker"
-    """Joins workers to the pool and does nothing else. Its workers run and measure the searches of all users."""
+    """Changes any search, sees all, and has no limits."""
+
+    def includes(self, other: "Role") -> bool:
+        """True if this role may do what `other` may."""
+        roles = list(Role)
+        return roles.index(self) >= roles.index(other)
 
 
 PRIORITIES = {"low": -10, "normal": 0, "high": 10, "urgent": 50}
@@ -52,9 +56,9 @@ def priority_of(value: int | str) -> int:
 
 class SearchState(StrEnum):
     QUEUED = "queued"
-    """Submitted; no searcher has taken it yet."""
+    """Waits for devices; it may have run before."""
     RUNNING = "running"
-    """A searcher has taken it, or will take it again after a restart."""
+    """Has devices. Its process may be starting, or starting again."""
     DONE = "done"
     FAILED = "failed"
     """Ended by an error, which `reason` describes."""
@@ -67,23 +71,11 @@ class SearchState(StrEnum):
         return self in ENDED
 
 
+ENDED = (SearchState.DONE, SearchState.FAILED, SearchState.CANCELLED)
+"""The final states of a search."""
 Visibility = Literal["own", "team", "all"]
 """Users who can view a search besides its owner and admins: nobody, the owner's team, or all."""
 VISIBILITIES: tuple[str, ...] = get_args(Visibility)
-
-ENDED = (SearchState.DONE, SearchState.FAILED, SearchState.CANCELLED)
-"""The final states of a search."""
-
-
-class DryRunState(StrEnum):
-    WAITING = "waiting"
-    """Waits for devices."""
-    LEASED = "leased"
-    """A worker runs it."""
-    DONE = "done"
-    """Its outcome is stored."""
-    WITHDRAWN = "withdrawn"
-    """No search needs it any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +86,14 @@ class User:
     name: str
     """Unique name."""
     role: Role
+    searches: int | None
+    """Limit of searches that run at once; None for no limit."""
+    devices: int | None
+    """Limit of devices that their searches have at once; None for no limit."""
     device_hours: float | None
-    """Limit of device-hours in 30 days; None for no limit."""
-    running: int | None
-    """Limit of dry runs that run at once; None for no limit."""
+    """Limit of device-hours in a week; None for no limit."""
     weight: float
     """Relative share of the devices: a user with weight 2 gets twice as much as one with weight 1."""
-    allow_code: bool
-    """True if they may submit workloads that are code."""
     priority: int
     """The highest priority they may give a search. Admins may give any."""
     created: float
@@ -142,35 +134,35 @@ class Search:
     """Idempotency key, unique per user; the id if none was given."""
     name: str
     request: dict[str, Any]
-    """The fields of `Request`, as a mapping."""
+    """The fields of `tuner.request.Request` that were submitted."""
     state: SearchState
     reason: str
-    """The reason for the state; empty if there is none."""
+    """The reason for the state, or what its process waits for; empty if there is none."""
     priority: int
-    """Dry runs of the higher priority start first."""
+    """The higher goes first."""
     devices: int
-    """Devices of one dry run."""
+    """Devices of one trial."""
     device: str
     """The requested kind of device, by type or part of its name (`cuda`, `H100`); empty for any."""
     kind: str
-    """Name of the kind of device that the search was placed on and stays on; empty until then."""
+    """Name of the kind of device that it runs on, from its first start; empty until then."""
+    uses: int
+    """Devices that it has now; 0 if it does not run."""
     created: float
     """When it was submitted."""
+    queued: float
+    """When it last joined the queue."""
     started: float | None
-    """When a searcher first took it."""
+    """When it first ran."""
     ended: float | None
     attempt: int
-    """Number of the latest attempt, which alone may write. It grows when a searcher takes the search, and when the search
-    returns to the queue.
-    """
+    """Number of the latest process that ran it."""
+    used_s: float
+    """Time that it has had devices, s."""
     best: dict[str, Any] | None
-    """The winner as reported by its searcher."""
-    reuse: bool
-    """True if stored measurements of other searches may answer its dry runs."""
+    """The winner as its process reported it."""
     trials: int
     """Trials that have ended."""
-    simulated: bool
-    """True if its trials are predictions, which need no devices."""
     held: bool
     """True if nothing of it starts until it is released."""
     visibility: str
@@ -178,8 +170,17 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessId:
+    """A process of this host, which a later process with the same number is told from by its start."""
+
+    pid: int
+    started: float
+    """As `psutil.Process.create_time` returns it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A running or queued search, as input to the assignment of searcher slots."""
+    """A search that is queued, or that has devices, as input to scheduling."""
 
     search: str
     user: int
@@ -187,73 +188,36 @@ class Contender:
     device: str
     kind: str
     devices: int
-    simulated: bool
+    """Devices of one trial."""
+    concurrency: int | None
+    """Requested trials at once; None if the service decides."""
     held: bool
-    submitted: float
-    runs: bool
-    """True if it has a slot."""
-    leased: int
-    """Number of its dry runs that workers run."""
+    queued: float
+    state: SearchState
+    """A search that has ended has its devices until its process has."""
+    uses: int
+    """Devices that it has now."""
+    began: float | None
+    """When it got them; None if it has none."""
+    used_s: float
+    """Time that it has had devices, s."""
+    process: ProcessId | None
+    """The process that runs it; None if none was started."""
+    read: int
+    """Bytes of its file of events that were read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DryRun:
-    """A dry run, or an interleaved timing of several candidates, that a search requested."""
+class Share:
+    """A user's use of the devices, and their limits."""
 
-    id: int
-    search: str
-    key: str
-    """Idempotency key, unique within the search."""
-    kind: str
-    """`run` or `turns`."""
-    payload: dict[str, Any]
-    """The arguments of the run."""
-    devices: int
-    """Devices it takes, all at once, of one worker."""
-    state: DryRunState
-    lease: int
-    """Number of the latest lease. Each lease has a higher number than the one before."""
-    worker: str | None
-    """The worker that had the latest lease."""
-    until: float | None
-    """When the latest lease expires."""
-    outcome: dict[str, Any] | None
-    """The measurements. Written once."""
-    created: float
-    started: float | None
-    """When the latest lease began."""
-    ended: float | None
-    """When it got its outcome or was withdrawn."""
-    attempts: int
-    """Number of leases that were not given back."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Worker:
-    """A process that runs dry runs on its devices."""
-
-    id: str
-    """12 hexadecimal digits."""
     user: int
-    """Id of the user who joined it to the pool."""
-    name: str
-    host: str
-    device: dict[str, Any]
-    """Its kind of device, in the form of `Device.to_dict`."""
-    devices: int
-    memory_mib: int
-    """Memory of one device, MiB."""
-    software: dict[str, Any]
-    """Versions of the software that affects measurements."""
-    seen: float
-    """When it last reported."""
-    left: float | None
-    """When it left the pool; None while it is in the pool."""
-
-    @property
-    def kind(self) -> str:
-        """Name of its kind of device."""
-        return str(self.device.get("name", ""))
+    weight: float = 1.0
+    week_s: float = 0.0
+    """Device-seconds of the last seven days."""
+    searches: int | None = None
+    devices: int | None = None
+    device_hours: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,91 +227,11 @@ class Event:
     id: int
     """Increasing number. A reader that has read up to one misses nothing after it."""
     search: str | None
-    """Id of the search; None for an event of the pool."""
+    """Id of the search; None for an event of the service."""
     time: float
     kind: str
-    """`search`, `dry_run` or `worker` for the store's own events; searches report others."""
+    """`search` for changes of a search's state; the process of a search reports others."""
     data: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """A dry run leased to a worker, with everything the worker needs to run it."""
-
-    dry_run: int
-    lease: int
-    """Number of the lease, which every answer must contain."""
-    worker: str
-    until: float
-    """When the lease expires unless it is renewed."""
-    search: str
-    attempt: int
-    user: int
-    request: dict[str, Any]
-    kind: str
-    payload: dict[str, Any]
-    devices: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
-    """A waiting dry run, as input to scheduling."""
-
-    dry_run: int
-    search: str
-    user: int
-    priority: int
-    kind: str
-    """Name of the kind of device that the search was placed on."""
-    devices: int
-    submitted: float
-    seconds: float | None
-    """Mean duration of the search's dry runs, s; None before the first has ended."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
-    """A leased dry run, as input to scheduling."""
-
-    dry_run: int
-    search: str
-    user: int
-    worker: str
-    devices: int
-    started: float
-    seconds: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """A user's use of the devices and their limits."""
-
-    user: int
-    weight: float = 1.0
-    recent: float = 0.0
-    """Recent device-seconds, discounted by age."""
-    week: float = 0.0
-    """Device-seconds discounted over a week, used to assign slots: a search lasts longer than the memory of `recent`."""
-    used_hours: float = 0.0
-    """Device-hours in the period of the quota."""
-    device_hours: float | None = None
-    running: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredMeasurement:
-    """A stored measurement of a configuration."""
-
-    id: int
-    """Increasing number."""
-    fingerprint: str
-    """Digest of everything else that affects the measurement: workload, devices, hardware, software, seed."""
-    config_id: str
-    config: dict[str, Any]
-    measurement: dict[str, Any]
-    search: str | None
-    """Id of the search that measured it."""
-    time: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

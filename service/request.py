@@ -39,10 +39,6 @@ LARGEST_FILE = 512 * 1024
 LONGEST_SHOWN = 200
 """Longest text of a request that lists show, characters."""
 NO_CODE = "this server does not run submitted code, such as a workload or a command; submit a model's name or config.json instead"
-NO_WORKLOADS = (
-    "this server does not run workload files: its searchers would run them as the server's user; submit a --command, a model's "
-    "name or a config.json instead"
-)
 _MODEL, _CODE = "model/config.json", "workload.py"
 
 
@@ -55,21 +51,23 @@ def travelling(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: a file cannot be read, or an argument only applies to the local machine.
     """
-    asked = {name: each for name, each in given.items() if each is not None and each not in ((), {}, "", [])}
-    out = _target(asked.pop("target", None))
-    if (space := asked.pop("space", None)) is not None:
-        out["space"] = (Space.from_yaml(space) if isinstance(space, (str, Path)) else space).to_dict()
-    unchanged = {each.name: each.default for each in fields(RunRequest)}
-    for name, value in asked.items():
+    tune_arguments = {
+        name: value for name, value in given.items() if value is not None and value not in ((), {}, "", [])
+    }
+    request = _target(tune_arguments.pop("target", None))
+    if (space := tune_arguments.pop("space", None)) is not None:
+        request["space"] = (Space.from_yaml(space) if isinstance(space, (str, Path)) else space).to_dict()
+    defaults = {field.name: field.default for field in fields(RunRequest)}
+    for name, value in tune_arguments.items():
         if name not in TRAVELLING:
-            if name in unchanged and value == unchanged[name]:
+            if name in defaults and value == defaults[name]:
                 continue
             raise UsageError(
                 f"{_FLAGS.get(name, name)} only applies to the machine that a search runs on and cannot be sent to a server; "
                 "leave it out"
             )
-        out[name] = list(value) if isinstance(value, tuple) else value
-    return out
+        request[name] = list(value) if isinstance(value, tuple) else value
+    return request
 
 
 def _target(target: Any) -> dict[str, Any]:
@@ -89,8 +87,9 @@ def _target(target: Any) -> dict[str, Any]:
     if path.endswith(".py"):
         return {"workload": {"text": _text(path), "sha256": digest(_text(path)), "name": name}}
     if isinstance(target, Path) or text.startswith(("/", "./", "../", "~")) or text.endswith(".json"):
-        where = path_of(text)
-        return {"model": _configuration(where / "config.json" if where.is_dir() else where)}
+        folder_or_file = path_of(text)
+        file = folder_or_file / "config.json" if folder_or_file.is_dir() else folder_or_file
+        return {"model": _configuration(file)}
     return {"target": text}
 
 
@@ -103,12 +102,12 @@ def _text(path: str | Path) -> str:
 
 def _configuration(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(_text(path).encode())
+        configuration = parse_json(_text(path).encode())
     except Malformed as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(configuration, dict):
         raise UsageError(f"{path} is not a Hugging Face model's configuration: it must be a mapping")
-    return found
+    return configuration
 
 
 def digest(text: str) -> str:
@@ -123,10 +122,10 @@ def is_code(request: Mapping[str, Any]) -> bool:
 
 def without_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the request with the values of a command's environment hidden."""
-    out = dict(request)
-    if "command" in out:
-        out["command"] = {**out["command"], **({"env": hidden(env)} if (env := out["command"].get("env")) else {})}
-    return out
+    command = request.get("command")
+    if command is None or not command.get("env"):
+        return dict(request)
+    return {**request, "command": {**command, "env": hidden(command["env"])}}
 
 
 def brief(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,37 +138,36 @@ def brief(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments(request: Mapping[str, Any], folder: Path, *, code: bool = True) -> dict[str, Any]:
-    """Returns the arguments of `redline.tune` for a received request; workers pass them to `tuner/request.py`'s
-    `Request`.
+    """Returns the arguments of `redline.tune` for a received request.
 
     Args:
         request: as stored when it was accepted.
         folder: of this search on this machine. Files that the request contains are written there, under names made
             here.
-        code: whether this process may run a workload file. A command's program is never started here.
+        code: whether this process may run code of users.
 
     Raises:
         UsageError: the request is damaged, has an invalid name, or contains code that may not run here.
     """
-    if "workload" in request and not code:
-        raise UsageError(NO_WORKLOADS)
-    if len(found := [name for name in TARGETS if name in request]) != 1:
-        raise UsageError(f"a request must have one of {', '.join(TARGETS)}, but has {', '.join(found) or 'none'}")
-    out = {name: request[name] for name in TRAVELLING if name in request and name != "space"}
-    out["target"] = _found(request, folder)
-    if "hardware" in out:
+    if is_code(request) and not code:
+        raise UsageError(NO_CODE)
+    if len(targets := [name for name in TARGETS if name in request]) != 1:
+        raise UsageError(f"a request must have one of {', '.join(TARGETS)}, but has {', '.join(targets) or 'none'}")
+    tune_arguments = {name: request[name] for name in TRAVELLING if name in request and name != "space"}
+    tune_arguments["target"] = _received_target(request, folder)
+    if "hardware" in request:
         from ..estimator.hardware import named_hardware
 
-        out["hardware"] = named_hardware(out["hardware"])
+        tune_arguments["hardware"] = named_hardware(request["hardware"])
     if "space" in request:
-        out["space"] = Space.from_dict(request["space"])
-    return out
+        tune_arguments["space"] = Space.from_dict(request["space"])
+    return tune_arguments
 
 
-def _found(request: Mapping[str, Any], folder: Path) -> Any:
+def _received_target(request: Mapping[str, Any], folder: Path) -> Any:
     if "command" in request:
-        known = {each.name for each in fields(Command)} - {"render"}
-        return ServerCommand(**{name: value for name, value in request["command"].items() if name in known})
+        names = {field.name for field in fields(Command)} - {"render"}
+        return ServerCommand(**{name: value for name, value in request["command"].items() if name in names})
     if "model" in request:
         return ServerModel.of(request["model"], _put(folder / _MODEL, json.dumps(request["model"], indent=2)))
     if "workload" in request:

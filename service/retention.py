@@ -4,67 +4,31 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
-from ..base.errors import RedlineError, StudyError, UsageError
-from ..base.lock import FolderLock
-from ..results import request
-from ..results.names import RUN
+from ..base.errors import RedlineError, UsageError
 from .runs import Runs
 from .store import Store
 from .store.part import DAY_S
 from .store.searches import check_ended
 
 
-def deleted(store: Store, runs: Runs, search: str, url: str) -> None:
-    """Deletes a search that has ended, with its folder and its ledger. The search itself is deleted last, so that a
-    failed deletion can be repeated.
-
-    Args:
-        url: of the database that has the ledger.
+def deleted(store: Store, runs: Runs, search: str) -> None:
+    """Deletes a search that has ended, with its folder. The search itself is deleted last, so that a failed deletion can be
+    repeated.
 
     Raises:
         NotFound: the search does not exist.
-        UsageError: it has not ended, or its searcher is still ending.
+        UsageError: it has not ended, or its process is still ending.
         OSError: the folder cannot be deleted.
     """
-    check_ended(search, store.search(search).state)
+    record = store.search(search)
+    check_ended(search, record.state)
+    if record.uses:
+        raise UsageError(f"the process of {search} has not ended yet; delete the search in a moment")
     folder = runs.folder(search)
-    lock = None
     if folder.is_dir():
-        try:
-            lock = FolderLock(folder)
-        except StudyError:
-            raise UsageError(f"the searcher of {search} has not ended yet; delete the search in a moment") from None
-    try:
-        if (folder / RUN).is_file():
-            study = None
-            with suppress(StudyError):  # without a readable run.yaml the ledger's name is unknown
-                study = request.read(folder)[0]["study"]
-            if study is not None:
-                _forget_ledger(url, study)
-        if lock is not None:
-            shutil.rmtree(folder)
-        store.delete_search(search)
-    finally:
-        if lock is not None:
-            lock.release()
-
-
-def _forget_ledger(url: str, name: str) -> None:
-    """Deletes the ledger of that name; does nothing if there is none."""
-    import optuna
-
-    from ..results.storage import contained, open_storage, quiet, words
-
-    with quiet(), contained(words(url)):
-        storage = open_storage(url, writable=True)
-        try:
-            optuna.delete_study(study_name=name, storage=storage)
-        except KeyError:
-            return
-        finally:
-            storage.remove_session()
+        shutil.rmtree(folder)
+    store.delete_search(search)
 
 
 ROUND_S = 3600.0
@@ -89,7 +53,7 @@ class Retention(threading.Thread):
         search_days: float | None = None,
         delete: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(daemon=True, name="forgetting")
+        super().__init__(daemon=True, name="retention")
         self._store, self._days = store, days
         self._search_days, self._delete_search = search_days, delete
         self._over = threading.Event()
@@ -97,8 +61,8 @@ class Retention(threading.Thread):
     def run(self) -> None:
         while True:
             try:
-                if found := self._store.forget_events(self._store.clock() - self._days * DAY_S):
-                    _log.info("deleted %d events of searches that ended over %g days ago", found, self._days)
+                if count := self._store.forget_events(self._store.clock() - self._days * DAY_S):
+                    _log.info("deleted %d events of searches that ended over %g days ago", count, self._days)
                 if self._search_days is not None:
                     self._delete_searches(self._store.clock() - self._search_days * DAY_S)
             except (RedlineError, OSError) as error:
@@ -108,7 +72,7 @@ class Retention(threading.Thread):
 
     def _delete_searches(self, before: float) -> None:
         """Deletes the searches that ended before a time, except those whose deletion fails."""
-        while sum(self._is_deleted(each) for each in self._store.ended_before(before)):
+        while sum(self._is_deleted(search) for search in self._store.ended_before(before)):
             continue
 
     def _is_deleted(self, search: str) -> bool:

@@ -1,10 +1,12 @@
 """Reads the folders of searches. Each has the form of a `redline tune --out` folder."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import NotFound, StudyError, UsageError
-from ..base.reading import read_inside
+from ..base.errors import NotFound, StudyError
+from ..base.reading import open_inside, read_inside
 from ..frameworks import chosen_trial, render
 from ..frameworks.target import Export
 from ..results import View
@@ -15,7 +17,23 @@ from ..space import Config
 from ..tuner.result import make_result
 from ..views.dashboard.library import Library
 from ..views.report.document import as_json
-from .logs import SEARCHES, folder_of
+
+SEARCHES = "searches"
+"""Subfolder of the server's data that contains a folder for each search."""
+LARGEST_PART = 1 << 20
+"""Largest part of a log that is read at once, bytes."""
+_SEARCH = re.compile(r"[0-9a-f]{12}")
+
+
+def folder_of(data: Path, search: str) -> Path:
+    """Returns the folder of a search, which need not exist.
+
+    Raises:
+        NotFound: the id is malformed.
+    """
+    if not _SEARCH.fullmatch(search):
+        raise NotFound(f"a search's id has 12 hexadecimal digits, but got {search[:40]!r}")
+    return data / SEARCHES / search
 
 
 class Runs:
@@ -27,15 +45,18 @@ class Runs:
         """Folder that contains the searches' folders."""
 
     def folder(self, search: str) -> Path:
-        """Returns the folder of a search, which need not exist.
+        """Returns the folder of a search, as `folder_of`."""
+        return folder_of(self.data, search)
 
-        Raises:
-            NotFound: the id is malformed.
-        """
+    def log(self, search: str, trial: int, begin: int = 0, count: int = LARGEST_PART) -> tuple[bytes, int]:
+        """Returns a part of a trial's log and the log's size, bytes; an empty part and 0 if it does not exist yet."""
         try:
-            return folder_of(self.data, search)
-        except UsageError as error:
-            raise NotFound(str(error)) from None
+            with open_inside(self.folder(search), f"logs/{trial}.log") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(min(begin, size))
+                return file.read(min(count, LARGEST_PART)), size
+        except FileNotFoundError:
+            return b"", 0
 
     def table(self, search: str) -> bytes:
         """Returns the current trials.csv; empty if no trial has ended yet."""
@@ -52,7 +73,7 @@ class Runs:
             return []
         columns, _ = parse(data, TABLE)
         rows = zip(*columns.values())
-        return [as_json({name: each for name, each in zip(columns, row) if each is not None}) for row in rows]
+        return [as_json({name: cell for name, cell in zip(columns, row) if cell is not None}) for row in rows]
 
     def trials(self, search: str) -> tuple[list[Trial], View | None]:
         """Returns the trials that have ended, and the view of the folder; None if it does not exist yet."""
@@ -64,14 +85,11 @@ class Runs:
     def summary(self, search: str) -> dict[str, Any]:
         """Returns the results so far, in the form of `redline tune --json`."""
         trials, view = self.trials(search)
-        found = make_result(trials, (), folder=None, ended="", interrupted=False).to_dict()
-        out = {
-            name: found[name]
-            for name in ("best", "best_exact", "default", "gain", "gain_interval", "why", "trials", "failures")
-        }
-        # Without this machine's paths, and without that of a run whose trials are in the database.
-        problems = [each for each in (view.problems if view else ()) if "in the storage" not in each]
-        return as_json({**out, "problems": [each.replace(f"{self.searches}/", "") for each in problems]})
+        result = make_result(trials, (), folder=None, ended="", interrupted=False).to_dict()
+        names = ("best", "best_exact", "default", "gain", "gain_interval", "why", "trials", "failures")
+        # Without this machine's paths.
+        problems = [problem.replace(f"{self.searches}/", "") for problem in (view.problems if view else ())]
+        return as_json({**{name: result[name] for name in names}, "problems": problems})
 
     def export(self, search: str, target: str, trial: int | None, form: str | None) -> Export:
         """Returns a trial's configuration, by default the winner's, as a file of an export target.

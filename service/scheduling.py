@@ -1,381 +1,285 @@
-"""Scheduling as pure functions of the waiting and running dry runs, the workers and the users' shares.
+"""Which searches get devices, and which give theirs up: a pure function of the searches, the devices and the users' use.
 
-Waiting dry runs are ordered by priority, then by the user with the least use of devices relative to their weight,
-then, within a user, by the search's time of submission. A dry run gets all its devices at once on one worker, the one
-with the fewest devices left over. If no worker has enough free devices for a multi-device dry run, it reserves the
-worker that will have them first, and later dry runs are placed there only if they do not delay it (EASY backfilling:
-Lifka 1995, "The ANL/IBM SP scheduling system"). A running dry run is never interrupted.
-
-Slots of searches (`share_slots`) follow the same order over a longer time: priority, then the user with the least use
-of devices in a week relative to their weight, then the one with the fewest slots. A search that cannot run gives up
-its slot.
+Queued searches are ordered by priority, then by their user's use of devices in the last week relative to the user's weight,
+then by the time since which they wait. A search gets the devices of its trials, all of one kind, for as long as its process
+runs. Ray would let any small group pass a large one that waits, so it is given only groups that fit: this module counts the
+devices itself. Smaller searches may use devices that a larger one cannot use yet, but only for `OVERTAKEN_S`.
 """
 
 import heapq
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from .records import Contender, Running, Share, Waiting, Worker
+from .records import Contender, SearchState, Share
 
-NOMINAL_S = 60.0
-"""Assumed duration of a dry run if unknown, s. Also charged to its user's share as soon as it starts."""
-NOMINAL_SEARCH_S = 600.0
-"""Time charged to a user's share for each device as soon as a search of theirs gets a slot, s."""
-RESERVED = 8
-"""One worker in this many, and at least one, may be reserved for multi-device dry runs."""
+NOMINAL_S = 600.0
+"""Time charged to a user for each device that a search of theirs has, besides the time it has had it, s: the next device is
+another user's.
+"""
+OVERTAKEN_S = 600.0
+"""How long smaller searches may start before one that waits for more devices than are free, s."""
+MOST_AT_ONCE = 4
+"""Trials at once of a search that states no number: with more, each is proposed with less knowledge."""
+HELD = "it is held until a user releases it"
+NO_DEVICES = "the devices are not known yet"
 
-Placement = tuple[int, str]
-"""A dry run and the worker that gets it."""
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of device of the cluster."""
+
+    name: str
+    type: str
+    """`cuda` or `cpu`."""
+    total: int
+    """Number of devices."""
+    memory_mib: float
+    """Memory of one device, MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A search that gets devices."""
+
+    search: str
+    kind: str
+    uses: int
+    """Devices it gets: those of a trial, times the trials at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What changes now, and why the others wait."""
+
+    start: list[Start] = field(default_factory=list)
+    """In the order of choice."""
+    pause: dict[str, str] = field(default_factory=dict)
+    """Running searches that give up their devices after the trials in progress, with the reasons."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why each queued search waits."""
+    overtaken: frozenset[str] = frozenset()
+    """Searches that others may pass, since they need more devices than are free."""
 
 
 def decide(
-    waiting: Sequence[Waiting],
-    running: Sequence[Running],
-    workers: Sequence[Worker],
+    contenders: Sequence[Contender],
     shares: Iterable[Share],
+    kinds: Sequence[Kind],
     now: float,
-) -> list[Placement]:
-    """Returns the dry runs to start now with their workers, in the order of choice.
+    *,
+    most: int,
+    slice_s: float | None = None,
+    overtaken_since: Mapping[str, float] | None = None,
+    pausing: Iterable[str] = (),
+) -> Decision:
+    """Returns which searches get devices now, which give theirs up, and why the others wait.
 
     Args:
-        waiting: waiting dry runs.
-        running: running dry runs.
-        workers: workers in the pool.
-        shares: of the users. A user without one has used nothing and has no quota.
+        contenders: searches that are queued or have devices.
+        shares: of the users. A user without one has used nothing and has no limits.
+        kinds: the cluster's devices.
         now: s since 1970.
+        most: searches at once.
+        slice_s: time after which a search gives way to others that wait, s; None for never.
+        overtaken_since: time since which each search of an earlier decision's `overtaken` has been among them, s since 1970.
+        pausing: running searches that were told to give up their devices.
     """
-    pool = _Pool(workers, running, now)
-    return list(_placements(waiting, pool, _Users(shares, running)))
+    return _Round(contenders, shares, kinds, now, most, overtaken_since or {}).decide(slice_s, set(pausing))
 
 
-def why_waiting(
-    waiting: Sequence[Waiting],
-    running: Sequence[Running],
-    workers: Sequence[Worker],
-    shares: Iterable[Share],
-    now: float,
-) -> dict[str, str]:
-    """Returns the reason why each waiting search waits, by its id. Arguments as for `decide`."""
-    pool, users = _Pool(workers, running, now), _Users(shares, running)
-    out: dict[str, str] = {}
-    for each in waiting:
-        if each.search not in out:
-            out[each.search] = pool.why(each, users)
-    return out
+def matches(requested: str, kind: Kind) -> bool:
+    """True if a device is of the requested kind: empty for any, its type, or a part of its name."""
+    name = requested.casefold()
+    return not name or name == kind.type or name in kind.name.casefold()
 
 
-def share_slots(
-    contenders: Sequence[Contender],
-    running: Sequence[Running],
-    workers: Sequence[Worker],
-    shares: Iterable[Share],
-    most: int,
-) -> tuple[list[str], dict[str, str]]:
-    """Returns the searches that get a slot now, in order, and those that must give up theirs with the reason."""
-    slots = _Slots(contenders, running, workers, shares)
-    room = most - sum(each.runs for each in contenders)
-    # A slot given up now is free at the next decision.
-    return list(itertools.islice(slots.order(), max(0, room))), slots.given_up()
-
-
-def why_no_slot(
-    contenders: Sequence[Contender],
-    running: Sequence[Running],
-    workers: Sequence[Worker],
-    shares: Iterable[Share],
-    most: int,
-) -> dict[str, str]:
-    """Returns the reason why each search without a slot has none, by its id. Arguments as for `share_slots`."""
-    slots = _Slots(contenders, running, workers, shares)
-    out = {each.search: reason for each in contenders if not each.runs and (reason := slots.obstacle(each))}
-    for before, search in enumerate(slots.order()):
-        others = f"{before} {'search' if before == 1 else 'searches'} before it" if before else "it is the next"
-        out[search] = f"{most} searches run at once, and it waits for a slot: {others}"
-    # A user's limit of searches can leave searches of theirs out of the order.
-    for each in contenders:
-        if not each.runs and each.search not in out:
-            out[each.search] = slots.limit(each.user)
-    return out
-
-
-class _Slots:
-    """The slots of running searches."""
+class _Round:
+    """The state of one decision."""
 
     def __init__(
         self,
         contenders: Sequence[Contender],
-        running: Sequence[Running],
-        workers: Sequence[Worker],
         shares: Iterable[Share],
+        kinds: Sequence[Kind],
+        now: float,
+        most: int,
+        overtaken_since: Mapping[str, float],
     ) -> None:
-        self._contenders, self._workers = contenders, workers
-        shares = list(shares)
-        self._users = _Users(shares, running)
-        self._charges = defaultdict(float, {each.user: each.week for each in shares})
-        for each in running:
-            self._charges[each.user] += each.devices * (each.seconds or NOMINAL_S)
-        self._never: dict[tuple[str, str, int], str] = {}
-        self._have: dict[int, int] = defaultdict(int)
-        for one in contenders:
-            self._have[one.user] += one.runs
+        self._now, self._most, self._overtaken_since = now, most, overtaken_since
+        self._kinds = {kind.name: kind for kind in kinds}
+        self._shares = {share.user: share for share in shares}
+        self._used_s = defaultdict(float, {user: share.week_s for user, share in self._shares.items()})
+        self._running = [contender for contender in contenders if contender.uses]
+        self._queued = [contender for contender in contenders if contender.state is SearchState.QUEUED]
+        self._free = {kind.name: kind.total for kind in kinds}
+        self._searches_of: dict[int, int] = defaultdict(int)
+        self._devices_of: dict[int, int] = defaultdict(int)
+        for contender in self._running:
+            self._count(contender.user, contender.kind, contender.uses)
 
-    def obstacle(self, each: Contender) -> str:
-        """Returns the reason why a search cannot run even with a free slot; empty if it can."""
-        if each.held:
-            return "it is held until a user releases it"
-        if each.simulated:
-            return ""
-        wanted = each.device, each.kind, each.devices
-        if wanted not in self._never:
-            self._never[wanted] = obstacle(each.device, each.devices, self._workers, kind=each.kind)
-        return self._never[wanted] or self._users.used_up(each.user)
+    def _count(self, user: int, kind: str, uses: int) -> None:
+        self._used_s[user] += uses * NOMINAL_S
+        self._searches_of[user] += 1
+        self._devices_of[user] += uses
+        if kind in self._free:
+            self._free[kind] -= uses
 
-    def limit(self, user: int) -> str:
-        """Returns the quota that keeps a user from having one more slot; empty if none does."""
-        share, have = self._users.shares.get(user), self._have[user]
-        if share is None or share.running is None or have < share.running:
-            return ""
-        return f"its user may have {share.running} dry runs at once, and has {have} of their searches running"
+    def decide(self, slice_s: float | None, pausing: set[str]) -> Decision:
+        decision = Decision(pause=self._over_limits(pausing))
+        slots = self._most - len(self._running)
+        closed: set[str] = set()
+        blocked: list[Contender] = []
+        overtaken: set[str] = set()
+        ahead = 0
+        for contender in self._in_order():
+            reason = self._obstacle(contender)
+            if reason is not None:
+                decision.reasons[contender.search] = reason
+                continue
+            kind = self._choose_kind(contender)
+            free = max(0, self._free[kind.name])
+            if slots > 0 and kind.name not in closed and free >= contender.devices:
+                start = Start(contender.search, kind.name, self._uses(contender, kind, free))
+                decision.start.append(start)
+                self._count(contender.user, kind.name, start.uses)
+                slots -= 1
+                continue
+            blocked.append(contender)
+            decision.reasons[contender.search] = self._waits_for(contender, kind, slots, ahead)
+            ahead += 1
+            if slots > 0 and kind.name not in closed:
+                overtaken.add(contender.search)
+                if self._now - self._overtaken_since.get(contender.search, self._now) >= OVERTAKEN_S:
+                    closed.add(kind.name)  # what becomes free is kept for it
+        if slice_s is not None:
+            decision.pause.update(self._give_way(blocked, slice_s, pausing | set(decision.pause)))
+        return Decision(decision.start, decision.pause, decision.reasons, frozenset(overtaken))
 
-    def given_up(self) -> dict[str, str]:
-        """Returns the searches that must give up their slot, with the reason: they cannot run and have no leased dry
-        run.
-        """
-        ready = (each for each in self._contenders if each.runs and not each.leased)
-        return {each.search: reason for each in ready if (reason := self.obstacle(each))}
-
-    def order(self) -> Iterator[str]:
-        """Yields the searches that can run and have no slot, in the order in which they get one."""
+    def _in_order(self) -> Iterator[Contender]:
+        """Yields the queued searches in the order in which they get devices. What a user gets meanwhile counts."""
         queues: dict[int, list[Contender]] = defaultdict(list)
-        have, charges = self._have.copy(), self._charges.copy()
-        for each in sorted(self._contenders, key=lambda one: (one.priority, -one.submitted, one.search)):
-            if not each.runs and not self.obstacle(each):
-                queues[each.user].append(each)
-
-        def rank_of(user: int) -> tuple[float, float, float, float, int]:
-            head = queues[user][-1]
-            share = self._users.shares.get(user)
-            weight = share.weight if share else 1.0
-            return -head.priority, charges[user] / weight, have[user] / weight, head.submitted, user
-
-        heap = [rank_of(user) for user in queues]
+        for contender in sorted(self._queued, key=lambda queued: (queued.priority, -queued.queued, queued.search)):
+            queues[contender.user].append(contender)
+        heap = [self._rank(queue[-1]) for queue in queues.values()]
         heapq.heapify(heap)
         while heap:
-            user = heapq.heappop(heap)[-1]
-            share = self._users.shares.get(user)
-            if share is not None and share.running is not None and have[user] >= share.running:
+            rank = heapq.heappop(heap)
+            user = rank[-1]
+            if rank != (current := self._rank(queues[user][-1])):
+                heapq.heappush(heap, current)  # the user has got devices since
                 continue
-            each = queues[user].pop()
-            yield each.search
-            have[user] += 1
-            charges[user] += each.devices * NOMINAL_SEARCH_S
+            yield queues[user].pop()
             if queues[user]:
-                heapq.heappush(heap, rank_of(user))
+                heapq.heappush(heap, self._rank(queues[user][-1]))
 
+    def _rank(self, contender: Contender) -> tuple[float, float, float, int]:
+        share = self._shares.get(contender.user)
+        used_s = self._used_s[contender.user] / (share.weight if share else 1.0)
+        return -contender.priority, used_s, contender.queued, contender.user
 
-def matches(requested: str, device: Mapping[str, Any]) -> bool:
-    """True if a device is of the requested kind: empty for any, its type, or a part of its name."""
-    name = requested.casefold()
-    return not name or name == str(device.get("type", "")).casefold() or name in str(device.get("name", "")).casefold()
+    def _obstacle(self, contender: Contender) -> str | None:
+        """Returns the reason why a search could not start on an empty cluster; None if it could."""
+        if contender.held:
+            return HELD
+        if not self._kinds:
+            return NO_DEVICES
+        matching = self._matching(contender)
+        if not matching:
+            requested = contender.kind or contender.device
+            began = ", on which it began" if contender.kind else ""
+            return f"the cluster has no '{requested}'{began}; it has {', '.join(sorted(self._kinds))}"
+        most = max(kind.total for kind in matching)
+        if most < contender.devices:
+            return f"a trial needs {contender.devices} devices of one kind, and the cluster has at most {most}"
+        return self._over_limit(contender)
 
-
-def obstacle(device: str, devices: int, workers: Sequence[Worker], *, kind: str = "") -> str:
-    """Returns the reason why none of these workers can ever run a dry run; empty if one can.
-
-    Args:
-        device: requested kind of device; empty for any.
-        devices: number of devices it takes.
-        workers: workers in the pool.
-        kind: kind of device that the search was placed on; empty if not placed.
-    """
-    if not workers:
-        return "no worker is in the pool"
-    matching = [each for each in workers if (each.kind == kind if kind else matches(device, each.device))]
-    if not matching:
-        named = f"'{kind or device}'{', on which its search began' if kind else ''}"
-        return f"no worker has {named}; there are {', '.join(sorted({each.kind for each in workers}))}"
-    most = max(each.devices for each in matching)
-    if most < devices:
-        return f"a dry run takes {devices} devices of one worker, and none has more than {most}"
-    return ""
-
-
-def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> Iterable[Placement]:
-    # The heap contains the first dry run of each user; a placement changes only the rank of its own user.
-    queues: dict[int, list[Waiting]] = defaultdict(list)
-    for each in sorted(waiting, key=lambda one: (one.priority, -one.submitted, -one.dry_run)):
-        queues[each.user].append(each)
-
-    def rank_of(user: int) -> tuple[float, float, float, int]:
-        head = queues[user][-1]
-        return -head.priority, users.charge(user), head.submitted, user
-
-    heap = [rank_of(user) for user in queues]
-    heapq.heapify(heap)
-    while heap and pool.unused > 0:
-        user = heapq.heappop(heap)[-1]
-        if users.obstacle(user):
-            continue
-        each = queues[user].pop()
-        worker = pool.place(each)
-        if worker is not None:
-            users.count(user, each)
-            yield each.dry_run, worker
-        if queues[user]:
-            heapq.heappush(heap, rank_of(user))
-
-
-class _Users:
-    """The users' current use of devices, and their quotas."""
-
-    def __init__(self, shares: Iterable[Share], running: Iterable[Running]) -> None:
-        self.shares = {each.user: each for each in shares}
-        self.charges = {user: each.recent for user, each in self.shares.items()}
-        self.running: dict[int, int] = defaultdict(int)
-        for each in running:
-            self.count(each.user, each)
-
-    def count(self, user: int, each: Waiting | Running) -> None:
-        """Counts a dry run that runs or is about to."""
-        self.running[user] += 1
-        self.charges[user] = self.charges.get(user, 0.0) + each.devices * (each.seconds or NOMINAL_S)
-
-    def charge(self, user: int) -> float:
-        """Device-seconds divided by the user's weight."""
-        share = self.shares.get(user)
-        return self.charges.get(user, 0.0) / (share.weight if share else 1.0)
-
-    def obstacle(self, user: int) -> str:
-        """Returns the quota that keeps a user from starting more; empty if none does."""
-        share = self.shares.get(user)
+    def _over_limit(self, contender: Contender) -> str | None:
+        """Returns the limit of its user that keeps a search from starting; None if none does."""
+        share = self._shares.get(contender.user)
         if share is None:
-            return ""
-        if share.running is not None and self.running[user] >= share.running:
-            return f"its user has {self.running[user]} dry runs running, and may have {share.running}"
-        return self.used_up(user)
-
-    def used_up(self, user: int) -> str:
-        """Returns an error text if a user has no device-hours left; empty otherwise."""
-        share = self.shares.get(user)
-        if share is not None and share.device_hours is not None and share.used_hours >= share.device_hours:
-            return f"its user has used {share.used_hours:.2f} of {share.device_hours:g} device-hours in 30 days"
-        return ""
-
-
-@dataclass
-class _Reservation:
-    """A worker reserved for a multi-device dry run."""
-
-    ready: float
-    """When the worker will have enough free devices."""
-    spare: int
-    """Free devices at that time beyond those needed."""
-
-
-@dataclass
-class _Kind:
-    """The workers of one kind of device."""
-
-    workers: list[Worker] = field(default_factory=list)
-    free: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Workers without a reservation, by number of free devices."""
-    reserved: dict[str, _Reservation] = field(default_factory=dict)
-
-
-class _Pool:
-    """The workers, their free devices and their reservations."""
-
-    def __init__(self, workers: Sequence[Worker], running: Sequence[Running], now: float) -> None:
-        self.now, self.workers = now, workers
-        self.free = {each.id: each.devices for each in workers}
-        self.ends: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for each in running:
-            if each.worker in self.free:
-                self.free[each.worker] -= each.devices
-                self.ends[each.worker].append((max(now, each.started + (each.seconds or NOMINAL_S)), each.devices))
-        self.kinds: dict[str, _Kind] = defaultdict(_Kind)
-        for worker in sorted(workers, key=lambda one: one.id):
-            kind = self.kinds[worker.kind]
-            kind.workers.append(worker)
-            if self.free[worker.id] > 0:
-                kind.free[self.free[worker.id]].append(worker.id)
-        self.unused = sum(max(0, each) for each in self.free.values())
-        self._words: dict[tuple[str, int], tuple[str, str]] = {}
-
-    def place(self, each: Waiting) -> str | None:
-        """Takes devices for a dry run and returns their worker; None if it has to wait."""
-        kind = self.kinds[each.kind]
-        level = min((free for free, ids in kind.free.items() if free >= each.devices and ids), default=None)
-        if level is not None:
-            worker = kind.free[level].pop()
-            if level > each.devices:
-                kind.free[level - each.devices].append(worker)
-        elif (found := self._backfilled(each, kind)) is not None:
-            worker = found
-        else:
-            if each.devices > 1:
-                self._reserve(each, kind)
             return None
-        self.free[worker] -= each.devices
-        self.unused -= each.devices
-        self.ends[worker].append((self.now + (each.seconds or NOMINAL_S), each.devices))
-        return worker
+        if share.searches is not None and self._searches_of[contender.user] >= share.searches:
+            return f"its user may run {share.searches} searches at once"
+        if share.devices is not None and self._devices_of[contender.user] + contender.devices > share.devices:
+            return f"its user may use {share.devices} devices at once, and has {self._devices_of[contender.user]}"
+        return self._hours_used_up(share)
 
-    def _backfilled(self, each: Waiting, kind: _Kind) -> str | None:
-        """Returns a reserved worker on which a dry run delays no reservation, since it ends before or uses only spare
-        devices; None if there is none.
+    def _hours_used_up(self, share: Share) -> str | None:
+        if share.device_hours is None or share.week_s < 3600 * share.device_hours:
+            return None
+        return f"its user has used {share.week_s / 3600:.2f} of {share.device_hours:g} device-hours in seven days"
+
+    def _over_limits(self, pausing: set[str]) -> dict[str, str]:
+        """Returns the running searches that must pause: held ones, and those of users without device-hours."""
+        reasons = {}
+        for contender in self._running:
+            share = self._shares.get(contender.user)
+            reason = HELD if contender.held else None
+            reason = reason or (self._hours_used_up(share) if share is not None else None)
+            if reason is not None and contender.state is SearchState.RUNNING and contender.search not in pausing:
+                reasons[contender.search] = reason
+        return reasons
+
+    def _matching(self, contender: Contender) -> list[Kind]:
+        if contender.kind:
+            return [self._kinds[contender.kind]] if contender.kind in self._kinds else []
+        return [kind for kind in self._kinds.values() if matches(contender.device, kind)]
+
+    def _choose_kind(self, contender: Contender) -> Kind:
+        """Returns the matching kind with most free devices among those that have enough for a trial."""
+        large_enough = [kind for kind in self._matching(contender) if kind.total >= contender.devices]
+        return max(large_enough, key=lambda kind: (self._free[kind.name], kind.total, kind.name))
+
+    def _uses(self, contender: Contender, kind: Kind, free: int) -> int:
+        """Returns the devices of a search that starts: for several trials at once if it asks for them, or nobody waits."""
+        at_once = contender.concurrency
+        if at_once is None:
+            # On a CPU trials at once slow each other down.
+            at_once = 1 if kind.type == "cpu" or len(self._queued) > 1 else MOST_AT_ONCE
+        share = self._shares.get(contender.user)
+        if share is not None and share.devices is not None:
+            free = min(free, share.devices - self._devices_of[contender.user])
+        return contender.devices * max(1, min(at_once, free // contender.devices))
+
+    def _waits_for(self, contender: Contender, kind: Kind, slots: int, ahead: int) -> str:
+        before = f"{ahead} {'search' if ahead == 1 else 'searches'} before it" if ahead else "it is the next"
+        if slots <= 0:
+            return f"{self._most} searches run at once: {before}"
+        wants = "a device" if contender.devices == 1 else f"{contender.devices} devices"
+        free = max(0, self._free[kind.name])
+        return f"waits for {wants} of {kind.name}: {free} of {kind.total} are free, {before}"
+
+    def _give_way(self, blocked: Sequence[Contender], slice_s: float, pausing: set[str]) -> dict[str, str]:
+        """Returns the running searches whose slice is over and that give way to the first search that waits.
+
+        A search gives way only to one that would go before it if it were queued now, so that it does not get its devices
+        back at once.
         """
-        for worker, held in kind.reserved.items():
-            if self.free[worker] < each.devices:
-                continue
-            if each.seconds is not None and self.now + each.seconds <= held.ready:
-                return worker
-            if each.devices <= held.spare:
-                held.spare -= each.devices
-                return worker
-        return None
-
-    def _reserve(self, each: Waiting, kind: _Kind) -> None:
-        """Reserves the worker that will first have enough free devices, unless too many workers are reserved already."""
-        if len(kind.reserved) >= max(1, len(kind.workers) // RESERVED):
-            return
-        candidates = []
-        for worker in kind.workers:
-            if worker.devices >= each.devices and worker.id not in kind.reserved:
-                ready, free = self._ready(worker.id, each.devices)
-                candidates.append((ready, -self.free[worker.id], worker.id, free - each.devices))
-        if not candidates:
-            return
-        ready, _, name, spare = min(candidates)
-        if self.free[name] > 0:
-            kind.free[self.free[name]].remove(name)
-        kind.reserved[name] = _Reservation(ready=ready, spare=spare)
-
-    def _ready(self, worker: str, devices: int) -> tuple[float, int]:
-        """Returns when a worker is expected to have so many devices free, and how many are free then."""
-        free, ready = self.free[worker], self.now
-        for end, freed in sorted(self.ends[worker]):
-            if free >= devices:
+        if not blocked or pausing:  # devices will be free without this
+            return {}
+        first = blocked[0]
+        kind = self._choose_kind(first)
+        over = [
+            contender
+            for contender in self._running
+            if contender.began is not None
+            and self._now - contender.began >= slice_s
+            and contender.state is SearchState.RUNNING
+            and self._rank(first) < (*self._rank(contender)[:2], self._now, contender.user)
+        ]
+        over.sort(key=lambda contender: (contender.priority, contender.began))
+        needs_slot = len(self._running) >= self._most
+        free, chosen = max(0, self._free[kind.name]), list[Contender]()
+        for contender in over:
+            enough = free >= first.devices
+            if enough and not (needs_slot and not chosen):
                 break
-            free, ready = free + freed, end
-        return ready, free
-
-    def why(self, each: Waiting, users: "_Users") -> str:
-        """Returns the reason why a dry run waits."""
-        key = each.kind, each.devices
-        if key not in self._words:
-            never = obstacle("", each.devices, self.workers, kind=each.kind)
-            self._words[key] = never, self._state(each)
-        never, not_now = self._words[key]
-        return never or users.obstacle(each.user) or not_now
-
-    def _state(self, each: Waiting) -> str:
-        """Returns the reason why a dry run that could run waits."""
-        workers = self.kinds[each.kind].workers
-        free = sum(max(0, self.free[worker.id]) for worker in workers)
-        devices = sum(worker.devices for worker in workers)
-        wants = "a device" if each.devices == 1 else f"{each.devices} devices of one worker"
-        return f"waits for {wants}: {free} of {devices} are free, and others are ahead in the queue"
+            if not enough and contender.kind != kind.name:
+                continue
+            chosen.append(contender)
+            free += contender.uses if contender.kind == kind.name else 0
+        if free < first.devices:
+            return {}
+        reason = f"its slice of {slice_s / 60:g} minutes is over, and others wait"
+        return {contender.search: reason for contender in chosen}

@@ -1,317 +1,439 @@
-"""The searchers of a server: a process per running search, restarted when it dies, within the slots available.
+"""The running searches of a server: a thread gives searches devices, starts their processes, and reads what they report.
 
-They are forks of one host agent of the server, which has imported what they need, so that one starts in a fraction of a
-second. The agent ends them when the server ends, in whatever way; if the agent is killed, another one is started.
+A search has a process (`searcher`), which outlives the server: the next one finds it by its number and the time of its
+start, both in the database, and reads its file of events on from where the last one stopped. A process that has died
+without an outcome is started again, with the same devices.
 """
 
+import contextlib
+import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..base.errors import AttemptOver, NotFound, RunnerError, StorageUnavailable
-from ..runners.host import HostAgent
-from ..runners.job import AgentTask
-from ..runners.protocol import Call
-from .child_processes import FIRST_PAUSE_S, LIVED_S, LONGEST_PAUSE_S
-from .limits import SearcherLimits
-from .logs import folder_of
-from .records import Contender, Search, SearchState, Share, Worker
-from .request import NO_CODE, is_code
-from .scheduling import share_slots, why_no_slot
-from .searcher_task import IMPORTS, OF_MODELS, SearchTask, driver_of
-from .serve_options import MOST
+from ..base.errors import NotFound, StorageUnavailable
+from .cluster import STARTING, Cluster, lives, process_of
+from .records import Contender, ProcessId, Search, SearchState
+from .request import NO_CODE, TARGETS, is_code
+from .runs import folder_of
+from .scheduling import Decision, Kind, decide
+from .searcher import EVENTS, OUTCOME, SearchTask
+from .serve_options import ServeOptions
 from .store import Store
+from .store.runs import Report
 
-UNABLE_S = 10.0
-"""A search that cannot run for this long gives up its slot, s. The delay allows a worker to restart."""
+COMMAND = (sys.executable, "-P", "-m", "redline.service.searcher")
+"""Starts the process of a search."""
+LOOK_S = 0.2
+"""Interval between looks at the running searches, s."""
 DECIDE_S = 1.0
-"""Interval between decisions while no slot is free, and maximum age of a cached reason, s."""
+"""Largest interval between decisions, s."""
+CHARGE_S = 5.0
+"""Interval at which use of devices is charged, s."""
+MOST_DEATHS = 8
+"""Number of deaths in a row, each within `LIVED_S`, after which a search fails."""
+LIVED_S = 60.0
+"""A process that lived longer has died once, s."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Time until a process is started again: after the first death, and at most, s."""
+INTERRUPTED_S = 60.0
+"""Time for the process of a cancelled search to end its trials, s."""
+MOST_EARLIER = 4
+"""Earlier searches that a search learns from."""
+MOST_LOOKED_AT = 100
+"""Latest finished searches that are considered for that."""
+MOST_READ = 4 << 20
+"""Bytes of a file of events that are read at once."""
+LONGEST_KIND = 40
+"""Characters of the kind of an event."""
+LAST_WORDS = 2000
+"""Bytes of the end of a process's output in an error."""
+LOG, LARGEST_LOG = "searcher.log", 4 << 20
+"""File of the output of a search's processes, and the size in bytes at which it is emptied."""
 _log = logging.getLogger("redline.searchers")
 
 
-class SearcherSlots:
-    """Assigns searcher slots. Thread-safe."""
-
-    def __init__(self, store: Store, most: int = MOST, *, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.most = most
-        """Number of slots."""
-        self._store = store
-        self._monotonic = monotonic
-        self._decided = float("-inf")
-        self._unable: dict[str, float] = {}
-        self._reasons: tuple[float, dict[str, str]] = (float("-inf"), {})
-        self._lock = threading.Lock()
-
-    def share(self) -> tuple[set[str], list[str], list[str]]:
-        """Makes one decision and updates the store.
-
-        Returns:
-            The searches that have a slot, those that get one now, in order, and those that gave theirs up.
-        """
-        contenders, now = self._store.contenders(), self._monotonic()
-        running = {each.search for each in contenders if each.runs}
-        free = len(running) < self.most and len(running) < len(contenders)
-        if not free and now - self._decided < DECIDE_S:
-            return running, [], []
-        self._decided = now
-        workers, shares = self._workers_and_shares()
-        begin, cannot = share_slots(contenders, self._store.running(), workers, shares, self.most)
-        held = {each.search for each in contenders if each.held}
-        self._unable = {each: self._unable.get(each, now) for each in cannot}
-        released = []
-        for search, since in self._unable.items():
-            if (search in held or now - since >= UNABLE_S) and self._store.put_back(search, cannot[search]):
-                _log.info("the search %s gives up its slot: %s", search, cannot[search])
-                released.append(search)
-        return running - {*released}, begin, released
-
-    def why(self, searches: Iterable[str] = ()) -> dict[str, str]:
-        """Returns the reasons why queued searches have no slot, by id. They are cached for a second unless one of
-        `searches` is missing.
-        """
-        with self._lock:
-            asked, found = self._reasons
-            if self._monotonic() - asked > DECIDE_S or any(each not in found for each in searches):
-                contenders: list[Contender] = self._store.contenders()
-                if any(not each.runs for each in contenders):
-                    workers, shares = self._workers_and_shares()
-                    found = why_no_slot(contenders, self._store.running(), workers, shares, self.most)
-                else:
-                    found = {}
-                self._reasons = self._monotonic(), found
-            return found
-
-    def _workers_and_shares(self) -> tuple[list[Worker], list[Share]]:
-        return self._store.workers(), self._store.shares()
-
-
-LOOK_S = 0.2
-"""Interval between checks of the searchers, s."""
-MOST_DEATHS = 8
-"""Number of deaths in a row after which a search fails."""
-LAST_WORDS = 2000
-"""Number of characters of a searcher's last output in an error."""
-LOG, LARGEST_LOG = "searcher.log", 4 << 20
-"""Name of the file with the searchers' output in a search's folder, and the size in bytes at which it is restarted."""
-ALSO_DEAD_S = 0.2
-"""How long to wait for the agent's death to be noticed after a searcher's, s."""
-
-
 @dataclass
-class _Child:
-    """The searcher process of a search."""
+class _Process:
+    """What this server remembers of a search that has devices."""
 
-    of_a_model: bool
-    """True if it needs the imports of `OF_MODELS`."""
-    call: Call | None = None
-    """The call that runs the process; None while it does not run."""
-    agent: HostAgent | None = None
-    """The agent that began the process; a later one may have replaced it when the process's death is noticed."""
-    pid: int | None = None
-    """None until the process has sent it."""
-    code: int | None = None
-    """Exit code that the process sent; None for one that was killed."""
-    printed: int = 0
-    """Offset in the log at which its output begins."""
-    began: float = 0.0
     deaths: int = 0
+    """Deaths in a row."""
+    began: float = 0.0
+    """Start of the latest process, on the monotonic clock."""
     again_at: float = 0.0
-    """When to restart it, on the monotonic clock."""
-
-    def is_alive(self) -> bool:
-        """Reads the process's messages. Returns False if it has ended."""
-        assert self.call is not None
-        with suppress(TimeoutError):
-            while (note := self.call.note(0)) is not None:
-                self.pid = note.supervisor
-        if self.call.replied:
-            self.code = self.call.result()
-        return not self.call.caller.look()
-
-    def hang_up(self) -> None:
-        """Closes the connection, which ends the process."""
-        if self.call is not None:
-            self.call.caller.close()
-        self.call = self.pid = None
+    """When the next process may start, on the monotonic clock."""
+    paused: bool = False
+    """True if it was told to pause."""
+    interrupted: float | None = None
+    """When it was interrupted, on the monotonic clock."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """The last event of a process, see `searcher.OUTCOME`."""
+
+    state: SearchState
+    reason: str
+    end: int
+    """Its end in the file, bytes."""
+    again: bool
+    best: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, data: dict[str, Any], end: int) -> "_Outcome":
+        return cls(
+            state=SearchState(data["state"]),
+            reason=_storable(str(data["reason"])),
+            end=end,
+            again=bool(data.get("again")),
+            best=data.get("best"),
+        )
+
+
 class Searchers:
-    """Runs a searcher process for each running search, and starts queued searches while there are free slots."""
+    """Runs the searches of a store on a cluster.
 
-    store: Store
-    url: str
-    data: Path
-    """The server's data folder."""
-    slots: SearcherSlots
-    allow_code: bool = True
-    """True if searches of submitted code may run."""
-    workloads: bool = True
-    """True if searchers may run workload files, as this process's user."""
-    limits: SearcherLimits = field(default_factory=SearcherLimits)
-    task: Callable[..., AgentTask] = SearchTask
-    """Makes the task of a search; called as `SearchTask`."""
-    imports: tuple[str, ...] = IMPORTS
-    """Modules that the agent imports at its start, besides the database's driver."""
-    of_models: tuple[str, ...] = OF_MODELS
-    """Modules that it imports as well unless all searches are of commands."""
-    started: InitVar[HostAgent | None] = None
-    """An agent that was started beforehand. It is closed with this object."""
-    agent: HostAgent = field(init=False)
-    """The host agent that the searchers are forked from."""
-    failure: str = field(default="", init=False)
-    """Why searchers are not managed at the moment; empty if there is no error."""
-    _children: dict[str, _Child] = field(default_factory=dict, init=False)
-    _stopping: threading.Event = field(default_factory=threading.Event, init=False)
-    _thread: threading.Thread | None = field(default=None, init=False)
+    Args:
+        store: contains the searches.
+        cluster: has the devices.
+        options: of the server.
+    """
 
-    def __post_init__(self, started: HostAgent | None) -> None:
-        self.agent = started or HostAgent((*self.imports, *driver_of(self.url)))
+    def __init__(self, store: Store, cluster: Cluster, options: ServeOptions) -> None:
+        self._store, self._cluster, self._options = store, cluster, options
+        self.failure: str | None = None
+        """Why searches are not managed at the moment; None if they are."""
+        self._processes: dict[str, _Process] = {}
+        self._overtaken_since: dict[str, float] = {}
+        self._reasons: dict[str, str] = {}
+        self._decided = self._charged = float("-inf")
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="searchers")
 
     def start(self) -> None:
-        """Manages the searchers from now on, in a thread."""
-        self._thread = threading.Thread(target=self._run, daemon=True, name="searchers")
+        """Manages the searches from now on, in a thread."""
         self._thread.start()
 
     def is_alive(self) -> bool:
         """True while the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Makes a decision soon."""
+        self._changed.set()
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why queued searches wait, by id, as of the last decision."""
+        return self._reasons
+
+    def devices(self) -> list[tuple[Kind, int]]:
+        """Returns the kinds of devices, each with the number that searches have."""
+        contenders = self._store.contenders()
+        return [
+            (kind, sum(contender.uses for contender in contenders if contender.kind == kind.name))
+            for kind in self._cluster.kinds
+        ]
 
     def close(self) -> None:
-        """Ends the processes. Their searches keep their state and continue with the next server."""
-        self._stopping.set()
-        self.agent.close()
-        if self._thread is not None:
-            self._thread.join()
-        self.agent.close()  # the thread may have replaced the agent meanwhile
-        for child in self._children.values():
-            child.hang_up()
-        self._children.clear()
+        """Ends the thread and the processes. Their searches continue with the next server."""
+        self._closing.set()
+        self._thread.join()
+        with contextlib.suppress(StorageUnavailable):
+            for contender in self._store.contenders():
+                self._signal(contender.process, signal.SIGKILL)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        while not self._closing.is_set():
             try:
                 self.look()
-                self.failure = ""
+                self.failure = None
             except StorageUnavailable as error:
-                _log.warning("searchers are not managed at the moment: %s", error)
+                _log.warning("searches are not managed at the moment: %s", error)
                 self.failure = str(error)
             except Exception as error:  # the next round may succeed, and without this thread no search would start
-                _log.exception("searchers are not managed at the moment")
+                _log.exception("searches are not managed at the moment")
                 self.failure = f"{type(error).__name__}: {error}"
-            self._stopping.wait(DECIDE_S if self.failure else LOOK_S)
+            self._closing.wait(DECIDE_S if self.failure else LOOK_S)
 
     def look(self) -> None:
-        """Checks all searchers once: restarts, starts and ends processes."""
+        """Looks at all searches once: reads reports, starts and ends processes, decides."""
+        contenders = self._store.contenders()
+        running = [contender for contender in contenders if contender.uses]
+        for contender in running:
+            try:
+                self._look_at(contender)
+            except StorageUnavailable:
+                raise
+            except Exception as error:  # of this search, which must not keep the others from being managed
+                _log.exception("the search %s is ended", contender.search)
+                self._signal(contender.process, signal.SIGKILL)
+                reason = f"the server cannot manage it: {type(error).__name__}: {error}"
+                self._store.take_devices(contender.search, SearchState.FAILED, _storable(reason))
+        self._processes = {
+            contender.search: self._processes[contender.search]
+            for contender in running
+            if contender.search in self._processes
+        }
+        self._charge(running)
+        if self._changed.is_set() or time.monotonic() - self._decided >= DECIDE_S:
+            self._changed.clear()
+            self._decide()
+            self._decided = time.monotonic()
+
+    def _charge(self, running: Sequence[Contender]) -> None:
         now = time.monotonic()
-        running, begin, released = self.slots.share()
-        for name, child in list(self._children.items()):
-            self._look_at(name, child, now)
-        for name in released:
-            self._end(name)
-        # Running searches without a process are those of an earlier server.
-        for name in [*running, *begin[: max(0, self.slots.most - len(self._children))]]:
-            if name not in self._children and (search := self._to_run(name)) is not None:
-                self._children[name] = _Child(of_a_model=_of_a_model(search))
-        if self.agent.ended() and not self._stopping.is_set():
-            self.agent.close()
-            self.agent = HostAgent((*self.imports, *driver_of(self.url)))
-        children = self._children.values()
-        if not children or any(child.of_a_model for child in children):
-            self.agent.also_import(self.of_models)  # without searches this happens ahead of time
-        for name, child in self._children.items():
-            if child.call is None and now >= child.again_at and not self._stopping.is_set():
-                self._begin(name, child)
-
-    def _end(self, search: str) -> None:
-        """Ends the process of a search that gave up its slot, by closing its connection."""
-        child = self._children.pop(search, None)
-        if child is not None:
-            child.hang_up()
-
-    def _look_at(self, search: str, child: _Child, now: float) -> None:
-        if child.call is None or child.is_alive():
+        since = now - self._charged
+        if since < CHARGE_S:
             return
-        child.hang_up()
-        if self._to_run(search) is None:
-            del self._children[search]
-            return
-        how = "was killed" if child.code is None else f"ended with {child.code}"
-        output = self._last_words(search, child)
-        if child.code is None and child.agent is not None and child.agent.ended(ALSO_DEAD_S):
-            how = "was killed together with its host agent"
-        else:
-            child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
-        self._died(search, child, f"{how}: {output}" if output else how)
+        self._charged = now
+        if since < 3 * CHARGE_S:  # not the time without a server or a database
+            self._store.charge({contender.search: since for contender in running})
 
-    def _to_run(self, search: str) -> Search | None:
-        """Returns a search that needs a process; None if it ended, was deleted, or is held. One that may not run here
-        fails.
-        """
+    def _decide(self) -> None:
+        contenders, now = self._store.contenders(), self._store.clock()
+        if self._cluster.failure is not None:
+            self._reasons = {
+                contender.search: self._cluster.failure
+                for contender in contenders
+                if contender.state is SearchState.QUEUED
+            }
+            return
+        decision: Decision = decide(
+            contenders,
+            self._store.shares(),
+            self._cluster.kinds,
+            now,
+            most=self._options.searches,
+            slice_s=self._options.slice_s,
+            overtaken_since=self._overtaken_since,
+            pausing=(search for search, process in self._processes.items() if process.paused),
+        )
+        self._overtaken_since = {search: self._overtaken_since.get(search, now) for search in decision.overtaken}
+        self._reasons = decision.reasons
+        for start in decision.start:
+            self._store.give_devices(start.search, start.kind, start.uses)
+        by_id = {contender.search: contender for contender in contenders}
+        for search, reason in decision.pause.items():
+            self._pause(by_id[search], reason)
+
+    def _pause(self, contender: Contender, reason: str) -> None:
+        process = self._processes.setdefault(contender.search, _Process())
+        if process.paused:
+            return
+        process.paused = True
+        self._store.add_event(contender.search, "pausing", {"reason": reason})
+        self._signal(contender.process, signal.SIGTERM)
+
+    def _signal(self, process: ProcessId | None, number: signal.Signals) -> None:
+        if process is not None and lives(process):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(process.pid, number)
+
+    def _look_at(self, contender: Contender) -> None:
+        """Reads the reports of a search with devices, and starts, interrupts or ends its process."""
+        remembered = self._processes.setdefault(contender.search, _Process())
+        alive = contender.process is not None and lives(contender.process)
+        outcome, complete = self._read(contender)  # after the look, so that nothing it wrote before its death is missed
+        if not complete:
+            return
+        if alive:
+            if contender.state.ended:
+                self._interrupt(contender, remembered)
+            return
+        if contender.state.ended or outcome is not None:
+            self._conclude(contender, remembered, outcome)
+        elif contender.process is not None and remembered.again_at <= 0:
+            self._died(contender, remembered)
+        elif remembered.paused:
+            self._store.take_devices(contender.search, SearchState.QUEUED, "paused")
+        elif not self._has_devices(contender):
+            lost = self._cluster.failure or f"the cluster has lost devices of {contender.kind}"
+            if lost != STARTING:
+                self._store.take_devices(contender.search, SearchState.QUEUED, lost)
+        elif time.monotonic() >= remembered.again_at:
+            self._begin(contender, remembered)
+
+    def _interrupt(self, contender: Contender, remembered: _Process) -> None:
+        """Ends the process of a cancelled search: it has a while to end its trials."""
+        now = time.monotonic()
+        if remembered.interrupted is None:
+            remembered.interrupted = now
+            self._signal(contender.process, signal.SIGINT)
+        elif now - remembered.interrupted > INTERRUPTED_S:
+            self._signal(contender.process, signal.SIGKILL)
+
+    def _read(self, contender: Contender) -> "tuple[_Outcome | None, bool]":
+        """Records the new events of a search. Returns its outcome if that is the last one, and whether these are all."""
+        path = folder_of(self._options.folder, contender.search) / EVENTS
         try:
-            found = self.store.search(search)
+            with path.open("rb") as file:
+                file.seek(contender.read)
+                chunk = file.read(MOST_READ)
+        except FileNotFoundError:
+            return None, True
+        complete = len(chunk) < MOST_READ
+        # A line that is longer than a chunk is no event.
+        lines = chunk[: chunk.rfind(b"\n") + 1] if complete or b"\n" in chunk else chunk
+        end = contender.read + len(lines)
+        reports = list(_reports(lines.splitlines()))
+        outcome = None
+        if complete and reports and reports[-1].kind == OUTCOME:
+            # Read again until it is acted on: this server may be killed before.
+            outcome = _Outcome.of(reports.pop().data, end)
+            end -= len(lines) - lines.rfind(b"\n", 0, -1) - 1
+        if end > contender.read:
+            recorded = [report for report in reports if report.kind != OUTCOME]
+            self._store.add_reports(contender.search, contender.read, end, recorded, _waits_for(reports))
+        return outcome, complete
+
+    def _conclude(self, contender: Contender, remembered: _Process, outcome: "_Outcome | None") -> None:
+        """Takes the devices of a search whose process has ended."""
+        if outcome is None:
+            self._store.take_devices(contender.search, SearchState.CANCELLED)
+            return
+        state = outcome.state
+        goes_on = outcome.again and not contender.state.ended
+        if goes_on and self._has_devices(contender):
+            self._store.skip_reports(contender.search, outcome.end)
+            self._restart(contender, remembered, outcome.reason)
+            return
+        if state is SearchState.FAILED and not self._has_devices(contender):
+            state = SearchState.QUEUED  # for lack of devices that the cluster had
+        self._store.take_devices(contender.search, state, outcome.reason, outcome.best, read=outcome.end)
+
+    def _has_devices(self, contender: Contender) -> bool:
+        """True if the cluster has the devices of a search, which were given to it."""
+        return any(kind.name == contender.kind and kind.total >= contender.uses for kind in self._cluster.kinds)
+
+    def _died(self, contender: Contender, remembered: _Process) -> None:
+        last_words = self._last_words(contender.search)
+        self._restart(contender, remembered, "its process was killed" + (f": {last_words}" if last_words else ""))
+
+    def _restart(self, contender: Contender, remembered: _Process, how: str) -> None:
+        """Has a process started again after a while, unless it has died too often."""
+        _log.warning("the process of the search %s ended: %s", contender.search, how)
+        now = time.monotonic()
+        remembered.deaths = 1 if now - remembered.began > LIVED_S else remembered.deaths + 1
+        if remembered.deaths >= MOST_DEATHS:
+            reason = f"its process ended {MOST_DEATHS} times in a row; the last time: {how}"
+            self._store.take_devices(contender.search, SearchState.FAILED, reason)
+            return
+        self._store.add_event(contender.search, "restarting", {"reason": how})
+        remembered.again_at = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (remembered.deaths - 1))
+
+    def _begin(self, contender: Contender, remembered: _Process) -> None:
+        """Starts a process. It gets its task when the database names it, so that no two processes run a search."""
+        try:
+            search = self._store.search(contender.search)
         except NotFound:
-            return None
-        if found.state.ended or found.held:
-            return None
-        if is_code(found.request) and not self.allow_code:
-            self._fail(search, NO_CODE)
-            return None
-        return found
-
-    def _died(self, search: str, child: _Child, how: str) -> None:
-        """Schedules a restart of a searcher, unless it has died too often."""
-        _log.warning("the searcher of %s %s", search, how)
-        if child.deaths >= MOST_DEATHS:
-            self._fail(search, f"its searcher died {MOST_DEATHS} times in a row; the last one {how}")
-            del self._children[search]
             return
-        pause = FIRST_PAUSE_S * 2 ** max(0, child.deaths - 1)
-        child.again_at = time.monotonic() + min(LONGEST_PAUSE_S, pause)
-
-    def _begin(self, search: str, child: _Child) -> None:
+        if is_code(search.request) and not self._options.allow_code:
+            self._store.take_devices(contender.search, SearchState.FAILED, NO_CODE)
+            return
+        folder = folder_of(self._options.folder, contender.search)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            log = self._log_of(search, child)
-            child.began, child.code = time.monotonic(), None
-            task = self.task(
-                url=self.url, data=self.data, search=search, log=log, code=self.workloads, limits=self.limits
-            )
-            child.agent = self.agent
-            child.call = child.agent.begin(task)
-        except (RunnerError, OSError) as error:
-            if not self._stopping.is_set():  # not the search's fault, so not counted as a death
-                child.again_at = time.monotonic() + LONGEST_PAUSE_S
-                _log.warning("the searcher of %s did not start: %s", search, error)
+            with open(_emptied(folder / LOG), "ab") as log:
+                child = subprocess.Popen(
+                    COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                )  # fmt: skip
+        except OSError as error:  # the disk is full, or the host has too many processes: not the search's fault
+            _log.warning("the search %s does not start: %s", contender.search, error)
+            remembered.again_at = time.monotonic() + LONGEST_PAUSE_S
+            return
+        assert child.stdin is not None
+        remembered.began, remembered.again_at, remembered.paused = time.monotonic(), 0.0, False
+        with child.stdin as task_input:
+            process = process_of(child.pid)
+            if process is not None:
+                self._store.set_process(contender.search, process)
+                with contextlib.suppress(BrokenPipeError):  # it died at once, which the next look detects
+                    task_input.write(self._task(search, contender, folder).to_json().encode())
 
-    def _log_of(self, search: str, child: _Child) -> Path:
-        """Returns the file for a searcher's output, emptied if it is too large."""
-        folder = folder_of(self.data, search)
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / LOG
-        child.printed = log.stat().st_size if log.exists() else 0
-        if child.printed > LARGEST_LOG:
-            log.unlink()
-            child.printed = 0
-        return log
+    def _task(self, search: Search, contender: Contender, folder: Path) -> SearchTask:
+        return SearchTask(
+            search=search.id,
+            folder=str(folder),
+            request=search.request,
+            kind=contender.kind,
+            concurrency=max(1, contender.uses // contender.devices),
+            seconds=self._seconds_left(search),
+            address=self._cluster.address,
+            memory_mib=self._options.memory_mib,
+            workloads=self._options.allow_code,
+            earlier=tuple(str(earlier) for earlier in self._earlier(search)),
+        )
 
-    def _fail(self, search: str, reason: str) -> None:
-        """Ends a search as failed, unless it has ended, was deleted or is held."""
-        with suppress(NotFound, AttemptOver):
-            self.store.finish(search, self.store.take_search(search), SearchState.FAILED, reason)
+    def _seconds_left(self, search: Search) -> float | None:
+        """Returns the time that a search has left, s; at least one, in which it ends in an orderly way."""
+        from ..tuner.budget import parse_duration
 
-    def _last_words(self, search: str, child: _Child) -> str:
-        """Returns the end of the process's output."""
-        with suppress(FileNotFoundError), open(folder_of(self.data, search) / LOG, "rb") as file:
-            file.seek(max(child.printed, file.seek(0, os.SEEK_END) - LAST_WORDS))
+        seconds = parse_duration(search.request.get("time"), "time")
+        return None if seconds is None else max(1.0, seconds - search.used_s)
+
+    def _earlier(self, search: Search) -> list[Path]:
+        """Returns the folders of the latest searches of the same model that ended before this one first ran."""
+        target = [search.request.get(name) for name in TARGETS]
+        candidates = self._store.searches(state=SearchState.DONE, limit=MOST_LOOKED_AT, known_to=search.user)
+        same = [
+            folder_of(self._options.folder, earlier.id)
+            for earlier in candidates
+            if [earlier.request.get(name) for name in TARGETS] == target
+            and earlier.trials
+            and (earlier.ended or 0.0) <= (search.started or 0.0)
+        ]
+        return [folder for folder in same if folder.is_dir()][:MOST_EARLIER]
+
+    def _last_words(self, search: str) -> str:
+        """Returns the end of the output of a search's processes."""
+        with contextlib.suppress(FileNotFoundError), open(folder_of(self._options.folder, search) / LOG, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS))
             return file.read().decode("utf-8", "replace").strip()
         return ""
 
 
-def _of_a_model(search: Search) -> bool:
-    command = search.request.get("command")
-    return command is None or bool(command.get("model"))
+def _reports(lines: Iterable[bytes]) -> Iterable[Report]:
+    """Yields the events in lines of a file. What is none is skipped: a killed process leaves a line incomplete, and code of
+    users can write to the file.
+    """
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            event = json.loads(line, parse_constant=_refuse)
+            data, kind = dict(event["data"]), str(event["kind"])[:LONGEST_KIND]
+            if kind != "finished" or isinstance(data["done"], int):
+                yield Report(time=float(event["time"]), kind=kind, data=data)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _storable(text: str) -> str:
+    """Returns a text that every database can store."""
+    return text.replace("\0", "").encode("utf-8", "backslashreplace").decode()
+
+
+def _waits_for(reports: Sequence[Report]) -> str | None:
+    """Returns what a search waits for after these events: empty for nothing, None if they do not say."""
+    for report in reversed(reports):
+        if report.kind in ("waiting", "started", "plan", "finished"):
+            return _storable(str(report.data.get("what", ""))) if report.kind == "waiting" else ""
+    return None
+
+
+def _emptied(log: Path) -> Path:
+    """Returns a log, removed if it has become too large."""
+    if log.exists() and log.stat().st_size > LARGEST_LOG:
+        log.unlink()
+    return log

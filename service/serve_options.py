@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 from ..base.option import Option, check_options
-from ..tuner.budget import parse_memory
+from ..tuner.budget import parse_duration, parse_memory
 
 PORT = 8700
-MOST = 8
-"""Default number of searches that run at once; others are queued. Each takes a process with about 100 MiB of its own
-memory.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,36 +31,34 @@ class ServeOptions:
     proxy: Annotated[str, Option("Address of a proxy whose X-Forwarded-* headers are trusted.", metavar="ADDRESS")] = (
         "127.0.0.1"
     )
-    worker: Annotated[bool, Option("Add the devices of this host to the pool.")] = True
-    devices: Annotated[int | None, Option("Number of devices of this host.  [default: all]", type=int, least=1)] = None
     ray_address: Annotated[
-        str | None, Option("A Ray cluster whose devices join in place of those of this host.", metavar="ADDRESS")
+        str | None, Option("A Ray cluster whose devices are used in place of this host's.", metavar="ADDRESS")
     ] = None
-    allow_code: Annotated[bool, Option("Accept code from users who may submit it.", flag="allow-code/--no-code")] = True
-    workloads: Annotated[
-        bool,
-        Option("Accept workload files, which run as this user on this host.  [never with --code-user]"),
-    ] = True
-    searches: Annotated[int, Option("Searches at once.", type=int, least=1)] = MOST
+    devices: Annotated[int | None, Option("Number of devices of this host.  [default: all]", type=int, least=1)] = None
+    searches: Annotated[
+        int, Option("Searches that run at once. Each is a process with some 500 MiB of memory.", type=int, least=1)
+    ] = 8
+    slice: Annotated[
+        str | float | None,
+        Option(
+            "Time after which a running search gives way to others that wait, between trials.  [default: never]",
+            check=parse_duration,
+            metavar="TIME",
+        ),
+    ] = None
+    allow_code: Annotated[bool, Option("Accept code from users with the role.", flag="allow-code/--no-code")] = True
     queued: Annotated[int, Option("Queued searches of a user. Admins have no limit.", type=int, least=1)] = 1000
     search_memory: Annotated[
         str | float,
-        Option("Memory of a searcher beyond the memory that all share.", check=parse_memory, metavar="SIZE"),
+        Option("Memory of a search's process beyond what all of them need.", check=parse_memory, metavar="SIZE"),
     ] = "4GiB"
     rate: Annotated[float, Option("Requests per second and user.", type=float, least=1, metavar="N")] = 50
-    standby: Annotated[
-        bool,
-        Option("Wait while another server uses the folder or the database, and take over when it has ended."),
-    ] = False
     keep_events: Annotated[
         float, Option("Days for which the events of an ended search are kept.", type=float, least=0)
     ] = 30
     keep_searches: Annotated[
         float | None,
         Option("Days after which ended searches and their folders are deleted.  [default: never]", type=float, least=0),
-    ] = None
-    code_user: Annotated[
-        str | None, Option("Unix user that runs code on this host.  [default: the user who starts this]")
     ] = None
     json_logs: Annotated[bool, Option("Log every request, as lines of JSON.")] = False
 
@@ -77,8 +71,13 @@ class ServeOptions:
         return Path(self.data)
 
     @property
+    def slice_s(self) -> float | None:
+        """Time after which a search gives way, s; None for never."""
+        return parse_duration(self.slice, "--slice")
+
+    @property
     def memory_mib(self) -> float:
-        """Memory limit of a searcher, MiB."""
+        """Memory limit of a search's process, MiB."""
         mib = parse_memory(self.search_memory)
         assert mib is not None
         return mib

@@ -1,6 +1,6 @@
 """The service's tables. `migrations/` creates them; a test checks that both agree.
 
-Their names have a prefix because Optuna's tables (`studies`, `trials`, ...) are in the same database.
+Their names have a prefix because a Postgres database may have tables of other programs.
 """
 
 from sqlalchemy import (
@@ -16,7 +16,6 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    false,
 )
 
 NAMES = {
@@ -44,13 +43,13 @@ users = Table(
     _number(),
     Column("name", String(200), nullable=False, unique=True),
     Column("role", String(20), nullable=False),
+    Column("searches", Integer),
+    Column("devices", Integer),
     Column("device_hours", Float),
-    Column("running", Integer),
     Column("weight", Float, nullable=False),
-    Column("allow_code", Boolean, nullable=False),
-    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("priority", Integer, nullable=False),
     Column("created", Float, nullable=False),
-    Column("team", String(200), nullable=False, server_default=""),
+    Column("team", String(200), nullable=False),
     Column("disabled", Float),
 )
 
@@ -87,67 +86,36 @@ searches = Table(
     Column("reason", Text, nullable=False),
     Column("priority", Integer, nullable=False),
     Column("devices", Integer, nullable=False),
+    Column("concurrency", Integer),
     Column("device", String(200), nullable=False),
+    Column("kind", String(200), nullable=False),
+    Column("uses", Integer, nullable=False),
     Column("created", Float, nullable=False, index=True),
+    Column("queued", Float, nullable=False),
     Column("started", Float),
+    Column("began", Float),
     Column("ended", Float),
     Column("attempt", Integer, nullable=False),
+    Column("used_s", Float, nullable=False),
+    Column("pid", Integer),
+    Column("pid_started", Float),
+    Column("read", Integer, nullable=False),
     Column("best", JSON(none_as_null=True)),
-    Column("reuse", Boolean, nullable=False),
-    # Total time of its ended dry runs, updated as they end, since scheduling needs the mean often.
-    Column("finished", Integer, nullable=False),
-    Column("seconds", Float, nullable=False),
     # Lists show the count without opening the folder of each search.
-    Column("trials", Integer, nullable=False, server_default="0"),
-    Column("kind", String(200), nullable=False, server_default=""),
-    Column("simulated", Boolean, nullable=False, server_default=false()),
-    Column("held", Boolean, nullable=False, server_default=false()),
-    Column("visibility", String(10), nullable=False, server_default="all"),
+    Column("trials", Integer, nullable=False),
+    Column("held", Boolean, nullable=False),
+    Column("visibility", String(10), nullable=False),
     Index("uq_redline_searches_user_key", "user", "key", unique=True),
     Index("ix_redline_searches_state_created", "state", "created"),
     Index("ix_redline_searches_user_created", "user", "created"),
-)
-
-workers = Table(
-    "redline_workers",
-    METADATA,
-    Column("id", String(12), primary_key=True),
-    Column("user", ForeignKey("redline_users.id"), nullable=False),
-    Column("name", String(200), nullable=False),
-    Column("host", String(200), nullable=False),
-    Column("device", JSON, nullable=False),
-    Column("devices", Integer, nullable=False),
-    Column("memory_mib", Integer, nullable=False),
-    Column("software", JSON, nullable=False),
-    Column("seen", Float, nullable=False),
-    Column("left", Float, index=True),
-)
-
-dry_runs = Table(
-    "redline_dry_runs",
-    METADATA,
-    _number(),
-    Column("search", ForeignKey("redline_searches.id"), nullable=False),
-    Column("key", String(200), nullable=False),
-    Column("kind", String(20), nullable=False),
-    Column("payload", JSON, nullable=False),
-    Column("devices", Integer, nullable=False),
-    Column("state", String(20), nullable=False, index=True),
-    Column("lease", Integer, nullable=False),
-    Column("worker", ForeignKey("redline_workers.id"), index=True),
-    Column("until", Float),
-    Column("outcome", JSON(none_as_null=True)),
-    Column("created", Float, nullable=False),
-    Column("started", Float),
-    Column("ended", Float, index=True),
-    Column("attempts", Integer, nullable=False),
-    Index("uq_redline_dry_runs_search_key", "search", "key", unique=True),
+    # Few searches have devices, among many that have ended.
+    Index("ix_redline_searches_uses", "uses"),
 )
 
 usage = Table(
     "redline_usage",
     METADATA,
-    # Device-seconds by the day (UTC, since 1970) on which dry runs ended: the sum is compared with quotas.
+    # Device-seconds by day (UTC, since 1970).
     Column("day", Integer, primary_key=True, autoincrement=False),
     Column("user", ForeignKey("redline_users.id"), primary_key=True),
     Column("device_seconds", Float, nullable=False),
@@ -174,16 +142,4 @@ audit = Table(
     Column("action", String(80), nullable=False),
     Column("subject", String(200), nullable=False),
     Column("detail", JSON, nullable=False),
-)
-
-measured = Table(
-    "redline_measured",
-    METADATA,
-    _number(),
-    Column("fingerprint", String(64), nullable=False, index=True),
-    Column("config_id", String(64), nullable=False),
-    Column("config", JSON, nullable=False),
-    Column("measurement", JSON, nullable=False),
-    Column("search", ForeignKey("redline_searches.id")),
-    Column("time", Float, nullable=False),
 )

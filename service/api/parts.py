@@ -1,19 +1,18 @@
 """Objects that the routes share: the store, the feed, Prometheus metrics."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ..records import SearchState
 from ..store import Store
-from .connections import Rates
 
 if TYPE_CHECKING:
-    from ..dispatcher import Dispatcher
-    from ..estimates import Estimates
     from ..runs import Runs
-    from ..searchers import Searchers, SearcherSlots
+    from ..searchers import Searchers
+    from .access import Rates
     from .feed import Feed
 
 
@@ -34,30 +33,20 @@ class Metrics:
         )
         self.refused_tokens = Counter("redline_refused_tokens", "Tokens that were rejected.", registry=registry)
         self.submitted = Counter("redline_searches_submitted", "Searches accepted.", registry=registry)
-        self.outcomes = Counter("redline_dry_runs_answered", "Outcomes accepted from workers.", registry=registry)
-        self.fenced = Counter(
-            "redline_answers_refused", "Late answers refused because their lease was over.", registry=registry
-        )
         self._searches = Gauge("redline_searches", "Searches by state.", ("state",), registry=registry)
-        self._dry_runs = Gauge("redline_dry_runs", "Dry runs by state.", ("state",), registry=registry)
-        self._devices = Gauge("redline_devices", "Devices of the pool.", ("state",), registry=registry)
-        self._workers = Gauge("redline_workers", "Workers in the pool.", registry=registry)
+        self._devices = Gauge("redline_devices", "Devices of the cluster.", ("kind", "state"), registry=registry)
         self._listeners = Gauge("redline_event_streams", "Open event streams.", registry=registry)
 
-    def render(self, store: Store, listeners: int) -> bytes:
+    def render(self, parts: "Parts") -> bytes:
         """Returns the metrics in Prometheus's text format, with current values of the gauges."""
-        waiting, running, workers = store.waiting(), store.running(), store.workers()
-        busy = sum(each.devices for each in running)
-        total = sum(each.devices for each in workers)
-        contenders = store.contenders()
-        self._searches.labels("running").set(sum(each.runs for each in contenders))
-        self._searches.labels("queued").set(sum(not each.runs for each in contenders))
-        self._dry_runs.labels("waiting").set(len(waiting))
-        self._dry_runs.labels("running").set(len(running))
-        self._devices.labels("busy").set(busy)
-        self._devices.labels("free").set(max(0, total - busy))
-        self._workers.set(len(workers))
-        self._listeners.set(listeners)
+        contenders = parts.store.contenders()
+        for state in (SearchState.RUNNING, SearchState.QUEUED):
+            self._searches.labels(str(state)).set(sum(contender.state is state for contender in contenders))
+        self._devices.clear()
+        for kind, busy in parts.searchers.devices():
+            self._devices.labels(kind.name, "busy").set(busy)
+            self._devices.labels(kind.name, "free").set(max(0, kind.total - busy))
+        self._listeners.set(parts.feed.listeners)
         return generate_latest(self.registry)
 
 
@@ -66,28 +55,20 @@ class Parts:
     """Objects that the routes use."""
 
     store: Store
-    dispatcher: "Dispatcher"
-    slots: "SearcherSlots"
+    searchers: "Searchers"
     runs: "Runs"
     feed: "Feed"
-    estimates: "Estimates"
-    url: str
-    """URL of the database."""
-    metrics: "Metrics"
-    searchers: "Searchers | None" = None
-    """None if this process runs no searches."""
-    rates: Rates
+    metrics: Metrics
+    rates: "Rates"
     """Limits the requests of a user."""
-    failures: Rates = field(default_factory=lambda: Rates(0.5, 20))
+    failures: "Rates"
     """Limits the wrong tokens of an address."""
-    strangers: Rates = field(default_factory=lambda: Rates(20, 200))
+    strangers: "Rates"
     """Limits costly requests without a token of an address."""
-    most_queued: int = 1000
+    most_queued: int
     """Limit of queued searches of a user who is not an admin."""
-    allow_code: bool = True
+    allow_code: bool
     """True if users who may submit code can."""
-    workloads: bool = True
-    """True if that code may be a workload file, which searchers run as the server's user."""
 
 
 def parts_of(request: Request) -> Parts:

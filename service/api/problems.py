@@ -68,25 +68,29 @@ class Problem(Exception):
 
 def problem_of(error: RedlineError) -> Problem:
     """Returns the answer for an error of redline's."""
-    known = error if isinstance(error, ServiceError) else ServiceError
-    status, code = next((each[1:] for each in _STATUS if isinstance(error, each[0])), (known.status, known.code))
+    service_error = error if isinstance(error, ServiceError) else ServiceError
+    unknown = service_error.status, service_error.code
+    status, code = next(((status, code) for kind, status, code in _STATUS if isinstance(error, kind)), unknown)
     headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
     return Problem(status, code, str(error), headers=headers)
 
 
 def _invalid(error: RequestValidationError) -> Problem:
-    first = error.errors()[0]
-    kind, place = str(first.get("type", "")), [str(each) for each in first.get("loc", ())]
+    errors = error.errors()
+    first = errors[0]
+    kind, place = str(first.get("type", "")), [str(name) for name in first.get("loc", ())]
     if kind == "json_invalid":
         return Problem(
             400, "malformed", f"the body is not valid JSON: {first.get('ctx', {}).get('error', first.get('msg'))}"
         )
     rule = str(first.get("msg", "")).removeprefix("Value error, ")
     field = ".".join(place[1:]) or None
-    many = len(error.errors()) - 1
-    more = f" ({many} more field{'s are' if many > 1 else ' is'} wrong)" if many else ""
-    where = field or {"body": "the body", "query": "the query", "path": "the path"}.get(place[0] if place else "", "it")
-    return Problem(422, "invalid", f"{where}: {rule}{more}", field=field, given=first.get("input"), rule=rule)
+    many = len(errors) - 1
+    further = f" ({many} more field{'s are' if many > 1 else ' is'} wrong)" if many else ""
+    subject = field or {"body": "the body", "query": "the query", "path": "the path"}.get(
+        place[0] if place else "", "it"
+    )
+    return Problem(422, "invalid", f"{subject}: {rule}{further}", field=field, given=first.get("input"), rule=rule)
 
 
 def answer_problems(app: FastAPI) -> None:
@@ -97,7 +101,7 @@ def answer_problems(app: FastAPI) -> None:
         return error.answer()
 
     @app.exception_handler(RedlineError)
-    def known(request: Request, error: RedlineError) -> Response:
+    def redline_error(request: Request, error: RedlineError) -> Response:
         problem = problem_of(error)
         if problem.status == 500:
             _log.error("%s %s failed: %s", request.method, request.url.path, error)
@@ -147,7 +151,7 @@ class TooLarge:
         async def send_reworded(message: dict[str, Any]) -> None:
             nonlocal reworded
             if message["type"] == "http.response.start" and message["status"] == 413:
-                if b"application/json" not in [each[1] for each in message["headers"]]:
+                if b"application/json" not in [value for _, value in message["headers"]]:
                     reworded = True
                     headers = {"connection": "close"}
                     problem = Problem(413, "too_large", TOO_LARGE, headers=headers)

@@ -1,7 +1,7 @@
 """Routes of searches: submit, list, change, cancel, and their results."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
@@ -9,10 +9,10 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ...base.errors import NotFound, Refused, UsageError
 from ...frameworks import export_targets
-from ..logs import read_log
 from ..records import Role, Search, SearchState, User
-from ..request import NO_CODE, NO_WORKLOADS, brief, is_code, without_secrets
+from ..request import NO_CODE, brief, is_code, without_secrets
 from ..retention import deleted
+from ..scheduling import HELD
 from .access import Guarded, Reader, Submitter
 from .models import ChangeForm, SearchAnswer, SearchesAnswer, Submission
 from .parts import Parts, parts_of
@@ -23,44 +23,31 @@ PartsOf = Annotated[Parts, Depends(parts_of)]
 SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Id of a search.")]
 TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Number of a trial.")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="Id of the last event seen.")]
-RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}
 }
 
 
-def search_answer(
-    parts: Parts, search: Search, reasons: Mapping[str, str] | None = None, *, whole: bool = True
-) -> SearchAnswer:
-    """Returns the answer for a search. If it has not ended, the answer has the reason why it waits.
+def search_answer(parts: Parts, search: Search, *, whole: bool = True) -> SearchAnswer:
+    """Returns the answer for a search. A queued search has the reason why it waits.
 
     Args:
         parts: of the application.
         search: the search.
-        reasons: why searches wait, if already known.
         whole: whether to include the whole request, which may be up to a MiB.
     """
-    if search.state.ended:
-        waits = ""
-    elif search.held:
-        waits = "it is held until a user releases it"
-    else:
-        waits = (why_waiting(parts, [search]) if reasons is None else reasons).get(search.id, "")
+    reason = search.reason
+    if search.state is SearchState.QUEUED and search.held:
+        reason = HELD
+    elif search.state is SearchState.QUEUED:
+        reason = parts.searchers.reasons.get(search.id, "it was queued just now")
     return SearchAnswer.of(
         search,
         device=search.kind or search.device,
         request=without_secrets(search.request) if whole else brief(search.request),
         user=search.owner,
-        reason=search.reason or waits,
+        reason=reason,
     )
-
-
-def why_waiting(parts: Parts, searches: Sequence[Search]) -> dict[str, str]:
-    """Returns the reasons why those of these searches that wait do, by id: for a slot or for devices."""
-    if all(each.state.ended for each in searches):
-        return {}
-    queued = [each.id for each in searches if each.state is SearchState.QUEUED]
-    return parts.dispatcher.reasons | (parts.slots.why(queued) if queued else {})
 
 
 def may_change(user: User, search: Search) -> None:
@@ -83,10 +70,10 @@ def seen(parts: Parts, user: User, search: str) -> Search:
     Raises:
         NotFound: there is none, or it is not visible.
     """
-    found = parts.store.search(search)
+    record = parts.store.search(search)
     if not parts.store.sees(user, search):
         raise NotFound(f"there is no search '{search}'")
-    return found
+    return record
 
 
 @router.post("", status_code=201)
@@ -101,10 +88,6 @@ def submit(
     request = form.request.request()
     _check_code(parts, user, request)
     _check_priority(user, form.priority)
-    if form.reuse and "command" in request:
-        raise UsageError(
-            "reuse: measurements of a command are not reused, since its program may have changed; leave reuse out"
-        )
     name = form.name or named(request)
     search, new = parts.store.submit(
         user,
@@ -114,13 +97,13 @@ def submit(
         priority=form.priority,
         name=name,
         key=idempotency_key,
-        reuse=form.reuse,
         visibility=form.visibility,
         most_queued=_most_queued(user, parts),
     )
     if new:
         parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
         parts.metrics.submitted.inc()
+        parts.searchers.wake()
     response.status_code = 201 if new else 200
     return search_answer(parts, search).model_copy(update={"created_now": new})
 
@@ -135,13 +118,11 @@ def _check_code(parts: Parts, owner: User, request: Mapping[str, Any]) -> None:
         return
     if not parts.allow_code:
         raise Refused(NO_CODE)
-    if not owner.allow_code:
+    if not owner.role.includes(Role.CODE):
         raise Refused(
-            f"{owner.name} may not submit code on this server, such as a workload or a command; submit a model's name or "
-            "config.json, or ask an admin to allow it"
+            f"{owner.name} may not submit code on this server, such as a workload or a command: that needs the role code; submit "
+            "a model's name or config.json, or ask an admin for the role"
         )
-    if "workload" in request and not parts.workloads:
-        raise Refused(NO_WORKLOADS)
 
 
 def _most_queued(user: User, parts: Parts) -> int | None:
@@ -158,7 +139,7 @@ def _check_priority(user: User, priority: int) -> None:
     if user.role != Role.ADMIN and priority > user.priority:
         raise Refused(
             f"{user.name} may give searches priorities up to {user.priority}, but got {priority}; an admin can raise the limit "
-            f"(redline user change {user.name} --priority N)"
+            f"(redline token change {user.name} --priority N)"
         )
 
 
@@ -185,19 +166,17 @@ def listed(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> SearchesAnswer:
     """Returns the searches of all users, the newest first."""
-    whose = user.id if mine else None
-    found = parts.store.searches(user=whose, state=state, after=after, limit=limit, seen_by=user)
-    last = found[-1].id if len(found) == limit else None
-    reasons = why_waiting(parts, found)
-    return SearchesAnswer(searches=[search_answer(parts, each, reasons, whole=False) for each in found], next=last)
+    owner = user.id if mine else None
+    page = parts.store.searches(user=owner, state=state, after=after, limit=limit, seen_by=user)
+    last = page[-1].id if len(page) == limit else None
+    return SearchesAnswer(searches=[search_answer(parts, search, whole=False) for search in page], next=last)
 
 
 @router.get("/{search}")
 def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
     """Returns a search. While it runs, `best` is the best so far."""
-    found = seen(parts, user, search)
-    answer = search_answer(parts, found)
-    if found.best is None and answer.trials:
+    answer = search_answer(parts, seen(parts, user, search))
+    if answer.best is None and answer.trials:
         answer = answer.model_copy(update={"best": parts.runs.summary(search)["best"]})
     return answer
 
@@ -205,12 +184,12 @@ def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
 @router.post("/{search}/cancel")
 def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
     """Ends a search and keeps its results. A search that has ended is not changed."""
-    found = seen(parts, user, search)
-    may_change(user, found)
-    if not found.state.ended:
-        found = parts.store.cancel(search)
+    record = seen(parts, user, search)
+    may_change(user, record)
+    if not record.state.ended:
+        record = parts.store.cancel(search)
         parts.store.audit(user.name, "cancel", search)
-    return search_answer(parts, found)
+    return search_answer(parts, record)
 
 
 def _changed(
@@ -218,18 +197,18 @@ def _changed(
 ) -> SearchAnswer:
     """Changes a search for its owner or an admin, records that in the audit log, and returns the search."""
     may_change(user, seen(parts, user, search))
-    found = change()
+    record = change()
     parts.store.audit(user.name, action, search, detail)
-    parts.dispatcher.wake()
-    return search_answer(parts, found)
+    parts.searchers.wake()
+    return search_answer(parts, record)
 
 
 def _resumed(parts: Parts, user: User, search: str, action: str, resume: Callable[[], Search]) -> SearchAnswer:
     """Resumes a search if this server still runs its request. Otherwise as `_changed`."""
 
     def checked() -> Search:
-        found = parts.store.search(search)
-        _check_code(parts, parts.store.user(found.owner), found.request)
+        record = parts.store.search(search)
+        _check_code(parts, parts.store.user(record.owner), record.request)
         return resume()
 
     return _changed(parts, user, search, action, checked, None)
@@ -237,7 +216,7 @@ def _resumed(parts: Parts, user: User, search: str, action: str, resume: Callabl
 
 @router.post("/{search}/hold")
 def hold(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Pauses a search until it is released. Running dry runs finish, nothing else starts."""
+    """Pauses a search until it is released. Trials in progress end, nothing else starts."""
     return _changed(parts, user, search, "hold", lambda: parts.store.hold(search), None)
 
 
@@ -249,7 +228,7 @@ def release(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
 
 @router.post("/{search}/retry")
 def retry(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
-    """Resumes a search that failed or was cancelled. Finished dry runs are not repeated."""
+    """Resumes a search that failed or was cancelled. Finished trials are not repeated."""
     return _resumed(parts, user, search, "retry", lambda: parts.store.retry(search, _most_queued(user, parts)))
 
 
@@ -270,7 +249,7 @@ def change(search: SearchId, form: ChangeForm, user: Submitter, parts: PartsOf) 
 def delete(search: SearchId, user: Submitter, parts: PartsOf) -> None:
     """Deletes a search that has ended, with its folder."""
     may_change(user, seen(parts, user, search))
-    deleted(parts.store, parts.runs, search, parts.url)
+    deleted(parts.store, parts.runs, search)
     parts.store.audit(user.name, "delete", search)
 
 
@@ -292,8 +271,8 @@ def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
 @router.get("/{search}/best")
 def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
     """Returns the winner, or the best trial so far, with the default configuration; `why` states why there is none."""
-    found = seen(parts, user, search)
-    return {"state": found.state.value, **parts.runs.summary(search)}
+    record = seen(parts, user, search)
+    return {"state": record.state.value, **parts.runs.summary(search)}
 
 
 @router.get("/{search}/events", response_class=StreamingResponse, responses={**STREAM, 204: {}})
@@ -346,50 +325,18 @@ def stream(request: Request, parts: Parts, after: int | None, search: str | None
     return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
 
 
-@router.get("/{search}/logs/{trial}", response_class=PlainTextResponse, responses={206: {}, 416: {}})
+@router.get("/{search}/logs/{trial}", response_class=PlainTextResponse)
 def log(
     search: SearchId,
     trial: TrialNumber,
     user: Reader,
     parts: PartsOf,
     begin: Annotated[int, Query(ge=0, lt=1 << 40, description="From this byte on.")] = 0,
-    given_range: Annotated[str, Header(alias="range", max_length=100)] = "",
 ) -> Response:
-    """Returns up to a MiB of a trial's output, from a byte on or for `Range: bytes=...`; `x-redline-size` is its
-    whole size.
-    """
+    """Returns up to a MiB of a trial's output, from a byte on; `x-redline-size` is its whole size."""
     seen(parts, user, search)
-    name = f"{trial}.log"
-    _, size = read_log(parts.runs.data, search, name, count=0)
-    end, status = size, 200
-    if given_range:
-        begin, end, status = _span(given_range, size)
-    data, _ = read_log(parts.runs.data, search, name, begin, end - begin)
-    headers = {"accept-ranges": "bytes", "x-redline-size": str(size)}
-    if status == 206:
-        headers["content-range"] = f"bytes {begin}-{begin + len(data) - 1}/{size}"
-    return Response(data, status_code=status, media_type="text/plain; charset=utf-8", headers=headers)
-
-
-def _span(header: str, size: int) -> tuple[int, int, int]:
-    """Returns the first byte, the end, and the status (RFC 9110, 14). An invalid range means the whole log.
-
-    Raises:
-        Problem: the range is empty.
-    """
-    found = RANGE.fullmatch(header.strip())
-    if found is None or not (found[1] or found[2]):
-        return 0, size, 200
-    if not found[1]:
-        begin, end = max(0, size - int(found[2])), size
-    else:
-        begin, end = int(found[1]), min(size, int(found[2]) + 1) if found[2] else size
-    if begin >= end:
-        raise Problem(
-            416, "no_such_range", f"the log has {size} bytes", field="range", given=header[:80],
-            headers={"content-range": f"bytes */{size}"},
-        )  # fmt: skip
-    return begin, end, 206
+    data, size = parts.runs.log(search, trial, begin)
+    return Response(data, media_type="text/plain; charset=utf-8", headers={"x-redline-size": str(size)})
 
 
 @router.get("/{search}/export/{target}", response_class=PlainTextResponse)

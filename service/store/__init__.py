@@ -1,6 +1,4 @@
-"""The service's state in SQL: users, searches, dry runs and their leases, workers, events. Every method is one
-transaction.
-"""
+"""The service's state in SQL: users, searches, their devices, events. Every method is one transaction."""
 
 from .store import Store
 

@@ -21,15 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import sqlalchemy.orm  # noqa: F401
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import (
     ArgumentError,
+    DataError,
     DBAPIError,
     IntegrityError,
-    InternalError,
-    OperationalError,
+    InterfaceError,
     StatementError,
     TimeoutError as NoConnection,
 )
@@ -39,10 +38,7 @@ from ...base.lock import FolderLock
 from ...results.storage import without_password
 from ..tables import VERSIONS
 
-# The ORM is imported here: Optuna would import it later, while another thread could use it half-initialized.
-
-
-INSTEAD = "stop it, or pass --standby to take over when it ends"
+INSTEAD = "stop it first"
 """What to do about another server on the same data."""
 BUSY_S = 5.0
 """How long a transaction waits for another's lock, s."""
@@ -54,40 +50,12 @@ KINDS = ("sqlite", "postgresql")
 
 T = TypeVar("T")
 
-OTHER_TABLES = "has other tables than this version of redline expects; a later version may have written it"
-
-_SQLITE = {
-    "SQLITE_BUSY": "is locked by another process",
-    "SQLITE_LOCKED": "is locked by another process",
-    "SQLITE_READONLY": "is read-only",
-    "SQLITE_FULL": "is full: its disk has no space left",
-    "SQLITE_IOERR": "cannot be read or written",
-    "SQLITE_CORRUPT": "is damaged",
-    "SQLITE_NOTADB": "is not a database",
-    "SQLITE_CANTOPEN": "cannot be opened",
-    "SQLITE_PERM": "may not be opened by this user",
-    "SQLITE_SCHEMA": OTHER_TABLES,
-}
-"""The meaning of SQLite errors, by prefix of their name (https://www.sqlite.org/rescode.html)."""
-_POSTGRES = {
-    "53100": "is full: its disk has no space left",
-    "53": "is short of a resource",
-    "55P03": "is locked by another process",
-    "25006": "is read-only",
-    "28": "rejects this user or password",
-    "3D": "does not exist",
-    "42501": "may not be written by this user",
-    "57P": "is shutting down or starting",
-    "42P01": OTHER_TABLES,
-    "42703": OTHER_TABLES,
-    "08": "cannot be reached",
-    "XX": "is damaged",
-}
-"""The meaning of Postgres errors, by prefix of their code
+_CONFLICTS = ("40001", "40P01")
+"""Postgres codes of transactions that must be repeated
 (https://www.postgresql.org/docs/current/errcodes-appendix.html).
 """
-_CONFLICTS = ("40001", "40P01")
-"""Postgres codes of transactions that must be repeated."""
+_NO_SUCH = ("42P01", "42703")
+"""Postgres codes for a missing table or column."""
 
 
 class Database:
@@ -114,7 +82,6 @@ class Database:
         except ImportError as error:
             raise MissingDependency(f"{self.words} needs a driver: pip install 'redline[service]' ({error})") from error
         self._writer = self._reader.execution_options(redline_begin="BEGIN IMMEDIATE")
-        self._beating = self._writer.execution_options(redline_durable=False)
 
     def read(self, body: Callable[[Connection], T]) -> T:
         """Returns the result of `body`, which reads in one transaction.
@@ -124,27 +91,21 @@ class Database:
         """
         return self._run(self._reader, body)
 
-    def write(self, body: Callable[[Connection], T], *, durable: bool = True) -> T:
+    def write(self, body: Callable[[Connection], T]) -> T:
         """Returns the result of `body`, whose changes are made in one transaction.
 
         `body` may run again if it is unknown whether it was committed: it must be idempotent.
 
-        Args:
-            body: reads and writes.
-            durable: whether the changes must survive a power failure, not only the end of a process. Costs an fsync,
-                which heartbeats do without.
-
         Raises:
             StorageUnavailable: the database cannot be used. The message states why.
         """
-        writer = self._writer if durable else self._beating
         if not self.sqlite:
-            return self._run(writer, body)
+            return self._run(self._writer, body)
         start = time.monotonic()
         if not self._turn.acquire(timeout=self._patience_s):
             raise StorageUnavailable(f"{self.words} is locked, and other writers wait for it")
         try:
-            return self._run(writer, body, time.monotonic() - start)
+            return self._run(self._writer, body, time.monotonic() - start)
         finally:
             self._turn.release()
 
@@ -176,11 +137,11 @@ class Database:
                 if conflicts > CONFLICTS:
                     raise StorageUnavailable(f"{self.words} refuses a record: {_first_line(error)}") from error
             except DBAPIError as error:
-                code, means = _trouble(error)
+                code = _code(error)
                 if code in _CONFLICTS:
                     conflicts += 1
                 if not _passes(error, code) or conflicts > CONFLICTS or time.monotonic() > give_up:
-                    raise self._unavailable(error, means) from error
+                    raise self._unavailable(error, code) from error
             except NoConnection as error:
                 raise StorageUnavailable(f"{self.words} is busy: all connections to it are in use") from error
             except (StatementError, OverflowError) as error:  # a value that no column can hold
@@ -188,11 +149,12 @@ class Database:
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
-    def _unavailable(self, error: DBAPIError, means: str) -> Exception:
-        if not means and not isinstance(error, (OperationalError, InternalError)):
-            # DataError and the like are caused by the values, not by the database.
-            return UsageError(_not_stored(error))
-        return StorageUnavailable(f"{self.words} {means or 'failed'}: {_first_line(error)}")
+    def _unavailable(self, error: DBAPIError, code: str) -> Exception:
+        if isinstance(error, (DataError, InterfaceError)) and not error.connection_invalidated:
+            return UsageError(_not_stored(error))  # caused by the values, not by the database
+        other_tables = code in _NO_SUCH or "no such table" in str(error.orig) or "no such column" in str(error.orig)
+        problem = "has other tables than this version of redline expects" if other_tables else "cannot be used"
+        return StorageUnavailable(f"{self.words} {problem}: {_first_line(error)}")
 
 
 def _checked(url: str) -> URL:
@@ -236,8 +198,6 @@ def _engine(url: URL) -> Engine:
     if url.get_backend_name() == "sqlite":
         event.listen(engine, "connect", _prepare)
         event.listen(engine, "begin", _begin_sqlite)
-    else:
-        event.listen(engine, "begin", _begin_postgres)
     return engine
 
 
@@ -246,18 +206,12 @@ def _prepare(connection: Any, record: object) -> None:
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    options = connection.get_execution_options()
-    connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if options.get('redline_durable', True) else 'NORMAL'}")
-    connection.exec_driver_sql(options.get("redline_begin", "BEGIN"))
-
-
-def _begin_postgres(connection: Connection) -> None:
-    if not connection.get_execution_options().get("redline_durable", True):
-        connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
+    connection.exec_driver_sql(connection.get_execution_options().get("redline_begin", "BEGIN"))
 
 
 def write_ahead(database: Database) -> None:
@@ -276,19 +230,15 @@ def write_ahead(database: Database) -> None:
     database.read(switch)
 
 
-def _trouble(error: DBAPIError) -> tuple[str, str]:
-    """Returns the code of a database error and its meaning; an empty meaning if the values caused it."""
+def _code(error: DBAPIError) -> str:
+    """Returns SQLite's name or Postgres's code of a database error; 08000 for a lost connection."""
     original: Any = error.orig
     name = getattr(original, "sqlite_errorname", None)
     if name:
-        if name == "SQLITE_ERROR" and str(original).startswith("no such "):
-            name = "SQLITE_SCHEMA"
-        return name, next((means for each, means in _SQLITE.items() if name.startswith(each)), "")
+        return str(name)
     code = getattr(original, "sqlstate", None) or ""
-    known = next((means for each, means in _POSTGRES.items() if code.startswith(each)), "")
-    if error.connection_invalidated or (not code and type(original).__name__ == "OperationalError"):
-        return code or "08000", known or "cannot be reached"
-    return code, known
+    lost = error.connection_invalidated or (not code and type(original).__name__ == "OperationalError")
+    return str(code) or ("08000" if lost else "")
 
 
 def _passes(error: DBAPIError, code: str) -> bool:
@@ -446,17 +396,19 @@ def migrate(database: Database, *, change: bool) -> None:
     config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     scripts = ScriptDirectory.from_config(config)
-    known, head = {each.revision for each in scripts.walk_revisions()}, scripts.get_current_head()
-    found = database.read(_version)
-    if found is not None and found not in known:
+    revisions, head = {script.revision for script in scripts.walk_revisions()}, scripts.get_current_head()
+    version = database.read(_version)
+    if version is not None and version not in revisions:
         raise StorageAhead(
-            f"{database.words} has version {found}, written by a later redline: this one supports versions up to {head}; "
+            f"{database.words} has version {version}, written by a later redline: this one supports versions up to {head}; "
             "install the later one, or give another --storage"
         )
-    if found == head:
+    if version == head:
         return
     if not change:
-        problem = "has no tables of redline" if found is None else f"has version {found}, but this redline needs {head}"
+        problem = (
+            "has no tables of redline" if version is None else f"has version {version}, but this redline needs {head}"
+        )
         raise StorageUnavailable(f"{database.words} {problem}; start `redline serve` on it first")
 
     def upgrade(connection: Connection) -> None:

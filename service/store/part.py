@@ -6,12 +6,10 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Row, Select, Table, insert, select, text
-from sqlalchemy.dialects.postgresql import insert as postgres_insert
-from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 
 from ...base.errors import UsageError
 from ..records import Event
-from ..tables import events, usage
+from ..tables import events
 from .connection import Database
 
 DAY_S = 86400.0
@@ -64,16 +62,6 @@ def writes(method: Callable[Concatenate[S, Connection, P], R]) -> Callable[Conca
     return run
 
 
-def beats(method: Callable[Concatenate[S, Connection, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorates a method whose changes a power failure may undo, because they are soon repeated."""
-
-    @wraps(method)
-    def run(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.database.write(lambda connection: method(self, connection, *args, **kwargs), durable=False)
-
-    return run
-
-
 def new_id() -> str:
     """Returns 12 random hexadecimal digits."""
     return secrets.token_hex(6)
@@ -87,17 +75,6 @@ def add_event(connection: Connection, now: float, search: str | None, kind: str,
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _EVENTS_LOCK})
     number = add(connection, events, {"search": search, "time": now, "kind": kind, "data": data})
     return Event(id=number, search=search, time=now, kind=kind, data=data)
-
-
-def add_usage(connection: Connection, user: int, now: float, device_seconds: float) -> None:
-    """Adds to a user's device-seconds of the day on which they ended, for the quota of device-hours."""
-    if not device_seconds > 0:
-        return
-    day = int(now // DAY_S)
-    row = {"user": user, "day": day, "device_seconds": device_seconds}
-    statement = (postgres_insert if connection.dialect.name == "postgresql" else sqlite_insert)(usage).values(**row)
-    added = {"device_seconds": usage.c.device_seconds + statement.excluded.device_seconds}
-    connection.execute(statement.on_conflict_do_update(index_elements=["day", "user"], set_=added))
 
 
 def add(connection: Connection, table: Table, values: dict[str, Any]) -> int:
@@ -131,7 +108,7 @@ def as_text(field: str, value: str, *, longest: int = LONGEST_NAME, empty: bool 
         raise UsageError(f"{field} must not be empty")
     if len(value) > longest:
         raise UsageError(f"{field} must have at most {longest} characters, but got {len(value)}")
-    if "\0" in value or any("\ud800" <= each <= "\udfff" for each in value):
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UsageError(f"{field} must not contain a NUL or half a surrogate pair, but got {value!r:.80}")
     return value
 

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 from ...base.errors import KeyTaken, NotFound, StorageUnavailable, UsageError, unknown
 from ..records import MOST_PRIORITY, AuditEntry, Role, Token, User
 from ..tables import audit, sessions, tokens, users
-from .part import Part, add, as_count, as_text, beats, one, reads, writes
+from .part import Part, add, as_count, as_text, one, reads, writes
 
 USED_S = 60.0
 """Resolution of the time when a token was last used, s."""
@@ -32,10 +32,10 @@ class People(Part):
         name: str,
         role: Role | str = Role.SUBMITTER,
         *,
+        searches: int | None = None,
+        devices: int | None = None,
         device_hours: float | None = None,
-        running: int | None = None,
         weight: float = 1.0,
-        allow_code: bool = False,
         team: str = "",
         priority: int = 0,
     ) -> User:
@@ -43,15 +43,15 @@ class People(Part):
 
         Raises:
             KeyTaken: there is one of that name.
-            UsageError: name, role or quotas are invalid.
+            UsageError: name, role or limits are invalid.
         """
         values = {
             "name": as_text("a user's name", name, empty=False),
             "role": _role(role),
+            "searches": _limit("searches", searches),
+            "devices": _limit("devices", devices),
             "device_hours": _positive("device_hours", device_hours),
-            "running": None if running is None else as_count("running", running),
             "weight": _positive("weight", weight) or 1.0,
-            "allow_code": bool(allow_code),
             "team": as_text("team", team),
             "priority": as_count("priority", priority, most=MOST_PRIORITY),
             "created": self.clock(),
@@ -67,32 +67,32 @@ class People(Part):
 
         Args:
             name: of the user.
-            changes: `role`, `device_hours` and `running` (None for no quota), `weight`, `allow_code`, `team`,
-                `priority`, `disabled` (a boolean).
+            changes: `role`, `searches`, `devices` and `device_hours` (None for no limit), `weight`, `team`, `priority`,
+                `disabled` (a boolean).
 
         Raises:
             NotFound: the user does not exist.
             UsageError: a value is invalid, or there would be no admin left.
         """
-        found = one(connection, select(users).where(users.c.name == name).with_for_update())
-        if found is None:
+        row = one(connection, select(users).where(users.c.name == name).with_for_update())
+        if row is None:
             raise NotFound(unknown("user", name, connection.execute(select(users.c.name)).scalars()))
-        values = {each: _CHANGES[each](value) for each, value in changes.items()}
+        values = {field: _CHANGES[field](value) for field, value in changes.items()}
         if "disabled" in changes:
-            values["disabled"] = (found.disabled or self.clock()) if changes["disabled"] else None
-        admins = users.c.role == Role.ADMIN, users.c.disabled.is_(None), users.c.id != found.id
-        was_one = found.role == Role.ADMIN and found.disabled is None
-        stays_one = values.get("role", found.role) == Role.ADMIN and values.get("disabled", found.disabled) is None
+            values["disabled"] = (row.disabled or self.clock()) if changes["disabled"] else None
+        admins = users.c.role == Role.ADMIN, users.c.disabled.is_(None), users.c.id != row.id
+        was_one = row.role == Role.ADMIN and row.disabled is None
+        stays_one = values.get("role", row.role) == Role.ADMIN and values.get("disabled", row.disabled) is None
         if was_one and not stays_one and one(connection, select(users.c.id).where(*admins)) is None:
             raise UsageError(f"{name} is the only admin; make another user an admin first")
         if values:
-            connection.execute(update(users).where(users.c.id == found.id).values(**values))
-        return _user(one(connection, select(users).where(users.c.id == found.id)))
+            connection.execute(update(users).where(users.c.id == row.id).values(**values))
+        return _user(one(connection, select(users).where(users.c.id == row.id)))
 
     @reads
     def users(self, connection: Connection) -> list[User]:
         """Returns all users, by name."""
-        return [_user(each) for each in connection.execute(select(users).order_by(users.c.name))]
+        return [_user(row) for row in connection.execute(select(users).order_by(users.c.name))]
 
     @reads
     def user(self, connection: Connection, name: str) -> User:
@@ -101,10 +101,10 @@ class People(Part):
         Raises:
             NotFound: there is none.
         """
-        found = one(connection, select(users).where(users.c.name == name))
-        if found is None:
+        row = one(connection, select(users).where(users.c.name == name))
+        if row is None:
             raise NotFound(unknown("user", name, connection.execute(select(users.c.name)).scalars()))
-        return _user(found)
+        return _user(row)
 
     def new_token(self, user: int | User, name: str = "", expires: float | None = None) -> str:
         """Makes a token and returns its text, of which only a digest is stored.
@@ -138,41 +138,41 @@ class People(Part):
 
         Also records the time of use, to a minute.
         """
-        found = self._user_of(text)
-        if found is None:
+        owner = self._user_of(text)
+        if owner is None:
             return None
-        user, used = found
+        user, used = owner
         if used is None or self.clock() - used > USED_S:
             with contextlib.suppress(StorageUnavailable):  # a token also works while the database is read-only
                 self._used_token(_id_of(text))
         return user
 
-    @beats
+    @writes
     def _used_token(self, connection: Connection, token: str) -> None:
         connection.execute(update(tokens).where(tokens.c.id == token).values(used=self.clock()))
 
     @reads
     def _user_of(self, connection: Connection, text: str) -> tuple[User, float | None] | None:
         """Returns the owner of a token and when it was last used; None as for `user_of`."""
-        found = self._token(connection, text)
-        user = None if found is None else self._good(connection, found)
-        return None if found is None or user is None else (user, found.used)
+        row = self._token(connection, text)
+        user = None if row is None else self._good(connection, row)
+        return None if row is None or user is None else (user, row.used)
 
     def _token(self, connection: Connection, text: str) -> Row[Any] | None:
         """Returns the token of that text; None if it is unknown."""
         number = _id_of(text)
-        found = one(connection, select(tokens).where(tokens.c.id == number)) if number else None
+        row = one(connection, select(tokens).where(tokens.c.id == number)) if number else None
         # Compared in constant time, and also if there is none, so that the duration reveals nothing.
-        same = hmac.compare_digest(_digest(text), found.digest if found else _digest(""))
-        return found if same else None
+        same = hmac.compare_digest(_digest(text), row.digest if row else _digest(""))
+        return row if same else None
 
-    def _good(self, connection: Connection, found: Row[Any]) -> User | None:
+    def _good(self, connection: Connection, row: Row[Any]) -> User | None:
         """Returns the owner of a known token; None if it has expired or was revoked, or its user is disabled."""
-        if found.revoked is not None:
+        if row.revoked is not None:
             return None
-        if found.expires is not None and found.expires <= self.clock():
+        if row.expires is not None and row.expires <= self.clock():
             return None
-        user = _user(one(connection, select(users).where(users.c.id == found.user)))
+        user = _user(one(connection, select(users).where(users.c.id == row.user)))
         return None if user.disabled is not None else user
 
     def new_session(self, token: str, seconds: float) -> str:
@@ -187,8 +187,8 @@ class People(Part):
 
     @writes
     def _keep_session(self, connection: Connection, digest: str, token: str, seconds: float) -> None:
-        found = self._token(connection, token)
-        if found is None or self._good(connection, found) is None:
+        row = self._token(connection, token)
+        if row is None or self._good(connection, row) is None:
             raise NotFound("the token is not known, was revoked or has expired")
         if one(connection, select(sessions.c.digest).where(sessions.c.digest == digest)):
             return
@@ -200,13 +200,13 @@ class People(Part):
     @reads
     def user_of_session(self, connection: Connection, text: str) -> User | None:
         """Returns the owner of a session; None if it is unknown or over, or its token is not valid any more."""
-        found = one(
+        row = one(
             connection,
             select(tokens)
             .join(sessions, sessions.c.token == tokens.c.id)
             .where(sessions.c.digest == _digest(text), sessions.c.expires > self.clock()),
         )
-        return None if found is None else self._good(connection, found)
+        return None if row is None else self._good(connection, row)
 
     @writes
     def end_session(self, connection: Connection, text: str) -> None:
@@ -219,7 +219,7 @@ class People(Part):
         query = select(tokens).order_by(tokens.c.created, tokens.c.id)
         if user is not None:
             query = query.where(tokens.c.user == user)
-        return [_record(each) for each in connection.execute(query)]
+        return [_record(row) for row in connection.execute(query)]
 
     @writes
     def revoke(self, connection: Connection, token: str) -> Token:
@@ -233,13 +233,13 @@ class People(Part):
             UsageError: several do.
         """
         begins = _id_of(token) or token.removeprefix(PREFIX)
-        known = connection.execute(select(tokens).with_for_update()).all()
-        found = [each for each in known if begins and each.id.startswith(begins)]
-        if not found:
-            raise NotFound(unknown("token", begins, [each.id for each in known if each.revoked is None]))
-        if len(found) > 1:
-            raise UsageError(f"several tokens begin with '{begins}': {', '.join(each.id for each in found)}")
-        (row,) = found
+        rows = connection.execute(select(tokens).with_for_update()).all()
+        matching = [row for row in rows if begins and row.id.startswith(begins)]
+        if not matching:
+            raise NotFound(unknown("token", begins, [row.id for row in rows if row.revoked is None]))
+        if len(matching) > 1:
+            raise UsageError(f"several tokens begin with '{begins}': {', '.join(row.id for row in matching)}")
+        (row,) = matching
         revoked = self.clock() if row.revoked is None else row.revoked
         connection.execute(update(tokens).where(tokens.c.id == row.id).values(revoked=revoked))
         return replace(_record(row), revoked=revoked)
@@ -256,15 +256,15 @@ class People(Part):
         query = select(audit).order_by(audit.c.id.desc()).limit(limit)
         if user is not None:
             query = query.where(audit.c.user == user)
-        return [AuditEntry(**each._mapping) for each in connection.execute(query)][::-1]
+        return [AuditEntry(**row._mapping) for row in connection.execute(query)][::-1]
 
 
 _CHANGES: dict[str, Callable[[Any], Any]] = {
     "role": lambda value: _role(value),
     "device_hours": lambda value: _positive("device_hours", value),
-    "running": lambda value: None if value is None else as_count("running", value),
+    "searches": lambda value: _limit("searches", value),
+    "devices": lambda value: _limit("devices", value),
     "weight": lambda value: _positive("weight", value) or 1.0,
-    "allow_code": bool,
     "team": lambda value: as_text("team", value),
     "priority": lambda value: as_count("priority", value, most=MOST_PRIORITY),
     "disabled": bool,
@@ -278,13 +278,17 @@ def _user(row: Row[Any] | None) -> User:
 
 
 def _record(row: Row[Any]) -> Token:
-    return Token(**{each.name: getattr(row, each.name) for each in fields(Token)})
+    return Token(**{field.name: getattr(row, field.name) for field in fields(Token)})
 
 
 def _role(role: Role | str) -> str:
-    if role not in {str(each) for each in Role}:
+    if role not in {str(name) for name in Role}:
         raise UsageError(unknown("role", role, Role))
     return str(role)
+
+
+def _limit(field: str, value: int | None) -> int | None:
+    return None if value is None else as_count(field, value, least=1)
 
 
 def _positive(field: str, value: float | None) -> float | None:

@@ -9,12 +9,10 @@ from sqlalchemy import Connection, and_, delete, func, or_, select
 from ..records import Event
 from ..tables import events, searches
 from .connection import PATIENCE_S, Database, migrate, write_ahead
-from .demand import Demand
-from .dry_runs import DryRuns, Knowledge
 from .part import Part, add_event, as_text, reads, writes
 from .people import People
-from .searches import Searches, check_attempt, locked_search
-from .workers import Workers
+from .runs import Runs
+from .searches import Searches
 
 MOST_FORGOTTEN = 1000
 """Number of events that one transaction deletes, so that others can write in between."""
@@ -24,23 +22,8 @@ class Events(Part):
     """Operations on events."""
 
     @writes
-    def add_event(
-        self, connection: Connection, search: str | None, kind: str, data: dict[str, Any], attempt: int | None = None
-    ) -> Event:
-        """Records an event of a search, or of the pool.
-
-        Args:
-            search: id of the search; None for an event of the pool.
-            kind: of the event.
-            data: its content.
-            attempt: the attempt at the search that reports it; None for an event that no attempt reports.
-
-        Raises:
-            NotFound: the search of that attempt does not exist.
-            AttemptOver: a later attempt has it.
-        """
-        if search is not None and attempt is not None:
-            check_attempt(locked_search(connection, search), attempt)
+    def add_event(self, connection: Connection, search: str | None, kind: str, data: dict[str, Any]) -> Event:
+        """Records an event of a search; None for one of the service."""
         return add_event(connection, self.clock(), search, as_text("kind", kind, longest=40, empty=False), data)
 
     @reads
@@ -51,7 +34,7 @@ class Events(Part):
         query = select(events).where(events.c.id > after).order_by(events.c.id).limit(limit)
         if search is not None:
             query = query.where(events.c.search == search)
-        return [Event(**each._mapping) for each in connection.execute(query)]
+        return [Event(**row._mapping) for row in connection.execute(query)]
 
     @reads
     def latest(self, connection: Connection) -> int:
@@ -59,15 +42,15 @@ class Events(Part):
         return connection.execute(select(func.max(events.c.id))).scalar() or 0
 
     def forget_events(self, before: float) -> int:
-        """Deletes the events of searches that ended before a time, and those of the pool before it. Returns their
+        """Deletes the events of searches that ended before a time, and those of the service before it. Returns their
         number.
 
         The `search` events, which record when a search began and how it ended, are kept, so that a stream of its
         events also ends. The latest event is kept too, since numbers continue from it.
         """
         total = 0
-        while found := self._some_forgotten(before):
-            total += found
+        while deleted := self._some_forgotten(before):
+            total += deleted
         return total
 
     @writes
@@ -83,7 +66,7 @@ class Events(Part):
         return len(numbers)
 
 
-class Store(People, Searches, DryRuns, Demand, Workers, Events, Knowledge):
+class Store(People, Searches, Runs, Events):
     """The service's state. Threads may share a store; every process opens its own."""
 
     @classmethod

@@ -1,11 +1,40 @@
 """The service's pages in a browser: login by token, live updates, and protection against other sites' forms."""
 
+import contextlib
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
+import served as served_module
 from redline.base.errors import NotFound
+from redline.service import searchers
+from redline.service.cluster import STARTING
+from redline.service.records import SearchState
+from redline.service.scheduling import Kind
+from redline.service.store.runs import Report
 from served import SEARCH, served
+
+H100 = Kind("NVIDIA H100 80GB HBM3", "cuda", 8, 81_000)
+
+
+@contextlib.contextmanager
+def with_devices(service):
+    """Gives the cluster devices, on which processes of searches end at once."""
+    service.cluster.kinds, service.cluster.failure = (H100,), None
+    try:
+        yield
+    finally:
+        service.cluster.kinds, service.cluster.failure = (), STARTING
+
+
+@pytest.fixture(scope="module", autouse=True)
+def played():
+    with pytest.MonkeyPatch.context() as patch:
+        played_search = Path(served_module.__file__).with_name("played_search.py")
+        patch.setattr(searchers, "COMMAND", (sys.executable, str(played_search)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +81,7 @@ def test_a_search_is_submitted_seen_live_and_cancelled(tab, service, expect):
     assert service.store.search(search).request == {"target": "gpt2-tiny", "trials": 5, "devices": 1}
     expect(tab.get_by_role("heading", name="<b>bold</b>")).to_be_visible()  # HTML in a name is shown as text
     expect(tab.locator(".state")).to_have_text("queued")
-    service.store.take_search(search)
+    service.store.give_devices(search, "NVIDIA H100", 1)
     expect(tab.locator(".state")).to_have_text("running")
     tab.get_by_role("link", name="Queue").click()
     row = tab.locator(f"[data-search='{search}']")
@@ -88,7 +117,7 @@ def test_a_search_is_held_released_cancelled_retried_and_deleted_on_its_page(tab
     buttons.get_by_role("button", name="Retry").click()
     expect(tab.locator(".state")).to_have_text("queued")
     assert store.search(search).state == "queued"
-    store.finish(search, store.take_search(search), "failed", "its disk was full", None)
+    service.ends(search, "failed", "its disk was full")
     delete = tab.locator(f"[data-delete='{search}']")
     expect(delete).to_have_text("Delete")
     delete.click()
@@ -127,15 +156,20 @@ def test_an_action_that_is_refused_says_why_and_others_searches_have_no_buttons(
 def test_devices_and_events_show_what_happens(tab, service, expect):
     log_in(tab, service, "reader")
     tab.get_by_role("link", name="Devices").click()
-    expect(tab.get_by_text("No worker is in the pool")).to_be_visible()
-    device = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
-    worker = service.store.join(service.store.user("submitter"), "w1", "host1", device, 8, 81000, {})
-    expect(tab.locator(f"[data-worker='{worker.id}']")).to_contain_text("8 × NVIDIA H100")
+    expect(tab.get_by_text("The Ray cluster is not reached")).to_be_visible()
+    search = service.client().post("/v1/searches", json=SEARCH).json()["id"]
+    service.store.give_devices(search, H100.name, 4)
+    service.store.charge({search: 1800.0})
+    with with_devices(service):
+        row = tab.get_by_role("table", name="Devices").get_by_role("row").nth(1)
+        expect(row).to_contain_text("NVIDIA H100 80GB HBM3")
+        expect(row).to_contain_text("4 of 8")
+        expect(tab.get_by_role("table", name="Use").get_by_role("row").nth(1)).to_contain_text("submitter")
     tab.get_by_role("link", name="Events").click()
     service.store.add_event(None, "said", {"message": "something new"})
     expect(tab.locator(".events")).to_contain_text("something new")
-    service.store.leave(worker.id)
-    expect(tab.locator(".events")).to_contain_text("worker w1: left")
+    service.store.cancel(search)
+    expect(tab.locator(".events")).to_contain_text(f"{search} is cancelled")
 
 
 def test_a_reader_sees_no_buttons_that_change(tab, service, expect):
@@ -173,9 +207,9 @@ def test_a_run_s_figures_are_those_of_the_dashboard(tab, service, expect):
     folder = service.parts.runs.folder(search)
     space = rl.Space.from_dict({"knobs": [{"name": "micro_batch", "type": "choice", "values": [1, 2, 4]}]})
     rl.tune(lambda config: 10.0 * config["micro_batch"], space, isolate=False, sampler="grid", trials=3, out=folder)
-    attempt = service.store.take_search(search)
-    service.store.tell_trial(search, attempt, 3, {"trial": 2})
-    service.store.finish(search, attempt, "done", "all tried", None)
+    service.store.give_devices(search, H100.name, 1)
+    service.store.add_reports(search, 0, 9, [Report(time=1.0, kind="finished", data={"trial": 2, "done": 3})], None)
+    service.store.take_devices(search, SearchState.DONE, "all tried")
     log_in(tab, service)
     tab.locator(f"[data-search='{search}']").get_by_role("link").click()
     tab.get_by_role("link", name="The run with its trials and figures").click()
@@ -199,27 +233,22 @@ def test_a_reader_is_offered_nothing_to_submit_by(tab, service, expect):
 
 
 def test_the_queue_says_why_each_search_waits(tab, service, expect):
-    device = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
-    worker = service.store.join(service.store.user("submitter"), "w1", "host1", device, 8, 81000, {})
     big = service.client().post("/v1/searches", json={"request": {**SEARCH["request"], "devices": 64}}).json()["id"]
     elsewhere = service.client().post("/v1/searches", json={**SEARCH, "device": "TPU"}).json()["id"]
     log_in(tab, service, "reader")
-    row = tab.locator(f"[data-search='{big}']")
-    expect(row).to_contain_text("takes 64 devices of one worker, and none has more than 8")
-    expect(tab.locator(f"[data-search='{elsewhere}']")).to_contain_text("no worker has 'TPU'")
+    with with_devices(service):
+        row = tab.locator(f"[data-search='{big}']")
+        expect(row).to_contain_text("needs 64 devices of one kind, and the cluster has at most 8")
+        expect(tab.locator(f"[data-search='{elsewhere}']")).to_contain_text("the cluster has no 'TPU'")
     for each in (big, elsewhere):
         service.store.cancel(each)
     expect(tab.get_by_role("table", name="Ended").locator(f"[data-search='{big}']")).to_contain_text("cancelled")
-    service.store.leave(worker.id)
 
 
 def test_every_page_fits_a_phone_and_a_desk(tab, service, overflow, phone, desktop):
     """Tests the longest names, and a search with every element of a row."""
     store = service.store
     long = store.submit(store.user("submitter"), {"target": "gpt2-tiny"}, devices=8, name="n" * 200)[0].id
-    store.join(
-        store.user("submitter"), "w" * 200, "h" * 200, {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}, 8, 81000, {}
-    )
     log_in(tab, service)
     for size in (phone, desktop):
         tab.set_viewport_size(size)

@@ -135,6 +135,15 @@ def test_a_host_without_gpus_plans_for_and_places_on_those_that_the_cluster_has_
     assert all("on node-h100" in (run / "logs" / f"{number}.log").read_text() for number in range(2))
 
 
+def test_a_training_uses_the_devices_of_its_run_if_the_cluster_has_them(two_kinds):
+    code = (
+        "from redline.runners.ray_runner import kind_of_cluster\n"
+        f"print([kind_of_cluster({two_kinds!r}, name).device.name for name in ({A100!r}, 'NVIDIA V100', None)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout.strip() == str([A100, H100, H100]), done.stderr
+
+
 @pytest.mark.slow
 def test_a_kind_that_is_named_is_kept_by_a_resume_and_has_fewer_devices(two_kinds, tmp_path):
     run = tmp_path / "run"

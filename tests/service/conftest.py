@@ -4,10 +4,10 @@ import shutil
 
 import postgres
 import pytest
+from clock import Clock
 from redline.service.store import Store
 from redline.service.tables import METADATA
 from served import served
-from service_pool import Clock, Pool
 
 EACH = ("sqlite", pytest.param("postgresql", marks=pytest.mark.slow))
 """Kinds of database for tests over HTTP. The quick tier has only SQLite."""
@@ -94,8 +94,3 @@ def sqlite(sqlite_url, clock):
     """A store in SQLite, for behaviour that does not depend on the kind of database."""
     with Store.open(sqlite_url, clock=clock) as made:
         yield made
-
-
-@pytest.fixture
-def pool(store):
-    return Pool(store)

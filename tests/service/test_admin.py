@@ -1,23 +1,18 @@
-"""Owners and admins hold, retry, reprioritise, show and delete searches; roles, quotas, disabling and audit of users."""
-
-import json
+"""Owners and admins hold, retry, reprioritise, show and delete searches; roles, limits, disabling and audit of users."""
 
 import pytest
 import redline as rl
 from click.testing import CliRunner
-from redline.base.errors import NotFound, Refused, StudyError, UsageError
-from redline.base.lock import FolderLock
+from redline.base.errors import NotFound, Refused, UsageError
 from redline.cli.main import redline as command_line
-from redline.results.ledger import Ledger
-from redline.results.names import RUN
-from redline.results.request import read
+from redline.service.records import SearchState
 from redline.service.retention import Retention, deleted
 from served import SPACE, served
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A service with a database in a file, which `redline user` opens as well."""
+    """A service with a database in a file, which `redline token` opens as well."""
     with served(tmp_path_factory.mktemp("service")) as running:
         yield running
 
@@ -33,7 +28,7 @@ def ran(service, *arguments, fine=True):
     environment = {"REDLINE_SERVER": service.address, "REDLINE_TOKEN": service.tokens["submitter"]}
     done = CliRunner().invoke(command_line, [str(each) for each in arguments], env=environment)
     assert (done.exit_code == 0) is fine, done.output
-    return done.stdout if fine else str(done.exception)
+    return done.stdout if fine else f"{done.stderr}{done.exception}"
 
 
 def test_a_search_is_held_released_and_gets_another_priority(service, client):
@@ -63,72 +58,51 @@ def test_a_search_is_held_released_and_gets_another_priority(service, client):
 
 def test_a_search_that_failed_is_retried_and_one_that_is_done_is_not(service, client):
     run = client.submit("gpt2-tiny")
-    service.store.finish(run.id, service.store.take_search(run.id), "failed", "its disk was full")
+    service.ends(run.id, "failed", "its disk was full")
     run.retry()
     look = run.look()
     assert (look.state, look.ended) == ("queued", None) and "disk" not in look.reason
-    service.store.finish(run.id, service.store.take_search(run.id), "done", "trials")
+    service.ends(run.id)
     with pytest.raises(UsageError, match=f"{run.id} is done and cannot be retried: submit it again"):
         run.retry()
 
 
-def test_a_search_is_deleted_with_its_folder_and_its_ledger(service, client):
+def test_a_search_is_deleted_with_its_folder_once_its_process_has_ended(service, client):
     run = client.submit("gpt2-tiny")
-    attempt, folder = service.store.take_search(run.id), service.parts.runs.folder(run.id)
-    service.store.ask_dry_run(run.id, attempt, "trial-0", "run", {}, 1)
-    more = {"isolate": False, "sampler": "grid", "trials": 1, "out": folder, "storage": service.parts.url}
-    rl.tune(lambda config: 1.0, rl.Space.from_dict(SPACE), **more)
-    name = read(folder)[0]["study"]
-    assert len(Ledger.load(service.parts.url, name=name).trials()) == 1
-    with pytest.raises(UsageError, match="is running: cancel it before"):
+    folder = service.parts.runs.folder(run.id)
+    rl.tune(lambda config: 1.0, rl.Space.from_dict(SPACE), isolate=False, sampler="grid", trials=1, out=folder)
+    with pytest.raises(UsageError, match="is queued: cancel it before"):
         run.delete()
+    service.store.give_devices(run.id, "H100", 1)
     run.cancel()
+    service.store.take_devices(run.id, SearchState.CANCELLED)
     ran(service, "queue", "--delete", run.id)
     assert not folder.exists()
     with pytest.raises(NotFound):
         client.search(run.id)
-    with pytest.raises(UsageError, match=name):
-        Ledger.load(service.parts.url, name=name)
     assert service.client().get(f"/runs/api/run?run={run.id}").status_code == 404
 
 
-def test_searches_that_ended_long_ago_are_deleted(service, client):
-    in_use, old, new = (client.submit("gpt2-tiny") for _ in range(3))
-    for each in (in_use, old, new):
-        each.cancel()
-    service.parts.runs.folder(in_use.id).mkdir()
-    folder = service.parts.runs.folder(old.id)
-    folder.mkdir()
-    (folder / RUN).write_text("damaged")
-    before = service.store.search(old.id).ended
-    service.store.retry(new.id)
-
-    def delete(search):
-        deleted(service.store, service.parts.runs, search, service.parts.url)
-
-    retention, lock = Retention(service.store, 30, 0.0, delete), FolderLock(service.parts.runs.folder(in_use.id))
-    retention._delete_searches(before + 1e-6)
-    assert service.store.search(in_use.id).state == "cancelled", "its searcher is still ending"
-    lock.release()
-    assert not folder.exists()
-    with pytest.raises(NotFound):
-        service.store.search(old.id)
-    assert service.store.search(new.id).state == "queued"
-
-
-def test_a_deletion_that_fails_can_be_repeated(service, client):
-    """Regression: the search was deleted first, and its folder and ledger stayed for ever."""
-    run = client.submit("gpt2-tiny")
-    run.cancel()
-    folder = service.parts.runs.folder(run.id)
-    more = {"isolate": False, "sampler": "grid", "trials": 1, "out": folder, "storage": service.parts.url}
-    rl.tune(lambda config: 1.0, rl.Space.from_dict(SPACE), **more)
-
-    with pytest.raises(StudyError):
-        deleted(service.store, service.parts.runs, run.id, f"sqlite:///{folder}/nowhere/redline.db")
-    assert folder.exists() and run.state == "cancelled"
-    run.delete()
-    assert not folder.exists()
+def test_searches_that_ended_long_ago_are_deleted(tmp_path):
+    with served(tmp_path, manages=False) as service, service.rl() as client:
+        in_use, old, new = (client.submit("gpt2-tiny") for _ in range(3))
+        service.store.give_devices(in_use.id, "H100", 1)
+        for run in (in_use, old, new):
+            run.cancel()
+        folder = service.parts.runs.folder(old.id)
+        folder.mkdir()
+        (folder / "run.yaml").write_text("damaged")
+        before = service.store.search(old.id).ended
+        service.store.retry(new.id)
+        retention = Retention(service.store, 30, 0.0, lambda search: deleted(service.store, service.parts.runs, search))
+        retention._delete_searches(before + 1e-6)
+        assert service.store.search(in_use.id).state == "cancelled", "its process is still ending"
+        assert not folder.exists()
+        with pytest.raises(NotFound):
+            service.store.search(old.id)
+        assert service.store.search(new.id).state == "queued"
+        with pytest.raises(UsageError, match="has not ended yet; retry it in a moment"):
+            in_use.retry()
 
 
 def test_a_search_is_seen_by_those_that_it_is_shown_to(service, client):
@@ -166,26 +140,30 @@ def test_a_search_is_seen_by_those_that_it_is_shown_to(service, client):
 
 
 def test_users_are_changed_and_disabled_and_what_was_done_is_listed(service):
-    database = ("--storage", service.parts.url)
-    ran(service, "user", *database, "change", "coder", "--role", "reader", "--running", "3", "--device-hours", "10")
-    found = service.store.user("coder")
-    assert (found.role, found.running, found.device_hours, found.allow_code) == ("reader", 3, 10.0, True)
-    ran(service, "user", *database, "change", "coder", "--running", "none", "--no-code", "--weight", "2")
-    found = service.store.user("coder")
-    assert (found.running, found.device_hours, found.allow_code, found.weight) == (None, 10.0, False, 2.0)
-    ran(service, "user", *database, "change", "coder", "--priority", "7")
-    assert service.store.user("coder").priority == 7
-    coder = next(line for line in ran(service, "user", *database, "list").splitlines() if "coder" in line)
-    assert "7" in [cell.strip() for cell in coder.split("|")]
+    database = ("--storage", str(service.store.database._reader.url))
+
+    def token(*arguments, fine=True):
+        return ran(service, "token", *database, *arguments, fine=fine)
+
+    token("change", "coder", "--role", "reader", "--searches", 3, "--device-hours", 10)
+    account = service.store.user("coder")
+    assert (account.role, account.searches, account.devices, account.device_hours) == ("reader", 3, None, 10.0)
+    token("change", "coder", "--searches", "none", "--devices", 4, "--weight", 2, "--priority", 7)
+    account = service.store.user("coder")
+    assert (account.searches, account.devices, account.device_hours, account.weight) == (None, 4, 10.0, 2.0)
+    row = next(line for line in token("users").splitlines() if "coder" in line)
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+        *("coder", "reader", "", "2", "any", "4", "0.0 of 10", "7", "active")
+    ]
+    assert "neither a number above 0 nor 'none'" in token("change", "coder", "--devices", 0, fine=False)
     with service.client("coder") as client:
         assert client.get("/v1/me").json()["role"] == "reader"
-        ran(service, "user", *database, "disable", "coder")
+        token("disable", "coder")
         assert client.get("/v1/me").status_code == 401
-        assert "disabled 2" in ran(service, "user", *database, "list")
-        ran(service, "user", *database, "enable", "coder")
+        assert "disabled 2" in token("users")
+        token("enable", "coder")
         assert client.get("/v1/me").status_code == 200
-    assert "is the only admin" in ran(service, "user", *database, "disable", "admin", fine=False)
-    tokens = ran(service, "token", *database, "list").splitlines()
-    assert "never" not in next(line for line in tokens if "coder" in line)
-    audit = ran(service, "user", *database, "audit", "--last", "50")
-    assert "disable" in audit and json.dumps({"running": 3, "device_hours": 10.0})[1:-1].split(",")[0] in audit
+    assert "is the only admin" in token("disable", "admin", fine=False)
+    assert "never" not in next(line for line in token("list").splitlines() if "coder" in line)
+    audit = token("audit", "--last", "50")
+    assert "disable" in audit and '"searches": 3, "device_hours": 10.0' in audit

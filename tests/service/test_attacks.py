@@ -1,4 +1,4 @@
-"""Attacks are sent repeatedly while fifty workers send requests: each attack is refused, and no worker waits long.
+"""Attacks are sent repeatedly while fifty clients send requests: each attack is refused, and no client waits long.
 
 Bounds are wide, as the machine may be busy.
 """
@@ -14,7 +14,7 @@ from served import served
 WORKING = 50
 LASTS_S = 3.0
 LONGEST_S = 20.0
-"""Longest time that a worker may be without an answer, s."""
+"""Longest time that a client may be without an answer, s."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def service(tmp_path_factory):
 
 def work(client, number, end, gaps):
     """Sends requests until `end`, at least one, and records the longest time without an answer in `gaps`."""
-    path, status = ("/v1/me", 200) if number % 2 == 0 else ("/v1/workers/0123456789ab/lease?wait=0", 404)
+    path, status = ("/v1/me", 200) if number % 2 == 0 else ("/v1/searches/0123456789ab/cancel", 404)
     last = time.monotonic()
     while number not in gaps or time.monotonic() < end:
         answer = client.request("GET" if status == 200 else "POST", path)
@@ -39,8 +39,7 @@ def work(client, number, end, gaps):
 def test_fifty_who_work_are_answered_while_each_attack_is_refused(service):
     gaps = {}
     with contextlib.ExitStack() as held, ThreadPoolExecutor(WORKING + 2) as pool:
-        roles = ("submitter", "worker")
-        clients = [held.enter_context(service.client(roles[number % 2])) for number in range(WORKING)]
+        clients = [held.enter_context(service.client()) for _ in range(WORKING)]
         held.enter_context(half_open(service.address, 300))
         end = time.monotonic() + LASTS_S
         working = [pool.submit(work, client, number, end, gaps) for number, client in enumerate(clients)]
@@ -51,4 +50,4 @@ def test_fifty_who_work_are_answered_while_each_attack_is_refused(service):
     assert len(gaps) == WORKING and max(gaps.values()) < LONGEST_S, sorted(gaps.values())[-5:]
     assert {name for name, _, _ in seen} == set(ATTACKS)
     assert all(400 <= status < 500 for _, status, _ in seen), {each[:2] for each in seen}
-    assert service.store.workers() == []
+    assert service.store.searches() == []

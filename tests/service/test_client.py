@@ -1,8 +1,6 @@
 """`rl.Client` and the commands: Python and the terminal show the state that the server has."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,8 +11,9 @@ from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
 from redline.cli import submit
 from redline.cli.main import redline as command_line
 from redline.models.server_model import ServerModel
+from redline.service.client import ServerUnreachable
+from redline.service.records import SearchState
 from redline.service.request import arguments, digest, travelling
-from redline.service.transport import ServerUnreachable
 from served import SPACE, served
 
 
@@ -26,11 +25,11 @@ def client(service):
 
 def search_of(service, search, trials=3, state="done"):
     """Runs a search with made-up measurements and ends it in `state`."""
-    attempt = service.store.take_search(search)
+    service.store.give_devices(search, "H100", 1)
     folder = service.parts.runs.folder(search)
     result = found(folder, trials)
     (folder / "logs" / "0.log").write_text("what it printed\x1b[31m\n")
-    service.store.finish(search, attempt, state, "trials", result.to_dict()["best"])
+    service.store.take_devices(search, SearchState(state), "trials", result.to_dict()["best"])
     return result
 
 
@@ -124,23 +123,6 @@ def test_an_unreachable_server_is_retried_and_a_stream_continues(tmp_path):
     assert len({each.id for each in seen}) == 3
 
 
-@pytest.mark.slow  # models are traced, twice
-def test_an_estimate_is_that_of_the_command_and_comes_from_memory_the_second_time(client):
-    asked = {"hardware": "h100-80gb", "devices": 8, "global_batch": 64, "top": 1}
-    found = client.estimate("gpt2-tiny", **asked)
-    command = [sys.executable, "-m", "redline.cli", "estimate", "gpt2-tiny", "--hardware", "h100-80gb"]
-    command += ["--devices", "8", "--global-batch", "64", "--top", "1", "--json"]
-    output = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found["best"] == output["best"] and found["best"]
-    start = time.monotonic()
-    assert client.estimate("gpt2-tiny", **asked) == found
-    assert time.monotonic() - start < 2
-    with pytest.raises(UsageError, match="unknown hardware"):
-        client.estimate("gpt2-tiny", hardware="h1000")
-    with pytest.raises(UsageError, match="global"):
-        client.estimate("gpt2-tiny", hardware="h100-80gb", devices=7, global_batch=3, fix={"dp": 9})
-
-
 def test_local_files_are_sent_by_their_contents(tmp_path):
     (tmp_path / "train.py").write_text("workload = 1\n")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
@@ -184,7 +166,7 @@ def test_commands_submit_show_and_cancel(service, tmp_path):
     search = ran(service, "submit", "gpt2-tiny", "--trials", "3", "--priority", "7", "--name", "theirs").strip()
     assert service.store.search(search).request["trials"] == 3
     queue = ran(service, "queue", role="reader")
-    assert search in queue and "theirs" in queue and "no worker" in queue
+    assert search in queue and "theirs" in queue and "does not reach its Ray cluster" in queue
     assert json.loads(ran(service, "queue", "--json"))["searches"][0]["id"] == search
     assert ran(service, "results", search, code=3).startswith(search)
     assert json.loads(ran(service, "results", search, "--json", code=3))["id"] == search
@@ -234,13 +216,13 @@ def test_tokens_are_made_listed_and_revoked_in_the_database(tmp_path):
     with pytest.raises(UsageError, match=r"there is no server's database .*redline\.db: give --data"):
         command("list")
     made = command("new", "ann", "--role", "admin", "--for", "laptop").strip()
-    brief = command("new", "bob", "--expires", "30d", "--running", "2").strip()
+    brief = command("new", "bob", "--expires", "30d", "--searches", "2").strip()
     assert "redline.db is new" in notes[0] and "needs --storage here" in notes[0] and not notes[1]
     listed = command("list")
     assert "ann | admin" in listed and "laptop" in listed and "valid until" in listed and made not in listed
     with served(tmp_path, tokens={"ann": made, "bob": brief}) as service:
         assert service.client("ann").get("/v1/me").json()["role"] == "admin"
-        assert service.client("bob").get("/v1/me").json()["running"] == 2
+        assert service.client("bob").get("/v1/me").json()["searches"] == 2
         command("revoke", made)
         assert service.client("ann").get("/v1/me").status_code == 401
     with pytest.raises(UsageError, match="exists already"):
@@ -255,14 +237,6 @@ def test_waiting_ends_with_the_time_that_is_given_where_nothing_happens(client):
     run = client.submit("gpt2-tiny")
     with pytest.raises(TimeoutError, match=f"{run.id} has not ended within 0.2 s"):
         run.wait(timeout=0.2)
-
-
-def test_measured_commands_are_not_run_again(service):
-    from redline.runners.command.command import Command
-
-    space = {"micro_batch": [1, 2]}
-    with pytest.raises(UsageError, match="its program may have changed"):
-        service.rl("coder").submit(Command(command="train --batch {micro_batch}"), override=space, reuse=True)
 
 
 def test_a_space_too_large_to_be_listed_is_told_of_too():

@@ -1,103 +1,20 @@
-"""Several processes at one store: a dry run has one outcome, written with the latest lease, under any concurrency."""
+"""Several threads and processes at one store, each with connections of its own."""
 
-import subprocess
-import sys
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import pool_process
 import pytest
-from redline.service.records import DryRunState
+from redline.service.records import SearchState
 from redline.service.store import Store
-from redline.service.store.dry_runs import MOST_ATTEMPTS
 from redline.service.store.part import add_event
-from service_pool import begun
-
-
-class Processes:
-    """Processes that begin at the same moment."""
-
-    def __init__(self, url):
-        self.url = url
-        self.all = []
-
-    def start(self, *arguments):
-        self.all.append(
-            subprocess.Popen(
-                [sys.executable, pool_process.__file__, arguments[0], self.url, *map(str, arguments[1:])],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        return self.all[-1]
-
-    def go(self):
-        for each in self.all:
-            assert each.stdout.readline() == "ready\n"
-        for each in self.all:
-            each.stdin.write("go\n")
-            each.stdin.flush()
-
-    def output(self):
-        """Returns the lines that each process printed until it ended."""
-        out = [each.communicate(timeout=300)[0].split("\n")[:-1] for each in self.all]
-        assert [each.returncode for each in self.all] in ([0] * len(self.all), [*[0] * (len(self.all) - 1), -9])
-        return out
-
-
-@pytest.fixture
-def processes(url):
-    made = Processes(url)
-    yield made
-    for each in made.all:
-        each.kill()
-        each.communicate()
+from redline.service.store.runs import Report
 
 
 @pytest.fixture
 def real(url):
     """A store with the real clock."""
-    with Store.open(url) as made:
-        yield made
-
-
-def submitted(store):
-    ann = store.add_user("ann")
-    search, _ = store.submit(ann, {}, devices=1)
-    return ann, search, begun(store, search.id, "Xeon")
-
-
-def test_a_dry_run_is_answered_once_whoever_comes_late_or_dies(real, processes):
-    ann, search, attempt = submitted(real)
-    asked = [real.ask_dry_run(search.id, attempt, str(number), "run", {}, 1).id for number in range(40)]
-    for seed in range(3):
-        worker = real.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 3, 1024, {})
-        processes.start("work", worker.id, seed)
-    processes.start("reap")
-    victim = real.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 3, 1024, {})
-    processes.start("work", victim.id, 99)
-    processes.go()
-    processes.all[-1].stdout.readline()  # it has done something
-    processes.all[-1].kill()
-    answers = [tuple(map(int, line.split())) for lines in processes.output() for line in lines]
-    # The pipe may lose the killed process's last line; the store has its answer.
-    assert max(Counter(answers).values()) == 1
-    done = {each.id: each for each in real.dry_runs(search.id)}
-    assert set(done) == set(asked)
-    assert {each.state for each in done.values()} == {DryRunState.DONE}
-    for (
-        dry_run,
-        lease,
-    ) in answers:  # no acknowledged answer was replaced, and no answer of an earlier lease was accepted
-        assert done[dry_run].outcome["lease"] == lease == done[dry_run].lease
-    assert len(dict(answers)) == len(answers)
-    for each in done.values():
-        if "lease" not in each.outcome:
-            assert each.outcome["status"] == "crash" and each.attempts == MOST_ATTEMPTS
-    ended = [each.data["dry_run"] for each in real.events(limit=100_000) if each.data.get("state") == "done"]
-    assert sorted(ended) == sorted(asked)  # each has one event
+    with Store.open(url) as store:
+        yield store
 
 
 def at_once(url, *tasks):
@@ -110,51 +27,56 @@ def at_once(url, *tasks):
             return task(store)
 
     with ThreadPoolExecutor(len(tasks)) as threads:
-        return [each.result() for each in [threads.submit(run, task) for task in tasks]]
+        return [future.result() for future in [threads.submit(run, task) for task in tasks]]
 
 
-def test_concurrent_attempts_of_a_search_have_one_latest(url, real):
-    _, search, attempt = submitted(real)
-    taken = at_once(url, *[lambda store: store.take_search(search.id)] * 6)
-    assert sorted(taken) == [attempt + 1 + number for number in range(6)]
-    assert real.search(search.id).attempt == attempt + 6
+def test_devices_are_given_to_a_search_once(url, real):
+    search, _ = real.submit(real.add_user("ann"), {}, devices=1)
+    given = at_once(url, *[lambda store: store.give_devices(search.id, "H100", 2)] * 6)
+    assert given.count(True) == 1
+    (contender,) = real.contenders()
+    assert (contender.state, contender.uses) == (SearchState.RUNNING, 2)
+
+
+def test_a_part_of_a_file_of_events_is_recorded_once(url, real):
+    """A server that was killed after the transaction reads the same part again."""
+    search, _ = real.submit(real.add_user("ann"), {}, devices=1)
+    real.give_devices(search.id, "H100", 1)
+    reports = [Report(time=1.0, kind="finished", data={"trial": 0, "done": 1})]
+    at_once(url, *[lambda store: store.add_reports(search.id, 0, 40, reports, None)] * 6)
+    assert [event.kind for event in real.events(search=search.id)] == ["search", "search", "finished"]
+    assert real.search(search.id).trials == 1 and real.contenders()[0].read == 40
 
 
 def test_a_key_used_by_many_at_once_is_one_search(url, real):
     ann = real.add_user("ann")
-    found = at_once(url, *[lambda store: store.submit(ann, {"model": "gpt2"}, devices=1, key="k")] * 6)
-    assert len({search.id for search, _ in found}) == len(real.searches()) == 1
-    assert [new for _, new in found].count(True) == 1
+    results = at_once(url, *[lambda store: store.submit(ann, {"model": "gpt2"}, devices=1, key="k")] * 6)
+    assert len({search.id for search, _ in results}) == len(real.searches()) == 1
+    assert [new for _, new in results].count(True) == 1
 
 
-def test_concurrent_readers_miss_no_event_and_each_key_is_one_dry_run(url, real):
+def test_concurrent_readers_miss_no_event(url, real):
     """Postgres assigns numbers before transactions end: one that ends later must not have the lower number."""
-    ann, one, attempt = submitted(real)
-    other, _ = real.submit(ann, {}, devices=1)
-    attempts = {one.id: attempt, other.id: real.take_search(other.id)}
     seen, writing = [], threading.Event()
 
-    def asker(search):
-        return lambda store: [
-            store.ask_dry_run(search, attempts[search], str(key), "run", {}, 1).id for key in range(30)
-        ]
+    def writer(store):
+        for number in range(30):
+            store.add_event(None, "said", {"number": number})
 
     def reader(store):
         while not writing.is_set() or store.events(after=seen[-1] if seen else 0):
-            seen.extend(each.id for each in store.events(after=seen[-1] if seen else 0, limit=7))
+            seen.extend(event.id for event in store.events(after=seen[-1] if seen else 0, limit=7))
 
-    def waiter(asking):
-        out = at_once(url, *asking)
+    def write_at_once():
+        at_once(url, *[writer] * 4)
         writing.set()
-        return out
 
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(waiter, [asker(one.id), asker(one.id), asker(other.id), asker(other.id)])
+        written = threads.submit(write_at_once)
         reader(real)
-        first, again, others, others_again = asked.result()
-    assert first == again and others == others_again and not set(first) & set(others)
-    assert seen == [each.id for each in real.events(limit=100_000)]
-    assert len(seen) == 5 + 60
+        written.result()
+    assert seen == [event.id for event in real.events(limit=100_000)]
+    assert len(seen) == 4 * 30
 
 
 def test_no_event_appears_before_one_with_a_lower_number(url, real):
@@ -171,9 +93,9 @@ def test_no_event_appears_before_one_with_a_lower_number(url, real):
         ready.wait()
         second = threads.submit(two.add_event, None, "second", {})
         wait([second], timeout=0.5)  # it must not finish within this time
-        seen = [each.kind for each in real.events()]
+        seen = [event.kind for event in real.events()]
         go_on.set()
         first.result()
         second.result()
     assert seen == []
-    assert [each.kind for each in real.events()] == ["first", "second"]
+    assert [event.kind for event in real.events()] == ["first", "second"]

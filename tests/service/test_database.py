@@ -7,7 +7,6 @@ import threading
 import time
 from pathlib import Path
 
-import optuna
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -59,19 +58,6 @@ def test_many_may_open_a_new_database_at_once(empty_url):
     assert found == [[]] * 4
 
 
-def test_optuna_s_studies_lie_beside(empty_url):
-    """The ledger of a search is in the same database, whichever tables are created first."""
-    driver = empty_url.replace("postgresql://", "postgresql+psycopg://")
-    storage = optuna.storages.RDBStorage(driver)
-    study = optuna.create_study(storage=storage, study_name="s")
-    with Store.open(empty_url) as store:
-        store.submit(store.add_user("ann"), {}, devices=1)
-        study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
-        assert store.database.read(different) == []
-    assert len(optuna.load_study(storage=storage, study_name="s").trials) == 2
-    storage.engine.dispose()
-
-
 def test_a_database_of_a_later_version_is_refused_and_left_alone(empty_url):
     with Store.open(empty_url) as store:
         store.database.write(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '99'")))
@@ -110,7 +96,7 @@ def test_a_read_only_database_says_so(sqlite_url):
     path = sqlite_url.removeprefix("sqlite:///")
     with Store.open(f"sqlite:///file:{path}?mode=ro&uri=true", create=False) as store:
         assert store.users() == []
-        with pytest.raises(StorageUnavailable, match="is read-only"):
+        with pytest.raises(StorageUnavailable, match="readonly"):
             store.add_user("ann")
 
 
@@ -125,7 +111,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
 
         event.listen(store.database._reader, "connect", no_more)
         store.database._reader.dispose()
-        with pytest.raises(StorageUnavailable, match="is full: its disk has no space left"):
+        with pytest.raises(StorageUnavailable, match="is full"):
             for _ in range(100):
                 store.submit(ann, {"filler": "x" * 10_000}, devices=1)
         with Store.open(sqlite_url) as other:
@@ -135,16 +121,18 @@ def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
 
 def test_files_that_are_no_database_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing of the kind " * 500)
-    with pytest.raises(StorageUnavailable, match="is not a database"):
+    with pytest.raises(StorageUnavailable, match="cannot be used: file is not a database"):
         Store.open(f"sqlite:///{tmp_path}/notes.txt")
-    with pytest.raises(StorageUnavailable, match="cannot be opened"):
+    with pytest.raises(StorageUnavailable, match="cannot be used: unable to open"):
         Store.open(f"sqlite:///{tmp_path}/none/redline.db")
 
 
 def test_a_postgres_that_is_not_there_says_so_without_its_password():
     pytest.importorskip("psycopg")
     start = time.monotonic()
-    with pytest.raises(StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be reached") as caught:
+    with pytest.raises(
+        StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be used: connection"
+    ) as caught:
         Store.open("postgresql://ann:secret@127.0.0.1:1/d", patience_s=0.5)
     assert "secret" not in str(caught.value) and time.monotonic() - start < 60
 
@@ -156,9 +144,9 @@ def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postg
         cluster.stop("immediate")
         back = threading.Thread(target=cluster.start)
         back.start()
-        attempt = store.take_search(search.id)
+        given = store.give_devices(search.id, "H100", 1)
         back.join()
-        assert (attempt, store.search(search.id).state) == (1, "running")
+        assert given and store.search(search.id).state == "running"
         assert [each.data["state"] for each in store.events(search=search.id)] == ["queued", "running"]
 
 

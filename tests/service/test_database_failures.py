@@ -8,9 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from processes import until as wait_until
-from redline.base.errors import RunnerError, StorageAhead
-from redline.service.child_processes import MOST_WAITING, Helper
+from redline.base.errors import StorageAhead
 from redline.service.serve_options import ServeOptions
 from redline.service.server import serve
 from redline.service.store import connection as connections
@@ -81,8 +79,8 @@ def locked(service, table="redline_searches"):
 def test_a_locked_database_is_reported_and_written_when_free(service, client):
     first = submit(client).json()["id"]
     with locked(service):
-        away(submit(client), "is locked by another process")
-        away(client.post(f"/v1/searches/{first}/cancel"), "is locked by another process")
+        away(submit(client), "lock")
+        away(client.post(f"/v1/searches/{first}/cancel"), "lock")
         assert client.get("/v1/me").status_code == client.get("/healthz").status_code == 200
         if service.store.database.sqlite:  # readers do not wait for writers
             assert client.get(f"/v1/searches/{first}").json()["state"] == "queued"
@@ -96,7 +94,7 @@ def test_all_requests_that_wait_for_a_lock_are_answered_without_delaying_others(
         client.timeout = 2 * LONG_S
         start = time.monotonic()
         for answer in pool.map(submit, [client] * 60):
-            away(answer, "is locked")
+            away(answer, "lock")
         assert time.monotonic() - start < LONG_S
         assert client.get("/v1/me").status_code == 200
 
@@ -104,7 +102,7 @@ def test_all_requests_that_wait_for_a_lock_are_answered_without_delaying_others(
 def test_a_read_only_database_is_reported_and_can_be_read(service, client, cluster_of):
     first = submit(client).json()["id"]
     with cluster_of.read_only(service):
-        away(submit(client), "is read-only")
+        away(submit(client), "read")
         assert client.get(f"/v1/searches/{first}").json()["state"] == "queued"
     assert until(lambda: submit(client), 201).json()["state"] == "queued"
     assert len(client.get("/v1/searches").json()["searches"]) == 2
@@ -171,7 +169,7 @@ def test_a_full_disk_is_reported_and_stored_data_stays():
     first, answers, looked, again, kept = on_small_disk(4 << 20, on_a_full_disk)
     status, message = answers[-1]
     assert (first, status, looked, again) == (201, 503, 200, 201)
-    assert "is full: its disk has no space left" in message and "storage_unavailable" in message
+    assert "is full" in message and "storage_unavailable" in message
     assert kept == 1 + (len(answers) - 1) + 1, "those that were accepted, and none else"
 
 
@@ -184,8 +182,8 @@ def test_a_postgres_that_is_stopped_is_waited_for_and_gone_on_with(cluster, post
             next(lines)
             cluster.stop("immediate")
             try:
-                away(submit(client), "cannot be reached")
-                away(client.get("/v1/me"), "cannot be reached")
+                away(submit(client), "cannot be used")
+                away(client.get("/v1/me"), "cannot be used")
                 assert client.get("/healthz").status_code == 200
                 assert until(lambda: client.get("/readyz"), 503).json()["error"]["code"] == "not_ready"
             finally:
@@ -219,41 +217,7 @@ def test_a_database_that_a_later_version_takes_over_is_not_misread(service, clie
     away(client.get("/v1/searches"), "has other tables than this version of redline expects")
     away(submit(client), "has other tables than this version of redline expects")
     with pytest.raises(StorageAhead, match=r"has version 99, written by a later redline.*install the later one"):
-        serve(ServeOptions(data=tmp_path / "other", storage=url, port=0, worker=False))
+        serve(ServeOptions(data=tmp_path / "other", storage=url, port=0))
     change(lambda c: c.execute(text("ALTER TABLE redline_searches RENAME COLUMN urgency TO priority")))
     change(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '{before}'")))
     assert until(lambda: submit(client), 201) and len(client.get("/v1/searches").json()["searches"]) == 2
-
-
-def test_slow_requests_do_not_delay_others():
-    helper = Helper(60)
-    try:
-        helper.call(time.sleep, 0)
-        with ThreadPoolExecutor(3 * MOST_WAITING) as pool:
-            asked = [pool.submit(helper.call, time.sleep, 0.3) for _ in range(3 * MOST_WAITING)]
-        refused = [each.exception() for each in asked if each.exception()]
-        assert len(asked) - len(refused) >= 1 + MOST_WAITING and len(refused) >= MOST_WAITING
-        assert all(isinstance(each, RunnerError) and "try again in a moment" in str(each) for each in refused)
-    finally:
-        helper.close()
-
-
-def test_a_helper_that_is_closed_ends_its_call_at_once_and_takes_no_others():
-    """Regression: it waited for the call, up to its time limit of two minutes."""
-    helper, errors = Helper(60), []
-
-    def call():
-        with pytest.raises(RunnerError) as raised:
-            helper.call(time.sleep, 60)
-        errors.append(str(raised.value))
-
-    calling = [threading.Thread(target=call) for _ in range(2)]
-    for each in calling:
-        each.start()
-    folder = wait_until(lambda: helper._process).folder
-    helper.close()
-    for each in calling:
-        each.join(10)
-    assert len(errors) == 2 and not folder.exists()
-    with pytest.raises(RunnerError, match="the server is stopping"):
-        helper.call(time.sleep, 0)

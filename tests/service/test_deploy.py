@@ -1,23 +1,32 @@
 """The files of deploy/ match the program: their commands exist, their parts belong together."""
 
 import configparser
+import contextlib
 import os
 import re
 import shlex
 import shutil
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import click
 import jsonschema
 import kubernetes_validate
 import pytest
+import redline as rl
 import yaml
+from certificates import authority
 from house import ROOT
 from jsonschema import ValidationError
+from processes import until
 from redline.cli.main import redline as command_line
+from redline.runners.ray_host import free_port
+from served import served
 
 DEPLOY = ROOT / "deploy"
 
@@ -29,6 +38,16 @@ def accepted(arguments):
     command = command_line.get_command(parent, arguments[0])
     assert command is not None, arguments
     command.make_context(arguments[0], list(arguments[1:]), parent=parent)
+
+
+def accepted_by_ray(arguments):
+    """Raises if Ray's command line does not accept the arguments."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ray.scripts.scripts import cli
+
+    name, *options = arguments
+    cli.commands[name].make_context(name, options)
 
 
 def write_program(path, text):
@@ -84,7 +103,9 @@ def test_manifests_have_what_their_kinds_need(name):
         assert each["apiVersion"] and each["kind"] and re.fullmatch("[a-z0-9-]{1,63}", each["metadata"]["name"])
     for each in (container for document in found for container in containers(document)):
         assert each["image"].startswith("redline:") and each["resources"]["requests"].keys() >= {"cpu", "memory"}
-        if "args" in each:
+        if each.get("command") == ["ray"]:
+            accepted_by_ray(each["args"])
+        elif "args" in each:
             accepted([re.sub(r"\$\((\w+)\)", "sqlite:///x.db", word) for word in each["args"]])
 
 
@@ -103,8 +124,9 @@ def test_a_manifest_s_parts_name_each_other():
     gpus = workers["replicas"] * int(
         workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     )
-    joined = next(each for each in containers(cluster["spec"]["headGroupSpec"]) if "args" in each)["args"]
-    assert int(joined[joined.index("--devices") + 1]) == gpus
+    head = f"{cluster['metadata']['name']}-head-svc:6379"
+    server, node = deployment["template"]["spec"]["containers"]
+    assert {"name": "RAY", "value": head} in server["env"] and f"--address={head}" in node["args"]
     quota = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
     assert int(quota["nvidia.com/gpu"]) >= gpus
 
@@ -126,7 +148,7 @@ def test_the_image_s_recipe_has_nothing_that_a_linter_knows_to_be_wrong():
     assert run(beside_python("hadolint"), "--no-color", str(DEPLOY / "Dockerfile")) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["redline-worker.sbatch", "ray.sbatch"])
+@pytest.mark.parametrize("name", ["ray.sbatch"])
 def test_a_batch_script_has_nothing_that_a_linter_knows_to_be_wrong(name):
     script = str(DEPLOY / name)
     assert run("bash", "-n", script) == (0, "")
@@ -170,6 +192,73 @@ def test_a_slurm_job_searches_on_the_ray_that_it_starts(tmp_path):
         )
     assert code == 0, output
     assert yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["best"]["configuration"] == {"x": 2}
+
+
+@pytest.fixture
+def proxied(tmp_path):
+    """A server behind nginx with the rules of deploy/nginx.conf, on a port of this host; deadlines are shorter."""
+    if (nginx := shutil.which("nginx")) is None:
+        pytest.skip("no nginx on this machine: apt-get install nginx-light")
+    authority_file, certificate, key = authority(tmp_path)
+    port = free_port("127.0.0.1")
+    with served(tmp_path) as service:
+        text = (DEPLOY / "nginx.conf").read_text()
+        for old, new in (
+            ("443", str(port)),
+            ("/etc/ssl/redline.pem", str(certificate)),
+            ("/etc/ssl/redline.key", str(key)),
+            ("http://127.0.0.1:8700", service.address),
+            ("client_header_timeout 10s", "client_header_timeout 1s"),
+            ("client_body_timeout 30s", "client_body_timeout 1s"),
+        ):
+            assert old in text
+            text = text.replace(old, new)
+        folders = "".join(
+            f"{name}_temp_path {tmp_path}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+        http = f"http {{ {folders} access_log off; {text} }}"
+        (tmp_path / "nginx.conf").write_text(f"daemon off; pid {tmp_path}/pid; events {{}} {http}")
+        with subprocess.Popen([nginx, "-c", str(tmp_path / "nginx.conf"), "-e", str(tmp_path / "errors")]) as process:
+            until(lambda: process.poll() is not None or listens(port))
+            try:
+                yield service, port, authority_file
+            finally:
+                process.terminate()
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_behind_the_proxy_slow_requests_end_and_events_come_at_once(proxied):
+    service, port, trusted = proxied
+    context = ssl.create_default_context(cafile=trusted)
+
+    def connected():
+        return context.wrap_socket(
+            socket.create_connection(("127.0.0.1", port), timeout=30), server_hostname="localhost"
+        )
+
+    with connected() as slow_headers, connected() as slow_body:
+        slow_headers.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-slow: ")
+        slow_body.sendall(b"POST /v1/searches HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert b"200 OK" not in slow_headers.recv(1000) and b"200 OK" not in slow_body.recv(1000)
+    with rl.Client(f"https://localhost:{port}", token=service.tokens["submitter"], trust=str(trusted)) as client:
+        run = client.submit("gpt2-tiny")
+        events = run.events()
+        assert next(events).data["state"] == "queued"
+        service.store.add_event(run.id, "said", {"message": "at once"})
+        assert next(events).data == {"message": "at once"}
+        events.close()
+        run.cancel()
+    with contextlib.ExitStack() as held:
+        connections = [held.enter_context(connected()) for _ in range(140)]
+        for connection in connections:
+            connection.sendall(b"GET /v1/events HTTP/1.1\r\nhost: x\r\nconnection: keep-alive\r\nauthorization: Bearer "
+                               + service.tokens["reader"].encode() + b"\r\n\r\n")  # fmt: skip
+        answers = [connection.recv(12) for connection in connections]
+    assert answers.count(b"HTTP/1.1 200") == 128 and answers.count(b"HTTP/1.1 503") == 12
 
 
 def test_systemd_takes_the_unit(tmp_path):

@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 from redline.service.api import feed as feeds
+from redline.service.records import SearchState
 from served import SEARCH, served
 
 
@@ -143,12 +144,12 @@ def test_a_stream_of_a_retried_search_continues_after_the_earlier_failure(tmp_pa
     monkeypatch.setattr(feeds, "REMEMBERED", 3)
     with served(tmp_path) as service, service.rl() as client:
         store, run = service.store, client.submit("gpt2-tiny")
-        store.finish(run.id, store.take_search(run.id), "failed", "its disk was full")
+        service.ends(run.id, "failed", "its disk was full")
         store.retry(run.id)
-        attempt = store.take_search(run.id)
+        store.give_devices(run.id, "H100", 1)
 
         def end():
-            store.finish(run.id, attempt, "done", "trials")
+            store.take_devices(run.id, SearchState.DONE, "trials")
             store.change_search(run.id, visibility="own")
 
         ending = threading.Timer(0.5, end)

@@ -9,15 +9,14 @@ from sqlalchemy import text
 
 @pytest.fixture
 def ann(store):
-    return store.add_user("ann", "admin", device_hours=100, running=4, weight=2, allow_code=True)
+    return store.add_user("ann", "admin", device_hours=100, searches=4, devices=8, weight=2)
 
 
 def test_a_user_is_kept_as_added(store, ann):
     assert store.user("ann") == ann
-    assert (ann.role, ann.device_hours, ann.running, ann.weight) == (Role.ADMIN, 100.0, 4, 2.0)
-    assert ann.allow_code is True
+    assert (ann.role, ann.device_hours, ann.searches, ann.devices, ann.weight) == (Role.ADMIN, 100.0, 4, 8, 2.0)
     bob = store.add_user("bob")
-    assert (bob.role, bob.device_hours, bob.running, bob.allow_code) == (Role.SUBMITTER, None, None, False)
+    assert (bob.role, bob.device_hours, bob.searches, bob.devices) == (Role.SUBMITTER, None, None, None)
     assert [each.name for each in store.users()] == ["ann", "bob"]
 
 
@@ -74,11 +73,11 @@ def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
         ({"name": ""}, "a user's name must not be empty"),
         ({"name": "a" * 201}, "a user's name must have at most 200 characters, but got 201"),
         ({"name": "a\0"}, "must not contain a NUL or half a surrogate pair"),
-        ({"name": "x", "role": "boss"}, "unknown role 'boss'.*Known: admin, reader, submitter"),
+        ({"name": "x", "role": "boss"}, "unknown role 'boss'.*Known: admin, code, reader, submitter"),
         ({"name": "x", "device_hours": -1}, "device_hours must be a number above 0, but got -1"),
         ({"name": "x", "device_hours": float("nan")}, "device_hours must be a number above 0"),
-        ({"name": "x", "running": -1}, "running must be a whole number from 0 to 2147483647, but got -1"),
-        ({"name": "x", "running": 1.5}, "running must be a whole number"),
+        ({"name": "x", "searches": 0}, "searches must be a whole number from 1 to 2147483647, but got 0"),
+        ({"name": "x", "devices": 1.5}, "devices must be a whole number"),
         ({"name": "x", "weight": 0}, "weight must be a number above 0, but got 0"),
     ],
 )

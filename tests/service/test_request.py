@@ -83,10 +83,10 @@ def test_hardware_names_are_never_files(evil):
         arguments({"target": "gpt2-tiny", "hardware": "mine"}, evil)
 
 
-def test_a_workload_s_file_is_not_run_where_searchers_run_none(evil):
+def test_a_workload_s_file_is_not_run_where_no_code_is(evil):
     text = (evil / "evil.py").read_text()
     request = {"workload": {"text": text, "sha256": digest(text), "name": "workload"}}
-    with pytest.raises(UsageError, match="does not run workload files"):
+    with pytest.raises(UsageError, match="does not run submitted code"):
         resolved(request, evil, code=False)
     assert not (evil / "ran").exists()
 

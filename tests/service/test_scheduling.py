@@ -1,256 +1,206 @@
-"""Assignment of dry runs to workers: gangs, priorities, fair shares, quotas, backfilling, and reasons for waiting."""
+"""Which searches get devices: priorities, shares, limits, devices of several kinds, large searches, slices."""
 
-from collections import defaultdict
+import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
-from redline.service.records import Contender, Running, Share, Waiting, Worker
-from redline.service.scheduling import decide, matches, share_slots, why_no_slot, why_waiting
+from redline.service.records import Contender, SearchState, Share
+from redline.service.scheduling import MOST_AT_ONCE, NO_DEVICES, OVERTAKEN_S, Kind, decide
 
-NOW = 1000.0
-
-
-def worker(name, devices=8, kind="NVIDIA H100", type="cuda"):
-    return Worker(
-        id=name, user=1, name=name, host="h", device={"type": type, "name": kind}, devices=devices, memory_mib=1,
-        software={}, seen=NOW, left=None,
-    )  # fmt: skip
+H100 = Kind("NVIDIA H100", "cuda", 8, 81_920)
+A100 = Kind("NVIDIA A100", "cuda", 16, 40_960)
+CPU = Kind("a CPU", "cpu", 4, 8_000)
+NOW = 1e6
 
 
-def wants(number, devices=1, *, user=1, search=None, priority=0, kind="NVIDIA H100", submitted=0.0, seconds=None):
-    return Waiting(
-        dry_run=number, search=search or f"s{number}", user=user, priority=priority, kind=kind, devices=devices,
-        submitted=submitted, seconds=seconds,
-    )  # fmt: skip
+def queued(name, user=1, **fields):
+    defaults = {
+        "priority": 0, "device": "", "kind": "", "devices": 1, "concurrency": 1, "held": False, "queued": NOW - 100.0,
+        "state": SearchState.QUEUED, "uses": 0, "began": None, "used_s": 0.0, "process": None, "read": 0,
+    }  # fmt: skip
+    return Contender(search=name, user=user, **(defaults | fields))
 
 
-def runs(number, where, devices=1, *, user=1, started=NOW, seconds=None):
-    return Running(
-        dry_run=number, search=f"s{number}", user=user, worker=where, devices=devices, started=started, seconds=seconds
-    )
+def running(name, user=1, uses=1, kind=H100.name, began=NOW - 50.0, **fields):
+    fields = {"state": SearchState.RUNNING, **fields}
+    return queued(name, user, uses=uses, kind=kind, began=began, **fields)
 
 
-def placed(waiting, running=(), workers=(), shares=()):
-    return decide(waiting, list(running), list(workers), shares, NOW)
+def decided(contenders, shares=(), kinds=(H100,), most=8, **options):
+    return decide(contenders, shares, kinds, NOW, most=most, **options)
 
 
-def test_a_gang_gets_all_its_devices_of_one_worker_or_none():
-    assert placed([wants(1, 8)], [runs(9, "a")], [worker("a"), worker("b")]) == [(1, "b")]
-    assert placed([wants(1, 8)], [runs(8, "a"), runs(9, "b")], [worker("a"), worker("b")]) == []
+def started(decision):
+    return [start.search for start in decision.start]
 
 
-def test_small_ones_go_where_the_fewest_devices_are_left_over():
-    workers = [worker("a"), worker("b"), worker("c", devices=2)]
-    assert placed([wants(1, 2)], [runs(9, "b", 4)], workers) == [(1, "c")]
-    assert placed([wants(1, 3)], [runs(9, "b", 4)], workers) == [(1, "b")]
+def test_the_order_is_priority_then_use_by_weight_then_time():
+    contenders = [
+        queued("late", user=1, queued=NOW - 1),
+        queued("early", user=1, queued=NOW - 9),
+        queued("of one who used much", user=2, queued=NOW - 99),
+        queued("of one who used as much with a weight", user=3, queued=NOW - 98),
+        queued("urgent", user=2, priority=5, queued=NOW),
+    ]
+    shares = [Share(user=1, week_s=10.0), Share(user=2, week_s=9e5), Share(user=3, week_s=9e5, weight=1e6)]
+    order = started(decided(contenders, shares, most=5))
+    # What a user gets counts at once, so that users alternate.
+    assert order == ["urgent", "of one who used as much with a weight", "early", "late", "of one who used much"]
 
 
-def test_a_higher_priority_goes_first_and_then_whoever_submitted_first():
-    waiting = [wants(1, submitted=1.0), wants(2, priority=5, submitted=3.0), wants(3, submitted=0.0)]
-    assert [number for number, _ in placed(waiting, (), [worker("a", 1)])] == [2]
-    assert [number for number, _ in placed(waiting, (), [worker("a", 2)])] == [2, 3]
+def test_users_with_the_same_use_take_turns():
+    contenders = [queued(f"{user}{number}", user=user, queued=NOW - number) for user in (1, 2) for number in (3, 2, 1)]
+    assert [search[0] for search in started(decided(contenders))] == ["1", "2", "1", "2", "1", "2"]
 
 
-def test_the_user_with_the_smallest_weighted_usage_goes_first():
-    waiting = [wants(1, user=1, submitted=0.0), wants(2, user=2, submitted=9.0)]
-    had = [Share(user=1, recent=500.0), Share(user=2, recent=100.0)]
-    assert placed(waiting, (), [worker("a", 1)], had) == [(2, "a")]
-    weighted = [Share(user=1, recent=500.0, weight=10.0), Share(user=2, recent=100.0)]
-    assert placed(waiting, (), [worker("a", 1)], weighted) == [(1, "a")]
+def test_a_search_gets_the_devices_of_its_trials_at_once_if_nobody_waits():
+    alone = decided([queued("a", devices=2, concurrency=None)])
+    assert alone.start[0].uses == 2 * min(MOST_AT_ONCE, 4)
+    later = queued("b", concurrency=None, queued=NOW)
+    both = decided([queued("a", devices=2, concurrency=None), later])
+    assert [start.uses for start in both.start] == [2, 1]
+    asked = decided([queued("a", devices=2, concurrency=3), later])
+    assert [start.uses for start in asked.start] == [6, 1]
+    assert decided([queued("a", devices=3, concurrency=3)]).start[0].uses == 6, "as many as there are devices for"
+    assert decided([queued("a", concurrency=None)], kinds=[CPU]).start[0].uses == 1
 
 
-def test_running_and_placed_dry_runs_count_in_the_share():
-    many = [wants(number, user=1, submitted=0.0) for number in range(1, 9)]
-    few = [wants(number, user=2, submitted=9.0) for number in range(11, 19)]
-    users = [1 if number < 10 else 2 for number, _ in placed(many + few, (), [worker("a", 8)])]
-    assert users.count(1) == users.count(2) == 4
-    running = [runs(90 + number, "a", user=1) for number in range(4)]
-    assert {number for number, _ in placed(many + few, running, [worker("a", 8)])} == {11, 12, 13, 14}
-
-
-def test_a_quota_holds_only_its_user_back():
-    waiting = [wants(1), wants(2), wants(3, user=2)]
-    assert placed(waiting, [runs(9, "a")], [worker("a")], [Share(user=1, running=2)]) == [(3, "a"), (1, "a")]
-    used_up = [Share(user=1, device_hours=10.0, used_hours=10.0)]
-    assert placed(waiting, (), [worker("a")], used_up) == [(3, "a")]
-
-
-def test_small_ones_do_not_starve_a_gang():
-    """The gang's worker drains: a dry run that would outlast the wait runs elsewhere or waits."""
-    running = [runs(9, "a", 1, started=NOW, seconds=100.0), runs(10, "b", 6, started=NOW, seconds=50.0)]
-    gang = wants(1, 8, submitted=0.0)
-    workers = [worker("a"), worker("b")]
-    assert placed([gang, wants(2, 1, submitted=5.0, seconds=80.0)], running, workers) == [(2, "a")]
-    # The gang waits for the only worker: 80 s are too long, 40 s are not.
-    assert placed([gang, wants(2, 1, submitted=5.0, seconds=80.0)], running[1:], [worker("b")]) == []
-    assert placed([gang, wants(2, 1, submitted=5.0, seconds=40.0)], running[1:], [worker("b")]) == [(2, "b")]
-    assert placed([gang, wants(2, 1, submitted=5.0)], running[1:], [worker("b")]) == []
-
-
-def test_the_rest_of_a_gang_s_worker_is_filled():
-    running = [runs(10, "b", 5, seconds=50.0)]
-    small = [wants(number, 1, submitted=5.0, seconds=900.0) for number in (2, 3, 4)]
-    # The gang takes 6 of 8 devices once the 5 are free: two small ones may run as long as they like, a third may not.
-    assert placed([wants(1, 6, submitted=0.0), *small], running, [worker("b")]) == [(2, "b"), (3, "b")]
-
-
-def test_few_workers_are_reserved_at_a_time():
-    workers = [worker(f"w{number:02}") for number in range(16)]
-    running = [runs(100 + number, each.id, 1, seconds=100.0) for number, each in enumerate(workers)]
-    gangs = [wants(number, 8, submitted=0.0) for number in range(1, 9)]
-    small = [wants(1000 + number, 7, submitted=1.0, seconds=900.0, user=2) for number in range(16)]
-    assert len(placed(gangs + small, running, workers, [Share(user=2, recent=1e6)])) == 14
-
-
-def test_a_search_stays_on_one_kind_of_device():
-    workers = [worker("a", 1, "NVIDIA A100"), worker("h", 1)]
-    assert placed([wants(1, search="s"), wants(2, search="s")], (), workers) == [(1, "h")]
-    assert placed([wants(1), wants(2, kind="NVIDIA A100")], (), workers) == [(1, "h"), (2, "a")]
+def test_a_search_runs_on_the_kind_that_it_asks_for_and_stays_on_it():
+    kinds = [H100, A100]
+    assert decided([queued("any")], kinds=kinds).start[0].kind == A100.name
+    assert decided([queued("h", device="h100")], kinds=kinds).start[0].kind == H100.name
+    assert decided([queued("again", kind=H100.name)], kinds=kinds).start[0].kind == H100.name
+    assert decided([queued("large", devices=12)], kinds=kinds).start[0].kind == A100.name
+    busy = [running("r", uses=16, kind=A100.name), queued("any")]
+    assert decided(busy, kinds=kinds).start[0].kind == H100.name
 
 
 @pytest.mark.parametrize(
-    ("wanted", "is_it"),
-    [("", True), ("h100", True), ("cuda", True), ("NVIDIA H100", True), ("A100", False), ("cpu", False)],
+    ("contender", "kinds", "reason"),
+    [
+        (queued("a"), [], NO_DEVICES),
+        (queued("a", device="b200"), [H100, A100], "no 'b200'; it has NVIDIA A100, NVIDIA H100"),
+        (queued("a", kind="NVIDIA B200"), [H100], "no 'NVIDIA B200', on which it began"),
+        (queued("a", devices=9), [H100], "needs 9 devices of one kind, and the cluster has at most 8"),
+        (queued("a", held=True), [H100], "is held"),
+    ],
 )
-def test_a_kind_of_device_is_asked_for_by_type_or_a_part_of_its_name(wanted, is_it):
-    assert matches(wanted, {"type": "cuda", "name": "NVIDIA H100"}) is is_it
+def test_a_search_that_cannot_run_says_why(contender, kinds, reason):
+    decision = decided([contender], kinds=kinds)
+    assert decision.start == [] and reason in decision.reasons["a"]
 
 
-def why(waiting, running=(), workers=(), shares=()):
-    return why_waiting(waiting, list(running), list(workers), shares, NOW)
-
-
-def test_the_reason_why_a_search_waits_is_given():
-    assert why([wants(1)]) == {"s1": "no worker is in the pool"}
-    workers = [worker("a", 4), worker("b", 2, "NVIDIA A100")]
-    assert why([wants(1, kind="TPU")], (), workers) == {
-        "s1": "no worker has 'TPU', on which its search began; there are NVIDIA A100, NVIDIA H100"
-    }
-    assert why([wants(1, 8)], (), workers) == {
-        "s1": "a dry run takes 8 devices of one worker, and none has more than 4"
-    }
-    assert why([wants(1, 4)], [runs(9, "a", 1)], workers) == {
-        "s1": "waits for 4 devices of one worker: 3 of 4 are free, and others are ahead in the queue"
-    }
-    assert why([wants(1)], [runs(9, "a")], workers, [Share(user=1, running=1)]) == {
-        "s1": "its user has 1 dry runs running, and may have 1"
-    }
-    assert why([wants(1)], (), workers, [Share(user=1, device_hours=2.0, used_hours=2.5)]) == {
-        "s1": "its user has used 2.50 of 2 device-hours in 30 days"
-    }
-
-
-counts = st.integers(1, 8)
-KINDS = ["H100", "A100"]
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(counts, st.sampled_from(KINDS)), max_size=6),
-    st.lists(st.tuples(counts, st.integers(1, 3), st.integers(-1, 1), st.sampled_from(KINDS), st.booleans()), max_size=30),
-    st.lists(st.tuples(st.integers(0, 5), counts), max_size=8),
-    st.integers(0, 4),
-)  # fmt: skip
-def test_no_device_is_assigned_twice_and_no_quota_exceeded(machines, waits, busy, limit):
-    workers = [worker(f"w{number}", devices, kind) for number, (devices, kind) in enumerate(machines)]
-    free = {each.id: each.devices for each in workers}
-    running = []
-    for number, (at, devices) in enumerate(busy):
-        if at < len(workers) and free[f"w{at}"] >= devices:
-            free[f"w{at}"] -= devices
-            running.append(runs(500 + number, f"w{at}", devices, user=1 + at % 3, seconds=10.0 * at))
-    waiting = [
-        wants(number, devices, user=user, priority=priority, kind=kind, seconds=30.0 if known else None)
-        for number, (devices, user, priority, kind, known) in enumerate(waits)
+def test_a_search_that_waits_says_for_what_and_how_many_are_before_it():
+    contenders = [
+        running("r", uses=6),
+        queued("four", devices=4, queued=NOW - 9),
+        queued("five", devices=5, queued=NOW),
     ]
-    got = placed(waiting, running, workers, [Share(user=1, running=limit)])
-    assert len({number for number, _ in got}) == len(got)
-    of = {each.dry_run: each for each in waiting}
-    kinds = {each.id: each.kind for each in workers}
-    taken = defaultdict(int)
-    for number, where in got:
-        taken[where] += of[number].devices
-        assert of[number].kind == kinds[where]
-    assert all(taken[where] <= free[where] for where in taken)
-    first = [each for each in (*running, *(of[number] for number, _ in got)) if each.user == 1]
-    assert len(first) <= max(limit, sum(each.user == 1 for each in running))
-    # No device idles if every waiting dry run takes one device and has no limits.
-    if waiting and all(each.devices == 1 and each.user != 1 for each in waiting):
-        for kind in KINDS:
-            room = sum(devices for name, devices in free.items() if kinds[name] == kind)
-            wanted = sum(each.kind == kind for each in waiting)
-            assert sum(of[number].kind == kind for number, _ in got) == min(wanted, room)
+    reasons = decided(contenders).reasons
+    assert reasons["four"] == "waits for 4 devices of NVIDIA H100: 2 of 8 are free, it is the next"
+    assert reasons["five"] == "waits for 5 devices of NVIDIA H100: 2 of 8 are free, 1 search before it"
+    assert decided(contenders, most=1).reasons["four"] == "1 searches run at once: it is the next"
 
 
-# -- slots among the searches that run -----------------------------------------------------------------------
+def test_smaller_searches_pass_a_large_one_for_a_while_and_not_for_ever():
+    large = queued("large", devices=8, device="h100", queued=NOW - 9)
+    contenders = [running("r", uses=6), large, queued("small", device="h100", queued=NOW)]
+    first = decided(contenders)
+    assert started(first) == ["small"] and first.overtaken == {"large"}
+    since = {"large": NOW - OVERTAKEN_S}
+    later = decided(contenders, overtaken_since=since)
+    assert started(later) == [] and "1 search before it" in later.reasons["small"]
+    other_kind = [*contenders, queued("elsewhere", device="a100")]
+    assert started(decided(other_kind, kinds=[H100, A100], overtaken_since=since)) == ["elsewhere"]
 
 
-def contends(search, *, user=1, runs=False, leased=0, submitted=0.0, priority=0, device="", kind="", devices=1, **more):
-    more = {"simulated": False, "held": False} | more
-    return Contender(
-        search=search, user=user, priority=priority, device=device, kind=kind, devices=devices, submitted=submitted,
-        runs=runs, leased=leased, **more,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"searches": 1}, "may run 1 searches at once"),
+        ({"devices": 4}, "may use 4 devices at once, and has 4"),
+        ({"device_hours": 2.0, "week_s": 7200.0}, "has used 2.00 of 2 device-hours in seven days"),
+    ],
+)
+def test_the_limits_of_a_user_hold_their_searches_back_and_nobody_else_s(limits, reason):
+    contenders = [running("r", uses=4), queued("theirs"), queued("another's", user=2)]
+    decision = decided(contenders, [Share(user=1, **limits), Share(user=2)])
+    assert started(decision) == ["another's"] and reason in decision.reasons["theirs"]
+    assert (decision.pause.get("r") is not None) == ("device_hours" in limits), "used up hours pause what runs"
 
 
-def test_places_go_by_priority_then_to_who_had_least_in_a_week_for_their_weight():
-    mine = [contends(f"a{each}", user=1, submitted=each) for each in range(9)]
-    theirs = [contends("b", user=2, submitted=50.0), contends("c", user=3, submitted=60.0)]
-    had = [Share(user=1, week=10.0), Share(user=2, week=900.0), Share(user=3, week=100.0)]
-    begin, given_up = share_slots([*mine, *theirs], [], [worker("w")], had, 5)
-    assert (begin, given_up) == (["a0", "c", "a1", "b", "a2"], {}), "a search counts for 600 s as soon as it has a slot"
-    urgent = contends("u", user=1, priority=5, submitted=99.0)
-    assert share_slots([*mine, *theirs, urgent], [], [worker("w")], had, 2)[0] == ["u", "c"]
-    double = [Share(user=1, weight=4.0), Share(user=2), Share(user=3)]
-    assert share_slots([*mine, *theirs], [], [worker("w")], double, 6)[0] == ["a0", "b", "c", "a1", "a2", "a3"]
+def test_a_limit_of_devices_limits_the_trials_at_once():
+    decision = decided([queued("a", devices=2, concurrency=4)], [Share(user=1, devices=5)])
+    assert decision.start[0].uses == 4
 
 
-def test_users_over_quota_reserve_nothing_and_every_search_has_a_reason():
-    over = [Share(user=1, device_hours=10.0, used_hours=10.5), Share(user=2)]
-    holders = [contends(f"a{each}", user=1, runs=True) for each in range(3)]
-    busy = contends("a3", user=1, runs=True, leased=1)
-    queued = [contends(f"b{each}", user=2, submitted=each) for each in range(3)]
-    more = [contends("a4", user=1), contends("held", user=2, held=True), contends("gone", user=2, device="B200")]
-    contenders = [*holders, busy, *queued, *more]
-    begin, given_up = share_slots(contenders, [], [worker("w")], over, 4)
-    assert begin == []
-    used = "its user has used 10.50 of 10 device-hours in 30 days"
-    assert given_up == {"a0": used, "a1": used, "a2": used}, "a worker runs something of a3"
-    left = [contends(f"a{each}", user=1) for each in range(3)]
-    assert share_slots([*left, busy, *queued, *more], [], [worker("w")], over, 4)[0] == ["b0", "b1", "b2"]
-    assert why_no_slot(contenders, [], [worker("w")], over, 4) == {
-        "a4": used,
-        "b0": "4 searches run at once, and it waits for a slot: it is the next",
-        "b1": "4 searches run at once, and it waits for a slot: 1 search before it",
-        "b2": "4 searches run at once, and it waits for a slot: 2 searches before it",
-        "held": "it is held until a user releases it",
-        "gone": "no worker has 'B200'; there are NVIDIA H100",
-    }
+def test_a_held_search_pauses_once():
+    contenders = [running("r", held=True)]
+    assert "is held" in decided(contenders).pause["r"]
+    assert decided(contenders, pausing=["r"]).pause == {}
 
 
-def test_a_user_has_no_more_places_than_dry_runs_at_once():
-    one = [Share(user=1, running=1)]
-    contenders = [contends("a", runs=True), contends("b"), contends("c", user=2)]
-    assert share_slots(contenders, [], [worker("w")], one, 8)[0] == ["c"]
-    assert why_no_slot(contenders, [], [worker("w")], one, 8)["b"] == (
-        "its user may have 1 dry runs at once, and has 1 of their searches running"
-    )
+def test_a_search_whose_process_is_ending_still_has_its_devices():
+    contenders = [running("r", uses=8, state=SearchState.CANCELLED), queued("a")]
+    assert started(decided(contenders)) == []
 
 
-def test_a_simulated_search_needs_a_place_and_no_devices():
-    assert share_slots([contends("s", simulated=True), contends("d")], [], [], [], 8)[0] == ["s"]
+# -- slices --------------------------------------------------------------------------------------------------
 
 
-def test_a_search_runs_only_on_the_kind_it_was_placed_on():
-    """`H100` is a part of both names; a search that was planned for one does not run on the other."""
-    workers = [worker("a", 8, "NVIDIA H100 PCIe"), worker("b", 2, "NVIDIA H100")]
-    wanted = wants(1)
-    assert placed([wanted], (), workers) == [(1, "b")]
-    assert placed([replace(wanted, devices=4)], (), workers) == []
-    assert why_waiting([replace(wanted, devices=4)], [], workers, (), NOW) == {
-        "s1": "a dry run takes 4 devices of one worker, and none has more than 2"
-    }
-    assert why_waiting([wanted], [], workers[:1], (), NOW) == {
-        "s1": "no worker has 'NVIDIA H100', on which its search began; there are NVIDIA H100 PCIe"
-    }
+def test_a_slice_that_is_over_gives_way_to_a_search_that_would_go_before_it():
+    contenders = [running("long", uses=8, began=NOW - 1300), queued("new", user=2)]
+    shares = [Share(user=1, week_s=1e5), Share(user=2)]
+    assert "slice of 20 minutes is over" in decided(contenders, shares, slice_s=1200).pause["long"]
+    assert decided(contenders, shares, slice_s=1400).pause == {}
+    assert decided(contenders, shares).pause == {}
+    assert decided(contenders[:1], shares, slice_s=1200).pause == {}
+    assert decided(contenders, shares, slice_s=1200, pausing=["long"]).pause == {}
+    of_the_same_user = [contenders[0], queued("mine too")]
+    assert set(decided(of_the_same_user, shares, slice_s=1200).pause) == {"long"}
+    heavier = [Share(user=1, week_s=1e5), Share(user=2, week_s=2e5)]
+    assert decided(contenders, heavier, slice_s=1200).pause == {}, "it would get its devices back at once"
+    assert decided([replace(contenders[0], priority=5), contenders[1]], shares, slice_s=1200).pause == {}
+
+
+def test_only_as_many_give_way_as_the_search_needs():
+    contenders = [running(str(age), uses=2, began=NOW - age) for age in (4000, 3000, 2000, 1000)]
+    shares = [Share(user=1, week_s=1e5), Share(user=2)]
+    waiting = queued("new", user=2, devices=4)
+    assert list(decided([*contenders, waiting], shares, slice_s=1200).pause) == ["4000", "3000"]
+    too_large = replace(waiting, devices=8)
+    assert decided([*contenders, too_large], shares, slice_s=1200).pause == {}, "it would wait for the last one anyway"
+
+
+# -- over time -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1, 1), (1, 1, 2, 2, 4)])
+def test_users_get_shares_by_their_weights(weights):
+    """A thousand queued searches of five users on eight devices, in simulated time: within 10 % of the weights."""
+    draw, kind = random.Random(1), Kind("H100", "cuda", 8, 1.0)
+    contenders = [
+        queued(f"{user}-{number}", user=user, devices=draw.choice([1, 1, 2, 4]), queued=NOW + number)
+        for user in range(5)
+        for number in range(200)
+    ]
+    used, ends, since, now = dict.fromkeys(range(5), 0.0), {}, {}, NOW
+    while len(ends) < 300:
+        shares = [Share(user=user, weight=weights[user], week_s=used[user]) for user in range(5)]
+        decision = decide(contenders, shares, [kind], now, most=8, overtaken_since=since)
+        since = {search: since.get(search, now) for search in decision.overtaken}
+        for start in decision.start:
+            index = next(i for i, contender in enumerate(contenders) if contender.search == start.search)
+            contenders[index] = replace(
+                contenders[index], state=SearchState.RUNNING, kind=start.kind, uses=start.uses, began=now
+            )
+            ends[start.search] = now + draw.expovariate(1 / 600)
+        active = [contender for contender in contenders if contender.uses]
+        following = min(ends[contender.search] for contender in active)
+        for contender in active:
+            used[contender.user] += contender.uses * (following - now)
+        now = following
+        contenders = [c for c in contenders if not (c.uses and ends[c.search] <= now)]
+    total = sum(used.values())
+    for user, weight in enumerate(weights):
+        assert used[user] / total == pytest.approx(weight / sum(weights), rel=0.1), used

@@ -1,5 +1,6 @@
-"""The searchers of a server: one for each running search, restarted when it dies."""
+"""The processes of searches: started, restarted after their death, paused, interrupted, found again by another server."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,258 +8,280 @@ import sys
 import time
 from pathlib import Path
 
-import agent_tasks
+import processes
 import psutil
 import pytest
-from agent_tasks import Fails, Waits
-from pools import DEVICE, a_store
 from processes import until
-from redline.service import searchers as module
-from redline.service.logs import folder_of
+from redline.service import searchers as searchers_module
+from redline.service.cluster import STARTING, lives, process_of
 from redline.service.records import SearchState
-from redline.service.searchers import MOST_DEATHS, Searchers, SearcherSlots
-from service_pool import begun
+from redline.service.runs import folder_of
+from redline.service.scheduling import Kind
+from redline.service.searchers import MOST_DEATHS, Searchers
+from redline.service.serve_options import ServeOptions
+from redline.service.store import Store
+from served import NoCluster
+
+PLAYED = Path(processes.__file__).with_name("played_search.py")
+H100 = Kind("H100", "cuda", 4, 80_000)
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch):
+    """Searches are played by a program of the tests, and restarts do not wait."""
+    monkeypatch.setattr(searchers_module, "COMMAND", (sys.executable, str(PLAYED)))
+    monkeypatch.setattr(searchers_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(searchers_module, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(searchers_module, "DECIDE_S", 0.0)
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
-    """A store with a worker, and a function that creates searchers that run a task in place of a search."""
-    for name, seconds in (("LOOK_S", 0.05), ("FIRST_PAUSE_S", 0.01), ("LONGEST_PAUSE_S", 0.02)):
-        monkeypatch.setattr(module, name, seconds)
-    store, user = a_store(tmp_path)
-    store.ann, made = user, []
-
-    def searching(task, most=8, **more):
-        more |= {"imports": ("agent_tasks",), "of_models": ()}
-        made.append(Searchers(store, "sqlite:///it", tmp_path, SearcherSlots(store, most), task=task, **more))
-        made[-1].start()
-        return made[-1]
-
-    with store:
-        try:
-            yield store, searching
-        finally:
-            for each in made:
-                each.close()
+def cluster():
+    return NoCluster(kinds=(H100,), failure=None, address="127.0.0.1:1")
 
 
-def a_search(store, request=None, **more):
-    return store.submit(store.ann, request or {"target": "gpt2-tiny"}, devices=1, **more)[0].id
+@pytest.fixture
+def store(sqlite_url):
+    with Store.open(sqlite_url) as store:
+        yield store
 
 
-def pid_of(searchers, search):
-    child = searchers._children.get(search)
-    return child.pid if child is not None else None
-
-
-def test_a_search_waits_for_devices_and_then_begins(service):
-    store, searching = service
-    search, searchers = a_search(store), searching(Waits)
-    time.sleep(0.3)
-    assert not searchers._children
-    store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
-    until(lambda: pid_of(searchers, search))
-
-
-def test_the_most_urgent_begin_first_and_no_more_than_may(service):
-    store, searching = service
-    store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
-    low, first, second = a_search(store), a_search(store, priority=5), a_search(store, priority=5)
-    searchers = searching(Waits, most=2)
-    until(lambda: pid_of(searchers, first) and pid_of(searchers, second))
-    time.sleep(0.2)
-    assert low not in searchers._children
-
-
-def test_searches_of_an_earlier_server_continue_and_killed_searchers_restart(service):
-    store, searching = service
-    search = a_search(store)
-    store.take_search(search)
-    searchers = searching(Waits)
-    first = until(lambda: pid_of(searchers, search))
-    os.kill(first, signal.SIGKILL)
-    until(lambda: pid_of(searchers, search) not in (None, first))
-
-
-def test_a_search_that_cannot_run_returns_its_slot_and_gets_it_back(service, monkeypatch):
-    """Regression: a user over their quota occupied every slot while no device was busy."""
-    monkeypatch.setattr(module, "UNABLE_S", 0.2)
-    monkeypatch.setattr(module, "DECIDE_S", 0.05)
-    store, searching = service
-    store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
-    bob = store.add_user("bob")
-    mine = a_search(store)
-    searchers = searching(Waits, most=1)
-    pid = until(lambda: pid_of(searchers, mine))
-    store.take_search(mine)
-    theirs = store.submit(bob, {"target": "gpt2-tiny"}, devices=1)[0].id
-    assert searchers.slots.why([theirs])[theirs] == "1 searches run at once, and it waits for a slot: it is the next"
-    store.hold(mine)
-    until(lambda: pid_of(searchers, theirs))
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert store.search(mine).state is SearchState.QUEUED
-    assert searchers.slots.why([mine])[mine] == "it is held until a user releases it"
-    store.cancel(theirs)
-    os.kill(pid_of(searchers, theirs), signal.SIGKILL)
-    store.hold(mine, False)
-    until(lambda: pid_of(searchers, mine))
-
-
-def test_a_searcher_of_an_ended_search_is_not_restarted(service):
-    store, searching = service
-    search = a_search(store)
-    store.take_search(search)
-    searchers = searching(Waits)
-    pid = until(lambda: pid_of(searchers, search))
-    store.cancel(search)
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: search not in searchers._children)
-
-
-def test_a_searcher_that_keeps_dying_fails_with_its_last_output(service):
-    store, searching = service
-    search = a_search(store)
-    store.take_search(search)
-    searching(Fails)
-    found = until(lambda: store.search(search).state.ended and store.search(search))
-    assert found.state is SearchState.FAILED
-    assert found.reason == (
-        f"its searcher died {MOST_DEATHS} times in a row; the last one ended with 7: the disk of {search} is full"
-    )
-
-
-def test_searchers_end_with_their_server_and_their_searches_stay(service):
-    store, searching = service
-    search = a_search(store)
-    store.take_search(search)
-    searchers = searching(Waits)
-    pid = until(lambda: pid_of(searchers, search))
+@pytest.fixture
+def searchers(store, cluster, tmp_path):
+    searchers = Searchers(store, cluster, ServeOptions(data=tmp_path))
+    yield searchers
+    searchers._thread.start()
     searchers.close()
-    assert not psutil.pid_exists(pid)
-    assert store.search(search).state is SearchState.RUNNING
 
 
-def test_an_agent_that_is_killed_is_started_again_and_its_searchers_are_not_to_blame(service, monkeypatch):
-    monkeypatch.setattr(module, "MOST_DEATHS", 2)
-    store, searching = service
-    searches = [a_search(store) for _ in range(2)]
-    for each in searches:
-        store.take_search(each)
-    searchers = searching(Waits)
-    seen: set[int | None] = {None}
-
-    def is_started():
-        found = {pid_of(searchers, each) for each in searches}
-        return found if len(found) == 2 and not found & seen else None
-
-    for number in range(5):
-        seen |= until(is_started)
-        if number < 4:
-            os.kill(searchers.agent.pid, signal.SIGKILL)
-    assert [store.search(each).state for each in searches] == [SearchState.RUNNING] * 2
-    assert [searchers._children[each].deaths for each in searches] == [0, 0]
+@pytest.fixture
+def ann(store):
+    return store.add_user("ann", "admin")
 
 
-def test_a_death_that_is_noticed_after_that_of_the_agent_is_not_the_searchers_fault(service, monkeypatch):
-    store, searching = service
-    search = a_search(store)
-    store.take_search(search)
-    searchers = searching(Waits)
-    first, agent, is_alive = until(lambda: pid_of(searchers, search)), searchers.agent, module._Child.is_alive
-    monkeypatch.setattr(module._Child, "is_alive", lambda child: searchers.agent is agent or is_alive(child))
-    os.kill(agent.pid, signal.SIGKILL)
-    until(lambda: pid_of(searchers, search) not in (None, first))
-    assert searchers._children[search].deaths == 0
+@pytest.fixture
+def submit(store, ann):
+    def submitted(play, **options):
+        return store.submit(ann, {"target": play, **options.pop("request", {})}, devices=1, **options)[0].id
+
+    return submitted
 
 
-def test_searchers_end_when_their_server_is_killed(tmp_path):
-    """The kernel ends them, whatever they are doing."""
-    code = (
-        "import sys, time; sys.path.insert(0, sys.argv[2])\n"
-        "from pathlib import Path; from agent_tasks import Waits; from redline.runners.host import HostAgent\n"
-        "agent = HostAgent(['agent_tasks']); folder = Path(sys.argv[1])\n"
-        "found = agent.begin(Waits(url='', data=folder, search='a', log=folder / 'log'))\n"
-        "print(found.note().supervisor, agent.pid, flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path, Path(agent_tasks.__file__).parent], stdout=subprocess.PIPE, text=True
-    ) as server:
-        pids = [int(each) for each in server.stdout.readline().split()]
-        assert all(psutil.pid_exists(each) for each in pids)
-        server.kill()
-    until(lambda: not any(psutil.pid_exists(each) for each in pids))
+def looked(searchers, condition, within_s=60.0):
+    """Lets a server look at its searches until a condition holds."""
+
+    def holds():
+        searchers.look()
+        return condition()
+
+    return until(holds, within_s)
 
 
-def test_each_searcher_has_its_own_process_group_and_log(service, tmp_path):
-    store, searching = service
-    searches = [a_search(store) for _ in range(2)]
-    for each in searches:
-        store.take_search(each)
-    searchers = searching(Waits)
-    until(lambda: all(pid_of(searchers, each) for each in searches))
-    pids = [pid_of(searchers, each) for each in searches]
-    assert [os.getpgid(each) for each in pids] == pids
-    assert not {os.getpgid(0), os.getpgid(searchers.agent.pid)} & set(pids)
+def kinds(store, search):
+    return [event.data.get("state", event.kind) for event in store.events(search=search)]
 
 
-def test_a_held_search_of_an_earlier_server_starts_when_it_is_released(service):
-    """Regression: its searchers died because it was held, and the eighth death ended the thread for all searches."""
-    store, searching = service
-    worker = store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
-    search = a_search(store)
-    asked = store.ask_dry_run(search, begun(store, search, DEVICE.name), "0", "run", {}, 1)
-    store.lease(asked.id, worker.id, 60.0)  # keeps the slot
+def tasks(tmp_path, search):
+    files = sorted(folder_of(tmp_path, search).glob("started-*"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_a_search_runs_and_its_events_and_outcome_are_recorded(searchers, store, submit, tmp_path):
+    search = submit("succeeds", request={"time": "90s", "concurrency": 2})
+    looked(searchers, lambda: store.search(search).state.ended)
+    record = store.search(search)
+    assert (record.state, record.reason, record.best) == ("done", "all tried", {"throughput": 3.0})
+    assert (record.attempt, record.trials, record.uses, record.kind) == (1, 1, 0, "H100")
+    assert kinds(store, search) == ["queued", "running", "plan", "finished", "done"]
+    (task,) = tasks(tmp_path, search)
+    assert (task["kind"], task["concurrency"], task["seconds"], task["address"]) == ("H100", 2, 90.0, "127.0.0.1:1")
+    assert (folder_of(tmp_path, search).stat().st_mode & 0o777) == 0o700
+
+
+def test_a_process_that_dies_is_started_again_and_its_last_words_are_told(searchers, store, submit):
+    search = submit("dies twice")
+    looked(searchers, lambda: store.search(search).state.ended)
+    assert (store.search(search).state, store.search(search).attempt) == ("done", 3)
+    restarts = [event.data["reason"] for event in store.events(search=search) if event.kind == "restarting"]
+    assert restarts == [
+        "its process was killed: the last words",
+        "its process was killed: the last words\nthe last words",
+    ]
+
+
+def test_a_search_whose_process_dies_again_and_again_fails(searchers, store, submit):
+    search = submit("dies always")
+    looked(searchers, lambda: store.search(search).state.ended, 120)
+    record = store.search(search)
+    assert (record.state, record.attempt) == ("failed", MOST_DEATHS)
+    assert f"ended {MOST_DEATHS} times in a row" in record.reason
+
+
+def test_a_search_that_fails_is_not_repeated(searchers, store, submit):
+    search = submit("fails")
+    looked(searchers, lambda: store.search(search).state.ended)
+    assert (store.search(search).reason, store.search(search).attempt) == ("the model has no layers", 1)
+
+
+def test_a_search_that_lost_the_cluster_goes_on_with_its_devices_or_waits_for_them(searchers, store, submit, cluster):
+    search = submit("loses the cluster once")
+    looked(searchers, lambda: store.search(search).state.ended)
+    assert kinds(store, search) == ["queued", "running", "plan", "restarting", "plan", "finished", "done"]
+    waits = submit("loses the cluster once")
+    looked(searchers, lambda: store.contenders()[0].process)
+    cluster.failure, cluster.kinds = "Ray was lost", ()
+    looked(searchers, lambda: store.search(waits).state is SearchState.QUEUED)
+    looked(searchers, lambda: searchers.reasons.get(waits) == "Ray was lost")
+    cluster.failure, cluster.kinds = None, (H100,)
+    looked(searchers, lambda: store.search(waits).state.ended)
+    assert store.search(waits).state == "done"
+
+
+def test_a_failure_for_lack_of_devices_that_the_cluster_had_is_none(searchers, store, submit, cluster):
+    search = submit("loses its devices")
+    looked(searchers, lambda: store.contenders()[0].process)
+    cluster.kinds = (Kind("A100", "cuda", 4, 40_000),)
+    looked(searchers, lambda: searchers.reasons.get(search, "").startswith("the cluster has no 'H100'"))
+    assert store.search(search).state == "queued"
+
+
+def test_a_held_search_pauses_and_goes_on_with_the_time_that_is_left(searchers, store, submit, tmp_path):
+    search = submit("runs", request={"time": 100})
+    looked(searchers, lambda: store.search(search).reason == "predicting")
     store.hold(search)
-    searchers = searching(Waits)
-    time.sleep(0.3)
-    assert store.search(search).state is SearchState.RUNNING and not searchers._children
-    searchers._fail(search, "its searcher died")
-    assert store.search(search).state is SearchState.RUNNING
+    looked(searchers, lambda: store.search(search).state is SearchState.QUEUED)
+    assert kinds(store, search)[-3:] == ["held", "pausing", "queued"]
+    searchers.look()
+    assert store.contenders()[0].uses == 0 and "is held" in searchers.reasons[search]
     store.hold(search, False)
-    until(lambda: pid_of(searchers, search))
+    store.charge({search: 40.0})
+    looked(searchers, lambda: len(tasks(tmp_path, search)) == 2)
+    assert [task["seconds"] for task in tasks(tmp_path, search)] == [100.0, 60.0]
 
 
-def test_an_unexpected_error_of_a_round_is_logged_and_searches_start_in_the_next(service, monkeypatch, caplog):
-    store, searching = service
-    share, failing = SearcherSlots.share, [KeyError("a search")]
-    monkeypatch.setattr(module, "DECIDE_S", 0.2)
-
-    def failing_once(slots):
-        if failing:
-            raise failing.pop()
-        return share(slots)
-
-    monkeypatch.setattr(SearcherSlots, "share", failing_once)
-    search = a_search(store)
-    store.take_search(search)
-    searchers = searching(Waits)
-    until(lambda: searchers.failure == "KeyError: 'a search'")
-    until(lambda: pid_of(searchers, search))
-    until(lambda: searchers.failure == "")
-    assert searchers.is_alive() and "in failing_once" in caplog.text
+@pytest.mark.parametrize("play", ["runs", "ignores an interrupt"])
+def test_a_cancelled_search_is_interrupted_and_then_killed(searchers, store, submit, monkeypatch, play):
+    monkeypatch.setattr(searchers_module, "INTERRUPTED_S", 0.5)
+    search = submit(play)
+    looked(searchers, lambda: store.search(search).reason == "predicting")
+    process = store.contenders()[0].process
+    store.cancel(search)
+    assert [contender.uses for contender in store.contenders()] == [4], "its process has its devices"
+    looked(searchers, lambda: not store.contenders())
+    assert not lives(process)
+    record = store.search(search)
+    assert (record.state, record.best) == ("cancelled", {"throughput": 2.0} if play == "runs" else None)
 
 
-def test_a_searcher_whose_folder_cannot_be_made_does_not_keep_others_from_starting(service, tmp_path):
-    store, searching = service
-    first, second = a_search(store), a_search(store)
-    for each in (first, second):
-        store.take_search(each)
-    folder_of(tmp_path, first).parent.mkdir(parents=True)
-    folder_of(tmp_path, first).write_text("a file")
-    searchers = searching(Waits)
-    until(lambda: pid_of(searchers, second))
-    assert searchers.failure == "" and searchers._children[first].deaths == 0
-    folder_of(tmp_path, first).unlink()
-    until(lambda: pid_of(searchers, first))
+def test_another_server_finds_the_process_again(searchers, store, submit, cluster, tmp_path):
+    search = submit("runs")
+    looked(searchers, lambda: store.search(search).reason == "predicting")
+    process = store.contenders()[0].process
+    second = Searchers(store, cluster, ServeOptions(data=tmp_path))
+    for _ in range(3):
+        second.look()
+    assert store.contenders()[0].process == process and store.search(search).attempt == 1
+    os.kill(process.pid, signal.SIGKILL)
+    looked(second, lambda: store.search(search).attempt == 2)
+    store.cancel(search)
+    looked(second, lambda: not store.contenders())
 
 
-def test_searches_of_code_fail_on_a_server_that_does_not_run_code(service):
-    store, searching = service
-    code, model = a_search(store, {"command": {"command": "true {x}"}}), a_search(store)
-    for each in (code, model):
-        store.take_search(each)
-    searchers = searching(Waits, allow_code=False)
-    until(lambda: pid_of(searchers, model))
-    found = store.search(code)
-    assert (found.state, code in searchers._children) == (SearchState.FAILED, False)
-    assert found.reason.startswith("this server does not run submitted code")
+def test_an_outcome_is_read_again_until_it_is_acted_on(searchers, store, submit, monkeypatch):
+    """A server may be killed between reading an outcome and recording it."""
+    search = submit("succeeds")
+    monkeypatch.setattr(searchers, "_conclude", lambda *arguments: None)
+    looked(searchers, lambda: store.search(search).trials)
+    until(lambda: not lives(store.contenders()[0].process))
+    for _ in range(3):
+        searchers.look()
+    assert not store.search(search).state.ended
+    monkeypatch.undo()
+    looked(searchers, lambda: store.search(search).state.ended)
+    assert (store.search(search).state, store.search(search).attempt) == ("done", 1)
+
+
+def test_lines_that_are_no_events_are_left_out(searchers, store, submit, monkeypatch):
+    """Code of users runs in the process and can write to its files."""
+    monkeypatch.setattr(searchers_module, "MOST_READ", 10_000)
+    search = submit("writes nonsense")
+    looked(searchers, lambda: store.search(search).state.ended)
+    assert (store.search(search).state, store.search(search).reason) == ("failed", "with a  in it")
+    assert kinds(store, search) == ["queued", "running", "plan", "said", "failed"]
+
+
+def test_a_search_that_cannot_be_managed_is_ended_and_others_are_not(searchers, store, submit, monkeypatch):
+    broken, other = submit("runs"), submit("succeeds")
+    read = searchers._read
+
+    def breaks(contender):
+        if contender.search == broken:
+            raise KeyError("state")
+        return read(contender)
+
+    monkeypatch.setattr(searchers, "_read", breaks)
+    looked(searchers, lambda: store.search(other).state.ended and store.search(broken).state.ended)
+    assert store.search(broken).reason == "the server cannot manage it: KeyError: 'state'"
+    assert store.search(other).state == "done"
+
+
+def test_a_process_without_its_task_does_nothing(tmp_path):
+    """A server that is killed before the task is sent leaves no second process of a search behind."""
+    command = [sys.executable, "-m", "redline.service.searcher"]
+    ended = subprocess.run(command, input=b'{"search": "0123', capture_output=True, timeout=120, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr, list(tmp_path.iterdir())) == (0, b"", b"", [])
+
+
+def test_code_that_was_accepted_before_is_not_run_with_no_code(store, cluster, ann, tmp_path):
+    searchers = Searchers(store, cluster, ServeOptions(data=tmp_path, allow_code=False))
+    request = {"command": {"command": "echo {x}"}}
+    search = store.submit(ann, request, devices=1)[0].id
+    looked(searchers, lambda: store.search(search).state.ended)
+    assert "does not run submitted code" in store.search(search).reason
+
+
+def test_use_is_charged_while_a_server_runs(searchers, store, submit, monkeypatch):
+    monkeypatch.setattr(searchers_module, "CHARGE_S", 0.2)
+    search = submit("runs", request={"concurrency": 3})
+    looked(searchers, lambda: store.search(search).used_s > 0.5)
+    (share,) = store.shares()
+    assert share.week_s == pytest.approx(3 * store.search(search).used_s)
+    used_s = store.search(search).used_s
+    time.sleep(1.0)  # without a server
+    searchers.look()
+    assert store.search(search).used_s == used_s
+
+
+def test_a_search_learns_from_finished_ones_of_the_same_model_that_its_owner_may_see(
+    searchers, store, submit, ann, tmp_path
+):
+    searches = {name: submit("succeeds") for name in ("first", "private", "own")}
+    store.change_search(searches["private"], visibility="own")
+    submit("fails")
+    looked(searchers, lambda: not store.contenders())
+    bob = store.add_user("bob")
+    other = store.submit(bob, {"target": "succeeds", "trials": 9}, devices=1)[0].id
+    looked(searchers, lambda: not store.contenders())
+    (task,) = tasks(tmp_path, other)
+    assert task["earlier"] == [str(folder_of(tmp_path, searches[name])) for name in ("own", "first")]
+
+
+def test_a_cluster_that_is_being_joined_is_waited_for(searchers, store, submit, cluster):
+    search = submit("succeeds")
+    store.give_devices(search, "H100", 1)  # by an earlier server
+    cluster.failure, cluster.kinds = STARTING, ()
+    for _ in range(3):
+        searchers.look()
+    assert store.search(search).state == "running"
+    cluster.failure, cluster.kinds = None, (H100,)
+    looked(searchers, lambda: store.search(search).state.ended)
+
+
+def test_a_later_process_with_the_same_number_is_another_one():
+    process = process_of(os.getpid())
+    assert lives(process)
+    assert not lives(type(process)(pid=process.pid, started=process.started - 1))
+    child = subprocess.Popen(["true"])
+    ended = type(process)(pid=child.pid, started=psutil.Process(child.pid).create_time())
+    until(lambda: not lives(ended))
+    assert process_of(child.pid) is None, "it was reaped"

@@ -2,7 +2,7 @@
 
 import pytest
 from redline.base.errors import KeyTaken, NotFound, Refused, UsageError
-from service_pool import begun
+from redline.service.records import SearchState
 
 REQUEST = {"model": "gpt2-tiny", "trials": 16}
 
@@ -13,10 +13,10 @@ def ann(store):
 
 
 def test_a_search_is_kept_as_submitted(store, ann, clock):
-    search, new = store.submit(ann, REQUEST, devices=8, device="H100", priority=5, name="mine", key="k", reuse=True)
+    search, new = store.submit(ann, REQUEST, devices=8, device="H100", priority=5, name="mine", key="k")
     assert new and len(search.id) == 12
     assert (search.request, search.devices, search.device, search.priority) == (REQUEST, 8, "H100", 5)
-    assert (search.owner, search.name, search.key, search.reuse) == ("ann", "mine", "k", True)
+    assert (search.owner, search.name, search.key, search.uses) == ("ann", "mine", "k", 0)
     assert (search.state, search.attempt, search.created, search.started) == ("queued", 0, clock.now, None)
     assert store.search(search.id) == search
 
@@ -34,7 +34,7 @@ def test_a_key_identifies_one_search_of_its_user(store, ann):
 
 def test_a_key_holds_when_the_search_has_found_its_kind_of_device(store, ann):
     first, _ = store.submit(ann, REQUEST, devices=1, key="k")
-    begun(store, first.id, "Xeon")
+    assert store.give_devices(first.id, "Xeon", 1)
     again, new = store.submit(ann, REQUEST, devices=1, key="k")
     assert (again.id, again.kind, new) == (first.id, "Xeon", False)
 
@@ -53,7 +53,7 @@ def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
     created = [store.search(each).created for each in found]
     assert created == sorted(created, reverse=True)
     assert {each.owner for each in store.searches(user=bob.id)} == {"bob"}
-    store.take_search(ids[3])
+    store.give_devices(ids[3], "Xeon", 1)
     store.cancel(ids[4])
     assert [each.id for each in store.searches(state="running")] == [ids[3]]
     assert [each.id for each in store.searches(state="cancelled")] == [ids[4]]
@@ -90,23 +90,12 @@ def test_any_text_round_trips(store, ann):
     assert store.search(search.id).name == "Ünïcode 🙂"
 
 
-def test_an_end_that_is_told_again_is_the_same_end(store, ann, clock):
-    search, _ = store.submit(ann, REQUEST, devices=1)
-    attempt = store.take_search(search.id)
-    ended = store.finish(search.id, attempt, "done", best={"throughput": 3.0})
-    clock.pass_by(5)
-    assert store.finish(search.id, attempt, "done", best={"throughput": 4.0}) == ended
-    assert (ended.state, ended.best, ended.ended) == ("done", {"throughput": 3.0}, clock.now - 5)
-    with pytest.raises(UsageError, match="running is not a final state"):
-        store.finish(search.id, attempt, "running")
-
-
 def test_events_are_in_order_and_can_be_resumed(store, ann):
     one, _ = store.submit(ann, REQUEST, devices=1)
     two, _ = store.submit(ann, REQUEST, devices=1)
-    attempt = store.take_search(one.id)
+    store.give_devices(one.id, "Xeon", 1)
     event = store.add_event(one.id, "trial", {"trial": 0, "throughput": 1.5})
-    store.finish(one.id, attempt, "failed", "no memory")
+    store.take_devices(one.id, SearchState.FAILED, "no memory")
     every = store.events()
     assert [each.id for each in every] == sorted(each.id for each in every)
     ones = store.events(search=one.id)
@@ -120,36 +109,6 @@ def test_events_are_in_order_and_can_be_resumed(store, ann):
     assert {each.search for each in every} == {one.id, two.id}
 
 
-def test_silent_workers_count_as_left_until_they_report(store, ann, clock):
-    worker = store.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 4, 1024, {"torch": "2.13"})
-    clock.pass_by(50)
-    store.seen(worker.id)
-    clock.pass_by(50)
-    assert store.forget_unseen(60) == [] and [each.id for each in store.workers()] == [worker.id]
-    clock.pass_by(11)
-    assert [each.id for each in store.forget_unseen(60)] == [worker.id]
-    assert store.workers() == [] and store.worker(worker.id).left == clock.now
-    assert store.seen(worker.id).left is None
-    assert [each.id for each in store.workers()] == [worker.id]
-    states = [each.data["state"] for each in store.events() if each.kind == "worker"]
-    assert states == ["joined", "unseen", "back"]
-    with pytest.raises(NotFound, match="there is no worker 'x'"):
-        store.seen("x")
-
-
-def test_measurements_are_found_by_everything_that_determines_them(store, ann):
-    one, _ = store.submit(ann, REQUEST, devices=1)
-    store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 2.0}, one.id)
-    store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 9.0}, one.id)  # a repeated report
-    store.note_measured("f1", "c2", {"tp": 2}, {"status": "oom"}, one.id)
-    store.note_measured("f2", "c1", {"tp": 1}, {"status": "ok", "throughput": 5.0})
-    assert [(each.config_id, each.measurement) for each in store.measured("f1")] == [
-        ("c1", {"status": "ok", "throughput": 2.0}), ("c2", {"status": "oom"}),
-    ]  # fmt: skip
-    assert [each.config for each in store.measured("f2")] == [{"tp": 1}]
-    assert store.measured("f3") == []
-
-
 def test_a_retry_counts_as_a_queued_search(store, ann):
     first, second = (store.submit(ann, REQUEST, devices=1, most_queued=2)[0] for _ in range(2))
     store.cancel(first.id)
@@ -161,9 +120,7 @@ def test_a_retry_counts_as_a_queued_search(store, ann):
     assert second.state == "queued"
 
 
-@pytest.mark.parametrize("other", [{"visibility": "own"}, {"reuse": False}], ids=str)
-def test_a_key_belongs_to_one_visibility_and_reuse(store, ann, other):
-    first, _ = store.submit(ann, REQUEST, devices=1, key="k", visibility="all", reuse=True)
-    (name,) = other
-    with pytest.raises(KeyTaken, match=f"the search {first.id}, of which {name} is different"):
-        store.submit(ann, REQUEST, devices=1, key="k", **{"visibility": "all", "reuse": True, **other})
+def test_a_key_belongs_to_one_visibility(store, ann):
+    first, _ = store.submit(ann, REQUEST, devices=1, key="k", visibility="all")
+    with pytest.raises(KeyTaken, match=f"the search {first.id}, of which visibility is different"):
+        store.submit(ann, REQUEST, devices=1, key="k", visibility="own")

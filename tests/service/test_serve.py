@@ -1,68 +1,75 @@
-"""`redline serve` as a process: killed during a search and restarted, it continues the search."""
+"""`redline serve` as a process, with a Ray of its own: killed during a search and restarted, it continues the search."""
 
 import os
 import signal
 import socket
+import sys
 import time
 
+import psutil
 import pytest
 import redline as rl
+from processes import until
 from redline.base.errors import UsageError
 from redline.service.serve_options import ServeOptions
 from redline.service.server import serve
 from redline.views.dashboard.serve import listen
 from server_process import Server
 
+PROGRAM = "import time; time.sleep({x} % 3); [print('speed:', {x}, flush=True) or time.sleep(0.05) for _ in range(6)]"
+
+
+@pytest.fixture
+def servers(tmp_path):
+    """Starts servers in one folder; the last one is ended, with its Ray."""
+    started = []
+
+    def start(*options):
+        started.append(Server(tmp_path, *options))
+        return started[-1]
+
+    yield start
+    assert started[-1].end(signal.SIGTERM) == 0
+    assert "stopped" in started[-1].log.read_text()
+    assert until(lambda: not (tmp_path / "data" / "ray.json").exists())
+
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_takes_its_searches_up_again(tmp_path):
-    first = Server(tmp_path, "--port", "0", "--no-worker")
+@pytest.mark.timeout(600)
+def test_a_search_outlives_a_server_that_is_killed_and_the_next_one_takes_it_up(servers, tmp_path):
+    first = servers("--port", "0", "--devices", "1")
     token, address = first.line("REDLINE_TOKEN=(.*)"), first.line("serve on (http://[^,]*),")
-    port = address.rpartition(":")[2]
     client = rl.Client(address, token=token, patience_s=120)
-    run = client.submit("gpt2-tiny", runner="simulate", hardware="h100-80gb", global_batch=64, trials=12)
-    until = time.monotonic() + 120
-    while run.state == "queued" and time.monotonic() < until:
-        time.sleep(0.1)
+    command = rl.Command(command=[sys.executable, "-c", PROGRAM], metric=(r"speed: (?P<tokens_per_second>\d+)",))
+    run = client.submit(command, override={"x": list(range(1, 13))}, trials=6, patience=0, sampler="random")
+    until(lambda: run.look().trials >= 1, 200)
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
-    second = Server(tmp_path, "--port", port, "--no-worker")
-    try:
-        assert run.wait(timeout=400).state == "done"
-        assert sorted(run.trials["trial"]) == list(range(len(run.trials)))
-        assert run.best.throughput == pytest.approx(run.look().best["throughput"])
-        assert "first start" not in second.log.read_text()
-    finally:
-        assert second.end(signal.SIGTERM) == 0
-    assert "stopped" in second.log.read_text()
+    searcher = next(process for process in psutil.process_iter() if process.name() == f"rl-{run.id}")
+    time.sleep(2)
+    assert searcher.is_running() and (tmp_path / "data" / "ray.json").exists()
+    second = servers("--port", address.rpartition(":")[2], "--devices", "1")
+    assert run.wait(timeout=300).state == "done"
+    assert not searcher.is_running() or searcher.status() == psutil.STATUS_ZOMBIE
+    states = [event.data["state"] for event in run.history() if event.kind == "search"]
+    assert states == ["queued", "running", "done"], "one process has run it"
+    finished = [event.data["trial"] for event in run.history() if event.kind == "finished"]
+    assert finished == sorted(set(finished)) == list(range(6)) == list(run.trials["trial"])
+    assert run.best.throughput == pytest.approx(run.look().best["throughput"])
+    assert "first start" not in second.log.read_text()
 
 
 @pytest.mark.slow
 def test_a_second_server_of_a_folder_is_refused_with_the_reason(tmp_path):
-    first = Server(tmp_path, "--port", "0", "--no-worker")
+    first = Server(tmp_path, "--port", "0")
     first.line("serve on (http)")
     try:
-        second = Server(tmp_path, "--port", "0", "--no-worker")
+        second = Server(tmp_path, "--port", "0")
         assert second.process.wait(timeout=60) == 2
         assert "is in use by process" in second.log.read_text()
         third = Server(tmp_path / "other", "--storage", "mysql://x/y") if os.mkdir(tmp_path / "other") is None else None
         assert third.process.wait(timeout=60) == 2 and "mysql" in third.log.read_text()
     finally:
         assert first.end(signal.SIGTERM) == 0
-
-
-@pytest.mark.slow
-def test_a_standby_server_takes_over_when_the_first_is_killed(tmp_path):
-    first = Server(tmp_path, "--port", "0", "--no-worker")
-    token, address = first.line("REDLINE_TOKEN=(.*)"), first.line("serve on (http://[^,]*),")
-    second = Server(tmp_path, "--port", address.rpartition(":")[2], "--no-worker", "--standby")
-    try:
-        second.line("(waiting on standby: .* is in use by process)")
-        assert second.process.poll() is None
-        first.end(signal.SIGKILL)
-        second.line("serve on (http)")
-        assert rl.Client(address, token=token, patience_s=60).me().role == "admin"
-    finally:
-        assert second.end(signal.SIGTERM) == 0
 
 
 def test_answers_do_not_wait_to_be_acknowledged():

@@ -10,12 +10,11 @@ import httpx
 import pytest
 import redline as rl
 from certificates import authority
+from processes import until
 from redline.base.errors import UsageError
-from redline.cli.worker import worker as worker_command
-from redline.service.pool import ServerPool
+from redline.service.client import ServerUnreachable
 from redline.service.serve_options import ServeOptions
 from redline.service.server import _check
-from redline.service.transport import ServerUnreachable
 from served import served
 from server_process import Server
 
@@ -43,30 +42,9 @@ def test_a_client_that_does_not_trust_it_is_told_what_to_give(service):
     with rl.Client(service.address, token=service.tokens["submitter"], patience_s=60) as client:
         with pytest.raises(UsageError, match=r"the certificate of https://127.* is not trusted: .*; give --trust"):
             client.me()
-        run = client._transport
-        with pytest.raises(UsageError, match="is not trusted"), run.stream("/v1/events"):
-            pass
-    assert time.monotonic() - start < 30, "what trying again does not mend is not tried again"
-
-
-def test_a_worker_that_does_not_trust_it_is_told_the_same(service):
-    with pytest.raises(UsageError, match="is not trusted"):
-        ServerPool(service.address, service.tokens["worker"]).leave("0123456789ab")
-
-
-def test_a_certificate_for_another_name_is_refused_unless_it_is_the_very_one(tmp_path):
-    ours, certificate, key = authority(tmp_path, "DNS:redline.example.org")
-    with served(tmp_path, ssl_certfile=certificate, ssl_keyfile=key) as service:
-        token = service.tokens["worker"]
-        with pytest.raises(UsageError, match=r"not trusted: .*127\.0\.0\.1"):
-            ServerPool(service.address, token, str(ours)).leave("0123456789ab")
-        device = {"type": "cpu", "name": "c", "count": 1, "memory_mib": 100}
-        joined = ServerPool(service.address, token, pinned=str(certificate)).join("w", "h", device, 1, 100, {})
-        assert [each.id for each in service.store.workers()] == [joined]
-        (tmp_path / "other").mkdir()
-        other = authority(tmp_path / "other", "IP:127.0.0.1")[1]
         with pytest.raises(UsageError, match="is not trusted"):
-            ServerPool(service.address, token, pinned=str(other)).leave(joined)
+            next(client.events())
+    assert time.monotonic() - start < 30, "what trying again does not mend is not tried again"
 
 
 def test_unencrypted_requests_are_not_answered(service):
@@ -117,18 +95,14 @@ def test_behind_a_proxy_its_word_counts_and_a_stranger_s_does_not(tmp_path):
 
 
 @pytest.mark.slow
-def test_serve_with_a_certificate_for_its_public_name_has_its_own_worker(tmp_path):
-    """The certificate does not name 127.0.0.1, the address at which the server's own worker reaches it."""
+def test_serve_with_a_certificate_is_reached_by_its_public_name(tmp_path):
     ours, certificate, key = authority(tmp_path, "DNS:localhost")
     server = Server(tmp_path, "--port", "0", "--certificate", str(certificate), "--key", str(key), "--devices", "1")
     try:
         token, address = server.line("REDLINE_TOKEN=(.*)"), server.line("serve on (https://[^,]*),")
         named = address.replace("127.0.0.1", "localhost")
         with rl.Client(named, token=token, trust=str(ours)) as client:
-            until = time.monotonic() + 60
-            while not client.workers() and time.monotonic() < until:
-                time.sleep(0.2)
-            assert [each.devices for each in client.workers()] == [1]
+            assert until(lambda: client.queue().devices, 120)[0].total == 1
         command = [sys.executable, "-m", "redline.cli", "queue", "--server", named]
         environment = {**os.environ, "REDLINE_TOKEN": token}
         asked = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -138,7 +112,3 @@ def test_serve_with_a_certificate_for_its_public_name_has_its_own_worker(tmp_pat
     finally:
         server.end(15)
     assert "Traceback" not in server.log.read_text()
-
-
-def test_the_pinned_certificate_is_no_option_for_people():
-    assert next(each for each in worker_command.params if each.name == "pinned").hidden

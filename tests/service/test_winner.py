@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from redline.cli.main import redline as command_line
 from redline.cli.submit import followed
 from redline.results import Measurement, RunFolder, Status, summary
+from redline.service.records import SearchState
 from redline.space import Config
 from redline.tuner.result import make_result
 from redline.tuner.train.strategy import read_source
@@ -29,10 +30,10 @@ def search(service):
     """A finished search of the service, with its trials in the service's database."""
     with service.client() as client:
         made = client.post("/v1/searches", json=SEARCH).json()["id"]
-    attempt = service.store.take_search(made)
+    service.store.give_devices(made, "H100", 1)
     folder = service.parts.runs.folder(made)
     knobs = {"micro_batch": [1, 2, 4, 8]}
-    with RunFolder.open(folder, ASKED, knobs=knobs, make_config=Config, storage=service.parts.url) as run:
+    with RunFolder.open(folder, ASKED, knobs=knobs, make_config=Config) as run:
         for number, throughput in enumerate(FIRST):
             run.start(Config({"micro_batch": 2**number}), sampler="default" if number == 0 else "bayes")
             run.finish(number, Measurement(status=Status.OK, throughput=throughput, unit="tokens/s"))
@@ -40,7 +41,7 @@ def search(service):
             run.remeasure(number, throughputs)
         run.write_best(["redline", "tune", "gpt2-tiny"])
         result = make_result(run.trials(), ["micro_batch"], folder=folder, ended="trials", interrupted=False)
-    service.store.finish(made, attempt, "done", "trials", result.to_dict()["best"])
+    service.store.take_devices(made, SearchState.DONE, "trials", result.to_dict()["best"])
     return made
 
 

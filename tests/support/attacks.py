@@ -10,9 +10,8 @@ import httpx
 
 EVIL = "/tmp/evil.py:workload"
 X = {"x": [1, 2]}
-DEVICE = {"type": "tpu", "name": "\u0000", "count": "many"}
 NESTED = b'{"request": ' + b"[" * 300_000 + b"]" * 300_000 + b"}"
-WIDE = json.dumps({"lease": 1, "outcome": {"a": [[]] * 200_000}}).encode()
+WIDE = json.dumps({"request": {"target": "gpt2-tiny", "fix": {"a": [[]] * 200_000}}}).encode()
 
 
 def _json(value):
@@ -20,18 +19,16 @@ def _json(value):
 
 
 FILE = {"command": {"command": ["echo", "{x}"], "model": EVIL}, "override": X}
-JOINING = {"host": "h", "device": DEVICE, "devices": 1, "memory_mib": 0}
 ATTACKS = {
     "a model that is a file": ("coder", "POST", "/v1/searches", _json({"request": FILE})),
     "a target that is a file": ("submitter", "POST", "/v1/searches", _json({"request": {"target": EVIL}})),
-    "a body without a token": (None, "POST", "/v1/leases/1/answer", WIDE),
-    "a body with a forged token": ("forged", "POST", "/v1/leases/1/answer", WIDE),
-    "a body of 16 MiB without a token": (None, "POST", "/v1/leases/1/answer", b" " * (16 << 20)),
-    "a body of 16 MiB": ("worker", "POST", "/v1/leases/1/answer", b" " * (16 << 20)),
-    "an answer to nobody's lease": ("worker", "POST", "/v1/leases/1/answer", WIDE),
+    "a body without a token": (None, "POST", "/v1/searches", WIDE),
+    "a body with a forged token": ("forged", "POST", "/v1/searches", WIDE),
+    "a body of 16 MiB without a token": (None, "POST", "/v1/searches", b" " * (16 << 20)),
+    "a body of 16 MiB": ("submitter", "POST", "/v1/searches", b" " * (16 << 20)),
+    "a body with very many values": ("submitter", "POST", "/v1/searches", WIDE),
+    "code of a submitter's": ("submitter", "POST", "/v1/searches", _json({"request": FILE})),
     "a body that is nested": ("submitter", "POST", "/v1/searches", NESTED),
-    "a worker of a submitter's": ("submitter", "POST", "/v1/workers", _json(JOINING)),
-    "a strange device": ("worker", "POST", "/v1/workers", _json(JOINING)),
     "half a surrogate pair": ("submitter", "POST", "/v1/searches", b'{"request": {"target": "\\ud800"}}'),
     "a priority": ("other", "POST", "/v1/searches", _json({"request": {"target": "gpt2-tiny"}, "priority": 100})),
 }  # fmt: skip

@@ -100,6 +100,9 @@ class SearchTracking(_Tracking, SearchListener):
     def on_trial_start(self, trial: Trial) -> None:
         self._listener.on_trial_start(trial)
 
+    def pauses(self) -> bool:
+        return bool(self._listener.pauses())
+
     def on_remeasure(self, leaders: list[Trial], done: int, total: int, seconds: float = 0.0) -> None:
         self._listener.on_remeasure(leaders, done, total, seconds)
 

@@ -150,7 +150,9 @@ class Driver:
         make_folder(path)
         stack.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
-        self._kind = kind_of_cluster(request.ray_address) if request.runner == RayRunner.name else None
+        self._kind = (
+            kind_of_cluster(request.ray_address, source.device_name) if request.runner == RayRunner.name else None
+        )
         self.device = detect() if self._kind is None else self._kind.device
         self.strategies = [TrainingStrategy.from_dict(document) for document in self.document.get("strategies", ())]
         self.data: Mapping[str, Any] = {}

@@ -35,6 +35,8 @@ class TrainingSource:
     config: Config | None = None
     devices: int | None = None
     """Number of devices of the configuration."""
+    device_name: str | None = None
+    """Name of these devices."""
     limit_mib: float | None = None
     """Memory limit of a device, MiB, if there was one."""
     name: str = ""
@@ -110,6 +112,7 @@ def _source(
         lora=workload_entry.get("lora"),
         config=config,
         devices=(request_document.get("devices") or {}).get("used"),
+        device_name=(request_document.get("devices") or {}).get("name"),
         limit_mib=request_document.get("memory_limit_mib"),
         name=str(request_document.get("model") or ""),
         predicted=None if request_document.get("simulated") or request_document.get("emulated") else throughput,

@@ -1,4 +1,4 @@
-// The queue, the searches that ended, and the pool.
+// The queue, the searches that ended, and the devices.
 
 function searchRow(each, alert) {
   return el("tr", { "data-search": each.id },
@@ -22,7 +22,8 @@ function queuePage(page) {
   page.append(el("h1", {}, "Queue"), counts, alert, open, el("h2", {}, "Ended"), ended);
   return live(async () => {
     const [queue, all] = await Promise.all([ask("v1/queue"), ask("v1/searches?limit=50")]);
-    counts.textContent = `${plural(queue.searches.length, "search", "searches")}; ${plural(queue.running, "dry run")} on ${queue.busy} of ${plural(queue.devices, "device")}, ${queue.waiting} waiting`;
+    const busy = queue.devices.map((device) => `${device.busy} of ${device.total} × ${device.name} busy`);
+    counts.textContent = `${plural(queue.searches.length, "search", "searches")}; ${busy.join(", ") || "the Ray cluster is not reached"}`;
     clear(open).append(queue.searches.length ? table(SEARCH_COLUMNS, queue.searches.map((each) => searchRow(each, alert)), "Queue") : el("p", {}, "No searches are running or queued. ", session.role === "reader" ? null : el("a", { href: "#/submit" }, "Submit a search")));
     const over = all.searches.filter((each) => !["queued", "running"].includes(each.state));
     clear(ended).append(over.length ? table(SEARCH_COLUMNS, over.map((each) => searchRow(each, alert)), "Ended") : el("p", { class: "under" }, "None yet."));
@@ -30,25 +31,24 @@ function queuePage(page) {
 }
 
 function devicesPage(page) {
-  const place = el("div");
-  page.append(el("h1", {}, "Devices"), place);
+  const kinds = el("div"), users = el("div");
+  page.append(el("h1", {}, "Devices"), kinds, el("h2", {}, "Use in the last seven days"), users);
   return live(async () => {
-    const { workers } = await ask("v1/workers");
-    clear(place).append(workers.length ? table(["worker", "user", "host", "device", "busy", "memory", "last report"], workers.map((each) => el("tr", { "data-worker": each.id },
-      el("td", {}, each.name || each.id), el("td", {}, each.user), el("td", {}, each.host),
-      el("td", {}, `${each.devices} × ${each.device.name || each.device.type || "device"}`),
-      el("td", { class: "number" }, `${each.busy} of ${each.devices}`), el("td", { class: "number" }, memory(each.memory)), el("td", { class: "whole" }, when(each.seen)))), "Devices")
-      : el("p", {}, "No worker is in the pool: ", el("code", {}, "redline worker"), " adds one."));
+    const { devices, usage } = await ask("v1/queue");
+    clear(kinds).append(devices.length ? table(["device", "busy", "memory"], devices.map((device) => el("tr", {},
+      el("td", {}, device.name), el("td", { class: "number" }, `${device.busy} of ${device.total}`), el("td", { class: "number" }, memory(device.memory_mib)))), "Devices")
+      : el("p", {}, "The Ray cluster is not reached; the queue says why."));
+    const hours = Object.entries(usage).sort((one, other) => other[1] - one[1]);
+    clear(users).append(hours.length ? table(["user", "device-hours"], hours.map(([user, used]) => el("tr", {}, el("td", {}, user), el("td", { class: "number" }, number(used, 3)))), "Use") : el("p", { class: "under" }, "None yet."));
   });
 }
 
 // Texts of events. Unknown kinds, of a later server, are shown as JSON.
 const WORDS = {
-  search: (data) => `is ${data.state}${data.reason ? `: ${data.reason}` : ""}`,
-  dry_run: (data) => `dry run ${data.key}: ${data.state}`,
-  worker: (data) => `worker ${data.name || data.worker}: ${data.state}`,
+  search: (data) => `is ${data.state}${data.kind ? ` on ${data.kind}` : ""}${data.reason ? `: ${data.reason}` : ""}`,
+  pausing: (data) => `pauses: ${data.reason}`,
+  restarting: (data) => `starts again: ${data.reason}`,
   plan: (data) => `begins: ${data.name} on ${data.where}${given(data.valid) ? `, ${plural(data.valid, "configuration")}` : ""}`,
-  placed: (data) => `runs on ${data.device.name}`,
   started: (data) => `trial ${data.trial} started`,
   finished: (data) => `trial ${data.trial}: ${data.status}${given(data.throughput) ? `, ${number(data.throughput, 5)} ${data.unit}` : ""}${data.reason ? `, ${data.reason}` : ""}`,
   remeasuring: (data) => `measures the leaders again: ${data.done} of ${data.total}`,
