@@ -5,17 +5,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..knobs.strategy import STANDARD
-from ..knobs.text import config_text, value_text
-from ..results.columns import fold
+from ..knobs.text import value_text
 from . import exit_codes
 from .estimate_text import step_time
 from .options import TRAINERS, fixes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..estimator.check import Check, Faster
     from ..estimator.estimate import Estimate
 
+SHOWN = 12
+"""Settings that a line names at most."""
 EXAMPLES = """\b
 Examples:
   redline check train.toml --hardware h100-80gb --devices 16
@@ -38,7 +40,7 @@ Examples:
 @click.option(
     "--framework",
     metavar="NAME",
-    help=f"Trainer whose facts are assumed: {', '.join(TRAINERS)}.  [default: the file's]",
+    help=f"Trainer to read it as, if none is recognised, or whose facts are assumed: {', '.join(TRAINERS)}.  [default: its own]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
@@ -60,10 +62,11 @@ def check(
     """
     from ..estimator.check import check as checked
     from ..frameworks import read
+    from ..frameworks.registry import FRAMEWORKS
     from ..tuner.budget import parse_memory
 
     result = checked(
-        read(trainer_input),
+        read(trainer_input, framework=framework if framework in FRAMEWORKS else None),
         hardware,
         devices=devices,
         model=model,
@@ -71,7 +74,7 @@ def check(
         global_batch=global_batch,
         knobs=fixes_of(fix),
         memory_limit_mib=parse_memory(memory_limit),
-        framework=framework,
+        framework=framework if framework in TRAINERS or framework not in FRAMEWORKS else None,
     )
     click.echo(json.dumps(result.to_dict(), allow_nan=False) if as_json else render(result))
     return exit_codes.FOUND if result.fits else exit_codes.NOTHING_FEASIBLE
@@ -80,23 +83,21 @@ def check(
 def render(result: "Check") -> str:
     """Returns a check as text."""
     estimate, trainer = result.estimate, result.trainer
-    knobs = {
-        knob: value
-        for knob, value in trainer.config.items()
-        if knob == "micro_batch" or value != STANDARD[knob].neutral
-    }
-    config = fold(config_text(knobs))
     margin = (estimate.memory_limit_mib - estimate.peak_memory_mib) / 1024
     verdict = "fits" if result.fits else "does not fit"
+    chance = f"{100 * estimate.probability_fits:.0f} % chance to fit"
+    if result.without:
+        verdict += f" without {_listed(result.without)}"
+        chance = "the chance to fit is unknown"
+    idle = [name for name in trainer.unread if name not in result.without]
     lines = [
-        f"{result.model} by {trainer.framework} on {trainer.devices} x {result.hardware.name}: "
-        + ", ".join(
-            filter(None, (f"{result.parameters:,} parameters", result.sample, f"global batch {trainer.global_batch}"))
-        ),
-        f"read as  {config}",
+        f"{result.model} by {trainer.framework} on {trainer.devices} x {result.hardware.name}",
+        *(f"{fact.name:<14} {fact.value}  [{fact.source}]" for fact in result.facts),
+        *([f"{'not read':<14} {_listed(result.without)}"] if result.without else []),
+        *([f"{'not read, off':<14} {_listed(idle)}"] if idle else []),
         "",
         f"memory   {verdict}: {_memory(estimate)} of {estimate.memory_limit_mib / 1024:.1f} GiB ({result.fullest}), "
-        f"{abs(margin):.1f} GiB {'left' if margin >= 0 else 'too much'}; {100 * estimate.probability_fits:.0f} % chance to fit",
+        f"{abs(margin):.1f} GiB {'left' if margin >= 0 else 'too much'}; {chance}",
         f"step     {step_time(estimate.step_ms)} ({step_time(estimate.step_ms_low)} to {step_time(estimate.step_ms_high)})",
         f"speed    {estimate.throughput:,.0f} {estimate.unit}, MFU {100 * estimate.mfu:.1f} % "
         f"({100 * estimate.mfu * estimate.step_ms / estimate.step_ms_high:.1f} to "
@@ -129,6 +130,12 @@ def _faster(number: int, faster: "Faster") -> list[str]:
         previous = f"   (was {value_text(change.old)})" if change.old is not None else ""
         lines.append(f"     {f'{change.where}: ' if several_places else ''}{change.text}{previous}")
     return lines
+
+
+def _listed(names: "Sequence[str]") -> str:
+    """Names of settings, at most `SHOWN` of them."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _memory(estimate: "Estimate") -> str:

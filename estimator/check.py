@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import UsageError, WorkloadError, unknown
-from ..frameworks.reading import Change, TrainerConfig
 from ..frameworks.registry import find_framework
+from ..frameworks.trainer_config import Change, TrainerConfig
 from ..knobs.rules import RULES, RuleContext, refusal
 from ..knobs.strategy import STANDARD, Strategy, checked
 from ..knobs.text import config_text, value_text
@@ -21,13 +21,15 @@ from ..models.request import ModelRequest
 from ..models.resolve import stated, workload as resolve_workload
 from ..models.server_model import ServerModel
 from ..space import Config
+from .decisive import Fact, deciding_facts, without
 from .document import finite
-from .estimate import Estimate, EstimateTable, joined
+from .estimate import Z80, Estimate, EstimateTable, joined
 from .estimator import Estimator
 from .facts.model_facts import FactsSource
 from .facts.traced import TracedFacts
 from .fullest import FullestRank, fullest_rank
 from .hardware import Hardware, find_hardware
+from .knob_arrays import knob_arrays
 from .resolved_cache import CachedFacts, ResolvedModel, key_of_model, load_model, resolved_model, store
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS
@@ -85,6 +87,10 @@ class Check:
     """Assumptions about the trainer's memory, in words."""
     findings: tuple[str, ...]
     """Settings that have no effect, contradict each other, or waste memory or time."""
+    facts: tuple[Fact, ...] = ()
+    """What decides the prediction, each with its source."""
+    without: tuple[str, ...] = ()
+    """Settings that do not enter the prediction and may change memory or speed: the chance to fit is then unknown."""
 
     @property
     def fits(self) -> bool:
@@ -104,8 +110,12 @@ class Check:
             "seq_len": self.trainer.seq_len,
             "global_batch": self.trainer.global_batch,
             "config": self.trainer.config.to_dict(),
+            "facts": [asdict(fact) for fact in self.facts],
+            "not_read": {name: str(value) for name, value in self.trainer.unread.items()},
+            "without": list(self.without),
             "fits": self.fits,
             **_numbers(estimate),
+            **({"probability_fits": None} if self.without else {}),
             "memory_limit_mib": finite(estimate.memory_limit_mib),
             "margin_mib": finite(estimate.memory_limit_mib - estimate.peak_memory_mib),
             "fullest_rank": self.fullest,
@@ -174,6 +184,7 @@ def check(
         and "dp" not in trainer.config
     ):
         notes.append(f"the file starts {trainer.devices} ranks; the estimate is for {devices} devices, as asked")
+    given_facts = {"model": model, "devices": devices, "seq_len": seq_len, "global_batch": global_batch}
     trainer = trainer.beside({name: _valid(name, value) for name, value in (knobs or {}).items()}, global_batch)
     asked_for = {f"--fix {name}=N" for name in trainer.given}
     for option, value in (
@@ -198,11 +209,12 @@ def check(
     trainer = trainer.on(devices)
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
     resolved, source = _model(trainer, model, seq_len, facts, machine)
+    as_read = trainer
     trainer = replace(trainer, seq_len=resolved.seq_len, model=resolved.name)
     setup = TrainingSetup(
         devices=trainer.devices or 1,
         seq_len=resolved.seq_len,
-        global_batch=trainer.global_batch,
+        global_batch=None if trainer.global_batch is None else trainer.global_batch * trainer.sequences,
         memory_limit_mib=memory_limit_mib,
     )
     predictor = _Predictor(
@@ -218,12 +230,22 @@ def check(
         )
     findings = [*notes, *_findings(predictor, estimate, machine, faster)]
     conventions = predictor.conventions(trainer.config)
+    parameters = _parameters(predictor.estimator)
+    kind = (resolved.trains.get("workload") or {}).get("class") or (resolved.shape.get("family") or "")
+    words = (
+        f"{resolved.name} ({kind}), {parameters:,} parameters"
+        if kind
+        else f"{resolved.name}, {parameters:,} parameters"
+    )
+    seen = replace(as_read, seq_len=resolved.seq_len)
+    if as_read.seq_len is None and seq_len is None:
+        seen = replace(seen, defaults=seen.defaults | {"seq_len"})
     sample = (resolved.trains.get("workload") or {}).get("sample")
     return Check(
         trainer=replace(trainer, conventions=conventions),
         model=resolved.name,
         sample=str(sample or (f"sequences of {resolved.seq_len:,} tokens" if resolved.seq_len else "")),
-        parameters=_parameters(predictor.estimator),
+        parameters=parameters,
         hardware=machine,
         estimate=estimate,
         fullest=str(predictor.fullest(trainer.config)),
@@ -232,6 +254,10 @@ def check(
         assumed=assumed(conventions),
         framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
+        facts=deciding_facts(
+            seen, conventions, words, machine.name, {name for name, value in given_facts.items() if value is not None}
+        ),
+        without=without(trainer),
     )
 
 
@@ -279,29 +305,71 @@ class _Predictor:
         """Fields of the setup that the trainer sets for a configuration."""
         return dict(self.facts.setup) if self.instead else {**self.facts.own, **self.trainer.conventions_with(config)}
 
-    def __call__(self, config: Mapping[str, Any], **setup: Any) -> Estimate:
-        conventions = self.conventions(config)
-        return self._by({**conventions, **setup})(_estimated(config, conventions))
+    def __call__(self, config: Mapping[str, Any]) -> Estimate:
+        conventions, further = self.conventions(config), self.further_mib(config)
+        estimate = self._by(conventions, further)(self._estimated(config, conventions))
+        if not further:
+            return estimate
+        return replace(
+            estimate,
+            peak_memory_mib=estimate.peak_memory_mib + further,
+            memory_low=estimate.memory_low + further,
+            memory_high=estimate.memory_high + further,
+            memory_limit_mib=estimate.memory_limit_mib + further,
+            breakdown={**estimate.breakdown, "memory.further": further},
+        )
 
     def fullest(self, config: Mapping[str, Any]) -> FullestRank:
         """The rank with the most memory."""
         conventions = self.conventions(config)
-        return fullest_rank(self._by(conventions), _estimated(config, conventions))
+        return fullest_rank(self._by(conventions), self._estimated(config, conventions))
+
+    def further_mib(self, config: Mapping[str, Any]) -> float:
+        """Memory of a rank that the estimator has no term for, MiB: the reference model, and the gradients of a model that is one
+        unit of FSDP, which are whole before they are reduced."""
+        if not (self.trainer.reference_model or self.trainer.one_unit):
+            return 0.0
+        strategy = Strategy.of(config)
+        cols = knob_arrays([self._estimated(config, self.conventions(config))], self.estimator.training)
+        weights = self.estimator.facts_of(cols, 0).parameters / (strategy.tp * strategy.pp)
+        half = strategy.precision in ("bf16", "fp16", "bf16_pure")
+        gradients = 2 if half else 4
+        held = 2 if self.conventions(config).get("precision") == "bf16_pure" else 4
+        size = 0.0
+        if self.trainer.reference_model:
+            size += held * weights / (strategy.replicas if strategy.zero == 3 else 1)
+        if self.trainer.one_unit and strategy.grad_accum == 1 and strategy.zero == 2:
+            size += gradients * weights
+        return size / 2**20
 
     def table(self, configs: Sequence[Mapping[str, Any]]) -> tuple[EstimateTable, np.ndarray]:
         """Predictions under the trainer's conventions, and the index of the configuration of each row."""
-        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        groups: dict[str, tuple[dict[str, Any], float, list[int]]] = {}
         for index, config in enumerate(configs):
-            conventions = self.conventions(config)
-            groups.setdefault(repr(sorted(conventions.items())), (conventions, []))[1].append(index)
+            conventions, further = self.conventions(config), self.further_mib(config)
+            key = f"{sorted(conventions.items())} {further}"
+            groups.setdefault(key, (conventions, further, []))[2].append(index)
         tables = [
-            self._by(conventions).table([_estimated(configs[index], conventions) for index in indices])
-            for conventions, indices in groups.values()
+            self._by(conventions, further).table([self._estimated(configs[index], conventions) for index in indices])
+            for conventions, further, indices in groups.values()
         ]
-        return reduce(joined, tables), np.concatenate([np.array(indices) for _, indices in groups.values()])
+        return reduce(joined, tables), np.concatenate([np.array(indices) for *_, indices in groups.values()])
 
-    def _by(self, conventions: Mapping[str, Any]) -> Estimator:
-        return self.estimator.on(self.estimator.training.replace(**conventions), self.estimator.hardware)
+    def _by(self, conventions: Mapping[str, Any], further: float = 0.0) -> Estimator:
+        setup = self.estimator.training.replace(**conventions)
+        if further:
+            setup = setup.replace(memory_limit_mib=max(1.0, self.estimator.memory_limit_mib - further))
+        return self.estimator.on(setup, self.estimator.hardware)
+
+    def _estimated(self, config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dict[str, Any]:
+        """A configuration in the estimator's terms: formats that a framework's conventions replace are left to the setup, and a
+        sample of several sequences is as many samples."""
+        values = {name: value for name, value in config.items() if value is not None and name not in conventions}
+        if values.get("attention") not in (None, "eager", "sdpa"):
+            values["attention"] = "sdpa"  # a fused kernel of the same cost
+        if "micro_batch" in values:
+            values["micro_batch"] *= self.trainer.sequences
+        return values
 
 
 def _parameters(estimator: Estimator) -> int:
@@ -351,14 +419,6 @@ def _model(
     return named_model, (None if trainer.lora else built(resolved.shape, facts)) or source
 
 
-def _estimated(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration in the estimator's terms: formats that a framework's conventions replace are left to the setup."""
-    values = {name: value for name, value in config.items() if value is not None and name not in conventions}
-    if values.get("attention") not in (None, "eager", "sdpa"):
-        values["attention"] = "sdpa"  # a fused kernel of the same cost
-    return values
-
-
 def _shares(estimate: Estimate, strategy: Strategy, hardware: Hardware) -> dict[str, float]:
     """Shares of the step: compute, recomputation, memory bandwidth, each kind of links, bubble, launches and the rest."""
     inner = {
@@ -393,7 +453,7 @@ def _findings(predictor: _Predictor, estimate: Estimate, hardware: Hardware, fas
         findings.append(
             f"{_setting(trainer, 'tp')} reaches across hosts of {host} devices: its collectives wait for the network"
         )
-    if config.get("zero", 0) and strategy.replicas == 1:
+    if config.get("zero", 0) and strategy.replicas == 1 and "zero" in trainer.stated:
         findings.append(f"{_setting(trainer, 'zero')} has no effect: there is one replica")
     if config.get("sequence_parallel") and strategy.tp == 1:
         findings.append(f"{_setting(trainer, 'sequence_parallel')} has no effect without tensor parallelism")
@@ -454,23 +514,29 @@ def _faster(
     neighbours = _neighbours(trainer, shape, hardware, context)
     if not neighbours:
         return ()
-    table, taken = predictor.table([config for config, _ in neighbours])
-    neighbours = [neighbours[index] for index in taken.tolist()]
-    good = np.flatnonzero(table.fits & np.isfinite(table.step_ms) & (table.probability_fits >= SURE))
-    order = good[np.argsort(-table.preference[good], kind="stable")]
-    counts = np.array([count for _, count in neighbours])
+    configs = [dict(trainer.config), *(config for config, _ in neighbours)]
+    table, taken = predictor.table(configs)
+    row_of = {configuration: row for row, configuration in enumerate(taken.tolist())}
+    rows = [row_of[number] for number in range(1, len(configs))]
+    surely_faster = _surely_faster(table, row_of[0]) if estimate.fits else np.ones(len(table), bool)
+    good = table.fits & np.isfinite(table.step_ms) & (table.probability_fits >= SURE) & surely_faster
+    order = sorted(
+        (number for number, row in enumerate(rows) if good[row]), key=lambda number: -table.preference[rows[number]]
+    )
     faster: list[Faster] = []
     least = estimate.throughput * GAIN if estimate.fits else 0.0
     for count in range(1, MOST_CHANGES + 1):
-        for index in order[counts[order] == count][:40].tolist():
-            if table.throughput[index] <= least:
+        for number in [number for number in order if neighbours[number][1] == count][:40]:
+            if table.throughput[rows[number]] <= least:
                 break
-            config = Config(neighbours[index][0])
+            config = _without_idle(predictor, neighbours[number][0], float(table.throughput[rows[number]]))
             changes, again = trainer.changed(config) or ((), trainer)
-            if not changes:
+            if not changes or any(known.config == again.config for known in faster):
                 continue
             # Its conventions may differ from those of the unchanged file.
-            predicted = replace(predictor, trainer=again)(again.config)
+            predicted = replace(predictor, trainer=replace(trainer, sources=again.sources, config=again.config))(
+                again.config
+            )
             if not predicted.fits or predicted.probability_fits < SURE or predicted.throughput <= least:
                 continue
             gain = predicted.throughput / estimate.throughput if estimate.fits else float("nan")
@@ -478,6 +544,38 @@ def _faster(
             least = predicted.throughput * GAIN
             break
     return tuple(sorted(faster, key=lambda configuration: -configuration.estimate.throughput))
+
+
+def _surely_faster(table: EstimateTable, row: int) -> np.ndarray:
+    """True where a configuration is faster than that of a row by more than the 80 % interval of their difference: factors of the
+    machine that both depend on alike cancel out."""
+    with np.errstate(divide="ignore"):
+        ratio = np.log(table.throughput) - np.log(table.throughput[row])
+    differences = table.log_throughput_effects - table.log_throughput_effects[row]
+    return np.asarray(ratio > Z80 * np.linalg.norm(differences, axis=1))
+
+
+def _without_idle(predictor: _Predictor, config: dict[str, Any], throughput: float) -> dict[str, Any]:
+    """A configuration without the changes that buy nothing: without one of them it is as fast and fits."""
+    trainer = predictor.trainer
+    base, devices, total = dict(trainer.config), trainer.devices or 1, trainer.global_batch or 1
+    for knob in sorted(config.keys() | base.keys()):
+        if knob in ("dp", "grad_accum") or config.get(knob) == base.get(knob):
+            continue
+        fewer = {
+            **{name: value for name, value in config.items() if name != knob},
+            **({knob: base[knob]} if knob in base else {}),
+        }
+        completed = _completed(fewer, devices, total) if "micro_batch" in fewer else None
+        if completed is None or completed == _completed(base, devices, total):
+            continue
+        try:
+            table, _ = predictor.table([completed])
+        except UsageError:  # it does not go together without this change
+            continue
+        if table.fits[0] and table.probability_fits[0] >= SURE and table.throughput[0] >= 0.995 * throughput:
+            return _without_idle(predictor, completed, throughput)
+    return config
 
 
 def _neighbours(

@@ -5,6 +5,7 @@ from .export import (
     render as render,
 )
 from .launch import LAUNCHES as LAUNCHES
-from .reading import TrainerConfig as TrainerConfig, read as read
+from .reading import read as read
 from .registry import find_launcher as find_launcher
 from .target import Export as Export, Target as Target
+from .trainer_config import TrainerConfig as TrainerConfig

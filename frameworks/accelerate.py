@@ -20,7 +20,7 @@ from .common import (
     note_tf32,
 )
 from .export_input import PORT, ExportInput, Hosts
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, file_keys, nested, text_of
 from .launcher import Launcher
 from .target import Target, as_yaml
 from .trainer import conventions
@@ -32,6 +32,8 @@ _STRATEGY = "fsdp_config.fsdp_sharding_strategy"
 _DYNAMO = "dynamo_config.dynamo_backend"
 _SIZE = "parallelism_config.parallelism_config_{}_size"
 _DEEPSPEED = "deepspeed_config.zero_stage"
+_WRAP, _WRAPPED = "fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"
+_EARLIER_KEYS = ("fp16", "dynamo_backend", "megatron_lm_plugin", "tpu_commands", "ipex_config", "main_process_name")
 KNOBS = KnobTable(
     KnobSettings(
         knob="precision",
@@ -83,9 +85,8 @@ KNOBS = KnobTable(
     KnobSettings(knob="tp", keys=(_SIZE.format("tp"),)),
     KnobSettings(knob="cp", keys=(_SIZE.format("cp"),)),
     KnobSettings(knob="sp", keys=(_SIZE.format("sp"),)),
-    KnobSettings(
-        knob="grad_accum", keys=("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
-    ),
+    # Its option is DeepSpeed's: Accelerator() takes it from the environment only then.
+    KnobSettings(knob="grad_accum", keys=("deepspeed_config.gradient_accumulation_steps",)),
 )
 """Accelerate's names of the knobs in its file; its options are the last parts of these names."""
 
@@ -296,24 +297,37 @@ LAUNCHER = Launcher(
 
 
 def prepare(reader: SettingsReader) -> None:
-    """Fills in accelerate's defaults for missing options and FSDP settings."""
+    """Fills in accelerate's defaults for missing options and FSDP settings; those of an engine that is not used are removed."""
     for option, kind in (("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("multi_gpu", "MULTI_GPU")):
         if reader.flag(option):
             reader.set("distributed_type", kind)
-    if reader.get("distributed_type") == "DEEPSPEED" and not reader.has("deepspeed_config.deepspeed_config_file"):
+    if reader.where.endswith((".yaml", ".yml", ".json")):
+        refused = sorted(
+            {name.partition(".")[0] for name in reader.settings} - {*file_keys("accelerate"), *_EARLIER_KEYS}
+        )
+        if refused:
+            reader.note(f"accelerate refuses the file: it has no keys {', '.join(refused)}")
+    engine = reader.get("distributed_type")
+    for prefix, kind in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
+        idle = [name for name, value in reader.settings.items() if name.startswith(f"{prefix}.") and value is not None]
+        if idle and engine not in (None, kind):
+            reader.note(f"{prefix} has no effect with distributed_type: {engine}")
+            for name in idle:
+                reader.override(name, None)
+    if engine == "DEEPSPEED" and not reader.has("deepspeed_config.deepspeed_config_file"):
         reader.set(_DEEPSPEED, 2)  # DeepSpeedPlugin
     version = reader.whole("fsdp_config.fsdp_version")
-    if version is None and reader.get("distributed_type") == "FSDP":
+    if version is None and engine == "FSDP":
         version = 1 if reader.has(_STRATEGY) or isinstance(reader.get(_RESHARD), str) else 2
         reader.set("fsdp_config.fsdp_version", version)
     if version == 2:
         reader.set(_RESHARD, True)
-    elif version == 1 and reader.get("distributed_type") == "FSDP":
+    elif version == 1 and engine == "FSDP":
         reader.set(_STRATEGY, "FULL_SHARD")
 
 
 def read(reader: SettingsReader) -> None:
-    """Reads groups of replicas, processes and settings of other engines."""
+    """Reads groups of replicas, processes, the wrapping, and settings of other engines."""
     replicate, shard = reader.whole(_SIZE.format("dp_replicate")), reader.whole(_SIZE.format("dp_shard"))
     if replicate is not None or shard is not None:
         reader.knobs["dp"] = (replicate or 1) * (shard or 1)
@@ -322,11 +336,14 @@ def read(reader: SettingsReader) -> None:
     if str(reader.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
         reader.knobs["zero"] = 3 if str(reader.get(_STRATEGY, _RESHARD)).upper() in ("HYBRID_SHARD", "4") else 2
         reader.facts["hybrid"] = True
-    if reader.get("distributed_type") == "MEGATRON_LM":
+    engine = reader.get("distributed_type")
+    if engine == "FSDP":
+        _read_wrapping(reader)
+    if engine == "MEGATRON_LM":
         for knob in ("tp", "pp"):
             if (degree := reader.whole(f"megatron_lm_config.megatron_lm_{knob}_degree")) is not None:
                 reader.knobs[knob] = degree
-    if reader.get("distributed_type") == "DEEPSPEED":
+    if engine == "DEEPSPEED":
         offloads = str(reader.get("deepspeed_config.offload_param_device") or "none") != "none"
         overridden = dict.fromkeys(("parameter_dtype", "gradient_dtype"), None) | {
             "pieces": False,
@@ -340,12 +357,65 @@ def read(reader: SettingsReader) -> None:
         reader.facts["per_host"] = max(1, processes // machines)
 
 
+def _read_wrapping(reader: SettingsReader) -> None:
+    """Reads the units of FSDP. Without a policy the model is one unit, whose weights and gradients are whole at once."""
+    policy = str(reader.get(_WRAP) or "NO_WRAP").upper()
+    if policy == "SIZE_BASED_WRAP":
+        reader.misunderstood(_WRAP)
+    elif policy == "NO_WRAP" and reader.knobs.get("zero", 0) >= 2:
+        reader.knobs["zero"] = 2
+        reader.facts["one_unit"] = True
+        default = "" if reader.has(_WRAP) else ", the default,"
+        reader.note(
+            f"{_WRAP} = NO_WRAP{default} makes the model one unit: all weights and gradients of a step are whole at once"
+        )
+
+
+def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:
+    """True where a setting has no effect: FSDP's without FSDP, degrees without FSDP 2, accumulation without DeepSpeed."""
+    engine = reader.get("distributed_type") or next(
+        (kind for option, kind in (("use_deepspeed", "DEEPSPEED"), ("use_fsdp", "FSDP")) if reader.flag(option)), None
+    )
+    uses_fsdp = engine != "DEEPSPEED" and strategy.zero >= 2
+    if knob == "grad_accum":
+        return engine != "DEEPSPEED"
+    if knob in ("tp", "cp", "hsdp"):
+        return not uses_fsdp or reader.has(_STRATEGY)
+    if knob == "checkpoint_ratio":
+        return not uses_fsdp
+    return knob == "offload" and not uses_fsdp and engine != "DEEPSPEED"
+
+
+def option(name: str, value: Any, reader: SettingsReader) -> str:
+    """Writes an option of `accelerate launch`, which has no sections."""
+    last = name.rpartition(".")[2]
+    if last == "distributed_type":
+        return {"FSDP": "--use_fsdp", "DEEPSPEED": "--use_deepspeed"}.get(str(value), "--multi_gpu")
+    if last == "dynamo_backend":
+        return f"--{last} {str(value).lower()}"
+    switch = (
+        "--use_parallelism_config "
+        if last.startswith("parallelism_config") and not reader.has("use_parallelism_config")
+        else ""
+    )
+    return f"{switch}--{last} {text_of(value)}"
+
+
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
-    """Writes the sizes of the groups of replicas, if the file has them."""
+    """Writes the wrapping of FSDP, and the sizes of the groups of replicas, which all must multiply to the processes."""
+    settings: dict[str, Any] = {}
+    if reader.has("config_file"):  # options beside a file, which has the engine
+        return settings
+    deepspeed_runs = reader.get("distributed_type") == "DEEPSPEED" or reader.flag("use_deepspeed")
+    if strategy.zero == 3 and not deepspeed_runs and str(reader.get(_WRAP) or "NO_WRAP") == "NO_WRAP":
+        settings[_WRAP] = _WRAPPED
+    if strategy.zero and not deepspeed_runs and reader.flag("multi_gpu"):
+        settings["multi_gpu"] = None  # which accelerate refuses beside use_fsdp
     groups = strategy.hsdp if strategy.zero else strategy.dp
-    if not reader.has(_SIZE.format("dp_shard")) and ((strategy.hsdp == 1 and strategy.tp == 1) or not strategy.zero):
-        return {}
-    return _replicas(groups, strategy.dp)
+    whole = strategy.hsdp == strategy.tp == strategy.cp == strategy.sp == 1
+    if not reader.has(_SIZE.format("dp_shard")) and (whole or not strategy.zero):
+        return settings
+    return settings | _replicas(groups, strategy.dp)
 
 
 FRAMEWORK = Framework(
@@ -353,21 +423,17 @@ FRAMEWORK = Framework(
     title="Hugging Face Accelerate",
     knobs=KNOBS,
     signs=(
-        *("compute_environment", "distributed_type", "mixed_precision", "num_machines", "main_training_function"),
-        *(
-            "fsdp_config.fsdp_*",
-            "parallelism_config.*",
-            "deepspeed_config.*",
-            "rdzv_backend",
-            "same_network",
-            "downcast_bf16",
-        ),
+        *("distributed_type", "compute_environment", "main_training_function", "downcast_bf16", "parallelism_config.*"),
+        *("deepspeed_config.zero_stage", "rdzv_backend & num_machines"),
     ),
-    programs=("accelerate",),
     defaults={"precision": "fp32", "grad_accum": 1},
     by_last=True,
+    makes_optimizer=False,
+    needs_code=frozenset({"tp", "cp", "sp"}),
+    cannot=cannot,
     prepare=prepare,
     conventions=conventions,
     read=read,
     write=write,
+    option=option,
 )

@@ -4,13 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.strategy import Strategy
-from .common import note_quantized, note_stage, read_lora
+from .common import read_lora, read_quantized, read_stage
 from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import MICRO_BATCHES, Launcher
 from .trainer import conventions as trainer_conventions, prepare, read as read_trainer
 
 _LIGER = "liger_fused_linear_cross_entropy"
 _RESHARD = "fsdp_config.reshard_after_forward"
+_PLUGINS = {
+    _LIGER: "axolotl.integrations.liger.LigerPlugin",
+    "cut_cross_entropy": "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
+}
+"""Settings of kernels that have an effect only with a plugin."""
 KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("micro_batch_size",)),
     KnobSettings(knob="grad_accum", keys=("gradient_accumulation_steps",)),
@@ -86,12 +91,20 @@ def read(reader: SettingsReader) -> None:
         reader.knobs["dp"] = shard * reader.knobs.get("hsdp", 1)
     if (adapter := reader.get("adapter")) is not None:
         target = "all" if reader.flag("lora_target_linear") else reader.get("lora_target_modules")
-        read_lora(reader, reader.whole("lora_r") or 8, target, reader.whole("lora_alpha"))
+        alpha, dropout = reader.whole("lora_alpha"), reader.get("lora_dropout")
+        read_lora(reader, reader.whole("lora_r") or 8, target, alpha, dropout, "lora_target_modules")
         if adapter == "qlora":
             reader.override("load_in_4bit", True)
-        note_quantized(reader, "load_in_4bit")
-        note_quantized(reader, "load_in_8bit")
-    note_stage(reader, "rl")
+        elif adapter != "lora":
+            reader.misunderstood("adapter")
+        read_quantized(reader, "load_in_4bit")
+        read_quantized(reader, "load_in_8bit")
+    elif reader.flag("load_in_4bit") or reader.flag("load_in_8bit"):
+        reader.note(
+            "axolotl trains no quantized weights: load_in_4bit and load_in_8bit without an adapter are refused or ignored"
+        )
+    read_stage(reader, "rl", reference=adapter is None)
+    _read_plugins(reader)
     if str(reader.get("gradient_checkpointing")).startswith("offload"):
         reader.note(
             f"gradient_checkpointing = {reader.get('gradient_checkpointing')}: kept activations are taken to stay on the device"
@@ -106,14 +119,35 @@ def read(reader: SettingsReader) -> None:
         )
 
 
+def _read_plugins(reader: SettingsReader) -> None:
+    """Kernels of a plugin that the file does not name are not there."""
+    listed = reader.get("plugins")
+    plugins = [str(plugin) for plugin in (listed if isinstance(listed, list) else [listed] if listed else [])]
+    for setting, plugin in _PLUGINS.items():
+        if reader.flag(setting) and not any(plugin.rpartition(".")[2] == name.rpartition(".")[2] for name in plugins):
+            reader.note(f"{setting} has no effect without plugins: [{plugin}]")
+            reader.knobs["kernels"] = False
+    # A plugin switches on what its settings say; without one, cut cross-entropy is on.
+    handled = {plugin.rpartition(".")[2] for plugin in _PLUGINS.values()}
+    if any(name.rpartition(".")[2] not in handled for name in plugins):
+        reader.misunderstood("plugins")
+
+
 def _conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Weights are loaded in the format of the products, without a copy in float32; gradients as the Trainer has them."""
     return {**({"precision": "bf16_pure"} if config.get("precision") == "bf16" else {}), **trainer_conventions(config)}
 
 
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
-    """Writes the replicas, if the file has them."""
-    return {"dp_shard_size": strategy.dp // strategy.hsdp} if reader.has("dp_shard_size") else {}
+    """Writes the replicas, if the file has them, and the plugin of the kernels."""
+    settings: dict[str, Any] = {}
+    if reader.has("dp_shard_size"):
+        settings["dp_shard_size"] = strategy.dp // strategy.hsdp
+    if strategy.kernels and not reader.flag("cut_cross_entropy"):
+        listed = reader.get("plugins") or []
+        plugins = [str(plugin) for plugin in (listed if isinstance(listed, list) else [listed])]
+        settings["plugins"] = plugins if _PLUGINS[_LIGER] in plugins else [*plugins, _PLUGINS[_LIGER]]
+    return settings
 
 
 LAUNCHER = Launcher(
@@ -145,15 +179,13 @@ FRAMEWORK = Framework(
     title="axolotl",
     knobs=KNOBS,
     signs=(
-        *("base_model", "sequence_len", "sample_packing", "datasets", "micro_batch_size", "val_set_size", "adapter"),
         *(
-            "dataset_prepared_path",
-            "pad_to_sequence_len",
-            "num_epochs",
+            "base_model & sequence_len",
+            "base_model & datasets",
+            "sample_packing & micro_batch_size",
             "lora_target_linear",
-            "flash_attention",
-            "chat_template",
         ),
+        *("dataset_prepared_path", "pad_to_sequence_len", "base_model & pretraining_dataset", "base_model & adapter"),
     ),
     programs=("axolotl", "axolotl.cli.train"),
     model=("base_model", "base_model_config"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..knobs.text import value_text
 from .export_input import ExportInput
-from .framework import SettingsReader
+from .framework import SettingsReader, number
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Optimizer of trials if the workload has none: AdamW, at a constant rate."""
@@ -169,39 +169,143 @@ def no_fsdp_on_a_cpu(setup: ExportInput) -> bool:
     return True
 
 
-def read_lora(reader: SettingsReader, rank: int, target: object, alpha: int | None) -> None:
-    """Reads adapters, in the format of `--lora`."""
+_LAYERS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.qkv_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_up_proj", "mlp.fc1", "mlp.fc2", "self_attn.dense"),
+    *("attention.query_key_value", "self_attention.query_key_value", "attention.dense", "self_attention.dense"),
+    *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+)
+"""Linear layers of a block in transformers' models."""
+_BLOCKS = ("model.layers.{}.", "model.language_model.layers.{}.", "gpt_neox.layers.{}.", "transformer.h.{}.")
+
+
+def _layers_of(pattern: str) -> list[str]:
+    """Linear layers that a regular expression selects in the first blocks of a model, as peft matches it."""
+    paths = {layer: [block.format(number) for block in _BLOCKS for number in (0, 1, 11)] for layer in _LAYERS}
+    try:
+        matched = [
+            layer for layer, blocks in paths.items() if any(re.fullmatch(pattern, block + layer) for block in blocks)
+        ]
+    except re.error:
+        return []
+    return list(dict.fromkeys(layer.rpartition(".")[2] for layer in matched))
+
+
+def read_lora(
+    reader: SettingsReader, rank: int, target: object, alpha: int | None, dropout: object = None, key: str = ""
+) -> None:
+    """Reads adapters, in the format of `--lora`; a regular expression selects layers by their paths, in the setting `key`."""
     names = (
         [str(layer) for layer in target] if isinstance(target, list) else str(target or "").replace(",", " ").split()
     )
-    chosen = "all-linear" if not names or names == ["all"] else "+".join(names)
+    if isinstance(target, str) and len(names) == 1 and re.search(r"[\\^$|()\[\]*+?]", target):
+        names = _layers_of(target)
+        if names:
+            reader.note(f"{reader.name(key)} = {target} is taken for the layers {', '.join(names)} of every block")
+        else:
+            reader.misunderstood(key)
+    chosen = "all-linear" if not names or names in (["all"], ["all-linear"]) else "+".join(names)
     reader.facts["lora"] = f"r={rank},alpha={alpha or 2 * rank},target={chosen}"
+    if isinstance(share := number(dropout), float) and 0 < share < 1:
+        reader.facts["lora"] += f",dropout={share:g}"
 
 
-_SUPERVISED = ("pt", "sft")
+OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    "adamw": ("adamw", ""),
+    "adam": ("adam", ""),
+    "adafactor": ("adafactor", ""),
+    "lion": ("lion", ""),
+    "rmsprop": ("lion", "one state a parameter"),
+    "adagrad": ("lion", "one state a parameter"),
+    "momentum": ("sgd-momentum", ""),
+    "sgd": ("sgd", ""),
+}
+"""Optimizers by a part of their name: the estimator's, and how it is like that."""
+_ODD = ("4bit", "galore", "apollo", "lomo", "muon", "badam", "layerwise", "mini", "ademamix", "shampoo", "soap", "dion", "onebit",
+        "zerooneadam", "lamb", "came", "optimi")  # fmt: skip
+"""Parts of names of optimizers with states of another size or number."""
 
 
-def note_stage(reader: SettingsReader, name: str, prefix: str = "") -> None:
-    """Adds a note if a setting, shown by `words`, names a kind of training other than supervised training."""
-    stage = reader.get(name)
-    if stage is not None and stage not in _SUPERVISED:
+def read_optimizer(reader: SettingsReader, *keys: str) -> None:
+    """Takes the states of the optimizer into account; redline's own AdamW has two in float32."""
+    value = reader.get(*keys)
+    if value is None:
+        return
+    lowered = str(value).lower()
+    reader.facts["optimizer"] = str(value)
+    part = next((part for part in OPTIMIZERS if part in lowered), None)
+    if part is None or any(odd in lowered for odd in _ODD):
+        reader.misunderstood(next(key for key in keys if reader.has(key)))
+        return
+    name, likeness = OPTIMIZERS[part]
+    if likeness:
+        reader.note(f"{reader.name(*keys)} = {value} is taken for an optimizer with {likeness}")
+    if name not in ("adamw", "adam"):
+        reader.conventions["optimizer"] = name
+    if "8bit" in lowered:
+        reader.conventions["optimizer_dtype"] = "int8"
+
+
+_STAGES: Mapping[str, tuple[int, bool, str]] = {
+    "pt": (1, False, ""),
+    "sft": (1, False, ""),
+    "dpo": (2, True, "pairs of sequences, and a reference model without gradients"),
+    "ipo": (2, True, "pairs of sequences, and a reference model without gradients"),
+    "orpo": (2, False, "pairs of sequences"),
+    "simpo": (2, False, "pairs of sequences"),
+    "kto": (1, True, "a reference model without gradients"),
+    "rm": (2, False, "pairs of sequences; the logits that a reward model has not are counted"),
+    "reward": (2, False, "pairs of sequences; the logits that a reward model has not are counted"),
+}
+"""Kinds of training: sequences of a sample, whether there is a second model, and both in words."""
+
+
+def read_stage(reader: SettingsReader, key: str, shown: str = "", *, reference: bool | None = None) -> None:
+    """Reads the kind of training: pairs and a second model are counted; generated samples are not.
+
+    Args:
+        reader: the settings.
+        key: the setting with the kind.
+        shown: the kind in a note; None for the setting.
+        reference: False if there is no reference model in memory, whatever the kind.
+    """
+    value = reader.get(key)
+    if value is None:
+        return
+    shown = shown or f"{reader.name(key)} = {value}"
+    stage = _STAGES.get(str(value).lower())
+    if stage is None:
+        reader.misunderstood(key)
         reader.note(
-            f"{prefix or f'{name} ='} {stage}: the estimate is that of supervised training; pairs of samples, a reference model "
-            "or samples that are generated need more memory and time"
+            f"{shown}: estimated like supervised training; samples that are generated, and further models, are not counted"
         )
+        return
+    sequences, second, words = stage
+    if sequences > 1:
+        reader.facts["sequences"] = sequences
+    if second and reference is not False:
+        reader.facts["reference_model"] = True
+    elif second:
+        words = words.partition(", and")[0] if "pairs" in words else ""
+    if words:
+        reader.note(f"{shown}: estimated like supervised training, with {words}")
 
 
 QUANTIZED_BITS = {4: 4.5, 8: 8.25}
 """Bits of a quantized weight with its scales, of bitsandbytes: one in 32 bits for 64 weights of 4 bits."""
 
 
-def note_quantized(reader: SettingsReader, *names: str) -> None:
+def read_quantized(reader: SettingsReader, *names: str) -> None:
     """Reads a setting that quantizes the frozen weights."""
     value = reader.get(*names)
     if value is None or reader.flag(*names) is False:
         return
     name = reader.name(*names)
     bits = 8 if re.search(r"8", f"{name} {value}") else 4
+    if "lora" not in reader.facts:
+        reader.misunderstood(*names)
+        reader.note(f"{name} = {value} without adapters: quantized weights cannot be trained")
+        return
     reader.conventions["frozen_bits"] = QUANTIZED_BITS[bits]
     reader.note(
         f"{name} = {value}: all frozen weights are taken to have {QUANTIZED_BITS[bits]} bits with their scales, embeddings too; "

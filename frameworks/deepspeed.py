@@ -16,13 +16,13 @@ from .common import (
     note_order,
     note_tf32,
     optimizer_text,
+    read_optimizer,
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested, number
 from .launcher import MICRO_BATCHES, Launcher
 from .target import Target
-from .trainer import read_optimizer
 
 CHECKED = ("deepspeed", "0.19")
 _BF16, _FP16 = "bf16.enabled", "fp16.enabled"
@@ -274,7 +274,10 @@ def read(reader: SettingsReader) -> None:
             "activation_checkpointing configures deepspeed.checkpointing; it recomputes nothing unless the model calls "
             "it, or gradient checkpointing is on in the trainer"
         )
-    read_optimizer(reader, reader.get("optimizer.type"))
+    read_optimizer(reader, "optimizer.type")
+    bucket = number(reader.get("zero_optimization.reduce_bucket_size"))
+    if isinstance(bucket, int | float) and 1e6 <= bucket <= 1e10:
+        reader.conventions["bucket_mib"] = 2 * bucket / 2**20  # elements of 16 bits
 
 
 def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,12 +299,18 @@ FRAMEWORK = Framework(
     title="DeepSpeed",
     knobs=KNOBS,
     signs=(
-        *("zero_optimization.*", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled", "fp16.enabled"),
+        *(
+            "zero_optimization.*",
+            "train_micro_batch_size_per_gpu",
+            "bf16.enabled",
+            "fp16.enabled",
+            "tensor_parallel.autotp_size",
+        ),
         *(
             "zero_allow_untested_optimizer",
-            "tensor_parallel.autotp_size",
             "wall_clock_breakdown",
             "communication_data_type",
+            "train_batch_size & optimizer.type",
         ),
     ),
     defaults={"zero": 0, "grad_accum": 1},
@@ -310,9 +319,12 @@ FRAMEWORK = Framework(
         "zero_optimization.zero_quantized_weights": False,
         "zero_optimization.zero_quantized_gradients": False,
         "zero_optimization.offload_optimizer.ratio": 1,
+        "zero_optimization.stage3_max_live_parameters": 10**9,
+        "zero_optimization.stage3_max_reuse_distance": 10**9,
     },
     # AutoTP cuts models that are loaded for it, Ulysses needs an mpu, and stages a PipelineModule.
     needs_code=frozenset({"tp", "sp", "pp"}),
+    makes_optimizer=False,
     conventions=conventions,
     read=read,
     write=write,

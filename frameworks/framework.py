@@ -6,12 +6,15 @@ commands. Settings are flat in every format: a TOML file with `[training] seq_le
 underscores.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from ..base.reading import parse_yaml
 from ..knobs.strategy import STANDARD, Strategy
 
 Settings = Mapping[str, Any]
@@ -67,15 +70,22 @@ class KnobSettings:
                 return number(setting)
         return self._match(reader)[0]
 
+    def stated(self, reader: "SettingsReader") -> bool:
+        """True if the value follows from a setting of the file or command rather than from defaults."""
+        if self.keys:
+            return any(reader.stated(key) for key in self.keys)
+        value, used = self._match(reader)
+        return used is not None and any(reader.stated(key) for key in used[value])
+
     def unknown(self, reader: "SettingsReader") -> str | None:
-        """Returns a setting of this knob alone whose value is in no alternative; None if there is none."""
+        """Returns the name of a setting of this knob alone whose value is in no alternative; None if there is none."""
         settings_of_values = [settings for alternative in self.alternatives for settings in alternative.values()]
         names = {name for settings in settings_of_values for name in settings}
         if self.has_other_values or len(names) != 1 or not all(settings_of_values):
             return None
         (name,) = names
         value = reader.get(name)
-        return None if value is None or as_flag(value) is not None else f"{reader.name(name)} = {value}"
+        return None if value is None or as_flag(value) is not None else name
 
     def _match(self, reader: "SettingsReader") -> tuple[Any, Mapping[Any, Settings] | None]:
         """Returns the value with the most matching settings, and the alternative that they belong to."""
@@ -155,6 +165,10 @@ def plain(name: str) -> str:
     return name.lstrip("-+").replace("-", "_").lower()
 
 
+class OpenedFile(str):
+    """Name of a file whose settings have been read."""
+
+
 class SettingsReader:
     """Settings of one framework in one file or command, and the knobs read from them so far.
 
@@ -168,6 +182,8 @@ class SettingsReader:
         self.settings = dict(settings)
         self.where = where
         self.knobs: dict[str, Any] = {}
+        self.defaults: set[str] = set()
+        """Knobs and facts that are the framework's defaults."""
         self.notes: list[str] = []
         self.facts: dict[str, Any] = {}
         """Fields of `TrainerConfig` besides knobs: `model`, `shape`, `seq_len`, `global_batch`, `devices`, `lora`."""
@@ -175,6 +191,7 @@ class SettingsReader:
         """Fields of the estimator's `TrainingSetup` that follow from the settings."""
         self._by_last = by_last
         self._looked_up: set[str] = set()
+        self._misunderstood: set[str] = set()
         self._plain: dict[str, tuple[str, Any]] = {}
         for name, value in self.settings.items():
             self._plain[self._key(name)] = (name, value)
@@ -199,6 +216,35 @@ class SettingsReader:
     def name(self, *keys: str) -> str:
         """Name of the first of these settings that is present; the first name if none is."""
         return next((self._plain[self._key(key)][0] for key in keys if self._key(key) in self._plain), keys[0])
+
+    def stated(self, key: str) -> bool:
+        """True if the file or command has this setting."""
+        key = self._key(key)
+        return key in self._given and self._plain[key][1] not in (None, "")
+
+    def default(self, name: str, value: Any) -> None:
+        """Sets a knob or a fact to the framework's default, unless it has been read."""
+        values = self.knobs if name in STANDARD else self.facts
+        if name not in values:
+            values[name] = value
+            self.defaults.add(name)
+
+    def misunderstood(self, *keys: str) -> None:
+        """Marks settings as not read although they were looked up: their values have no counterpart in the estimate."""
+        self._misunderstood |= {self._key(key) for key in keys}
+
+    def unread(self, harmless: Sequence[str]) -> dict[str, Any]:
+        """Settings of the file or command that do not enter the estimate: nothing looked them up, or what they say has no
+        counterpart. Those with a name in `harmless`, patterns of names, are left out.
+        """
+        unread: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            key = self._key(name)
+            if key in self._misunderstood or (
+                key not in self._looked_up and not isinstance(value, OpenedFile) and not is_harmless(name, harmless)
+            ):
+                unread[name] = value
+        return unread
 
     def misspelt(self) -> Iterator[tuple[str, str]]:
         """Settings that nothing looked up, each with the absent setting of almost the same name that was looked up."""
@@ -225,15 +271,45 @@ class SettingsReader:
         """The first of these settings as a flag; None if it is absent or not a flag."""
         return as_flag(self.get(*keys))
 
-    def note_ignored(self, key: str, neutral: Any = False) -> None:
-        """Adds a note that the estimate ignores this setting, if it is present and not neutral."""
+    def ignore(self, key: str, neutral: Any = False) -> None:
+        """Marks a setting as not read unless it is absent or neutral."""
         if (value := self.get(key)) is not None and not same_setting(value, neutral):
-            self.note(f"{self.name(key)} = {value} is not taken into account")
+            self.misunderstood(key)
 
     def note(self, sentence: str) -> None:
         """Adds a note on a setting that has no knob, has no effect, or contradicts another."""
         if sentence not in self.notes:
             self.notes.append(sentence)
+
+
+@functools.cache
+def _lists(framework: str) -> dict[str, Any]:
+    """Lists of a framework's settings, of `settings.yaml`."""
+    content = Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8")
+    lists: dict[str, Any] = parse_yaml(content).get(framework, {})
+    return lists
+
+
+def harmless_settings(framework: str) -> tuple[str, ...]:
+    """Patterns of settings that change neither memory nor speed in a framework; `every`: in all."""
+    names = dict.fromkeys((framework, _lists(framework).get("builds_on", framework), "every"))
+    return tuple(pattern for name in names for pattern in str(_lists(name).get("harmless", "")).split())
+
+
+def file_keys(framework: str) -> tuple[str, ...]:
+    """Keys that a framework's files can have, where it refuses others."""
+    return tuple(str(_lists(framework).get("keys", "")).split())
+
+
+def is_harmless(name: str, patterns: Sequence[str]) -> bool:
+    """True if a setting's name, or its last part, matches one of the patterns of settings that do not matter."""
+    full = plain(name)
+    return any(fnmatchcase(spelling, pattern) for pattern in patterns for spelling in {full, full.rpartition(".")[2]})
+
+
+def is_off(value: Any) -> bool:
+    """True if a setting's value switches it off, as no value, false, 0 and an empty list do."""
+    return value in ([], {}) or value is None or as_flag(value) is False
 
 
 def as_flag(value: Any) -> bool | None:
@@ -253,9 +329,9 @@ class Framework:
     title: str
     knobs: KnobTable
     signs: tuple[str, ...] = ()
-    """Patterns of settings that identify its files."""
+    """What only its files have: patterns of settings, or several that only it has together, joined by ` & `."""
     programs: tuple[str, ...] = ()
-    """Patterns of scripts, modules and programs of its commands."""
+    """Patterns of scripts, modules and programs that only its commands have."""
     model: tuple[str, ...] = ()
     """Settings that name the model."""
     seq_len: tuple[str, ...] = ()
@@ -268,6 +344,8 @@ class Framework:
     """
     by_last: bool = False
     """True if its settings are found without their sections."""
+    makes_optimizer: bool = True
+    """False if the user's code makes the optimizer unless a setting names one."""
     prepare: Callable[[SettingsReader], None] = lambda reader: None
     """Adds defaults of settings before the knobs are read."""
     read: Callable[[SettingsReader], None] = lambda reader: None
@@ -278,15 +356,18 @@ class Framework:
     """Settings of memory or time that the estimate ignores, with their neutral values."""
     needs_code: frozenset[str] = frozenset()
     """Knobs that also need changes of the script, so that a change of the setting alone has no effect."""
+    cannot: Callable[[str, Strategy, SettingsReader], bool] = lambda knob, strategy, reader: False
+    """True if this file cannot set a knob's value in a strategy, because its setting would have no effect or be refused."""
     partly: frozenset[str] = frozenset()
     """Knobs for which `write` supports values that are not in the table."""
-    option: str = "--{key} {value}"
-    """Format of a setting in a command."""
+    option: Callable[[str, Any, "SettingsReader"], str] = lambda name, value, reader: f"--{name} {text_of(value)}"
+    """Writes a setting as an option of a command that has the settings of a reader."""
+    assigns: bool = False
+    """True if its commands have settings as `key=value`."""
 
     def recognised(self, settings: Settings) -> int:
         """Number of this framework's signs among settings."""
-        names = {plain(name) for name in settings}
-        return sum(any(fnmatchcase(name, sign) for name in names) for sign in self.signs)
+        return signs_among(self.signs, settings)
 
     def reading(self, settings: Settings, where: str) -> SettingsReader:
         """Reads knobs, facts and notes from settings."""
@@ -300,18 +381,26 @@ class Framework:
                 reader.note(f"{reader.name(*settings_of_knob.keys)} = {value} is not a value that {knob} can have")
             else:
                 reader.knobs[knob] = value
+                if not settings_of_knob.stated(reader):
+                    reader.defaults.add(knob)
         if (model := reader.get(*self.model)) is not None:
             reader.facts.setdefault("model", str(model))
         if (length := reader.whole(*self.seq_len)) is not None:
             reader.facts.setdefault("seq_len", length)
+            if not any(map(reader.stated, self.seq_len)):
+                reader.defaults.add("seq_len")
         self.read(reader)
         for name, neutral in self.ignored.items():
-            reader.note_ignored(name, neutral)
+            reader.ignore(name, neutral)
         for knob, settings_of_knob in self.knobs.items():
             if knob not in reader.knobs and (unknown := settings_of_knob.unknown(reader)) is not None:
-                reader.note(f"{unknown} is not a value of {knob} that redline knows, and is not taken into account")
+                reader.note(
+                    f"{reader.name(unknown)} = {reader.get(unknown)} is not a value of {knob} that redline knows"
+                )
+                reader.misunderstood(unknown)
         for name, meant in sorted(reader.misspelt()):
             reader.note(f"{name} is not a setting that redline reads; did you mean {meant}?")
+        reader.facts["unread"] = reader.unread(harmless_settings(self.name))
         return reader
 
     def settings(self, strategy: Strategy, reader: SettingsReader, knobs: Iterable[str]) -> dict[str, Any]:
@@ -321,11 +410,27 @@ class Framework:
             LookupError: the framework cannot express one of the values.
         """
         wanted = set(knobs)
+        for knob in wanted:
+            if self.cannot(knob, strategy, reader):
+                raise LookupError(knob)
         changed: dict[str, Any] = {}
         for knob, knob_settings in self.knobs.items():
             if knob in wanted and (knob not in self.partly or getattr(strategy, knob) in knob_settings.values):
                 changed |= knob_settings.settings(getattr(strategy, knob), reader)
         return changed | self.write(strategy, reader)
+
+
+def signs_among(signs: Iterable[str], settings: Settings) -> int:
+    """Number of signs whose settings are all present."""
+    names = {plain(name) for name in settings}
+    return sum(
+        all(any(fnmatchcase(name, pattern) for name in names) for pattern in sign.split(" & ")) for sign in signs
+    )
+
+
+def text_of(value: Any) -> str:
+    """A setting's value as a word of a command."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def flattened(document: Any, prefix: str = "") -> dict[str, Any]:

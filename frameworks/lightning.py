@@ -16,6 +16,7 @@ from .common import (
     note_reduction,
     note_tf32,
     optimizer_text,
+    read_optimizer,
     torch_optimizer,
 )
 from .export_input import ExportInput
@@ -241,6 +242,7 @@ def read(reader: SettingsReader) -> None:
         )
     if reader.get(f"{_ARGUMENTS}activation_checkpointing_policy") is not None:
         reader.knobs["checkpoint_ratio"] = 1
+    read_optimizer(reader, "optimizer.class_path", "optimizer")
     devices, hosts = reader.whole("trainer.devices"), reader.whole("trainer.num_nodes") or 1
     if devices is not None:
         reader.facts |= {"devices": devices * hosts, "per_host": devices}
@@ -257,19 +259,24 @@ FRAMEWORK = Framework(
     title="Lightning",
     knobs=KNOBS,
     signs=(
-        "trainer.accelerator",
-        "trainer.devices",
-        "trainer.precision",
-        "trainer.accumulate_grad_batches",
-        "trainer.num_nodes",
-        "trainer.strategy",
-        "trainer.max_epochs",
-        "trainer.strategy.class_path",
-        "seed_everything",
+        *(
+            "trainer.strategy.class_path",
+            "trainer.strategy & trainer.accelerator",
+            "trainer.strategy & trainer.precision",
+        ),
+        *(
+            "seed_everything & trainer.*",
+            "trainer.* & model.class_path",
+            "trainer.* & data.class_path",
+            "trainer.precision & optimizer.class_path",
+        ),
+        "trainer.accumulate_grad_batches & trainer.precision",
     ),
+    programs=("*.py fit*",),
     model=("model.init_args.model_name", "model.model_name", "model.init_args.model_name_or_path"),
     seq_len=("data.init_args.max_length", "data.max_length", "data.init_args.block_size", "data.block_size"),
     defaults={"precision": "fp32", "grad_accum": 1},
+    makes_optimizer=False,
     prepare=prepare,
     read=read,
     write=write,

@@ -1,11 +1,13 @@
 """LitGPT: `litgpt pretrain MODEL ...` and `litgpt finetune_lora MODEL ...`, and their YAML."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..knobs.strategy import Strategy
-from .common import note_quantized, read_lora
+from .common import read_lora, read_optimizer, read_quantized
 from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import MICRO_BATCHES, Launcher
+from .trainer import conventions as trainer_conventions
 
 _TOTAL = "train.global_batch_size"
 KNOBS = KnobTable(
@@ -25,40 +27,85 @@ KNOBS = KnobTable(
 """LitGPT's names of the knobs; it uses FSDP whenever there are several devices."""
 
 _ADAPTED = {
-    "lora_query": ("q_proj",),
-    "lora_key": ("k_proj",),
-    "lora_value": ("v_proj",),
-    "lora_projection": ("o_proj",),
-    "lora_mlp": ("gate_proj", "up_proj", "down_proj"),
-    "lora_head": ("lm_head",),
+    "lora_query": ("q_proj", "query_key_value"),
+    "lora_key": ("k_proj", "query_key_value"),
+    "lora_value": ("v_proj", "query_key_value"),
+    "lora_projection": ("o_proj", "dense"),
+    "lora_mlp": ("gate_proj", "up_proj", "down_proj", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"),
+    "lora_head": ("lm_head", "embed_out"),
 }
-"""Layers with adapters by LitGPT's flags, with the names of Llama in transformers."""
+"""Layers with adapters by LitGPT's flags, by their names in transformers: of Llama, of GPT-NeoX and Falcon, of Phi."""
 _ADAPTED_BY_DEFAULT = ("lora_query", "lora_value")
+
+
+_FEW = {"finetune_adapter": 1, "finetune_adapter_v2": 1}
+"""Subcommands that train few weights, with the rank of adapters in all linear layers that have about as many."""
+
+
+def prepare(reader: SettingsReader) -> None:
+    """Fills in the subcommand of a file: only finetuning has a checkpoint_dir, and only adapters their rank."""
+    if reader.has("subcommand"):
+        return
+    if reader.has("lora_r"):
+        reader.set("subcommand", "finetune_lora")
+    elif reader.has("checkpoint_dir") and not reader.has("model_name"):
+        reader.set("subcommand", "finetune_full")
 
 
 def read(reader: SettingsReader) -> None:
     """Reads the batch, with the subcommand's defaults (TrainArgs), the devices, the adapters, and recomputation, which
     finetuning by FSDP has for each block (litgpt/finetune).
     """
-    command = str(reader.get("subcommand") or "")
-    finetunes = command.startswith("finetune") or reader.has("lora_r")
-    reader.knobs.setdefault("micro_batch", 1 if finetunes else 4)
-    if (total := reader.whole(_TOTAL)) is not None or command:
-        reader.facts["global_batch"] = total or (16 if finetunes else 512)
+    command = str(reader.get("subcommand") or "pretrain")
+    finetunes = command.startswith("finetune")
+    if (name := reader.facts.get("model")) is not None and "checkpoints/" in name:
+        reader.facts["model"] = name.rpartition("checkpoints/")[2]  # as `litgpt download` places a model of the hub
+    if not reader.stated("subcommand"):
+        reader.note(f"the subcommand is taken to be {command}")
+    reader.default("micro_batch", 1 if finetunes else 4)
+    if (total := reader.whole(_TOTAL)) is not None:
+        reader.facts["global_batch"] = total
+    else:
+        reader.default("global_batch", 16 if finetunes else 512)
     devices, hosts = reader.whole("devices"), reader.whole("num_nodes") or 1
     if devices is not None:
         reader.facts |= {"devices": devices * hosts, "per_host": devices}
-    if command in ("finetune", "finetune_lora") or reader.has("lora_r"):
+    if command in ("finetune", "finetune_lora"):
         chosen = [
             layer
             for name, layers in _ADAPTED.items()
             for layer in layers
             if (name in _ADAPTED_BY_DEFAULT if (flag := reader.flag(name)) is None else flag)
         ]
-        read_lora(reader, reader.whole("lora_r") or 8, chosen, reader.whole("lora_alpha") or 16)
-    note_quantized(reader, "quantize")
+        dropout = reader.get("lora_dropout")
+        read_lora(
+            reader,
+            reader.whole("lora_r") or 8,
+            list(dict.fromkeys(chosen)),
+            reader.whole("lora_alpha") or 16,
+            dropout or 0.05,
+        )
+    elif command in _FEW:
+        read_lora(reader, _FEW[command], "all-linear", 1)
+        reader.note(
+            f"{command} is taken for adapters of rank {_FEW[command]} in all linear layers, which have about as many weights"
+        )
+    elif command not in ("finetune_full", "pretrain"):
+        reader.misunderstood("subcommand")
+    read_quantized(reader, "quantize")
+    read_optimizer(reader, "optimizer", "optimizer.class_path")
     if finetunes and (devices or 1) * hosts > 1:
-        reader.knobs["checkpoint_ratio"] = 1  # activation_checkpointing_policy={Block}
+        reader.default("checkpoint_ratio", 1)  # activation_checkpointing_policy={Block}
+    if finetunes and not reader.has("train.max_seq_length"):
+        reader.note(
+            "train.max_seq_length is not set: LitGPT takes the longest sample, the estimate the model's default length"
+        )
+
+
+def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fabric accumulates without synchronising (`no_backward_sync`), where FSDP keeps whole gradients of 16 bits."""
+    sharded = trainer_conventions(config) if config.get("precision") == "bf16" else {}
+    return {"unsharded_gradients": True, **sharded}
 
 
 def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
@@ -87,26 +134,20 @@ FRAMEWORK = Framework(
     knobs=KNOBS,
     signs=(
         *(
-            "train.micro_batch_size",
-            "train.global_batch_size",
             "train.max_seq_length",
             "train.max_tokens",
-            "checkpoint_dir",
-        ),
-        *(
             "train.lr_warmup_steps",
-            "tokenizer_dir",
-            "initial_checkpoint_dir",
-            "train.save_interval",
-            "lora_r",
-            "eval.interval",
+            "train.lr_warmup_fraction",
+            "checkpoint_dir & lora_r",
         ),
-        *("model_name", "out_dir", "precision", "num_nodes"),
+        *("checkpoint_dir & train.*", "initial_checkpoint_dir & model_name", "tokenizer_dir & model_name & train.*"),
     ),
     programs=("litgpt",),
     model=("model_name", "checkpoint_dir"),
     seq_len=("train.max_seq_length",),
-    defaults={"precision": "bf16_pure", "zero": 3, "checkpoint_ratio": 0},
+    defaults={"precision": "bf16", "zero": 3, "checkpoint_ratio": 0},
+    conventions=conventions,
+    prepare=prepare,
     read=read,
     write=write,
 )

@@ -1,15 +1,23 @@
 """LLaMA-Factory: `llamafactory-cli train FILE key=value ...`; arguments of the Trainer, and some of its own."""
 
-from .common import note_quantized, note_stage, read_lora
+from typing import Any
+
+from ..knobs.strategy import Strategy
+from .common import read_lora, read_quantized, read_stage
 from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 from .launcher import MICRO_BATCHES, Launcher
-from .trainer import KNOBS as TRAINER, conventions, prepare, read as read_trainer, write as write_trainer
+from .trainer import (
+    KNOBS as TRAINER,
+    conventions,
+    option,
+    prepare as prepare_trainer,
+    read as read_trainer,
+    write as write_trainer,
+)
 
 KNOBS = KnobTable(
-    *(
-        TRAINER[knob]
-        for knob in ("micro_batch", "grad_accum", "precision", "fusion", "fused_optimizer", "zero", "offload")
-    ),
+    KnobSettings(knob="micro_batch", keys=(*TRAINER["micro_batch"].keys, "micro_batch_size")),
+    *(TRAINER[knob] for knob in ("grad_accum", "precision", "fusion", "fused_optimizer", "zero", "offload")),
     KnobSettings(
         knob="checkpoint_ratio",
         alternatives=({1: {"disable_gradient_checkpointing": False}, 0: {"disable_gradient_checkpointing": True}},),
@@ -31,20 +39,87 @@ KNOBS = KnobTable(
 """LLaMA-Factory's names of the knobs; by default it recomputes every block."""
 
 
+_LAYERWISE = ("galore", "apollo")
+
+
+def prepare(reader: SettingsReader) -> None:
+    """Fills in the Trainer's defaults, and those of version 1's files."""
+    if _is_v1(reader):
+        reader.set("bf16", True)
+        reader.set("micro_batch_size", 1)
+        if reader.flag("enable_activation_checkpointing") is False:
+            reader.set("disable_gradient_checkpointing", True)
+        if str(reader.get("dist_config.name") or "") == "fsdp2":
+            reader.set("fsdp", True)
+        reader.set("finetuning_type", reader.get("peft_config.name") or "full")
+        for name, setting in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("target_modules", "lora_target")):
+            if (value := reader.get(f"peft_config.{name}")) is not None:
+                reader.set(setting, value)
+        if reader.has("quant_config.name"):
+            reader.set("quantization_bit", reader.get("quant_config.quantization_bit") or 4)
+    prepare_trainer(reader)
+
+
+def _is_v1(reader: SettingsReader) -> bool:
+    return reader.has("model") and not reader.has("model_name_or_path")
+
+
 def read(reader: SettingsReader) -> None:
     """Reads the Trainer's arguments, and the adapters; LLaMA-Factory's own defaults are in its hparams."""
+    if reader.flag("neat_packing"):
+        reader.set("packing", True)
     read_trainer(reader)
-    reader.facts.setdefault("seq_len", 2048)
-    note_stage(reader, "stage")
+    reader.default("seq_len", 2048)
+    if _is_v1(reader) and (total := reader.whole("global_batch_size")) is not None:
+        reader.facts["global_batch"] = total
     kind = reader.get("finetuning_type") or "lora"
-    if kind not in ("lora", "full"):
-        reader.note(f"finetuning_type = {kind}: the estimate trains all weights")
-    if lora := kind == "lora":
-        read_lora(reader, reader.whole("lora_rank") or 8, reader.get("lora_target"), reader.whole("lora_alpha"))
-    # Weights are loaded in the format of the products; those that are trained, adapters aside, get a copy in float32.
-    if reader.flag("pure_bf16") or (lora and reader.knobs.get("precision") == "bf16"):
+    if kind == "lora":
+        target = reader.get("lora_target")
+        dropout = reader.get("lora_dropout")
+        read_lora(reader, reader.whole("lora_rank") or 8, target, reader.whole("lora_alpha"), dropout, "lora_target")
+    elif kind != "full":
+        reader.misunderstood("finetuning_type")
+    # Weights are loaded in 16 bits; those that are trained get a copy in float32, adapters aside.
+    if reader.flag("pure_bf16") or kind == "lora":
         reader.conventions["precision"] = "bf16_pure"
-    note_quantized(reader, "quantization_bit")
+    read_quantized(reader, "quantization_bit")
+    read_stage(
+        reader, "stage", reference=kind != "lora" and str(reader.get("pref_loss") or "") not in ("orpo", "simpo")
+    )
+    if not reader.flag("packing"):
+        reader.note("samples may be shorter than cutoff_len (no packing): the estimate is of full ones")
+    for name in _LAYERWISE:
+        if reader.flag(f"{name}_layerwise"):
+            reader.misunderstood(f"{name}_layerwise")
+            reader.note(f"{name}_layerwise: LLaMA-Factory refuses it on more than one device")
+    if reader.has("deepspeed") and sum(bool(reader.flag(f"use_{name}")) for name in _LAYERWISE):
+        reader.note("LLaMA-Factory refuses GaLore and APOLLO with deepspeed")
+    for name in _LAYERWISE:
+        reader.misunderstood(f"use_{name}")
+    if kind not in ("lora", "oft") and reader.has("quantization_bit"):
+        reader.note(f"LLaMA-Factory refuses quantization_bit with finetuning_type = {kind}")
+    reader.misunderstood(*(name for name in ("use_badam", "use_adam_mini", "use_muon") if reader.has(name)))
+
+
+def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:
+    """True for what its files leave to another engine's, and for what version 1 lacks."""
+    return (knob in ("zero", "offload") and not reader.has("fsdp")) or (
+        _is_v1(reader) and knob in ("fusion", "kernels", "fused_optimizer", "attention", "precision")
+    )
+
+
+def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
+    """Writes a share of checkpointed blocks; in version 1's files all or none, and the global batch."""
+    if not _is_v1(reader):
+        return write_trainer(strategy, reader)
+    if strategy.checkpoint_ratio not in (0, 1):
+        raise LookupError("checkpoint_ratio")
+    settings: dict[str, Any] = {"disable_gradient_checkpointing": None, "gradient_accumulation_steps": None}
+    settings |= {"per_device_train_batch_size": None, "micro_batch_size": strategy.micro_batch}
+    settings["enable_activation_checkpointing"] = strategy.checkpoint_ratio == 1
+    if reader.has("global_batch_size") or strategy.grad_accum > 1:
+        settings["global_batch_size"] = strategy.micro_batch * strategy.grad_accum * strategy.dp
+    return settings
 
 
 # Its values are parsed as YAML, where a bare `no` is false.
@@ -79,29 +154,34 @@ FRAMEWORK = Framework(
     signs=(
         *(
             "finetuning_type",
-            "cutoff_len",
-            "stage",
-            "template",
-            "dataset_dir",
+            "cutoff_len & template",
+            "stage & template",
             "disable_gradient_checkpointing",
             "plot_loss",
         ),
         *(
-            "per_device_train_batch_size",
             "enable_liger_kernel",
-            "flash_attn",
-            "lora_rank",
-            "lora_target",
-            "overwrite_cache",
+            "pure_bf16",
+            "freeze_trainable_layers",
+            "lora_target & template",
+            "use_unsloth & template",
+        ),
+        *(
+            "model_class & micro_batch_size",
+            "dist_config.name",
+            "cutoff_len & model & micro_batch_size",
+            "peft_config.name & cutoff_len",
         ),
     ),
     programs=("llamafactory-cli", "llamafactory", "train_bash.py", "lmf"),
-    model=("model_name_or_path",),
+    model=("model_name_or_path", "model"),
     seq_len=("cutoff_len",),
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "checkpoint_ratio": 1, "fused_optimizer": True},
     prepare=prepare,
     conventions=conventions,
     read=read,
-    write=write_trainer,
-    option="{key}={value}",
+    write=write,
+    cannot=cannot,
+    option=option,
+    assigns=True,
 )

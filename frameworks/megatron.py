@@ -9,13 +9,12 @@ from ..knobs.meaning import recomputed
 from ..knobs.pipeline import blocks_of_stages
 from ..knobs.strategy import Strategy, is_even
 from ..knobs.text import value_text
-from .common import note_order, note_tf32, optimizer_text
+from .common import note_order, note_tf32, optimizer_text, read_optimizer
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, SettingsReader, number
 from .launcher import Launcher
 from .megatron_model import architecture_of, model_flags
 from .target import Target, hashed, sourced
-from .trainer import read_optimizer
 
 CHECKED = ("megatron-core", "0.19")
 
@@ -354,7 +353,8 @@ def read(reader: SettingsReader) -> None:
         reader.conventions["gradient_dtype"] = "fp32"
     if reader.get("rampup-batch-size") is not None:
         reader.note("rampup-batch-size: the estimate is of the global batch after the ramp")
-    read_optimizer(reader, reader.get("optimizer"))
+    read_optimizer(reader, "optimizer")
+    reader.get("deepspeed", "deepspeed_config")
 
 
 def read_stages(
@@ -431,13 +431,12 @@ def read_recomputation(reader: SettingsReader, layers: int | None, names: Sequen
             if module != "core_attn"
         ]
         if extra:
-            reader.note(
-                f"{reader.name(modules_of)} = {' '.join(extra)}: these are not taken into account; they save memory and take time"
-            )
+            reader.misunderstood(modules_of)
     elif granularity not in ("", "full"):
         reader.note(
             f"{reader.name(granularity_of)} = {granularity} is not a value that redline knows: nothing is recomputed"
         )
+        reader.misunderstood(granularity_of)
     elif granularity == "full" and reader.get(method_of) == "block":
         count = reader.whole(count_of)
         if count is None or layers is None:
@@ -459,6 +458,12 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     settings: dict[str, Any] = {"global-batch-size": strategy.micro_batch * strategy.grad_accum * strategy.dp}
     layers = reader.whole("num-layers")
     stages = strategy.pp * strategy.virtual_stages
+    if not strategy.etp:
+        settings[_SLICES] = None  # tp, which is its default
+    if any(map(reader.has, (_LAYOUT, _FIRST, _LAST))) and strategy.pp != (
+        reader.whole("pipeline-model-parallel-size") or 1
+    ):
+        raise LookupError("pp")  # the layers of each stage are those of as many stages
     if 0 < strategy.checkpoint_ratio < 1:
         if layers is None:
             raise LookupError(f"checkpoint_ratio={strategy.checkpoint_ratio}")
@@ -497,8 +502,21 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 DEFAULTS: Mapping[str, Any] = {"precision": "fp32", "fused_optimizer": True, "zero": 0}
 """Megatron's defaults."""
-IGNORED: Mapping[str, Any] = {"optimizer-offload-fraction": 1, "cp-comm-type": "p2p"}
+IGNORED: Mapping[str, Any] = {
+    "optimizer-offload-fraction": 1,
+    "cp-comm-type": "p2p",
+    "moe-router-load-balancing-type": None,
+}
 """Settings that the estimate ignores, with Megatron's defaults."""
+
+
+def option(name: str, value: Any, reader: SettingsReader) -> str:
+    """Writes a flag, which has no value if it is a switch."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"without --{name}"
+    return f"--{name} {value}"
+
+
 FRAMEWORK = Framework(
     name="megatron",
     title="Megatron-LM",
@@ -506,29 +524,35 @@ FRAMEWORK = Framework(
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
         *(
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "micro_batch_size",
-            "num_layers",
-            "hidden_size",
+            "tensor_model_parallel_size & micro_batch_size",
+            "tensor_model_parallel_size & num_layers",
+            "use_distributed_optimizer",
         ),
         *(
-            "num_attention_heads",
-            "use_distributed_optimizer",
+            "num_layers & hidden_size & num_attention_heads & micro_batch_size",
+            "pipeline_model_parallel_size & micro_batch_size",
+        ),
+        *(
             "recompute_granularity",
             "transformer_impl",
             "use_mcore_models",
+            "train_iters & micro_batch_size",
+            "train_samples & micro_batch_size",
         ),
         *(
-            "max_position_embeddings",
-            "train_iters",
-            "train_samples",
-            "global_batch_size",
-            "use_flash_attn",
-            "lr_decay_iters",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_layers & hidden_size & num_attention_heads & seq_length",
+            "use_megatron_fsdp",
         ),
+        "micro_batch_size & global_batch_size & seq_length",
     ),
-    programs=("pretrain_*.py", "finetune_*.py", "pretrain.py"),
+    programs=(
+        *(
+            f"pretrain_{model}.py"
+            for model in ("gpt", "bert", "t5", "mamba", "vlm", "vision_*", "retro", "ict", "llama*")
+        ),
+        *("examples/multimodal/train.py", "*megatron*/pretrain*.py"),
+    ),
     seq_len=("seq-length", "encoder-seq-length"),
     defaults=DEFAULTS,
     ignored=IGNORED,
@@ -536,4 +560,5 @@ FRAMEWORK = Framework(
     prepare=prepare,
     read=read,
     write=write,
+    option=option,
 )

@@ -56,6 +56,7 @@ def _read(reader: SettingsReader) -> None:
     if (samples := reader.whole(_TOTAL)) is not None:
         reader.facts["global_batch"] = samples
     if (name := reader.get("recipe")) is not None:
+        reader.misunderstood("recipe")
         reader.note(
             f"the batch, degrees and recomputation that recipe = {name} sets are not read: give those that are not Megatron's "
             "defaults by --fix, such as --fix cp=2"
@@ -87,21 +88,25 @@ FRAMEWORK = Framework(
     title="Megatron-Bridge",
     knobs=KNOBS,
     signs=(
-        *("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "train.micro_batch_size", "ddp.*"),
         *(
-            "train.global_batch_size",
-            "train.train_iters",
-            "model.seq_length",
-            "dataset.sequence_length",
-            "logger.log_interval",
+            "model.tensor_model_parallel_size & train.*",
+            "train.global_batch_size & train.train_iters",
+            "logger.log_interval & model.*",
         ),
+        *(
+            "train.micro_batch_size & model.*",
+            "dataset.sequence_length & train.*",
+            "model.seq_length & train.*",
+            "ddp.* & model.*",
+        ),
+        "train.micro_batch_size & train.global_batch_size & recipe",
     ),
-    programs=("*megatron_bridge*", "*megatron-bridge*", "run_recipe.py", "pretrain_*_8b.py"),
+    programs=("*megatron_bridge*", "*megatron-bridge*", "run_recipe.py"),
     model=("recipe", "hf_path", "hf_model_id"),
     seq_len=("model.seq_length", "dataset.sequence_length", "dataset.seq_length"),
     defaults={**DEFAULTS, "precision": "bf16", "zero": 1},
     conventions=conventions,
     read=_read,
     write=_write_batch,
-    option="{key}={value}",
+    assigns=True,
 )

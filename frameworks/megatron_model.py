@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .export_input import ExportInput
-from .framework import SettingsReader
+from .framework import SettingsReader, number
 
 # Megatron's llama3 rule and its factor; neither can be set by a flag.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -203,6 +203,7 @@ def architecture_of(reader: SettingsReader) -> dict[str, Any] | None:
             "vocab_size": vocabulary,
             "n_positions": positions,
             "n_inner": inner or 4 * hidden,
+            **_dropout_of(reader),
         }
     if not gated:
         reader.note(
@@ -237,7 +238,7 @@ def architecture_of(reader: SettingsReader) -> dict[str, Any] | None:
     if experts:
         if _dense_layers(reader) != 0:
             reader.note(f"moe-layer-freq = {reader.get('moe-layer-freq')}: all layers are taken to have experts")
-        reader.note_ignored("moe-shared-expert-intermediate-size")
+        reader.ignore("moe-shared-expert-intermediate-size")
         config |= {
             "model_type": "mixtral",
             "intermediate_size": wide,
@@ -245,6 +246,13 @@ def architecture_of(reader: SettingsReader) -> dict[str, Any] | None:
             "num_experts_per_tok": reader.whole("moe-router-topk") or 2,
         }
     return config
+
+
+def _dropout_of(reader: SettingsReader) -> dict[str, float]:
+    """Dropout that the flags state, which keeps masks; both are 0.1 in Megatron and in GPT-2."""
+    hidden, attention = number(reader.get("hidden-dropout")), number(reader.get("attention-dropout"))
+    shares = {"resid_pdrop": hidden, "embd_pdrop": hidden, "attn_pdrop": attention}
+    return {name: float(share) for name, share in shares.items() if isinstance(share, int | float)}
 
 
 def _dense_layers(reader: SettingsReader) -> int | None:

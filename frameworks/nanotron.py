@@ -46,6 +46,7 @@ def read(reader: SettingsReader) -> None:
         present: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
         reader.facts["architecture"] = {"model_type": family, **present}
     if reader.has(f"{_MODEL}moe_config.num_experts"):
+        reader.misunderstood(f"{_MODEL}moe_config.num_experts")
         reader.note(f"{_MODEL}moe_config: the estimate is of the model without experts; give --model")
 
 
@@ -60,10 +61,14 @@ FRAMEWORK = Framework(
     title="nanotron",
     knobs=KNOBS,
     signs=(
-        *("tokens.micro_batch_size", "tokens.*", "parallelism.pp_engine", "parallelism.tp_mode", "parallelism.tp"),
+        *(
+            "tokens.micro_batch_size",
+            "parallelism.pp_engine",
+            "parallelism.tp_mode",
+            "tokens.batch_accumulation_per_replica",
+        ),
         *("parallelism.recompute_layer", "optimizer.zero_stage", "model.model_config.*"),
     ),
-    programs=("run_train.py",),
     seq_len=("tokens.sequence_length",),
     defaults={"grad_accum": 1, "precision": "bf16_pure", "zero": 0, "checkpoint_ratio": 0, "fused_optimizer": True},
     read=read,

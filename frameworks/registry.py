@@ -12,7 +12,7 @@ LAUNCHERS = (
     "megatron-bridge",
 )
 """Names for `--launcher`."""
-FRAMEWORKS = (*LAUNCHERS, "nanotron")
+FRAMEWORKS = (*LAUNCHERS, "trl", "nanotron")
 """Frameworks whose files and commands can be read."""
 
 
@@ -30,10 +30,11 @@ def _modules() -> dict[str, ModuleType]:
         nanotron,
         torchtitan,
         trainer,
+        trl,
     )
 
     modules = (accelerate, axolotl, deepspeed, lightning, litgpt, llamafactory, megatron, megatron_bridge, nanotron)
-    return {module.FRAMEWORK.name: module for module in (*modules, torchtitan, trainer)}
+    return {module.FRAMEWORK.name: module for module in (*modules, torchtitan, trainer, trl)}
 
 
 def find_launcher(name: str) -> Launcher:

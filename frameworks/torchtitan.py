@@ -6,7 +6,15 @@ from typing import Any
 
 from ..knobs.pipeline import PIPELINE_SCHEDULES, PipelineSchedule
 from ..knobs.strategy import Strategy
-from .common import FSDP_ZERO_1, note_lora, note_partial_checkpointing, note_reduction, note_tf32, optimizer_text
+from .common import (
+    FSDP_ZERO_1,
+    note_lora,
+    note_partial_checkpointing,
+    note_reduction,
+    note_tf32,
+    optimizer_text,
+    read_optimizer,
+)
 from .export_input import ExportInput
 from .framework import Framework, KnobSettings, KnobTable, SettingsReader, plain
 from .launcher import Launcher
@@ -38,6 +46,14 @@ _PIECE = "parallelism.pipeline_parallel_microbatch_size"
 _MODE, _COMPILE, _OFFLOAD = "activation_checkpoint.mode", "compile.enable", "training.enable_cpu_offload"
 _BF16 = {_DTYPE: "float32", _PARAM: "bfloat16"}
 _NAMES = {name: schedule.made_by.removeprefix("Schedule") for name, schedule in PIPELINE_SCHEDULES.items()}
+_COMPONENTS = "compile.components"
+_BY_SEVERAL = {
+    "micro_batch": (_LOCAL, "training.batch_size", _PIECE),
+    "grad_accum": (_GLOBAL,),
+    "checkpoint_ratio": (_MODE, "activation_checkpoint.selective_ac_option"),
+    "zero": (_SHARD, _REPLICATE, _RESHARD, "training.data_parallel_shard_degree", "training.data_parallel_degree"),
+}
+"""Knobs that `read` finds, with the settings that they follow from."""
 KNOBS = KnobTable(
     KnobSettings(
         knob="precision",
@@ -339,6 +355,7 @@ def prepare(reader: SettingsReader) -> None:
         for name, value in preset.items():
             reader.set(name, value)
     else:
+        reader.misunderstood("config")
         reader.note(
             f"the batch, degrees and recomputation that config = {configuration} sets are not read: state those that are "
             "not torchtitan's defaults"
@@ -391,6 +408,16 @@ def read(reader: SettingsReader) -> None:
         _read_chunks(reader)
     _read_recomputation(reader)
     _read_float8(reader)
+    compiled = reader.get(_COMPONENTS)
+    if compiled is not None and knobs.get("fusion") and "model" not in str(compiled):
+        knobs["fusion"] = False
+        reader.note(f"{_COMPONENTS} = {compiled} leaves the model uncompiled")
+    read_optimizer(reader, "optimizer.name")
+    for knob, names in _BY_SEVERAL.items():
+        if knob in knobs and not any(map(reader.stated, names)):
+            reader.defaults.add(knob)
+    if not reader.has("config"):
+        reader.get("parallelism.expert_tensor_parallel_degree")
 
 
 def _read_model(reader: SettingsReader) -> None:
@@ -418,9 +445,13 @@ def _read_chunks(reader: SettingsReader) -> None:
 
 
 def _read_recomputation(reader: SettingsReader) -> None:
-    if str(reader.get(_MODE) or "selective").lower() != "selective":
+    mode = str(reader.get(_MODE) or "selective").lower()
+    if mode not in ("selective", "full", "none"):
+        reader.misunderstood(_MODE)
+    if mode != "selective":
         return
-    option = str(reader.get("activation_checkpoint.selective_ac_option") or "op")  # SelectiveAC of 0.3
+    option_name = "activation_checkpoint.selective_ac_option"
+    option = str(reader.get(option_name) or "op")  # SelectiveAC of 0.3
     if option.isdigit() and int(option) > 0:
         reader.knobs["checkpoint_ratio"] = 1 / int(option)
     else:
@@ -464,6 +495,9 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     if strategy.pp > 1:
         local, piece = strategy.micro_batch * strategy.grad_accum, {_PIECE: strategy.micro_batch}
     settings: dict[str, Any] = {reader.name(_LOCAL, "training.batch_size"): local, **piece}
+    components = reader.get(_COMPONENTS)
+    if strategy.fusion and isinstance(components, list) and "model" not in components:
+        settings[_COMPONENTS] = ["model", *components]
     if reader.has(_GLOBAL) or (strategy.pp == 1 and strategy.grad_accum > 1):
         settings[_GLOBAL] = strategy.micro_batch * strategy.grad_accum * strategy.dp
     groups = (strategy.hsdp if strategy.zero else strategy.dp) or 1
@@ -487,28 +521,60 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     return settings
 
 
+def cannot(knob: str, strategy: Strategy, reader: SettingsReader) -> bool:
+    """True for what the versions with a TOML lack: activations that are not sharded beside tp."""
+    return knob == "sequence_parallel" and not reader.has("config") and not reader.has(_SEQUENCE)
+
+
+def option(name: str, value: Any, reader: SettingsReader) -> str:
+    """Writes a flag of tyro, or the subcommand that recomputation is in 0.3."""
+    if name == _MODE and reader.has("config"):
+        return f"activation_checkpoint:{value}"
+    if isinstance(value, bool):
+        section, dot, key = name.rpartition(".")
+        return f"--{section}{dot}{'' if value else 'no_'}{key}"
+    return f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
 FRAMEWORK = Framework(
     name="torchtitan",
     title="torchtitan",
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
-        *("parallelism.*_degree", "parallelism.*enable_sequence_parallel", "activation_checkpoint.*", "model.flavor"),
-        *("job.dump_folder", "job.config_file"),
         *(
             "training.local_batch_size",
-            "training.seq_len",
-            "training.mixed_precision_param",
-            "compile.enable",
-            "metrics.log_freq",
+            "activation_checkpoint.mode",
+            "parallelism.*_parallel_degree",
+            "model.flavor",
+            "job.config_file",
         ),
-        *("model.tokenizer_path", "model.hf_assets_path", "experimental.pipeline_parallel_degree"),
+        *(
+            "parallelism.data_parallel_*_degree",
+            "parallelism.*enable_sequence_parallel",
+            "activation_checkpoint.selective_ac_option",
+        ),
+        *(
+            "job.dump_folder",
+            "training.mixed_precision_param",
+            "compile.components",
+            "training.data_parallel_*_degree",
+            "module & config",
+        ),
+        *(
+            "model.tokenizer_path",
+            "model.hf_assets_path",
+            "experimental.pipeline_parallel_degree",
+            "metrics.log_freq & training.seq_len",
+        ),
     ),
-    programs=("torchtitan.train", "torchtitan/train.py", "run_train.sh", "train.py --job.config_file"),
+    programs=("torchtitan.train", "torchtitan/train.py", "train.py --job.config_file*"),
     seq_len=("training.seq_len",),
     defaults={"precision": "bf16", "fused_optimizer": True, "fusion": False},
     conventions=conventions,
     prepare=prepare,
     read=read,
     write=write,
+    cannot=cannot,
+    option=option,
 )

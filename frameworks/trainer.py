@@ -1,5 +1,6 @@
 """transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,15 +18,13 @@ from .common import (
     note_lora,
     note_pipeline,
     note_pure_bf16,
-    note_quantized,
     note_reduction,
-    note_stage,
     optimizer_text,
-    read_lora,
+    read_optimizer,
     torch_optimizer,
 )
 from .export_input import ExportInput
-from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested
+from .framework import Framework, KnobSettings, KnobTable, SettingsReader, nested, text_of
 from .launcher import MICRO_BATCHES, Launcher
 from .target import Target, as_json, as_yaml
 
@@ -83,8 +82,6 @@ KNOBS = KnobTable(
     KnobSettings(knob="attention", keys=("attn_implementation",)),
 )
 """TrainingArguments' names of the knobs. The older form of FSDP is one text, `full_shard auto_wrap offload`."""
-OPTIMIZERS = {"adafactor": "adafactor", "sgd": "sgd", "lion": "lion"}
-"""Optimizers other than AdamW, by the estimator's names."""
 
 
 def arguments(setup: ExportInput) -> dict[str, Any]:
@@ -337,56 +334,33 @@ def read(reader: SettingsReader) -> None:
     every = reader.whole(_EVERY)
     if every and reader.knobs.get("checkpoint_ratio"):
         reader.knobs["checkpoint_ratio"] = 1 / every
-    narrow = str(reader.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16")
+    narrow = str(reader.get("torch_dtype", "dtype")).rpartition(".")[2] in ("bfloat16", "bf16", "float16", "fp16")
     if narrow and not (reader.knobs.get("precision") == "bf16" and reader.knobs.get("zero", 0) >= 2):
         reader.conventions["precision"] = "bf16_pure"
-    read_optimizer(reader, reader.get("optim", "optimizer"))
+    read_optimizer(reader, "optim", "optimizer")
+    read_evaluation(reader)
 
 
-def _prepare(reader: SettingsReader) -> None:
-    """Fills in TRL's defaults, if `trl` or one of its scripts runs (trl/trainer/base_config.py)."""
-    if reader.has(_TRL):
-        reader.set("gradient_checkpointing", True)
-        if not reader.flag("fp16"):
-            reader.set("bf16", True)
-    prepare(reader)
+def read_evaluation(reader: SettingsReader) -> None:
+    """Marks the batch of evaluations as not read where it is larger than that of the training, whose logits it then exceeds."""
+    evaluates = str(reader.get("eval_strategy", "evaluation_strategy") or "no") != "no" or reader.flag("do_eval")
+    size = reader.whole("per_device_eval_batch_size") or 8
+    if evaluates and size > (reader.knobs.get("micro_batch") or 8):
+        reader.misunderstood("per_device_eval_batch_size")
+        if not reader.stated("per_device_eval_batch_size"):
+            reader.note(f"evaluations have {size} samples at once, the default, whose logits are not estimated")
 
 
 def _read(reader: SettingsReader) -> None:
-    """Reads TRL's own arguments, and the format in which transformers loads weights."""
+    """Reads the Trainer's arguments, and the format in which transformers loads weights."""
     read(reader)
-    if reader.has(_TRL):
-        reader.facts.setdefault("seq_len", 1024)
-        note_stage(reader, _TRL, "trl")
-        if reader.get(_TRL) == "sft" and (reader.get("loss_type") or "chunked_nll") == "chunked_nll":
-            if not reader.flag("use_liger_kernel"):
-                reader.conventions["loss"] = "chunked"
-        if reader.flag("use_peft"):
-            rank, alpha = reader.whole("lora_r") or 16, reader.whole("lora_alpha") or 32
-            read_lora(reader, rank, reader.get("lora_target_modules"), alpha)
-            note_quantized(reader, "load_in_4bit")
-            note_quantized(reader, "load_in_8bit")
-    elif reader.has("model_name_or_path") and not any(
+    if reader.has("model_name_or_path") and not any(
         map(reader.has, ("config_name", "torch_dtype", "dtype", "deepspeed"))
     ):
         # PreTrainedModel.from_pretrained of version 5 has dtype="auto"
         reader.note(
             "model_name_or_path: transformers 5 loads weights in the checkpoint's format, usually bf16, unless FSDP widens them; "
             "fp32 is assumed: add --dtype float32, or --fix precision=bf16_pure"
-        )
-
-
-def read_optimizer(reader: SettingsReader, name: object) -> None:
-    """Takes the states of the optimizer into account; redline's own AdamW has two in float32."""
-    lowered = str(name or "").lower()
-    optimizer = next((optimizer for word, optimizer in OPTIMIZERS.items() if word in lowered), None)
-    if optimizer is not None:
-        reader.conventions["optimizer"] = optimizer
-    if "8bit" in lowered:
-        reader.conventions["optimizer_dtype"] = "int8"
-    elif optimizer is None and any(word in lowered for word in ("4bit", "galore", "apollo", "lomo", "muon")):
-        reader.note(
-            f"{reader.name('optim', 'optimizer')} = {name}: the estimate has AdamW's two optimizer in float32 for it"
         )
 
 
@@ -399,7 +373,9 @@ def conventions(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("offload") == "optimizer":
         fields["offload_weights"] = True
     if config.get("precision") == "bf16" and config.get("zero", 0) >= 2:
-        fields |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": "fp32", "pieces": True}
+        # Whole gradients accumulate in the format of the reduction, accelerate's MixedPrecision.reduce_dtype: 16 bits.
+        gradients = "bf16" if config.get("grad_accum", 1) > 1 else "fp32"
+        fields |= {"precision": "bf16_pure", "parameter_dtype": "fp32", "gradient_dtype": gradients, "pieces": True}
     return fields
 
 
@@ -428,7 +404,45 @@ SEQ_LEN = (
     "seq_length",
 )
 """Arguments for the tokens of a sample."""
-_TRL = "subcommand"
+PROGRAMS = tuple(
+    f"run_{task}.py"
+    for task in (
+        *(
+            "clm",
+            "mlm",
+            "plm",
+            "fim",
+            "glue",
+            "xnli",
+            "qa",
+            "seq2seq_qa",
+            "swag",
+            "summarization",
+            "translation",
+            "classification",
+        ),
+        *(
+            "ner",
+            "mae",
+            "mim",
+            "image_classification",
+            "audio_classification",
+            "speech_recognition_*",
+            "semantic_segmentation",
+        ),
+    )
+)
+"""Scripts of transformers' examples."""
+
+
+def option(name: str, value: Any, reader: SettingsReader) -> str:
+    """Writes an argument; a field of one that is a mapping as JSON, with the fields that it has."""
+    argument, dot, field = name.partition(".")
+    if not dot:
+        return f"--{name} {text_of(value)}"
+    present = {key.partition(".")[2]: old for key, old in reader.settings.items() if key.startswith(f"{argument}.")}
+    return f"--{argument} '{json.dumps({**present, field: value})}'"
+
 
 FRAMEWORK = Framework(
     name="trainer",
@@ -436,22 +450,46 @@ FRAMEWORK = Framework(
     knobs=KNOBS,
     partly=frozenset({"checkpoint_ratio"}),
     signs=(
-        "per_device_*_batch_size",
-        "gradient_checkpointing",
-        "fsdp_config.*",
-        "optim",
-        "eval_strategy",
-        "save_strategy",
-        "lr_scheduler_type",
-        "ddp_find_unused_parameters",
-        "gradient_accumulation_steps",
-        "logging_nan_inf_filter",
+        "eval_strategy & per_device_train_batch_size",
+        *(
+            f"{name} & per_device_*_batch_size"
+            for name in (
+                "bf16",
+                "fp16",
+                "tf32",
+                "optim",
+                "save_strategy",
+                "fsdp",
+                "torch_compile",
+                "save_total_limit",
+                "adam_beta2",
+            )
+        ),
+        *(
+            "logging_nan_inf_filter",
+            "ddp_find_unused_parameters",
+            "evaluation_strategy",
+            "overwrite_output_dir & do_train",
+        ),
+        *(
+            "gradient_checkpointing_kwargs*",
+            "remove_unused_columns",
+            "group_by_length",
+            "use_liger_kernel",
+            "logging_strategy",
+        ),
+        *(
+            "optim & gradient_accumulation_steps",
+            "eval_strategy & output_dir",
+            "fsdp_config.transformer_layer_cls_to_wrap & fsdp",
+        ),
     ),
-    programs=("run_*.py", "sft.py", "trl"),
+    programs=PROGRAMS,
     model=MODEL,
     seq_len=SEQ_LEN,
     defaults={"micro_batch": 8, "grad_accum": 1, "precision": "fp32", "fused_optimizer": True},
-    prepare=_prepare,
+    option=option,
+    prepare=prepare,
     conventions=conventions,
     read=_read,
     write=write,

@@ -10,7 +10,7 @@ from redline.base.errors import RedlineError
 from redline.estimator import Shape, TrainingSetup
 from redline.estimator.check import Check, check
 from redline.estimator.trainers import find_trainer
-from redline.frameworks.reading import TrainerConfig
+from redline.frameworks.trainer_config import TrainerConfig
 from redline.space import Config
 
 from .form import Left, Run

@@ -10,9 +10,10 @@ from typing import Any
 from ...base.errors import UsageError
 from ...frameworks.framework import SettingsReader, plain
 from ...frameworks.launcher import PLACED
-from ...frameworks.reading import COMMAND, TrainerConfig, options_of, read, read_document
+from ...frameworks.reading import COMMAND, options_of, read, read_document
 from ...frameworks.registry import find_launcher
 from ...frameworks.trainer import MODEL as TRAINER_MODEL, SEQ_LEN as TRAINER_LENGTHS
+from ...frameworks.trainer_config import TrainerConfig
 from ...knobs.strategy import SPLITS
 from ...models.architecture import Architecture
 from ...models.presets import preset_of

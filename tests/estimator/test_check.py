@@ -33,7 +33,7 @@ def test_a_training_that_fits_has_a_margin_and_shares_that_add_up(checked):
     [
         (CHECKPOINTED, "gradient_checkpointing=True recomputes blocks"),
         (
-            "torchrun --nproc-per-node 8 sft.py --model_name_or_path gpt2 --per_device_train_batch_size 4",
+            "NPROC_PER_NODE=8 trl sft --model_name_or_path gpt2 --per_device_train_batch_size 4",
             "gradient_checkpointing=true, the default, recomputes blocks",
         ),
     ],
@@ -120,9 +120,9 @@ def test_gradients_stay_whole_under_fsdp_while_the_trainer_accumulates_and_not_u
             f"--gradient_accumulation_steps 2 --deepspeed {tmp_path / 'ds.json'}",
         )
     )
-    whole = 124_439_808 * 4 / 2**20
+    whole = 124_439_808 * 2 / 2**20  # in the format of the reduction
     assert fsdp == pytest.approx(whole, rel=0.01)
-    assert once < whole / 2 and deepspeed < whole / 4
+    assert once < whole and deepspeed < whole / 2
 
 
 def test_fsdp_of_accelerate_widens_weights_of_16_bits_where_mixed_precision_is_on(tmp_path):
@@ -286,7 +286,7 @@ def test_a_change_is_predicted_as_its_file_is_read_again(tmp_path):
     for each in found.faster:
         again = found.trainer.changed(each.config)[1]
         assert each.config == again.config and each.estimate.probability_fits >= 0.8
-        assert each.config["zero"] == 0 or each.config["dp"] > 1
+        assert each.config["zero"] == 0 or each.config["dp"] * each.config.get("cp", 1) > 1
 
 
 def test_the_note_on_the_hardwares_name_is_among_the_findings(checked):

@@ -1,0 +1,150 @@
+"""What decides a prediction of a training: each fact with its source, so that a reader sees what was missed."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..frameworks.framework import is_off
+from ..frameworks.reading import COMMAND
+from ..frameworks.registry import find_framework
+from ..frameworks.trainer_config import TrainerConfig
+from ..knobs.meaning import FORMATS
+from ..knobs.text import value_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """A fact that decides memory or time."""
+
+    name: str
+    value: str
+    source: str
+    """`file`, `command`, an option, `default of NAME`, or `assumed`."""
+
+
+def without(trainer: TrainerConfig) -> tuple[str, ...]:
+    """Settings that are on, do not enter the prediction, and may change memory or speed."""
+    return tuple(name for name, value in trainer.unread.items() if not is_off(value))
+
+
+def deciding_facts(
+    trainer: TrainerConfig, conventions: Mapping[str, Any], model: str, hardware: str, options: Collection[str]
+) -> tuple[Fact, ...]:
+    """The facts of a training that is complete (`TrainerConfig.on`).
+
+    Args:
+        trainer: the training.
+        conventions: fields of the setup that its framework sets.
+        model: its model, in words.
+        hardware: name of the devices.
+        options: the facts that are given beside the file: `model`, `devices`, `seq_len`, `global_batch`.
+    """
+    config, title = trainer.config, find_framework(trainer.framework).title
+    written = "command" if all(source.where == COMMAND for source in trainer.sources) else "file"
+
+    def of_knob(*knobs: str) -> str:
+        if any(knob in trainer.given for knob in knobs):
+            return "--fix"
+        if any(knob in trainer.stated for knob in knobs):
+            return written
+        return f"default of {title}" if any(knob in config for knob in knobs) else "assumed"
+
+    def of_fact(name: str, value: Any, otherwise: str) -> str:
+        if name in options:
+            return f"--{name.replace('_', '-')}"
+        return otherwise if value is None else f"default of {title}" if name in trainer.defaults else written
+
+    framework = find_framework(trainer.framework)
+    of_optimizer = written if trainer.optimizer else f"default of {title}" if framework.makes_optimizer else "assumed"
+    architecture = trainer.architecture if "model" not in options else None
+    lengths = "" if trainer.sequences == 1 else f", {trainer.sequences} sequences each"
+    degrees = {
+        name: int(config[name] or 1)
+        for name in ("tp", "sp", "cp", "pp", "ep", "hsdp", "dp")
+        if config.get(name, 1) != 1
+    }
+    batch = " x ".join(f"{name} {config[name]}" for name in ("micro_batch", "grad_accum", "dp") if name in config)
+    bits = conventions.get("frozen_bits")
+    rows = (
+        ("model", model, of_fact("model", architecture or trainer.model, "assumed")),
+        ("adapters", _adapters(trainer.lora), written if trainer.lora else f"default of {title}"),
+        (
+            "quantization",
+            f"{bits} bits a frozen weight" if bits else "none",
+            written if bits else f"default of {title}",
+        ),
+        ("optimizer", _optimizer(trainer, conventions), of_optimizer),
+        ("precision", _precision(config, conventions), of_knob("precision")),
+        ("batch", f"{batch} = {trainer.global_batch}{lengths}", of_knob("micro_batch")),
+        (
+            "length",
+            f"{trainer.seq_len:,} tokens" if trainer.seq_len else "the model's",
+            of_fact("seq_len", trainer.seq_len, "assumed"),
+        ),
+        ("checkpointing", _checkpointing(config, conventions), of_knob("checkpoint_ratio")),
+        ("sharding", _sharding(trainer, degrees), of_knob("zero", *(degrees.keys() - {"dp"}))),
+        ("offload", _offload(config, conventions), of_knob("offload")),
+        ("loss", _loss(config, conventions), of_knob("kernels") if "kernels" in config else f"default of {title}"),
+        ("compiled", value_text(config.get("fusion", False)), of_knob("fusion")),
+        ("devices", f"{trainer.devices} x {hardware}", of_fact("devices", trainer.devices, "assumed")),
+    )
+    return tuple(Fact(name=name, value=value, source=source) for name, value, source in rows)
+
+
+def _adapters(lora: str | None) -> str:
+    if lora is None:
+        return "none: all weights are trained"
+    settings = dict(pair.split("=", 1) for pair in lora.split(","))
+    return f"rank {settings['r']} on {settings.get('target', 'the usual layers').replace('+', ', ')}"
+
+
+def _optimizer(trainer: TrainerConfig, conventions: Mapping[str, Any]) -> str:
+    name = conventions.get("optimizer", "adamw")
+    shown = f"{trainer.optimizer} as {name}" if trainer.optimizer and trainer.optimizer.lower() != name else name
+    master = conventions.get("master_weights")
+    copy = f", master weights in {master}" if master not in (None, "none") else ""
+    states = conventions.get("optimizer_dtype", "fp32")
+    if not copy and states != "int8" and _formats(trainer.config, conventions)[0] != "fp32":
+        states = "bf16"  # of the dtype of the weights that are updated
+    return f"{shown}, states in {states}{copy}"
+
+
+def _formats(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> tuple[str, str]:
+    """Formats of the weights and of their gradients."""
+    formats = FORMATS[str(conventions.get("precision", config.get("precision", "fp32")))]
+    weights = str(conventions.get("parameter_dtype") or formats.weights)
+    return weights, str(conventions.get("gradient_dtype") or conventions.get("parameter_dtype") or formats.gradients)
+
+
+def _precision(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
+    weights, gradients = _formats(config, conventions)
+    return f"{config.get('precision', 'fp32')}: weights in {weights}, gradients in {gradients}"
+
+
+def _checkpointing(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
+    ratio = config.get("checkpoint_ratio", 0)
+    if not ratio:
+        return "every other product is kept" if conventions.get("keeps_products") else "none"
+    return "all blocks" if ratio == 1 else f"{100 * ratio:.0f} % of the blocks"
+
+
+def _sharding(trainer: TrainerConfig, degrees: Mapping[str, int]) -> str:
+    zero = trainer.strategy().zero
+    unit = " in one unit" if trainer.one_unit else " in units of blocks" if zero >= 2 else ""
+    return ", ".join(
+        (f"ZeRO {zero}{unit}" if zero else "replicas", *(f"{name} {size}" for name, size in degrees.items()))
+    )
+
+
+def _offload(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
+    if config.get("offload", "none") == "none":
+        return "none"
+    return "optimizer, weights and gradients" if conventions.get("offload_weights") else "optimizer"
+
+
+def _loss(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
+    if config.get("kernels") or conventions.get("loss") == "chunked":
+        return "in chunks, without logits"
+    return {"fused": "one kernel over 16-bit logits", "parallel": "logits in fp32, by parts of the vocabulary"}.get(
+        str(conventions.get("loss")), "logits in fp32"
+    )

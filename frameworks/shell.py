@@ -1,0 +1,446 @@
+"""Words of the command that a shell script runs: its variables, arrays, arithmetic and branches, without running it."""
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import UsageError
+
+PROGRAMS = (
+    *("accelerate", "deepspeed", "torchrun", "srun", "mpirun", "litgpt", "axolotl", "trl", "llamafactory-cli"),
+    *("python", "python3"),
+)
+"""Programs that start a training."""
+_SHELLS = ("sh", "bash", "eval")
+_OTHERS = (
+    "echo",
+    "printf",
+    "cd",
+    "mkdir",
+    "rm",
+    "cp",
+    "ls",
+    "cat",
+    "pip",
+    "pip3",
+    "conda",
+    "module",
+    "sleep",
+    "git",
+    "wget",
+)
+"""Programs of scripts that start no training."""
+_UNSET = re.compile(r"\$")
+_MOST_WORDS, _DEEPEST = 20_000, 4
+_NAME = re.compile(r"(?:export|local|declare|readonly|typeset)?(?:\s+-\w+)*\s*([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"(\w+|[@*#?])(?:\[([@*]|\d+)\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARED: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+}
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
+
+
+def command_of(script: str, where: str, folder: Path | None = None) -> tuple[list[str], list[str]]:
+    """Returns the words of the command in a text, or of the training that a script starts, and lines that were not understood.
+
+    Variables that are not set are kept as written. Files that the script sources are read from `folder`.
+
+    Raises:
+        UsageError: it cannot be split into words.
+    """
+    if "\n" not in script.strip():
+        return split_words(script, where), []
+    shell = _Script(folder=folder)
+    shell.run(script)
+    candidates = [words for words in shell.commands if _starts_training(words)]
+    words = max(candidates, key=len, default=[])
+    if not words:  # a file with only flags
+        flags = [value for value in shell.values.values() if value and value[0].lstrip().startswith("-")]
+        words = [word for value in flags for item in value for word in shell.words(item)]
+    if not words:
+        split_words(script, where)
+    return words, shell.unknown
+
+
+def split_words(text: str, where: str) -> list[str]:
+    """Splits a command without variables.
+
+    Raises:
+        UsageError: it cannot be split into words.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{where} cannot be split into words: {str(error).lower()}") from None
+
+
+def _starts_training(words: Sequence[str]) -> bool:
+    names = [Path(word).name for word in words]
+    return bool(names) and names[0] not in _OTHERS and any(name in PROGRAMS or name.endswith(".py") for name in names)
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Commands of a script, split at newlines and operators outside quotes and parentheses; `;;`, `&&` and `||` by themselves."""
+    text = re.sub(r"\\\n", " ", script)
+    start, position, depth, quote = 0, 0, 0, ""
+    while position < len(text):
+        char = text[position]
+        if quote:
+            position += char == "\\" and quote == '"'
+            quote = "" if char == quote else quote
+        elif char == "\\":
+            position += 1
+        elif char in "'\"":
+            quote = char
+        elif char == "#" and (position == 0 or text[position - 1] in " \t\n;"):
+            end = text.find("\n", position)
+            end = len(text) if end < 0 else end
+            text = text[:position] + text[end:]
+            continue
+        elif char in "({" and (char == "(" or text[position - 1 : position] == "$"):
+            depth += text[:position].rstrip()[-1:] not in ("",) or char == "{"
+        elif char in ")}" and depth:
+            depth -= 1
+        elif not depth and (
+            char in "\n;|"
+            or (char == "&" and text[position - 1 : position] != ">" and text[position + 1 : position + 2] != ">")
+        ):
+            double = text[position : position + 2] if text[position : position + 2] in (";;", "&&", "||") else char
+            yield text[start:position].strip()
+            if len(double) == 2:
+                yield double
+            position += len(double)
+            start = position
+            continue
+        position += 1
+    yield text[start:].strip()
+
+
+@dataclass
+class _Script:
+    """A script that is read from top to bottom."""
+
+    folder: Path | None = None
+    values: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[list[str]] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    _skipping: list[str] = field(default_factory=list)
+    """Branches around the current statement: `run`, `skip`, `done` (an earlier branch ran), or `case WORD`."""
+    _depth: int = 0
+    _test: bool | None = None
+    """Result of the previous statement if it was a test."""
+    _tests_branch: bool = False
+    """True between `if` and what follows its tests."""
+
+    def run(self, script: str) -> None:
+        """Reads statements: assignments, branches and commands."""
+        joint = ""
+        for statement in _statements(script):
+            if statement in ("&&", "||"):
+                joint = statement
+            elif statement:
+                if not joint or self._test is None or self._test is (joint == "&&"):
+                    self._test = None
+                    self._statement(statement, joint)
+                joint = ""
+
+    def _statement(self, text: str, joint: str = "") -> None:
+        keyword, _, rest = text.partition(" ")
+        if self._branch(keyword, rest.strip(), text):
+            return
+        if keyword in ("[", "[[", "test"):
+            self._test = self._holds(text)
+            if joint and self._tests_branch and self._skipping:
+                self._skipping[-1] = "run" if self._test else "skip"
+            return
+        self._tests_branch = False
+        if keyword in ("then", "do", "else", "{", "time", "exec", "nohup"):
+            return self._statement(rest.strip()) if rest.strip() else None
+        if any(state not in ("run", "loop") for state in self._skipping):
+            return
+        if match := _NAME.fullmatch(text):
+            name, appends, raw = match.groups()
+            if raw.startswith("(") and raw.rstrip().endswith(")") and not raw.startswith("(("):
+                value = self.words(raw.strip()[1:-1])
+            elif (words := self.words(raw)) and len(words) > 1 and not text.startswith(("export", "local", "declare")):
+                return self._command(text)  # NAME=value command
+            else:
+                value = ["".join(self.words(raw, split=False))]
+            if appends and not raw.startswith("("):
+                value = ["".join([*self.values.get(name, []), *value])]
+            self.values[name] = [*self.values.get(name, []), *value] if appends and raw.startswith("(") else value
+        elif keyword in (".", "source"):
+            self._source(rest)
+        else:
+            self._command(text)
+
+    def _branch(self, keyword: str, rest: str, text: str) -> bool:
+        """Enters or leaves a branch; False if the statement is none."""
+        runs = all(state in ("run", "loop") for state in self._skipping)
+        if keyword == "if":
+            self._test = self._holds(rest) if runs else None
+            self._tests_branch = runs
+            self._skipping.append("run" if self._test else "skip" if runs else "nested")
+        elif keyword in ("elif", "else") and self._skipping and self._skipping[-1] in ("run", "skip", "done"):
+            if self._skipping[-1] == "run":
+                self._skipping[-1] = "done"
+            elif self._skipping[-1] == "skip" and (keyword == "else" or self._holds(rest)):
+                self._skipping[-1] = "run"
+            if keyword == "else" and rest:
+                self._statement(rest)
+        elif keyword in ("for", "while", "until"):
+            self._skipping.append("loop" if runs else "nested")
+            if runs and keyword == "for" and (match := re.fullmatch(r"(\w+)\s+in\s+(.*)", rest, re.DOTALL)):
+                self.values[match[1]] = self.words(match[2])[:1]
+            elif runs:
+                self.unknown.append(text)
+        elif keyword == "case":
+            word = " ".join(self.words(rest.partition(" in")[0]))
+            self._skipping.append(f"case {word}" if runs else "nested")
+            if pattern := rest.partition(" in")[2].strip():
+                self._statement(pattern)
+        elif keyword in ("fi", "done", "esac"):
+            if self._skipping:
+                self._skipping.pop()
+        elif text == ";;":
+            if self._skipping and self._skipping[-1] == "run":
+                self._skipping[-1] = "done"
+        elif self._skipping and self._skipping[-1].startswith("case ") and (match := re.match(r"\(?([^()]*)\)", text)):
+            word = self._skipping[-1].removeprefix("case ")
+            if any(fnmatchcase(word, pattern.strip().strip("\"'")) for pattern in match[1].split("|")):
+                self._skipping[-1] = "run"
+                if text[match.end() :].strip():
+                    self._statement(text[match.end() :].strip())
+        else:
+            return (
+                text in ("}", "fi", "then", "do")
+                or re.fullmatch(r"(?:function\s+)?[\w-]+\s*\(\)\s*\{?", text) is not None
+            )
+        return True
+
+    def _command(self, text: str) -> None:
+        words = self.words(text)
+        for position, word in enumerate(words[:-1]):
+            follows_shell = word == "-c" and position and Path(words[position - 1]).name in _SHELLS
+            if follows_shell or (word == "eval" and position == 0):
+                start = position - 1 if follows_shell else position
+                with suppress(ValueError):
+                    words = [*words[:start], *shlex.split(" ".join(words[position + 1 :]))]
+                break
+        cut = next((index for index, word in enumerate(words) if re.match(r"\d*[<>]|&>", word)), len(words))
+        self.commands.append(words[:cut])
+
+    def _source(self, rest: str) -> None:
+        file = Path(" ".join(self.words(rest)[:1]))
+        path = next((path for path in (file, (self.folder or Path()) / file) if path.is_file()), None)
+        if path is None or self._depth >= _DEEPEST:
+            self.unknown.append(f"source {file}")
+            return
+        self._depth += 1
+        self.run(path.read_text(encoding="utf-8", errors="replace"))
+        self._depth -= 1
+
+    def _holds(self, test: str) -> bool:
+        """True if a test holds, where variables that are not set are empty; a test of files or programs does not."""
+        if arithmetic := re.fullmatch(r"\(\((.*)\)\)", test.strip(), re.DOTALL):
+            return bool(self._number(arithmetic[1].replace("$", "")))
+        match = re.fullmatch(r"(?:test\s|\[\[?\s)(.*?)(?:\s\]\]?)?", test.strip(), re.DOTALL)
+        if match is None:
+            self.unknown.append(f"if {test}")
+            return False
+        parts = re.split(r"\s(&&|\|\||-a|-o)\s", match[1])
+        holds = self._single(parts[0])
+        for joint, part in zip(parts[1::2], parts[2::2]):
+            holds = holds and self._single(part) if joint in ("&&", "-a") else holds or self._single(part)
+        return holds
+
+    def _single(self, test: str) -> bool:
+        words = [re.sub(r"\$\{?[\w@]+\}?", "", word) for word in self.words(test, keep_empty=True)]
+        if words[:1] == ["!"]:
+            return not self._single(test.strip()[1:])
+        if len(words) == 2 and words[0] in ("-z", "-n"):
+            return (words[1] == "") is (words[0] == "-z")
+        if len(words) == 1 and words[0] in ("-z", "-n"):
+            return words[0] == "-z"
+        if len(words) == 3 and words[1] in _COMPARISONS:
+            left, right = (self._number(word) if word else 0 for word in (words[0], words[2]))
+            return left is not None and right is not None and _COMPARISONS[words[1]](left, right)
+        if len(words) == 3 and words[1] in ("=", "==", "!="):
+            return fnmatchcase(words[0], words[2]) is (words[1] != "!=")
+        return len(words) == 1 and words[0] != "" if not words or not words[0].startswith("-") else False
+
+    def _number(self, text: str) -> int | None:
+        """Value of an arithmetic expression; None if it has names or operators that are not known."""
+
+        def value(node: ast.expr) -> int:
+            if isinstance(node, ast.Constant) and isinstance(node.value, int):
+                return node.value
+            if isinstance(node, ast.Name) and node.id in self.values:
+                return value(ast.parse("".join(self.values[node.id]) or "0", mode="eval").body)
+            if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+                return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
+            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+                return -value(node.operand)
+            if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
+                return _COMPARED[type(node.ops[0])](value(node.left), value(node.comparators[0]))
+            raise ValueError(text)
+
+        try:
+            return value(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return None
+
+    def words(self, text: str, *, split: bool = True, keep_empty: bool = False) -> list[str]:
+        """Words of a text, with variables filled in; without `split` one word."""
+        words: list[str] = []
+        word, open_word, position = "", False, 0
+
+        def end() -> None:
+            nonlocal word, open_word
+            if open_word and (word or keep_empty or not split or quoted):
+                words.append(word)
+            word, open_word = "", False
+
+        quoted = False
+        while position < len(text) and len(words) < _MOST_WORDS:
+            char = text[position]
+            if char in " \t\n" and split:
+                end()
+                quoted = False
+            elif char == "'":
+                close = text.find("'", position + 1)
+                close = len(text) if close < 0 else close
+                word, open_word, quoted = word + text[position + 1 : close], True, True
+                position = close
+            elif char == '"':
+                close = _closing(text, position)
+                pieces = self._quoted(text[position + 1 : close])
+                for number, piece in enumerate(pieces):
+                    if number:
+                        end()
+                    word, open_word, quoted = word + piece, True, True
+                position = close
+            elif char == "\\" and position + 1 < len(text):
+                word, open_word, position = word + text[position + 1], True, position + 1
+            elif char in "$`":
+                values, position = self._expanded(text, position)
+                joined = " ".join(values)
+                for number, piece in enumerate(
+                    re.split(r"[ \t\n]+", joined) if split and not _UNSET.match(joined) else [joined]
+                ):
+                    if number:
+                        end()
+                    word, open_word = word + piece, open_word or bool(piece) or keep_empty
+                continue
+            else:
+                word, open_word = word + char, True
+            position += 1
+        end()
+        return words
+
+    def _quoted(self, text: str) -> list[str]:
+        """Pieces of a text in double quotes: one, or those of an array."""
+        pieces, position = [""], 0
+        while position < len(text):
+            if text[position] == "\\" and text[position + 1 : position + 2] in tuple('$`"\\'):
+                pieces[-1] += text[position + 1]
+                position += 2
+            elif text[position] in "$`":
+                values, end = self._expanded(text, position)
+                if text[position:end].endswith("[@]}") or text[position:end] == "$@":
+                    head, *tail = values or [""]
+                    pieces[-1] += head
+                    pieces += tail
+                else:
+                    pieces[-1] += " ".join(values)
+                position = end
+            else:
+                pieces[-1] += text[position]
+                position += 1
+        return [] if pieces == [""] and text in ("$@", "$*") else pieces
+
+    def _expanded(self, text: str, start: int) -> tuple[list[str], int]:
+        """Values of the expansion at a position, and the position after it; one that is not known stays as written."""
+        if text.startswith("$((", start):
+            end = text.find("))", start)
+            end = len(text) if end < 0 else end + 2
+            inside = text[start + 3 : end - 2]
+            value = self._number(re.sub(r"\$\{?(\w+)\}?", r"\1", inside))
+            return ([text[start:end]] if value is None else [str(value)]), end
+        if text[start] == "`" or text.startswith("$(", start):
+            end = text.find("`", start + 1) + 1 if text[start] == "`" else _closing(text, start + 1) + 1
+            end = end if end > 0 else len(text)
+            return [text[start:end]], end
+        if text.startswith("${", start):
+            end = _closing(text, start + 1) + 1
+            inside = text[start + 2 : end - 1]
+        elif match := re.compile(r"\$([A-Za-z_]\w*|[\d@*#?])").match(text, start):
+            end, inside = match.end(), match[1]
+        else:
+            return ["$"], start + 1
+        parameter = _PARAMETER.fullmatch(inside)
+        if parameter is None:
+            return [text[start:end]], end
+        name, index, default_form, default = parameter.groups()
+        values: list[str] | None = self.values.get(name)
+        if name in ("@", "*"):
+            values = []
+        if values is not None and index is not None and index.isdigit():
+            values = values[int(index) : int(index) + 1]
+        if (
+            default_form
+            and default_form[-1] in "-="
+            and (values is None or (":" in default_form and values in ([], [""])))
+        ):
+            values = ["".join(self.words(default, split=False))]
+            if default_form.endswith("="):
+                self.values[name] = values
+        if default_form and default_form.endswith("+"):
+            values = self.words(default) if values else []
+        return ([text[start:end]] if values is None else list(values)), end
+
+
+def _closing(text: str, start: int) -> int:
+    """Position of the quote or bracket that closes the one at a position; the end of the text if there is none."""
+    opens = text[start]
+    closes: Any = {"(": ")", "{": "}"}.get(opens, opens)
+    depth, position = 0, start
+    while position < len(text):
+        char = text[position]
+        if char == "\\":
+            position += 1
+        elif char == closes and (depth == 1 or opens == closes) and position > start:
+            return position
+        elif char == opens:
+            depth += 1
+        elif char == closes:
+            depth -= 1
+        position += 1
+    return len(text)

@@ -1,0 +1,86 @@
+"""TRL: `trl sft --config FILE`, its scripts and their YAML; arguments of the Trainer, and some of its own."""
+
+from .common import read_lora, read_quantized, read_stage
+from .framework import Framework, SettingsReader
+from .trainer import KNOBS, MODEL, SEQ_LEN, conventions, option, prepare, read as read_trainer, write
+
+SUBCOMMAND = "subcommand"
+"""The trainer: `sft`, `dpo`, ...; in a YAML alone it follows from the settings that only one trainer has."""
+_OF_TRAINERS = {
+    "dpo": (
+        "precompute_ref_log_probs",
+        "max_prompt_length",
+        "beta",
+        "ref_model_sync_steps",
+        "rpo_alpha",
+        "f_divergence_type",
+    ),
+    "grpo": ("num_generations", "max_completion_length", "reward_funcs", "use_vllm"),
+    "reward": ("center_rewards_coefficient",),
+    "kto": ("desirable_weight", "undesirable_weight"),
+}
+
+
+def _prepare(reader: SettingsReader) -> None:
+    """Fills in TRL's defaults (trl/trainer/base_config.py)."""
+    kinds = [kind for kind, names in _OF_TRAINERS.items() if sum(map(reader.has, names))]
+    reader.set(SUBCOMMAND, next((kind for kind in ("grpo", "kto", "reward", "dpo") if kind in kinds), "sft"))
+    reader.set("gradient_checkpointing", True)
+    if not reader.flag("fp16"):
+        reader.set("bf16", True)
+    prepare(reader)
+
+
+def _read(reader: SettingsReader) -> None:
+    """Reads the Trainer's arguments, the adapters, and the kind of training."""
+    read_trainer(reader)
+    reader.default("seq_len", 1024)
+    kind = reader.get(SUBCOMMAND)
+    if reader.flag("use_peft"):
+        rank, alpha = reader.whole("lora_r") or 16, reader.whole("lora_alpha") or 32
+        dropout = reader.get("lora_dropout")
+        target = reader.get("lora_target_modules")
+        # Its default of 0.05 costs a mask and a copy of each adapter's input.
+        read_lora(reader, rank, target, alpha, 0.05 if dropout is None else dropout, "lora_target_modules")
+        read_quantized(reader, "load_in_4bit")
+        read_quantized(reader, "load_in_8bit")
+    # With adapters the reference model is the model without them.
+    reference = not reader.flag("use_peft") and not reader.flag("precompute_ref_log_probs")
+    read_stage(reader, SUBCOMMAND, f"trl {kind}", reference=reference)
+    loss = reader.get("loss_type")
+    if kind == "sft" and loss == "chunked_nll" and not reader.flag("use_liger_kernel"):
+        reader.conventions["loss"] = "chunked"
+    if kind == "sft" and not reader.flag("packing"):
+        reader.note("samples may be shorter than max_length (no packing): the estimate is of full ones")
+
+
+FRAMEWORK = Framework(
+    name="trl",
+    title="TRL",
+    knobs=KNOBS,
+    partly=frozenset({"checkpoint_ratio"}),
+    signs=(
+        *(
+            "use_peft",
+            "model_name_or_path & load_in_4bit",
+            "model_name_or_path & lora_target_modules",
+            "max_prompt_length",
+        ),
+        *("max_completion_length", "num_generations", "beta & loss_type", "dataset_text_field", "assistant_only_loss"),
+        *("completion_only_loss", "dataset_mixer", "dataset_mixer.*", "max_length & per_device_train_batch_size"),
+        *(
+            "max_seq_length & packing & per_device_train_batch_size",
+            "precompute_ref_log_probs",
+            "dataset_num_proc & output_dir",
+        ),
+    ),
+    programs=("trl", *(f"*scripts/{kind}.py" for kind in ("sft", "dpo", "kto", "grpo", "reward", "rloo"))),
+    model=MODEL,
+    seq_len=("max_length", "max_seq_length", *SEQ_LEN),
+    defaults={"micro_batch": 8, "grad_accum": 1, "precision": "bf16", "checkpoint_ratio": 1, "fused_optimizer": True},
+    option=option,
+    prepare=_prepare,
+    conventions=conventions,
+    read=_read,
+    write=write,
+)
