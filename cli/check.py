@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..frameworks.framework import is_off
 from ..knobs.text import value_text
 from . import exit_codes
 from .estimate_text import step_time
@@ -89,7 +90,7 @@ def render(result: "Check") -> str:
     if result.without:
         verdict += f" without {_listed(result.without)}"
         chance = "the chance to fit is unknown"
-    idle = [name for name in trainer.unread if name not in result.without]
+    idle = [name for name, value in trainer.unread.items() if is_off(value)]
     lines = [
         f"{result.model} by {trainer.framework} on {trainer.devices} x {result.hardware.name}",
         *(f"{fact.name:<14} {fact.value}  [{fact.source}]" for fact in result.facts),

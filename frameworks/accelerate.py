@@ -407,7 +407,9 @@ def write(strategy: Strategy, reader: SettingsReader) -> dict[str, Any]:
     if reader.has("config_file"):  # options beside a file, which has the engine
         return settings
     deepspeed_runs = reader.get("distributed_type") == "DEEPSPEED" or reader.flag("use_deepspeed")
-    if strategy.zero == 3 and not deepspeed_runs and str(reader.get(_WRAP) or "NO_WRAP") == "NO_WRAP":
+    shards = reader.get("distributed_type") == "FSDP" or reader.flag("use_fsdp")
+    unwrapped = str(reader.get(_WRAP) or "NO_WRAP") == "NO_WRAP" and not deepspeed_runs
+    if unwrapped and (strategy.zero == 3 or (strategy.zero == 2 and not shards)):
         settings[_WRAP] = _WRAPPED
     if strategy.zero and not deepspeed_runs and reader.flag("multi_gpu"):
         settings["multi_gpu"] = None  # which accelerate refuses beside use_fsdp

@@ -109,11 +109,12 @@ def read(reader: SettingsReader) -> None:
         reader.note(
             f"gradient_checkpointing = {reader.get('gradient_checkpointing')}: kept activations are taken to stay on the device"
         )
+    pads = reader.flag("pad_to_sequence_len")
     if reader.flag("sample_packing"):
         reader.note(
             "the estimate is for full samples of sequence_len, as sample_packing makes; without it they are padded or short"
         )
-    elif reader.flag("pad_to_sequence_len") is not True:
+    elif not pads:
         reader.note(
             "samples may be shorter than sequence_len (no sample_packing, no padding): the estimate is of full ones"
         )

@@ -237,12 +237,13 @@ class SettingsReader:
         """Settings of the file or command that do not enter the estimate: nothing looked them up, or what they say has no
         counterpart. Those with a name in `harmless`, patterns of names, are left out.
         """
-        unread: dict[str, Any] = {}
+        derived = {key: (key, None) for key in self._misunderstood} | self._plain
+        unread = {
+            name: value for name, value in (derived[key] for key in sorted(self._misunderstood)) if not is_empty(value)
+        }
         for name, value in self.settings.items():
-            key = self._key(name)
-            if key in self._misunderstood or (
-                key not in self._looked_up and not isinstance(value, OpenedFile) and not is_harmless(name, harmless)
-            ):
+            idle = self._key(name) in self._looked_up or is_empty(value) or isinstance(value, OpenedFile)
+            if not idle and not is_harmless(name, harmless):
                 unread[name] = value
         return unread
 
@@ -305,6 +306,11 @@ def is_harmless(name: str, patterns: Sequence[str]) -> bool:
     """True if a setting's name, or its last part, matches one of the patterns of settings that do not matter."""
     full = plain(name)
     return any(fnmatchcase(spelling, pattern) for pattern in patterns for spelling in {full, full.rpartition(".")[2]})
+
+
+def is_empty(value: Any) -> bool:
+    """True if a setting is present without a value."""
+    return value is None or value == ""
 
 
 def is_off(value: Any) -> bool:
@@ -410,9 +416,6 @@ class Framework:
             LookupError: the framework cannot express one of the values.
         """
         wanted = set(knobs)
-        for knob in wanted:
-            if self.cannot(knob, strategy, reader):
-                raise LookupError(knob)
         changed: dict[str, Any] = {}
         for knob, knob_settings in self.knobs.items():
             if knob in wanted and (knob not in self.partly or getattr(strategy, knob) in knob_settings.values):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..knobs.strategy import Strategy
+from .common import read_optimizer
 from .framework import Framework, KnobSettings, KnobTable, SettingsReader
 
 _MODEL, _MODE = "model.model_config.", "parallelism.tp_mode"
@@ -38,6 +39,7 @@ def read(reader: SettingsReader) -> None:
     replicas = reader.whole("parallelism.dp")
     if replicas is not None:
         reader.knobs["dp"] = replicas * reader.knobs.get("ep", 1)
+    read_optimizer(reader, "optimizer.optimizer_factory.name")
     if (mode := reader.get(_MODE)) is not None:
         reader.knobs["sequence_parallel"] = str(mode).upper() == "REDUCE_SCATTER"
     sizes = {name: reader.get(_MODEL + name) for name in _SIZES}

@@ -394,7 +394,9 @@ def _read_command(
         if isinstance(config_file, str) and config_file.endswith(SUFFIXES[:4]):
             config_files.append(config_file)
             settings.pop(key)
-    uses_engine = any(_FILES.get(plain(name)) == "deepspeed" for name in settings)
+    uses_engine = any(
+        _FILES.get(plain(name)) == "deepspeed" and isinstance(value, str) for name, value in settings.items()
+    )
     for file in config_files if files else ():
         if (sources or uses_engine) and not (framework or chosen or _recognised(read_document(Path(file)))):
             facts = _merge_facts(facts, {"unread": {file: "a file"}})

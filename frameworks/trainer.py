@@ -34,6 +34,7 @@ AVERAGING = ("bert", "roberta", "albert", "t5")
 """Families whose models average their loss themselves, although their forward accepts any keyword."""
 
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing")
+_RESHARD = "fsdp_config.reshard_after_forward"
 _EVERY = "activation_checkpointing_kwargs.every_n_layers"
 KNOBS = KnobTable(
     KnobSettings(knob="micro_batch", keys=("per_device_train_batch_size", "per_gpu_train_batch_size")),
@@ -66,8 +67,8 @@ KNOBS = KnobTable(
         alternatives=(
             {
                 0: {"fsdp": None},
-                2: {"fsdp": True, "fsdp_config.reshard_after_forward": False},
-                3: {"fsdp": True, "fsdp_config.reshard_after_forward": True},
+                2: {"fsdp": True, _RESHARD: False},
+                3: {"fsdp": True, _RESHARD: True},
             },
             {
                 2: {"fsdp": "shard_grad_op auto_wrap"},
@@ -317,7 +318,7 @@ def prepare(reader: SettingsReader) -> None:
     """Fills in the defaults of TrainingArguments for missing FSDP settings."""
     fsdp = reader.get("fsdp")
     if fsdp is not None and reader.flag("fsdp") is not False:
-        reader.set("fsdp_config.reshard_after_forward", True)
+        reader.set(_RESHARD, True)
 
 
 def read(reader: SettingsReader) -> None:
@@ -326,7 +327,8 @@ def read(reader: SettingsReader) -> None:
     fsdp_text = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "").lower()
     for name, stage in (("shard_grad_op", 2), ("full_shard", 3), ("hybrid_shard", 3), ("hybrid_shard_zero2", 2)):
         if name in fsdp_text:
-            reader.knobs["zero"] = stage
+            reshards = reader.flag(_RESHARD) if reader.stated(_RESHARD) else None  # has precedence
+            reader.knobs["zero"] = stage if reshards is None else 3 if reshards else 2
     if "hybrid_shard" in fsdp_text:
         reader.facts["hybrid"] = True
     if "offload" in fsdp_text.split():
@@ -346,9 +348,9 @@ def read_evaluation(reader: SettingsReader) -> None:
     evaluates = str(reader.get("eval_strategy", "evaluation_strategy") or "no") != "no" or reader.flag("do_eval")
     size = reader.whole("per_device_eval_batch_size") or 8
     if evaluates and size > (reader.knobs.get("micro_batch") or 8):
+        reader.set("per_device_eval_batch_size", size)
         reader.misunderstood("per_device_eval_batch_size")
-        if not reader.stated("per_device_eval_batch_size"):
-            reader.note(f"evaluations have {size} samples at once, the default, whose logits are not estimated")
+        reader.note(f"evaluations have {size} samples at once, whose logits are not estimated")
 
 
 def _read(reader: SettingsReader) -> None:
@@ -438,6 +440,8 @@ PROGRAMS = tuple(
 def option(name: str, value: Any, reader: SettingsReader) -> str:
     """Writes an argument; a field of one that is a mapping as JSON, with the fields that it has."""
     argument, dot, field = name.partition(".")
+    if name == "fsdp" and value is True:
+        value = "full_shard"  # its parser takes a text only; fsdp_config has precedence
     if not dot:
         return f"--{name} {text_of(value)}"
     present = {key.partition(".")[2]: old for key, old in reader.settings.items() if key.startswith(f"{argument}.")}

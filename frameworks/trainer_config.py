@@ -241,9 +241,13 @@ def edited_source(
     framework = find_framework(source.framework)
     reader = SettingsReader(source.settings, source.where, by_last=framework.by_last)
     mine = knobs & set(framework.knobs)
+    if any(framework.cannot(knob, new, reader) for knob in mine):
+        raise LookupError
     present = framework.settings(old, reader, mine)
     wanted = framework.settings(new, reader, mine)
+    removed = {key for key in wanted.keys() - present.keys() if wanted[key] is None and reader.has(key)}
     keys = [key for key in {**present, **wanted} if present.get(key) != wanted.get(key) and (removing or key in wanted)]
+    keys += removed
     replaced = {plain(reader.name(key)) for key in keys}
     untouched = {name: value for name, value in source.settings.items() if plain(name) not in replaced}
     added = {reader.name(key): wanted[key] for key in keys if wanted.get(key) is not None}

@@ -434,7 +434,10 @@ def test_a_changed_argument_that_takes_json_is_read_back():
     command = "torchrun --nproc-per-node 8 run_clm.py --config_name gpt2 --per_device_train_batch_size 4 --bf16"
     made = read(command).on()
     changes = made.changes({**made.config, "zero": 3})
-    assert [each.text for each in changes] == ["--fsdp true", """--fsdp_config '{"reshard_after_forward": true}'"""]
+    assert [each.text for each in changes] == [
+        "--fsdp full_shard",
+        """--fsdp_config '{"reshard_after_forward": true}'""",
+    ]
     again = read(f"{command} {' '.join(each.text for each in changes)}").on()
     assert again.config["zero"] == 3 and again.config == {**made.config, "zero": 3}
     assert made.changes({**made.config, "pp": 2, "dp": 4}) is None, "the Trainer has no pipelines"

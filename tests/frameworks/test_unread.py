@@ -1,0 +1,164 @@
+"""Nothing of a file is dropped without a word, and a trainer is named only by what only it has."""
+
+import dataclasses
+import json
+from fnmatch import fnmatchcase
+
+import pytest
+from redline.base.errors import UsageError
+from redline.frameworks import read
+from redline.frameworks.framework import harmless_settings, is_harmless, plain
+from redline.frameworks.reading import OTHERS
+from redline.frameworks.registry import FRAMEWORKS, find_framework
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_setting_that_nothing_reads_is_listed(name):
+    found = find_framework(name).reading(
+        {"frobnicate_layers": 3, "frobnicate_heads": False, "seed": 7, "empty": None}, "x"
+    )
+    assert found.facts["unread"] == {"frobnicate_layers": 3, "frobnicate_heads": False}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_no_setting_of_a_knob_is_held_to_be_harmless(name):
+    framework = find_framework(name)
+    names = {key for settings in framework.knobs.values() for key in settings.keys}
+    names |= {
+        key
+        for settings in framework.knobs.values()
+        for alternative in settings.alternatives
+        for pairs in alternative.values()
+        for key in pairs
+    }
+    names |= {*framework.seq_len}
+    patterns = harmless_settings(name)
+    assert not [key for key in names if any(fnmatchcase(plain(key), pattern) for pattern in patterns)]
+
+
+COSTLY = (
+    "use_peft", "load_in_4bit", "quantization_bit", "use_apollo", "use_galore", "use_badam", "use_kt",
+    "freeze_trainable_layers", "lora_modules_to_save", "unfrozen_parameters", "additional_target", "use_unsloth",
+    "cpu_offloading", "mtp_num_layers", "fp8", "activation_offloading", "use_dora", "relora", "fp8_param_gather",
+    "adapter_name_or_path", "lora_rank", "galore_rank", "defaults", "zero_optimization.mics_shard_size",
+    "optimizer.early_step_in_backward", "padding_free", "model.shared_embedding", "ref_model", "reward_model",
+    "sliding_window", "vision_tower",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_settings_of_memory_are_not_held_to_be_harmless(name):
+    assert not [setting for setting in COSTLY if is_harmless(setting, harmless_settings(name))]
+
+
+def test_every_training_argument_is_read_or_harmless_or_listed():
+    transformers = pytest.importorskip("transformers")
+    names = [field.name for field in dataclasses.fields(transformers.TrainingArguments)]
+    reader = find_framework("trainer").reading({name: 3 for name in names if name not in ("bf16", "fp16")}, "x")
+    listed = (
+        "activation_checkpointing_kwargs auto_find_batch_size use_cpu accelerator_config parallelism_config ddp_bucket_cap_mb "
+        "ddp_static_graph deepspeed optim optim_target_modules full_determinism"
+    )
+    no_switches = "fsdp_config torch_compile use_liger_kernel"  # which 3 is no value of
+    assert set(reader.facts["unread"]) == {*listed.split(), *no_switches.split()}
+
+
+@pytest.mark.parametrize(
+    ("framework", "settings", "unread"),
+    [
+        ("llamafactory", {"finetuning_type": "full", "use_galore": True, "galore_rank": 8}, {"use_galore", "galore_rank"}),
+        ("llamafactory", {"finetuning_type": "full", "optim": "lomo"}, {"optim"}),
+        ("llamafactory", {"finetuning_type": "full", "quantization_bit": 4}, {"quantization_bit"}),
+        ("trainer", {"use_peft": True, "load_in_4bit": True}, {"use_peft", "load_in_4bit"}),
+        ("trainer", {"optim": "rmsprop"}, set()),
+        ("trainer", {"optim": "adamw_torch_4bit"}, {"optim"}),
+        ("trainer", {"eval_strategy": "steps", "per_device_train_batch_size": 1}, {"per_device_eval_batch_size"}),
+        ("trainer", {"per_device_eval_batch_size": 64, "per_device_train_batch_size": 1}, set()),
+        ("trl", {"num_generations": 8}, {"subcommand"}),
+        ("axolotl", {"adapter": "lora", "lora_target_modules": r"nothing\d+"}, {"lora_target_modules"}),
+        ("axolotl", {"plugins": ["x.Other"]}, {"plugins"}),
+        ("litgpt", {"optimizer": "Mystery"}, {"optimizer"}),
+        ("accelerate", {"distributed_type": "FSDP", "fsdp_config.fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
+         {"fsdp_config.fsdp_auto_wrap_policy"}),
+        ("deepspeed", {"zero_optimization.stage": 3, "zero_optimization.stage3_max_live_parameters": 1e9}, set()),
+        ("deepspeed", {"optimizer.type": "OneBitAdam"}, {"optimizer.type"}),
+        ("torchtitan", {"config": "llama3_1t"}, {"config"}),
+        ("torchtitan", {"activation_checkpoint.mode": "memory_budget"}, {"activation_checkpoint.mode"}),
+        ("megatron", {"recompute-granularity": "selective", "recompute-modules": "core_attn mlp"}, {"recompute-modules"}),
+        ("megatron-bridge", {"recipe": "r"}, {"recipe"}),
+    ],
+)  # fmt: skip
+def test_a_value_without_a_counterpart_is_not_read(framework, settings, unread):
+    assert set(find_framework(framework).reading(settings, "x").facts["unread"]) == unread
+
+
+def test_options_of_a_users_script_beside_a_known_engine_are_listed(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n")
+    (tmp_path / "mine.yaml").write_text("depth: 4\n")
+    of_engine = read(f"deepspeed train.py --deepspeed_config {tmp_path}/ds.json --tp_size 4 --learning_rate 1e-4")
+    assert (of_engine.framework, dict(of_engine.unread)) == ("deepspeed", {"tp_size": "4"})
+    of_launcher = read(
+        f"accelerate launch --config_file {tmp_path}/acc.yaml t.py --use_lora --config {tmp_path}/mine.yaml"
+    )
+    assert of_launcher.framework == "accelerate" and set(of_launcher.unread) == {"use_lora", f"{tmp_path}/mine.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            "deepspeed train.py --tp_size 4 --model_name x --num_nodes 2 --precision bf16 --out_dir y",
+            "nothing in it is of one",
+        ),
+        (
+            "deepspeed main.py --deepspeed --only_optimize_lora --per_device_train_batch_size 4",
+            "settings of DeepSpeed-Chat",
+        ),
+        (
+            "torchrun t.py --with_tracking --per_device_train_batch_size 1 --gradient_checkpointing",
+            "settings of open-instruct",
+        ),
+        (
+            "python finetune.py --base_model m --micro_batch_size 4 --val_set_size 20 --cutoff_len 512",
+            "nothing in it is of one",
+        ),
+        ("python run_clm_no_trainer.py --per_device_train_batch_size 4", "--framework NAME names the trainer"),
+        ("MODULE=llama3 ./run_train.sh", "--framework NAME names the trainer"),
+    ],
+)
+def test_a_command_without_a_sign_of_one_trainer_is_refused(command, says):
+    with pytest.raises(UsageError, match=says):
+        read(command)
+
+
+NEMO = (
+    "trainer: {devices: 8, accelerator: gpu, precision: bf16}\nexp_manager: {name: x}\nmodel: {micro_batch_size: 4}\n"
+)
+
+
+def test_a_file_of_another_trainer_is_refused_by_its_name_and_read_as_what_is_asked_for(tmp_path):
+    (tmp_path / "nemo.yaml").write_text(NEMO)
+    with pytest.raises(UsageError, match="settings of NeMo 1, which redline check does not read; --framework NAME"):
+        read(tmp_path / "nemo.yaml")
+    found = read(tmp_path / "nemo.yaml", framework="lightning")
+    assert (found.framework, found.devices) == ("lightning", 8) and "model.micro_batch_size" in found.unread
+
+
+def test_no_sign_of_a_framework_is_one_of_another_trainer():
+    signs = {sign for name in FRAMEWORKS for sign in find_framework(name).signs}
+    assert not signs & {sign for others in OTHERS.values() for sign in others}
+    for name in FRAMEWORKS:
+        for sign in find_framework(name).signs:
+            settings = dict.fromkeys(part.replace("*", "x") for part in sign.split(" & "))
+            rivals = [rival for rival in FRAMEWORKS if rival not in (name, "trainer")]
+            other = [rival for rival in rivals if find_framework(rival).recognised(settings)]
+            assert name == "trainer" or not other, (name, sign, other)
+
+
+def test_settings_of_the_file_are_told_from_the_frameworks_defaults():
+    found = read("trl sft --model_name_or_path gpt2 --per_device_train_batch_size 2")
+    assert "micro_batch" in found.stated and not {"micro_batch", "model"} & found.defaults
+    assert {"precision", "checkpoint_ratio", "seq_len", "grad_accum"} <= found.defaults
+    titan = read("python -m torchtitan.train --module llama3 --config llama3_8b --training.seq_len 4096")
+    assert {"micro_batch", "zero", "checkpoint_ratio"} <= titan.defaults and "seq_len" not in titan.defaults
