@@ -237,9 +237,6 @@ def check(
         if kind
         else f"{resolved.name}, {parameters:,} parameters"
     )
-    seen = replace(as_read, seq_len=resolved.seq_len)
-    if as_read.seq_len is None and seq_len is None:
-        seen = replace(seen, defaults=seen.defaults | {"seq_len"})
     sample = (resolved.trains.get("workload") or {}).get("sample")
     return Check(
         trainer=replace(trainer, conventions=conventions),
@@ -255,7 +252,12 @@ def check(
         framework=facts.name,
         findings=tuple(dict.fromkeys(findings)),
         facts=deciding_facts(
-            seen, conventions, words, machine.name, {name for name, value in given_facts.items() if value is not None}
+            as_read,
+            conventions,
+            words,
+            machine.name,
+            {name: value for name, value in given_facts.items() if value is not None},
+            resolved.seq_len,
         ),
         without=without(trainer),
     )

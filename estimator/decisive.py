@@ -1,6 +1,6 @@
 """What decides a prediction of a training: each fact with its source, so that a reader sees what was missed."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,12 @@ def without(trainer: TrainerConfig) -> tuple[str, ...]:
 
 
 def deciding_facts(
-    trainer: TrainerConfig, conventions: Mapping[str, Any], model: str, hardware: str, options: Collection[str]
+    trainer: TrainerConfig,
+    conventions: Mapping[str, Any],
+    model: str,
+    hardware: str,
+    options: Mapping[str, Any],
+    length: int | None,
 ) -> tuple[Fact, ...]:
     """The facts of a training that is complete (`TrainerConfig.on`).
 
@@ -42,6 +47,7 @@ def deciding_facts(
         model: its model, in words.
         hardware: name of the devices.
         options: the facts that are given beside the file: `model`, `devices`, `seq_len`, `global_batch`.
+        length: tokens of a sample.
     """
     config, title = trainer.config, find_framework(trainer.framework).title
     written = "command" if all(source.where == COMMAND for source in trainer.sources) else "file"
@@ -82,7 +88,7 @@ def deciding_facts(
         ("batch", f"{batch} = {trainer.global_batch}{lengths}", of_knob("micro_batch")),
         (
             "length",
-            f"{trainer.seq_len:,} tokens" if trainer.seq_len else "the model's",
+            f"{length:,} tokens" if length else "the model's",
             of_fact("seq_len", trainer.seq_len, "assumed"),
         ),
         ("checkpointing", _checkpointing(config, conventions), of_knob("checkpoint_ratio")),

@@ -128,9 +128,14 @@ def _statements(script: str) -> Iterator[str]:
             depth += text[:position].rstrip()[-1:] not in ("",) or char == "{"
         elif char in ")}" and depth:
             depth -= 1
-        elif not depth and (
-            char in "\n;|"
-            or (char == "&" and text[position - 1 : position] != ">" and text[position + 1 : position + 2] != ">")
+        elif (
+            not depth
+            and (
+                char in "\n;"
+                or (char == "|" and text[position - 1 : position].isspace())  # otherwise between patterns of a case
+                or text.startswith("||", position)
+                or (char == "&" and text[position - 1 : position] != ">" and text[position + 1 : position + 2] != ">")
+            )
         ):
             double = text[position : position + 2] if text[position : position + 2] in (";;", "&&", "||") else char
             yield text[start:position].strip()

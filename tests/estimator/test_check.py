@@ -340,3 +340,80 @@ def test_all_linear_of_a_mixture_is_its_linear_layers(tmp_path, recwarn):
     found = check(read(tmp_path / "lora.yaml"), "h100", devices=2)
     assert "lora: experts whose weights are fused" in " ".join(found.findings)
     assert not [each for each in recwarn if "peft" in each.filename]
+
+
+def test_the_first_lines_state_what_decides_and_where_it_is_from(tmp_path):
+    (tmp_path / "sft.yaml").write_text(
+        "model_name_or_path: gpt2\nper_device_train_batch_size: 2\nbf16: true\noptim: adamw_bnb_8bit\neval_strategy: 'no'\n"
+        "use_galore: true\nuse_badam: false\n"
+    )
+    asked = [str(tmp_path / "sft.yaml"), "--hardware", "a100-80gb", "--devices", "2", "--seq-len", "512"]
+    lines = CliRunner().invoke(command, asked, standalone_mode=False).output.splitlines()
+    facts = {line.split()[0]: line for line in lines[1 : lines.index("")]}
+    for name, words in {
+        "model": "gpt2 (GPT2LMHeadModel), 124,439,808 parameters  [file]",
+        "adapters": "none: all weights are trained  [default of transformers.Trainer]",
+        "optimizer": "adamw_bnb_8bit as adamw, states in int8  [file]",
+        "precision": "bf16: weights in fp32, gradients in fp32  [file]",
+        "batch": "micro_batch 2 x grad_accum 1 x dp 2 = 4  [file]",
+        "length": "512 tokens  [--seq-len]",
+        "checkpointing": "none  [assumed]",
+        "devices": "2 x a100-80gb  [--devices]",
+    }.items():
+        assert facts[name].endswith(words), facts[name]
+    assert "not read       use_galore" in lines and "not read, off  use_badam" in lines
+    (verdict,) = [line for line in lines if line.startswith("memory")]
+    assert "fits without use_galore:" in verdict and verdict.endswith("the chance to fit is unknown")
+    found = json.loads(CliRunner().invoke(command, [*asked, "--json"], standalone_mode=False).output)
+    assert found["without"] == ["use_galore"] and found["probability_fits"] is None
+    assert found["not_read"] == {"use_galore": "True", "use_badam": "False"}
+
+
+def test_pairs_and_the_reference_model_are_counted():
+    sft, dpo, stored, adapted = (
+        check(
+            read(f"trl {words} --model_name_or_path gpt2 --per_device_train_batch_size 4"), "a100-80gb", devices=1
+        ).estimate
+        for words in ("sft", "dpo", "dpo --precompute_ref_log_probs true", "kto")
+    )
+    whole = 124_439_808 * 4 / 2**20
+    assert dpo.peak_memory_mib - stored.peak_memory_mib == pytest.approx(whole, rel=0.01)
+    assert adapted.peak_memory_mib - sft.peak_memory_mib == pytest.approx(whole, rel=0.01), "one sequence a sample"
+    assert stored.breakdown["memory.logits and loss"] > 1.9 * sft.breakdown["memory.logits and loss"]
+    assert dpo.step_ms > 1.7 * sft.step_ms and dpo.memory_limit_mib == sft.memory_limit_mib
+    assert dpo.probability_fits <= stored.probability_fits
+
+
+def test_a_model_that_is_one_unit_of_fsdp_has_whole_weights_and_gradients(tmp_path):
+    text = (
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: %s}\n"
+    )
+    peaks = {}
+    for policy in ("NO_WRAP", "TRANSFORMER_BASED_WRAP"):
+        (tmp_path / "fsdp.yaml").write_text(text % policy)
+        found = check(read(tmp_path / "fsdp.yaml"), "a100-80gb", model="gpt2", knobs={"micro_batch": 1}, seq_len=256)
+        peaks[policy] = found.estimate.peak_memory_mib
+        assert ("in one unit" in str(found.facts)) is (policy == "NO_WRAP")
+        if policy == "NO_WRAP":
+            changes = found.trainer.changes({**found.trainer.config, "zero": 3})
+            assert "fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}" in {change.text for change in changes}
+    whole = 124_439_808 * 2 / 2**20
+    assert peaks["NO_WRAP"] - peaks["TRANSFORMER_BASED_WRAP"] > 1.2 * whole
+
+
+def test_a_change_is_surely_faster_and_has_no_idle_setting():
+    from redline.estimator.check import GAIN
+
+    given = f"{MEGATRON} --overlap-grad-reduce"
+    found = check(read(given), "h100-80gb")
+    for each in found.faster:
+        knobs = {name for name in each.config if each.config[name] != found.trainer.config.get(name)} - {
+            "dp",
+            "grad_accum",
+        }
+        assert each.gain > GAIN and knobs
+        for knob in knobs - {"tp", "pp", "micro_batch"}:
+            fewer = {**each.config, knob: found.trainer.config.get(knob)}
+            lines = found.trainer.changes({name: value for name, value in fewer.items() if value is not None})
+            assert lines is None or each.changes != lines

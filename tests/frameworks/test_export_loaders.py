@@ -697,6 +697,37 @@ def test_megatrons_flags_are_its_own(name):
     assert connections == ("1" if parallel and config.get("zero", 0) < 2 else "")
 
 
+@pytest.mark.parametrize(
+    ("present", "wanted"),
+    [
+        ("--tensor-model-parallel-size 4", {"tp": 2, "dp": 4, "micro_batch": 2, "grad_accum": 8}),
+        ("--use-distributed-optimizer", {"zero": 3}),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", {"checkpoint_ratio": 0}),
+        ("--num-experts 8 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1", {"ep": 2, "etp": 0}),
+        ("--pipeline-model-parallel-size 2", {"checkpoint_ratio": 0.5}),
+    ],
+)
+def test_megatron_takes_changes_of_its_command(present, wanted):
+    base = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 2048 --bf16 "
+    words = f"{base}--micro-batch-size 1 --global-batch-size 64 {present}".split()
+    trainer = read(["torchrun", "--nproc_per_node", "8", "pretrain_gpt.py", *words]).on()
+    lines, again = trainer.changed({**trainer.config, **wanted})
+    made = parse([word for line in lines if line.new is not None for word in shlex.split(line.text)])
+    assert {knob: getattr(again.strategy(), knob) for knob in wanted} == wanted
+    assert made.expert_tensor_parallel_size is None, "its default is tp, and 0 is refused"
+    assert all(not line.text.endswith((" 0", " False", " None")) for line in lines)
+
+
+def test_stages_that_megatron_is_given_by_their_layers_stay_as_many():
+    words = (
+        "--num-layers 32 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 64 --vocab-size 512 "
+        "--seq-length 128 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 5"
+    )
+    trainer = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}").on()
+    assert trainer.changed({**trainer.config, "pp": 2, "dp": 4}) is None
+    assert trainer.changed({**trainer.config, "micro_batch": 2, "grad_accum": 16}) is not None
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_megatron_is_told_the_models_sizes(model):
     made = parse(megatron_arguments(model, "one device")[0])

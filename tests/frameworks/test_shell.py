@@ -1,0 +1,75 @@
+"""A shell script is read into the command that it runs: variables, arrays, arithmetic, branches."""
+
+import pytest
+from redline.frameworks import read
+from redline.frameworks.shell import command_of
+
+LAUNCH = 'torchrun --nproc_per_node 8 pretrain_gpt.py "${ARGS[@]}"\n'
+
+
+def words(script, folder=None):
+    return command_of(script, "x.sh", folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "value"),
+    [
+        ("A=4\nB=$A\n", "4"),
+        ("A=${1:-7}\nB=${A}\n", "7"),
+        ("N=2; G=8\nB=$((N * $G / 4))\n", "4"),
+        ('[ -z "$T" ] && B=3\n[ -n "$T" ] && B=5\n', "3"),
+        ('B=1\nif [[ $S == 7b ]]; then B=2; elif [ "$S" = "" ] && [ 1 -lt 2 ]; then B=3; else B=4; fi\n', "3"),
+        ("S=13b\ncase $S in\n 7b) B=1 ;;\n 13b|14b) B=2 ;;\n *) B=9 ;;\nesac\n", "2"),
+        ("B=1\nif (( 3 > 2 )); then\n  B=6\nfi\n", "6"),
+        ("if [ $UNSET -eq 0 ]; then B=5; fi\n", "5"),
+        ("for B in 2 4 8; do\n", "2"),
+        (": ${B:=9}\n", "9"),
+        ("S='a b'\nB=\"x_${S}_$'y'\"\n", "x_a b_$'y'"),
+        ("B=$(nproc)\n", "$(nproc)"),
+    ],
+)
+def test_a_variables_value_is_that_of_the_script(script, value):
+    (command, unknown) = words(f'{script}ARGS=(--pipeline-model-parallel-size "$B")\n{LAUNCH}')
+    assert command[-1] == value and command[:2] == ["torchrun", "--nproc_per_node"] and not unknown
+
+
+def test_arrays_grow_and_comments_in_them_are_none():
+    script = 'A=(--a 1 # one\n  --b "2 3")\nA+=(--c)\nA=("${A[@]}" --d $((1+1)))\nARGS=("${A[@]}" ${A[0]})\n'
+    assert words(script + LAUNCH)[0][4:] == ["--a", "1", "--b", "2 3", "--c", "--d", "2", "--a"]
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        'run_cmd="python -u pretrain_gpt.py ${ARGS[*]}"\nsrun -l sh -c "${run_cmd}"\n',
+        'CMD="torchrun pretrain_gpt.py ${ARGS[*]}"\necho "$CMD and much more that is not run"\neval $CMD 2>&1 | tee log\n',
+        "run() {\n  exec torchrun pretrain_gpt.py ${ARGS[@]}\n}\nrun\n",
+        "NCCL_DEBUG=INFO torchrun pretrain_gpt.py ${ARGS[@]} > log.txt &\n",
+    ],
+)
+def test_the_command_that_starts_the_training_is_found(launch):
+    command, _ = words(f"ARGS=(--micro-batch-size 2)\n{launch}")
+    assert command[-3:] == ["pretrain_gpt.py", "--micro-batch-size", "2"]
+
+
+def test_a_branch_that_is_not_taken_is_not_the_command():
+    script = 'if [ "$DRY" = true ]; then\n  torchrun pretrain_gpt.py --tensor-model-parallel-size 8 --bf16\nfi\n'
+    script += "torchrun pretrain_gpt.py --bf16\n"
+    assert words(script)[0] == ["torchrun", "pretrain_gpt.py", "--bf16"]
+
+
+def test_what_is_not_understood_is_named(tmp_path):
+    (tmp_path / "env.sh").write_text("TP=4\n")
+    script = "source env.sh\nsource missing.sh\nwhile read x; do\n  y=1\ndone\n" + LAUNCH.replace(
+        '"${ARGS[@]}"', "--tp $TP"
+    )
+    command, unknown = words(script, tmp_path)
+    assert command[-1] == "4" and unknown == ["source missing.sh", "while read x"]
+    (tmp_path / "train.sh").write_text(
+        "source missing.sh\ntorchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 4 --micro-batch-size 1\n"
+    )
+    assert any("source missing.sh" in note for note in read(tmp_path / "train.sh").notes)
+
+
+def test_a_script_that_expands_itself_ends():
+    assert words("A=$A$A\nA=${A}${A}\ntorchrun pretrain_gpt.py $A\n")[0][0] == "torchrun"
