@@ -208,6 +208,8 @@ def check(
         raise UsageError(f"{trainer.framework}: the file or command leaves facts out{written}: give {options}")
     trainer = trainer.on(devices)
     facts = trainer_of(trainer.framework) if framework is None else find_trainer(framework)
+    if (length := seq_len or trainer.seq_len) is not None:  # before a model is traced
+        _refuse(trainer, RuleContext(devices=trainer.devices, global_batch=trainer.global_batch, seq_len=length))
     resolved, source = _model(trainer, model, seq_len, facts, machine)
     as_read = trainer
     trainer = replace(trainer, seq_len=resolved.seq_len, model=resolved.name)

@@ -128,6 +128,8 @@ def _formats(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> tuple
 
 def _precision(config: Mapping[str, Any], conventions: Mapping[str, Any]) -> str:
     weights, gradients = _formats(config, conventions)
+    if config.get("precision", "fp32") == "fp32" and weights == "bf16":
+        return f"all in bf16: weights in {weights}, gradients in {gradients}"
     return f"{config.get('precision', 'fp32')}: weights in {weights}, gradients in {gradients}"
 
 

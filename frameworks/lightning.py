@@ -40,6 +40,7 @@ KNOBS = KnobTable(
                 "fp32": {"trainer.precision": 32},
             },
             {"fp32": {"trainer.precision": "32"}, "bf16_pure": {"trainer.precision": "bf16-true"}},
+            {value: {"precision": name} for value, name in _FORMATS.items()},
         ),
     ),
     KnobSettings(knob="grad_accum", keys=("trainer.accumulate_grad_batches",)),

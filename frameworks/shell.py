@@ -57,14 +57,7 @@ _COMPARED: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
 }
-_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-    "-lt": operator.lt,
-    "-le": operator.le,
-}
+_TESTS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 
 
 def command_of(script: str, where: str, folder: Path | None = None) -> tuple[list[str], list[str]]:
@@ -294,9 +287,8 @@ class _Script:
             return (words[1] == "") is (words[0] == "-z")
         if len(words) == 1 and words[0] in ("-z", "-n"):
             return words[0] == "-z"
-        if len(words) == 3 and words[1] in _COMPARISONS:
-            left, right = (self._number(word) if word else 0 for word in (words[0], words[2]))
-            return left is not None and right is not None and _COMPARISONS[words[1]](left, right)
+        if len(words) == 3 and words[1] in _TESTS:
+            return bool(self._number(f"{words[0] or 0} {_TESTS[words[1]]} {words[2] or 0}"))
         if len(words) == 3 and words[1] in ("=", "==", "!="):
             return fnmatchcase(words[0], words[2]) is (words[1] != "!=")
         return len(words) == 1 and words[0] != "" if not words or not words[0].startswith("-") else False

@@ -33,6 +33,11 @@ _CONFIGS: Mapping[str, tuple[int, int, int, str]] = {
     "qwen3_1_7b": (4, 4096, 1, "selective"),
     "qwen3_14b": (4, 4096, 1, "full"),
     "qwen3_32b": (2, 4096, 1, "full"),
+    "qwen3_30b_a3b": (2, 4096, 1, "full"),
+    "deepseek_v3_16b": (4, 4096, 1, "selective"),
+    "deepseek_v3_671b": (4, 4096, 1, "selective"),
+    "gpt_oss_20b": (1, 8192, 1, "full"),
+    "gpt_oss_120b": (1, 8192, 1, "full"),
 }
 """Local batch, sequence length, tensor parallelism and recomputation that a `--config` of 0.3 sets
 (models/*/config_registry.py)."""
@@ -47,6 +52,11 @@ _MODE, _COMPILE, _OFFLOAD = "activation_checkpoint.mode", "compile.enable", "tra
 _BF16 = {_DTYPE: "float32", _PARAM: "bfloat16"}
 _NAMES = {name: schedule.made_by.removeprefix("Schedule") for name, schedule in PIPELINE_SCHEDULES.items()}
 _COMPONENTS = "compile.components"
+_FURTHER: Mapping[str, Mapping[str, Any]] = {
+    f"deepseek_v3_{size}": {"parallelism.expert_parallel_degree": ep, _COMPILE: True, _COMPONENTS: ["loss"]}
+    for size, ep in (("16b", 8), ("671b", 2))
+}
+"""Further settings of these configurations."""
 _BY_SEVERAL = {
     "micro_batch": (_LOCAL, "training.batch_size", _PIECE),
     "grad_accum": (_GLOBAL,),
@@ -352,6 +362,7 @@ def prepare(reader: SettingsReader) -> None:
     elif configuration in _CONFIGS:
         local, seq_len, tp, mode = _CONFIGS[configuration]
         preset = {_LOCAL: local, "training.seq_len": seq_len, KNOBS["tp"].keys[0]: tp, _MODE: mode}
+        preset |= _FURTHER.get(configuration, {})
         for name, value in preset.items():
             reader.set(name, value)
     else:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from redline.frameworks import read
 from redline.frameworks.framework import file_keys
+from redline.frameworks.torchtitan import _CONFIGS as CONFIGS, _FURTHER as FURTHER
 from without_triton import WITHOUT_TRITON
 
 pytestmark = pytest.mark.slow
@@ -321,3 +322,32 @@ def test_lightning_takes_changes_of_its_file(tmp_path):
     parser.add_class_arguments(Trainer, "trainer")
     made = parser.parse_object({"trainer": document["trainer"]}).trainer
     assert (made.precision, made.accumulate_grad_batches, made.strategy) == ("bf16-mixed", 2, "fsdp")
+
+
+def test_torchtitans_configurations_are_those_of_its_registry(tmp_path):
+    pytest.importorskip("torchtitan")
+    code = """
+import json, sys
+from torchtitan.config import ConfigManager
+for name in json.loads(sys.argv[1]):
+    module = next(module for module in ("llama3", "qwen3", "deepseek_v3", "gpt_oss") if name.startswith(module))
+    made = ConfigManager().parse_args(["--module", module, "--config", name])
+    parallel = made.parallelism
+    assert (parallel.pipeline_parallel_degree, parallel.context_parallel_degree) == (1, 1)
+    print("RESULT", json.dumps([name, [
+        made.training.local_batch_size, made.training.seq_len, parallel.tensor_parallel_degree,
+        type(made.activation_checkpoint).__qualname__.partition("AC")[0].lower(), parallel.expert_parallel_degree,
+        made.compile.enable and "model" in made.compile.components]]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON + code, json.dumps(list(CONFIGS))],
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    expected = {
+        name: [*values, FURTHER.get(name, {}).get("parallelism.expert_parallel_degree", 1), False]
+        for name, values in CONFIGS.items()
+    }
+    assert dict(map(json.loads, lines)) == {name: list(values) for name, values in expected.items()}, done.stderr[
+        -2000:
+    ]
