@@ -30,7 +30,7 @@ class Constants:
     """Efficiency of products relative to `estimator/kernels.py`."""
     limited_rate: float | None = None
     """Share of the product rate that a power-limited device sustains when it runs only products; None: the value of
-    `estimator/kernels.py` for the device. See `estimator.time.clocks`."""
+    `estimator/kernels.py` for the device. See `estimator.slot.clocks`."""
     eight_bit_efficiency: float = 0.92
     """Share of the promised speedup over 16 bits that products of 8 and 4 bits reach."""
     half_rows: float = 20.0

@@ -28,9 +28,10 @@ from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .hardware import Hardware, find_hardware
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
+from .risks import stall_chance, stall_seconds
 from .setup import TrainingSetup
 from .stages import divided
-from .time import BINDS, TIME_TERMS, stall_chance, stall_seconds, step_time
+from .time import BINDS, TIME_TERMS, step_time
 from .trainers import find_trainer
 
 if TYPE_CHECKING:

@@ -17,6 +17,11 @@ from redline.estimator.trainers import find_trainer
 from .form import Run
 from .reading import Source
 
+_PREDICTED = (
+    *("step", "time_std", "throughput", "memory", "memory_std"),
+    *("fullest", "fits", "chance", "seq_len"),
+)
+
 
 @dataclass
 class Judged:
@@ -217,7 +222,7 @@ def judge(source: Source, constants: Callable[[Run], Constants] | None = None) -
     for name in Parts.__dataclass_fields__:
         if name not in stacked:
             stacked[name] = np.concatenate([getattr(each, name) for each in parts]) if parts else np.zeros(0)
-    predictions = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["step", "memory", "fits"])
+    predictions = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=_PREDICTED, dtype=float)
     return Judged(runs, configs, predictions, Parts(**stacked), left)
 
 

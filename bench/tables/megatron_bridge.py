@@ -109,7 +109,9 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
     if pp * chunks > model.layers:
         chunks = model.layers // pp  # embedding and head counted as separate layers
     several = pp > 1 and chunks > 1
-    word = (cells.get("precision") or about.get("precision", "bf16")).lower()
+    word = (cells.get("precision") or about.get("precision", "")).lower()
+    if not word:
+        raise Left("the precision is not stated")
     precision = next(
         (value for name, value in sorted(_PRECISIONS.items(), reverse=True) if word.startswith(name)), None
     )
@@ -130,21 +132,25 @@ def _run(row: dict[str, str], source: str, where: str, about: Mapping[str, str])
         model=model,
         hardware=find_hardware(_SYSTEMS[system]),
         framework="megatron",
-        setup={
-            "seq_len": seq_len,
-            "loss": "fused",
-            "gradient_dtype": "bf16",
-            "overlap_gradients": True,
-            "overlap_gathers": True,
-            "overlap_transfers": pp > 1,
-            "overlap_tensor": tp > 1,
-            "rows_once_a_node": True,
-            **({} if precision == "bf16" else {"products": precision}),
-        },
+        setup={"seq_len": seq_len, **recipe_setup(precision, tp, pp, row.get("container", ""))},
         config=config,
         choices=_open(pp, model.layers, "chunks" in cells or pp == 1),
         step_ms=step_of(config, seq_len, tokens_per_device=rate),
     )
+
+
+def recipe_setup(precision: str, tp: int, pp: int, container: str) -> dict[str, Any]:
+    """Returns the fields of the setup that NVIDIA's recipes share, for a container such as `26.02 NeMo Container`."""
+    return {
+        "loss": "fused",
+        "gradient_dtype": "bf16",
+        "overlap_gradients": True,
+        "overlap_gathers": True,
+        "overlap_transfers": pp > 1,
+        "overlap_tensor": tp > 1,
+        "rows_once_a_node": True,
+        **({} if precision == "bf16" else {"products": precision}),
+    }
 
 
 def _flops(model: Shape, seq_len: int) -> float:

@@ -40,6 +40,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     # Nemotron-3 8B, -4 22B and 340B: squared ReLU, no biases, rotary positions, tokenizer of 256,000.
     "nemotron-8b": _llama(32, 4096, 32, 32, 16384, 256000, gated=False),
     "nemotron-22b": _llama(40, 6144, 48, 48, 24576, 256000, gated=False),
+    "nemotron-15b": _llama(32, 6144, 48, 8, 24576, 256000, gated=False),
     "nemotron-340b": _llama(96, 18432, 96, 8, 73728, 256000, gated=False),
     "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256),
     "llama3.2-3b": _llama(28, 3072, 24, 8, 8192, 128256, tied=True),
@@ -53,6 +54,10 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "qwen3-14b": _llama(40, 5120, 40, 8, 17408, 151936, head_dim=128),
     "qwen3-4b": _llama(36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True),
     "qwen3-1.7b": _llama(28, 2048, 16, 8, 6144, 151936, head_dim=128, tied=True),
+    # Qwen of 2023, one head of keys and values for each of queries.
+    "qwen-1.8b": _llama(24, 2048, 16, 16, 5504, 151936),
+    "qwen-7b": _llama(32, 4096, 32, 32, 11008, 151936),
+    "qwen-14b": _llama(40, 5120, 40, 40, 13696, 152064),
     "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064),
     "qwen2.5-14b": _llama(48, 5120, 40, 8, 13824, 152064),
     "qwen2.5-32b": _llama(64, 5120, 40, 8, 27648, 152064),
@@ -70,6 +75,10 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
                               expert_intermediate=1536),
     "deepseek-v3": _latent(61, 7168, 128, 129280, dense=3, experts=256),
     "kimi-k2": _latent(61, 7168, 64, 163840, dense=1, experts=384),
+    # xAI's release of Grok-1; Llama 4 Maverick has experts in every second block, here in the second half.
+    "grok1": _llama(64, 6144, 48, 8, 32768, 131072, experts=8, experts_per_token=2),
+    "maverick": _llama(48, 5120, 40, 8, 16384, 202048, head_dim=128, experts=128, experts_per_token=1,
+                       expert_intermediate=8192, shared_intermediate=8192, dense_layers=24),
     "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, 201088, head_dim=64, experts=128, experts_per_token=4),
 }  # fmt: skip
 """Shapes by the name that `key` returns."""
@@ -95,7 +104,11 @@ def key(name: str) -> str:
     text = re.sub(r"[\s_]+", "-", text.rpartition("/")[2]).removeprefix("meta-")
     text = re.sub(r"(-hf|-v\d[\d.]*|-gptq|-instruct|-base|-chat)+$", "", text.replace("nous-hermes-", ""))
     text = re.sub(r"^(llama|qwen)-(\d)", r"\1\2", text)
-    return re.sub(r"^llama3\.[13]-(8|70|405)b", r"llama3-\1b", text).replace("deepseekv3", "deepseek-v3")
+    return (
+        re.sub(r"^llama3\.[13]-(8|70|405)b", r"llama3-\1b", text)
+        .replace("deepseekv3", "deepseek-v3")
+        .replace("dsv3", "deepseek-v3")
+    )
 
 
 def model_of(name: str) -> Shape:
@@ -107,6 +120,8 @@ def model_of(name: str) -> Shape:
     text = key(name)
     if name in SHAPES:
         text = name
+    elif re.sub(r"^(qwen)(\d)", r"\1-\2", text) in SHAPES:
+        text = re.sub(r"^(qwen)(\d)", r"\1-\2", text)
     if text in SHAPES:
         return Shape(name=text, **SHAPES[text])  # type: ignore[arg-type]
     if _MIXTURES.search(text):

@@ -16,6 +16,7 @@ from . import (
     megatron_golden,
     mosaic_fsdp,
     oneflow,
+    stated,
     surfaces,
     torchtitan,
     torchtune,
@@ -23,7 +24,7 @@ from . import (
 from .form import Left, Run, check_source, read_markdown
 
 FORMS: tuple[ModuleType, ...] = (
-    surfaces, mosaic_fsdp, megatron_golden, ibm_fms, alpa, oneflow, atorch, torchtitan, torchtune, megatron_bridge,
+    surfaces, mosaic_fsdp, megatron_golden, ibm_fms, alpa, oneflow, atorch, torchtitan, torchtune, megatron_bridge, stated,
 )  # fmt: skip
 """Forms of sources; a file is read by the first that matches. `megatron_bridge` covers several products of NVIDIA."""
 SUFFIXES = (".csv", ".tsv", ".txt", ".md")

@@ -10,7 +10,7 @@ from redline.estimator.constants import Constants
 from redline.estimator.experts import imbalance
 from redline.estimator.facts.model_facts import Matmul, ModelFacts
 from redline.estimator.hardware import find_hardware
-from redline.estimator.time import matmul_seconds
+from redline.estimator.work import matmul_seconds
 
 H100 = find_hardware("h100-80gb")
 EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS = 64, 4, 2048, 1024, 16

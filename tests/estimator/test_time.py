@@ -13,9 +13,12 @@ from redline.estimator.facts.traced import trace_facts
 from redline.estimator.hardware import find_hardware
 from redline.estimator.kernels import attention_share, products_of
 from redline.estimator.knob_arrays import knob_arrays
+from redline.estimator.risks import stall_chance
+from redline.estimator.slot import clocks
 from redline.estimator.stages import stages
-from redline.estimator.time import RING_MERGE, TIME_TERMS, clocks, matmul_seconds, stall_chance, step_time
+from redline.estimator.time import TIME_TERMS, step_time
 from redline.estimator.trainers import find_trainer
+from redline.estimator.work import RING_MERGE, matmul_seconds
 from redline.models.lora import Lora, with_lora
 
 LLAMA2_7B = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}
